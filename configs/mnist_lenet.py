@@ -1,0 +1,79 @@
+"""MNIST, LeNet and LAMB at batch 1,024 for 30 epochs: the MNIST table of the LAMB paper's appendix.
+
+Paper: arXiv:1904.00962, appendix, MNIST/LeNet (mean of 5 runs): LAMB 0.9945, AdamW 0.9941, momentum
+0.9933. Learning rates, warm-up, decay power 0.5, clipping and the network's dropout of 0.4 are those
+of the first author's code and logs (github.com/fastalgo/mnist_tpu).
+
+  python -m lamb_tpu.train --config=configs/mnist_lenet.py --workdir=DIR
+  python -m lamb_tpu.train --config=configs/mnist_lenet.py:network=lenet5,optimizer=adamw --workdir=DIR
+  python -m lamb_tpu.train --config=configs/mnist_lenet.py:batch=4096 --workdir=DIR
+
+The original files are downloaded, or taken from a folder: --config.data.dir=FOLDER.
+
+Expected metric, hardware and wall time: measured here, in experiments/lamb/mnist.md. The rates
+are given for batch 1,024; `batch=` rescales them (LAMB by LEGW, momentum linearly).
+"""
+
+from ml_collections import ConfigDict
+
+from lamb_tpu.config import base_config, parse_argument
+from lamb_tpu.errors import UserError
+
+NETWORKS = ("lenet", "lenet5")
+
+# In the author's code biases are not decayed, and every tensor is adapted.
+_RULES = (("bias$", {"decay": False}), (".*", {}))
+
+# Optimizer fields, scaling rule, warm-up at batch 1,024, last learning rate over the peak.
+OPTIMIZERS = {
+    "lamb": (
+        dict(
+            learning_rate=0.004, weight_decay=0.01, bias_correction=False, rules=_RULES,
+            clip_global_norm=1.0,
+        ),
+        "legw", "1 epochs", 0.0,
+    ),
+    "adamw": (
+        dict(learning_rate=0.004, weight_decay=0.01, rules=_RULES, clip_global_norm=1.0),
+        "identity", "1 epochs", 0.0,
+    ),
+    "momentum": (
+        dict(learning_rate=0.08, momentum=0.9, rules=_RULES), "linear", "0 epochs", 0.0001 / 0.08,
+    ),
+}
+
+
+def get_config(argument: str | None = None) -> ConfigDict:
+    """Arguments: network=lenet|lenet5, optimizer=lamb|adamw|momentum, batch=1024, smoke."""
+    arg = parse_argument(argument, network="lenet", optimizer="lamb", batch=1024, smoke=False)
+    for key, known in (("network", NETWORKS), ("optimizer", OPTIMIZERS)):
+        if arg[key] not in known:
+            raise UserError(
+                f"the config's argument {key}={arg[key]!r} is unknown; known: {', '.join(known)}"
+            )
+    fields, scaling, warmup, end_factor = OPTIMIZERS[arg.optimizer]
+    config = base_config()
+    config.batch_size = arg.batch
+    config.duration = "30 epochs"
+    config.data.name = "mnist"
+    config.task = ConfigDict({"name": "classification", "label_smoothing": 0.0, "input_std": 255.0})
+    config.model = ConfigDict({"name": arg.network})
+    config.optimizer = ConfigDict({"name": arg.optimizer, **fields})
+    config.schedule.base_batch_size = 1024
+    config.schedule.scaling = scaling
+    config.schedule.warmup = warmup
+    config.schedule.decay = "polynomial"
+    config.schedule.power = 0.5
+    config.schedule.end_factor = end_factor
+    config.schedule.decay_from = "zero"
+    config.eval.batch_size = 2000
+    config.checkpoint.every = "1 epochs"
+    if arg.smoke:
+        if arg.network != "lenet":
+            raise UserError("the config's argument smoke trains on 8x8 digits: use network=lenet")
+        config.data.name = "digits"
+        config.task.input_std = 16.0
+        config.batch_size = 128
+        config.duration = "2 epochs"
+        config.eval.batch_size = 360
+    return config

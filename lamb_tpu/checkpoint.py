@@ -1,0 +1,102 @@
+"""Checkpoints of a run: the train state and the data position, saved and restored together."""
+
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from orbax.checkpoint import v1 as ocp
+
+from lamb_tpu.errors import UserError
+
+_SAVE = ocp.training.save_decision_policies
+_KEEP = ocp.training.preservation_policies
+
+
+class Checkpoints:
+    """The checkpoints of one workdir, named by completed updates.
+
+    Saves are asynchronous: the state is copied off the devices, then written by threads while
+    training goes on. A checkpoint appears under its name only when it is complete. Use as a context
+    manager, or call `close`: both wait for a save under way.
+
+    Args:
+      directory: where they lie; made when missing.
+      keep: how many of the newest to keep.
+      report: called with a sentence when a damaged checkpoint is passed over.
+    """
+
+    def __init__(
+        self, directory: pathlib.Path, keep: int, report: Callable[[str], None] = print
+    ) -> None:
+        self.directory = directory.resolve()
+        self._report = report
+        self._checkpointer = ocp.training.Checkpointer(
+            self.directory,
+            # The trainer decides when to save; Orbax' default would save continuously.
+            save_decision_policy=_SAVE.FixedIntervalPolicy(1),
+            preservation_policy=_KEEP.LatestN(keep),
+            cleanup_tmp_directories=True,
+        )
+
+    def steps(self) -> list[int]:
+        """Completed updates of the checkpoints on disk, ascending."""
+        return sorted(checkpoint.step for checkpoint in self._checkpointer.checkpoints)
+
+    def save(self, step: int, state: Any, position: dict[str, Any]) -> None:
+        """Starts saving `state` (a pytree of arrays) and `position` (JSON-able) as update `step`.
+
+        Overwrites a checkpoint of that name: a damaged one that a resumed run has passed over.
+        """
+        self._checkpointer.save_checkpointables_async(
+            step, {"state": state, "position": position}, overwrite=step in self.steps()
+        )
+
+    def restore(self, step: int, abstract_state: Any) -> tuple[Any, dict[str, Any]]:
+        """State and data position of update `step`, placed as `abstract_state` says.
+
+        Args:
+          step: one of `steps()`.
+          abstract_state: pytree of `jax.ShapeDtypeStruct` with shardings.
+        """
+        loaded = self._checkpointer.load_checkpointables(
+            step, {"state": abstract_state, "position": None}
+        )
+        return loaded["state"], loaded["position"]
+
+    def restore_latest(self, abstract_state: Any) -> tuple[Any, dict[str, Any]] | None:
+        """The newest checkpoint that can be read, or None when there is none at all.
+
+        One that cannot be read is reported and the one before it tried.
+
+        Raises:
+          UserError: there are checkpoints but none can be read.
+        """
+        steps = self.steps()
+        for step in reversed(steps):
+            try:
+                state, position = self.restore(step, abstract_state)
+                jax.block_until_ready(state)
+                return state, position
+            except Exception as error:  # Orbax and TensorStore raise many types for damaged files
+                reason = str(error).strip().splitlines()[0][:200] if str(error) else repr(error)
+                self._report(
+                    f"The checkpoint of update {step} in {self.directory} cannot be read "
+                    f"({type(error).__name__}: {reason}); trying the one before it."
+                )
+        if steps:
+            raise UserError(
+                f"none of the checkpoints {steps} in {self.directory} can be read; move the folder "
+                "away to start again, or give another --workdir"
+            )
+        return None
+
+    def close(self) -> None:
+        """Waits for a save under way."""
+        self._checkpointer.close()
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()

@@ -1,0 +1,21 @@
+"""Where records come from and how they become batches."""
+
+from lamb_tpu.data.evaluation import eval_batches
+from lamb_tpu.data.loader import TrainLoader
+from lamb_tpu.data.order import example_order, global_indices
+from lamb_tpu.data.registry import DATASETS, load
+from lamb_tpu.data.source import ArraySource, Batch, FieldSpec, RecordSource, Source
+
+__all__ = [
+    "DATASETS",
+    "ArraySource",
+    "Batch",
+    "FieldSpec",
+    "RecordSource",
+    "Source",
+    "TrainLoader",
+    "eval_batches",
+    "example_order",
+    "global_indices",
+    "load",
+]

@@ -1,0 +1,61 @@
+"""The order of training examples, a pure function of (seed, epoch, position).
+
+Training reads one endless stream of examples. Global position `i` lies in epoch
+`i // num_examples`, at place `i % num_examples` of that epoch's permutation. Nothing here knows
+of processes or batches, so neither can change the order.
+"""
+
+import functools
+
+import numpy as np
+
+
+@functools.lru_cache(maxsize=4)
+def example_order(seed: int, epoch: int, num_examples: int) -> np.ndarray:
+    """The permutation of `range(num_examples)` in which an epoch visits the examples.
+
+    Sorting raw Philox words, rather than `Generator.permutation`, keeps the order the same in
+    every NumPy version: NumPy fixes the stream of a bit generator, not that of its methods.
+    Philox: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011.
+
+    Args:
+      seed: 0 to 2**64 - 1.
+      epoch: counted from 0.
+      num_examples: at least 1.
+
+    Returns:
+      int64 (num_examples,), read-only because it is shared with later callers.
+
+    Raises:
+      ValueError: an argument is out of range.
+    """
+    if not 0 <= seed < 2**64:
+        raise ValueError(f"seed must lie in 0..2**64-1, found {seed}")
+    if epoch < 0 or num_examples < 1:
+        raise ValueError(f"need epoch >= 0 and num_examples >= 1, found {epoch}, {num_examples}")
+    words = np.random.Philox(key=np.array([seed, epoch], np.uint64)).random_raw(num_examples)
+    order = np.argsort(words, kind="stable").astype(np.int64, copy=False)
+    order.setflags(write=False)
+    return order
+
+
+def global_indices(seed: int, start: int, stop: int, num_examples: int) -> np.ndarray:
+    """The examples at global positions `start` to `stop - 1` of the endless stream.
+
+    Returns:
+      int64 (stop - start,): indices into the source. The range may straddle any number of epochs.
+
+    Raises:
+      ValueError: `start` is negative or beyond `stop`, or as for `example_order`.
+    """
+    if not 0 <= start <= stop:
+        raise ValueError(f"need 0 <= start <= stop, found start {start}, stop {stop}")
+    indices = np.empty(stop - start, np.int64)
+    position = start
+    while position < stop:
+        epoch, place = divmod(position, num_examples)
+        count = min(num_examples - place, stop - position)
+        order = example_order(seed, epoch, num_examples)
+        indices[position - start : position - start + count] = order[place : place + count]
+        position += count
+    return indices

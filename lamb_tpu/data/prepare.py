@@ -1,0 +1,131 @@
+"""Preparing a set once: original files in, ArrayRecord files in the data folder out."""
+
+import contextlib
+import fcntl
+import pathlib
+import queue
+import threading
+import urllib.request
+from collections.abc import Iterator
+
+import tensorflow_datasets as tfds
+from tensorflow_datasets.core.download import checksums, resource
+
+from lamb_tpu.errors import UserError
+
+_REACH_SECONDS = 5.0
+
+
+def prepare(builder: tfds.core.DatasetBuilder, source_dir: str | None) -> None:
+    """Prepares the builder's set unless it is prepared already.
+
+    TFDS writes into a folder of its own and renames it when all is written, so an interrupted
+    preparation leaves no set behind. Several processes may call this at once: one prepares and
+    the others wait.
+
+    Args:
+      builder: one of `builders.BUILDERS`.
+      source_dir: folder with the original files under their original names, each checked by size
+        and sha256; None downloads them.
+
+    Raises:
+      UserError: a file is missing or is not the original, or the network cannot be reached.
+    """
+    if is_prepared(builder):
+        return
+    if source_dir is not None:
+        _check_files(builder, pathlib.Path(source_dir).expanduser())
+    with _one_at_a_time(builder):
+        if is_prepared(builder):
+            return
+        if builder.data_path.exists():
+            raise UserError(
+                f"data set {builder.name}: {builder.data_dir} is no prepared set, for it has no "
+                "dataset_info.json; delete it and prepare the set again"
+            )
+        if source_dir is None:
+            _check_reachable(builder)
+        config = tfds.download.DownloadConfig(
+            manual_dir=source_dir, force_checksums_validation=True, try_download_gcs=False
+        )
+        try:
+            builder.download_and_prepare(download_config=config, file_format="array_record")
+        except (tfds.download.DownloadError, tfds.download.NonMatchingChecksumError) as error:
+            raise UserError(
+                f"data set {builder.name}: the download failed ({error}); {_give_folder(builder)}"
+            ) from error
+
+
+def is_prepared(builder: tfds.core.DatasetBuilder) -> bool:
+    # TFDS logs a warning about a folder that does not exist, so it is asked about others only.
+    return builder.data_path.exists() and builder.is_prepared()
+
+
+def _check_files(builder: tfds.core.DatasetBuilder, folder: pathlib.Path) -> None:
+    for url, expected in builder.url_infos.items():
+        path = folder / expected.filename
+        if not path.is_file():
+            raise UserError(
+                f"data set {builder.name}: {expected.filename} is missing in {folder}; "
+                f"get it from {url}"
+            )
+        found = checksums.compute_url_info(path)
+        if found.checksum != expected.checksum:
+            raise UserError(
+                f"data set {builder.name}: {path} is not the original file: it has sha256 "
+                f"{found.checksum} ({int(found.size):,} bytes), expected {expected.checksum} "
+                f"({int(expected.size):,} bytes); get it again from {url}"
+            )
+
+
+def _check_reachable(builder: tfds.core.DatasetBuilder) -> None:
+    """Refuses within seconds; TFDS itself retries for minutes before it gives up."""
+    url = next((url for url in builder.url_infos if not _is_downloaded(builder, url)), None)
+    if url is None:
+        return
+    outcome: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+
+    def open_url() -> None:
+        try:
+            urllib.request.urlopen(url, timeout=_REACH_SECONDS).close()
+            outcome.put(None)
+        except OSError as error:
+            outcome.put(str(error))
+
+    # A thread, because looking up a host's name has no time limit of its own.
+    threading.Thread(target=open_url, daemon=True).start()
+    try:
+        failure = outcome.get(timeout=_REACH_SECONDS)
+    except queue.Empty:
+        failure = f"no answer in {_REACH_SECONDS:.0f} s"
+    if failure is not None:
+        raise UserError(
+            f"data set {builder.name} is not prepared in {builder.data_dir}, and {url} cannot be "
+            f"reached ({failure}); {_give_folder(builder)}"
+        )
+
+
+def _is_downloaded(builder: tfds.core.DatasetBuilder, url: str) -> bool:
+    downloads = pathlib.Path(builder.data_dir).parents[1] / "downloads"
+    file_name = resource.get_dl_fname(url, builder.url_infos[url].checksum)
+    return any((folder / file_name).exists() for folder in (downloads / builder.name, downloads))
+
+
+def _give_folder(builder: tfds.core.DatasetBuilder) -> str:
+    names = ", ".join(info.filename for info in builder.url_infos.values())
+    return f"give --config.data.dir=FOLDER, a folder with the original files ({names})"
+
+
+@contextlib.contextmanager
+def _one_at_a_time(builder: tfds.core.DatasetBuilder) -> Iterator[None]:
+    """Holds a lock file beside the set, which the system frees even if the process is killed."""
+    if "://" in str(builder.data_dir):
+        raise UserError(
+            f"data set {builder.name} is not prepared in {builder.data_dir}, and can be prepared "
+            "in a local or mounted folder only"
+        )
+    folder = pathlib.Path(builder.data_dir).parent
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".preparing", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

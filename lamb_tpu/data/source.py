@@ -1,0 +1,156 @@
+"""Where examples come from: sets of records read by index, a batch at a time."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from lamb_tpu.errors import UserError
+
+Batch = dict[str, np.ndarray]
+_READ_CHUNK = 1024  # records fetched together when a whole set is read into memory
+
+
+class FieldSpec(NamedTuple):
+    """One field of one example: its shape without the batch axis, and its dtype."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+
+class Source(Protocol):
+    """Examples 0 to `len(source) - 1`, each a dict of arrays of fixed shape.
+
+    Attributes:
+      name: set and split, such as `mnist:train`; saved with the loader's position.
+      num_classes: number of values of `label`, or None where there is no class label.
+      element_spec: field name -> shape and dtype of one example.
+      in_memory: True where `gather` is a mere copy, with nothing to overlap with the step.
+    """
+
+    name: str
+    num_classes: int | None
+    element_spec: dict[str, FieldSpec]
+    in_memory: bool
+
+    def __len__(self) -> int: ...
+
+    def gather(self, indices: np.ndarray) -> Batch:
+        """The examples at `indices` (int, (n,)), each field stacked to (n, *shape)."""
+        ...
+
+
+class ArraySource:
+    """A set held in memory as one array a field, gathered by fancy indexing."""
+
+    in_memory = True
+
+    def __init__(self, name: str, arrays: Mapping[str, np.ndarray], num_classes: int | None):
+        lengths = {field: len(array) for field, array in arrays.items()}
+        if len(set(lengths.values())) != 1:
+            raise ValueError(f"the arrays of {name} must have one length, found {lengths}")
+        self.name = name
+        self.num_classes = num_classes
+        self.arrays = dict(arrays)
+        self.element_spec = {
+            field: FieldSpec(array.shape[1:], array.dtype) for field, array in arrays.items()
+        }
+        self._length = next(iter(lengths.values()))
+
+    def __len__(self) -> int:
+        return self._length
+
+    def gather(self, indices: np.ndarray) -> Batch:
+        return {field: array[indices] for field, array in self.arrays.items()}
+
+
+class RecordSource:
+    """A set read from its records by index, for sets too large for memory.
+
+    Text fields are left out, because a batch goes to devices. Class labels become int32.
+
+    Args:
+      name: as in `Source`.
+      records: random access with `__len__` and `__getitems__`, such as a TFDS data source.
+      num_classes: as in `Source`.
+      label_fields: the fields that hold class labels.
+      folder: where the record files lie, for errors.
+
+    Raises:
+      UserError: the first record cannot be read, or has no field of numbers.
+    """
+
+    in_memory = False
+
+    def __init__(
+        self,
+        name: str,
+        records: Any,
+        num_classes: int | None,
+        label_fields: Sequence[str] = ("label",),
+        folder: str = "its folder",
+    ):
+        self.name = name
+        self.num_classes = num_classes
+        self._records = records
+        self._label_fields = frozenset(label_fields)
+        self._folder = folder
+        (first,) = self._read([0])
+        arrays = {field: self._as_array(field, value) for field, value in first.items()}
+        self.element_spec = {
+            field: FieldSpec(array.shape, array.dtype)
+            for field, array in arrays.items()
+            if array.dtype.kind in "biuf"
+        }
+        if not self.element_spec:
+            raise UserError(f"data set {name}: no field is a number or an array of numbers")
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def gather(self, indices: np.ndarray) -> Batch:
+        """As in `Source`. Raises UserError where records cannot be read or differ in shape."""
+        records = self._read([int(index) for index in indices])
+        batch = {}
+        for field, spec in self.element_spec.items():
+            values = [self._as_array(field, record[field]) for record in records]
+            for index, value in zip(indices, values):
+                if value.shape != spec.shape:
+                    raise UserError(
+                        f"data set {self.name}: field {field!r} of example {index} has shape "
+                        f"{value.shape}, example 0 has {spec.shape}; only fields of one shape "
+                        "can be batched"
+                    )
+            empty = np.empty((0, *spec.shape), spec.dtype)
+            batch[field] = np.stack(values).astype(spec.dtype, copy=False) if values else empty
+        return batch
+
+    def read_all(self) -> ArraySource:
+        """The whole set read once, in bulk, into an `ArraySource` of the same name."""
+        arrays = {
+            field: np.empty((len(self), *spec.shape), spec.dtype)
+            for field, spec in self.element_spec.items()
+        }
+        for start in range(0, len(self), _READ_CHUNK):
+            stop = min(start + _READ_CHUNK, len(self))
+            for field, values in self.gather(np.arange(start, stop)).items():
+                arrays[field][start:stop] = values
+        return ArraySource(self.name, arrays, self.num_classes)
+
+    def _read(self, indices: list[int]) -> Sequence[Mapping[str, Any]]:
+        try:
+            return self._records.__getitems__(indices)
+        except (RuntimeError, OSError) as error:  # ArrayRecord's own, and those of a decoder
+            raise UserError(
+                f"data set {self.name}: a record cannot be read, so the files are damaged or "
+                f"incomplete; delete {self._folder} and prepare the set again "
+                f"({' '.join(str(error).split())})"
+            ) from error
+
+    def _as_array(self, field: str, value: Any) -> np.ndarray:
+        array = np.asarray(value)
+        return array.astype(np.int32) if field in self._label_fields else array

@@ -1,0 +1,39 @@
+"""TFDS split syntax: `train`, `train[:1000]`, `train[10%:]`, `train[:50%]+test`."""
+
+from collections.abc import Mapping
+
+from tensorflow_datasets.core import splits as tfds_splits
+
+from lamb_tpu.errors import UserError
+
+
+def slices(dataset: str, split: str, lengths: Mapping[str, int]) -> list[tuple[str, int, int]]:
+    """The parts `(name, start, stop)` a split names, in order.
+
+    Args:
+      dataset: its name, for the error.
+      split: the text a user wrote, parsed by TFDS itself so that both always agree.
+      lengths: split name -> number of examples.
+
+    Raises:
+      UserError: the text is no split of this set, or names no example at all.
+    """
+    infos = {
+        name: tfds_splits.SplitInfo(name=name, shard_lengths=[length], num_bytes=0)
+        for name, length in lengths.items()
+    }
+    try:
+        parts = tfds_splits.AbstractSplit.from_spec(split).to_absolute(infos)
+    except (ValueError, NotImplementedError) as error:
+        raise UserError(
+            f"data set {dataset}: split {split!r} is not one ({error}); it has "
+            f"{', '.join(f'{name} ({length:,})' for name, length in lengths.items())}, "
+            "and slices such as 'train[:1000]' or 'train[10%:]'"
+        ) from error
+    ranges = [
+        (part.splitname, part.from_ or 0, lengths[part.splitname] if part.to is None else part.to)
+        for part in parts
+    ]
+    if not any(stop > start for _, start, stop in ranges):
+        raise UserError(f"data set {dataset}: split {split!r} holds no example")
+    return ranges

@@ -1,0 +1,101 @@
+"""Metric sums, and the two places where metrics are written."""
+
+import json
+import math
+import pathlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+from tensorboardX import SummaryWriter
+
+from lamb_tpu.errors import UserError
+
+
+def mean_metrics(
+    batches: Iterable[Mapping[str, tuple[jax.Array, jax.Array]]],
+) -> dict[str, float]:
+    """Adds up (sum, weight) pairs over batches and divides once.
+
+    The additions are in float64 on the host, so that the number of batches leaves no trace.
+    """
+    totals: dict[str, list[float]] = {}
+    for batch in jax.device_get(list(batches)):
+        for name, (total, weight) in batch.items():
+            entry = totals.setdefault(name, [0.0, 0.0])
+            entry[0] += float(total)
+            entry[1] += float(weight)
+    return {name: total / weight for name, (total, weight) in totals.items()}
+
+
+class MetricsWriter:
+    """Appends records to metrics.jsonl, one JSON object a line, and mirrors them to TensorBoard.
+
+    The JSON lines are the record that tables and plots are made from. Each has `step` (completed
+    updates) and `kind` ('train' or 'eval').
+
+    Args:
+      workdir: the folder for metrics.jsonl and tensorboard/.
+      tensorboard: whether to write TensorBoard's files too.
+      start_step: the update a run resumes from; records of later updates, left by a run that was
+        killed after its last checkpoint, are removed first.
+    """
+
+    def __init__(self, workdir: pathlib.Path, tensorboard: bool, start_step: int) -> None:
+        self.path = workdir / "metrics.jsonl"
+        if self.path.exists():
+            _remove_records_after(self.path, start_step)
+        self._file = self.path.open("a")
+        self._tensorboard = None
+        if tensorboard:
+            self._tensorboard = SummaryWriter(
+                str(workdir / "tensorboard"), purge_step=start_step + 1 if start_step else None
+            )
+
+    def write(self, step: int, kind: str, values: Mapping[str, float]) -> None:
+        """Writes one record; it is on disk when this returns."""
+        record = {"step": step, "kind": kind, **values}
+        # JSON has no NaN: a non-finite value is written as a string.
+        finite = {k: v if not _is_nonfinite(v) else str(v) for k, v in record.items()}
+        self._file.write(json.dumps(finite) + "\n")
+        self._file.flush()
+        if self._tensorboard is not None:
+            for name, value in values.items():
+                self._tensorboard.add_scalar(f"{kind}/{name}", value, step)
+
+    def close(self) -> None:
+        """Flushes both."""
+        self._file.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+
+
+def read_records(path: pathlib.Path, kind: str | None = None) -> list[dict[str, Any]]:
+    """The records of a metrics.jsonl, of one kind if given.
+
+    A last line without its end, as a killed run leaves it, is passed over.
+
+    Raises:
+      UserError: the file is missing, or a line is no JSON.
+    """
+    if not path.exists():
+        raise UserError(f"there is no {path}; is its folder the workdir of a run?")
+    lines = path.read_text().split("\n")[:-1]
+    records = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            raise UserError(f"line {number} of {path} is no JSON: {line[:80]!r}") from None
+    return [record for record in records if kind is None or record["kind"] == kind]
+
+
+def _remove_records_after(path: pathlib.Path, step: int) -> None:
+    kept = [record for record in read_records(path) if record["step"] <= step]
+    replacement = path.with_suffix(".jsonl.new")
+    replacement.write_text("".join(json.dumps(record) + "\n" for record in kept))
+    replacement.replace(path)
+
+
+def _is_nonfinite(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)

@@ -1,0 +1,76 @@
+"""Networks as two pure functions, `init` and `apply`, chosen by name.
+
+The trainer and the tasks see nothing else of a model, so a network written in Linen (all shipped
+ones), NNX or plain JAX fits alike: `linen` adapts the first, `Model(init, apply)` takes any other.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+
+from lamb_tpu.errors import UserError
+from lamb_tpu.models.lenet import LeNet, LeNet5
+from lamb_tpu.models.mlp import MLP
+
+Variables = Mapping[str, Any]
+
+
+class Model(NamedTuple):
+    """A network.
+
+    Attributes:
+      init: `(key, inputs) -> variables`; a mapping with 'params' and, where the network keeps
+        statistics, further collections such as 'batch_stats'.
+      apply: `(variables, inputs, *, train, key) -> (outputs, state)`; `state` holds the
+        collections other than 'params', updated when `train` is true. `key` drives dropout.
+    """
+
+    init: Callable[[jax.Array, Any], Variables]
+    apply: Callable[..., tuple[Any, Variables]]
+
+
+MODULES: dict[str, type[nn.Module]] = {
+    "lenet": LeNet,
+    "lenet5": LeNet5,
+    "mlp": MLP,
+}
+
+
+def linen(module: nn.Module) -> Model:
+    """Adapts a Linen module whose `__call__` takes `(inputs, train: bool)`."""
+
+    def init(key: jax.Array, inputs: Any) -> Variables:
+        return module.init(key, inputs, train=False)
+
+    def apply(
+        variables: Variables, inputs: Any, *, train: bool, key: jax.Array | None = None
+    ) -> tuple[Any, Variables]:
+        collections = [name for name in variables if name != "params"]
+        rngs = None if key is None else {"dropout": key}
+        if train and collections:
+            return module.apply(variables, inputs, train=True, rngs=rngs, mutable=collections)
+        outputs = module.apply(variables, inputs, train=train, rngs=rngs)
+        return outputs, {name: variables[name] for name in collections}
+
+    return Model(init, apply)
+
+
+def build(name: str, **fields: Any) -> Model:
+    """The named network with its fields set, for example `build('lenet', num_classes=10)`.
+
+    Raises:
+      UserError: an unknown name or field; the message lists the known ones.
+    """
+    if name not in MODULES:
+        raise UserError(f"config.model.name is {name!r}; known models: {', '.join(MODULES)}")
+    module = MODULES[name]
+    known = [f.name for f in dataclasses.fields(module) if f.name not in ("parent", "name")]
+    for key in fields:
+        if key not in known:
+            raise UserError(
+                f"config.model.{key} is no field of model {name!r}; known: {', '.join(known)}"
+            )
+    return linen(module(**fields))

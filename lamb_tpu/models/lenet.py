@@ -1,0 +1,68 @@
+"""LeNet: the network of the LAMB paper's MNIST table, and the smaller LeNet-5 it descends from."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+# Keras' default, which the author's code uses; Linen's is LeCun's normal.
+_KERNEL_INIT = nn.initializers.glorot_uniform()
+
+
+def max_pool_2x2(x: jax.Array) -> jax.Array:
+    """Maximum over 2x2 windows of (batch, height, width, channels), height and width even.
+
+    Two element-wise maxima rather than a window reduction: its gradient is a select instead of a
+    select-and-scatter, which on a CPU makes LeNet's whole step about 1.3 times faster.
+    """
+    x = jnp.maximum(x[:, 0::2], x[:, 1::2])
+    return jnp.maximum(x[:, :, 0::2], x[:, :, 1::2])
+
+
+class LeNet(nn.Module):
+    """5x5 convolutions of 32 and 64 channels, a dense layer of 1,024 units, dropout 0.4.
+
+    For 28x28x1 inputs 3,274,634 parameters: the network of the TensorFlow MNIST tutorial that the
+    LAMB author tuned (github.com/fastalgo/mnist_tpu, lamb/mnist_tpu.py).
+
+    Attributes:
+      num_classes: width of the output.
+      dropout_rate: share of the dense layer's units dropped in training.
+    """
+
+    num_classes: int = 10
+    dropout_rate: float = 0.4
+
+    @nn.compact
+    def __call__(self, inputs: jax.Array, train: bool) -> jax.Array:
+        """Logits of shape (batch, num_classes) for images (batch, height, width, channels)."""
+        x = inputs
+        for index, channels in enumerate((32, 64), start=1):
+            conv = nn.Conv(channels, (5, 5), kernel_init=_KERNEL_INIT, name=f"conv{index}")
+            x = max_pool_2x2(nn.relu(conv(x)))
+        x = x.reshape(x.shape[0], -1)
+        x = nn.relu(nn.Dense(1024, kernel_init=_KERNEL_INIT, name="dense")(x))
+        x = nn.Dropout(self.dropout_rate, deterministic=not train)(x)
+        return nn.Dense(self.num_classes, kernel_init=_KERNEL_INIT, name="output")(x)
+
+
+class LeNet5(nn.Module):
+    """LeCun et al. (1998), with ReLU and max pooling: 61,706 parameters for 28x28x1 inputs.
+
+    Attributes:
+      num_classes: width of the output.
+    """
+
+    num_classes: int = 10
+
+    @nn.compact
+    def __call__(self, inputs: jax.Array, train: bool) -> jax.Array:
+        """Logits of shape (batch, num_classes) for images (batch, height, width, channels)."""
+        del train
+        x = nn.Conv(6, (5, 5), padding="SAME", kernel_init=_KERNEL_INIT, name="conv1")(inputs)
+        x = max_pool_2x2(nn.relu(x))
+        x = nn.Conv(16, (5, 5), padding="VALID", kernel_init=_KERNEL_INIT, name="conv2")(x)
+        x = max_pool_2x2(nn.relu(x))
+        x = x.reshape(x.shape[0], -1)
+        x = nn.relu(nn.Dense(120, kernel_init=_KERNEL_INIT, name="dense1")(x))
+        x = nn.relu(nn.Dense(84, kernel_init=_KERNEL_INIT, name="dense2")(x))
+        return nn.Dense(self.num_classes, kernel_init=_KERNEL_INIT, name="output")(x)

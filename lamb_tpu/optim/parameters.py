@@ -1,0 +1,199 @@
+"""Which leaves decay, which adapt and which axes stack layers: one table for the three.
+
+A rule is a pair `(regex, facts)`. The regex is searched (`re.search`) in a leaf's path, its keys
+joined by '/', as in 'encoder/layer_0/bias'; the first rule that matches decides. Rules are given
+as the name of a preset in `RULES`, or as a sequence of pairs whose second element is a
+`ParameterFacts` or a mapping of its fields:
+
+>>> import jax, jax.numpy as jnp
+>>> params = {'layers': {'kernel': jnp.ones((4, 8, 8)), 'bias': jnp.ones((4, 8))}}
+>>> print(table(params, [('bias$', {'decay': False, 'adapt': False, 'layer_axes': (0,)}),
+...                      ('^layers/', {'layer_axes': (0,)})]))
+path           shape    dtype    count  decay  adapt  layer axes
+layers/bias    (4,8)    float32     32  no     no     (0)
+layers/kernel  (4,8,8)  float32    256  yes    yes    (0)
+total: 2 leaves, 288 values; decay: 1 leaf, 256 values; adapt: 1 leaf, 256 values
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class ParameterFacts:
+    """What an optimizer must know of one leaf.
+
+    Attributes:
+      decay: weight decay is applied to it.
+      adapt: its update is scaled by a trust ratio; without, the ratio is 1.
+      layer_axes: the axes that stack layers, as the leading axis of a scanned Transformer. Norms
+        reduce over the other axes, so that each stacked layer has its own trust ratio.
+    """
+
+    decay: bool = True
+    adapt: bool = True
+    layer_axes: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        for name in ("decay", "adapt"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, not {getattr(self, name)!r}")
+        axes = self.layer_axes
+        if not isinstance(axes, (tuple, list)) or not all(
+            isinstance(axis, int) and axis >= 0 for axis in axes
+        ) or len(set(axes)) != len(axes):
+            raise ValueError(f"layer_axes must be distinct axes counted from 0, not {axes!r}")
+        object.__setattr__(self, "layer_axes", tuple(sorted(axes)))
+
+
+Rules = str | Sequence[tuple[str, ParameterFacts | Mapping[str, Any]]]
+
+# Presets fit any model, so a rule of theirs may match nothing. Flax NNX ends a path in '/value'.
+RULES: dict[str, tuple[tuple[str, ParameterFacts], ...]] = {
+    # LAMB's Algorithm 2 and LARS as printed: every tensor decays and adapts.
+    "all": (("", ParameterFacts()),),
+    # The working recipes for BERT and ResNet; the names are those of Flax layers.
+    "no_bias_no_norm": (
+        (r"(^|/)(bias|scale)(/value)?$", ParameterFacts(decay=False, adapt=False)),
+        ("", ParameterFacts()),
+    ),
+}
+DEFAULT_RULES = "all"
+
+
+def resolve(params: Any, rules: Rules) -> Any:
+    """The facts of every leaf.
+
+    Args:
+      params: any pytree whose leaves have a shape: arrays or `jax.ShapeDtypeStruct`s.
+      rules: a preset's name, or a sequence of `(regex, facts)`, of which the first match decides.
+
+    Returns:
+      A pytree of `ParameterFacts` with the structure of `params`.
+
+    Raises:
+      ValueError: a leaf that no rule matches; a rule that matches no leaf (not checked for
+        presets, nor in a tree without leaves); a layer axis that the leaf does not have; rules
+        that are not rules.
+    """
+    checked = not isinstance(rules, str)
+    compiled = _compile(rules)
+    leaves, treedef = jax.tree.flatten(params)
+    paths = leaf_paths(params)
+    facts = []
+    for path, leaf in zip(paths, leaves, strict=True):
+        match = next((value for regex, value in compiled if regex.search(path)), None)
+        if match is None:
+            raise ValueError(f"no rule matches the parameter {path!r}: add a rule for it to rules")
+        num_axes = np.ndim(leaf)
+        if match.layer_axes and match.layer_axes[-1] >= num_axes:
+            raise ValueError(
+                f"layer_axes {match.layer_axes} do not exist in the parameter {path!r}, "
+                f"which has {num_axes} axes"
+            )
+        facts.append(match)
+    if checked and paths:
+        for regex, _ in compiled:
+            if not any(regex.search(path) for path in paths):
+                raise ValueError(
+                    f"the rule {regex.pattern!r} matches no parameter; the paths are "
+                    f"{', '.join(paths[:8])}{', ...' if len(paths) > 8 else ''}"
+                )
+    return jax.tree.unflatten(treedef, facts)
+
+
+def check_rules(rules: Rules) -> None:
+    """Raises ValueError for an unknown preset, a regex or facts that cannot be read."""
+    _compile(rules)
+
+
+def leaf_paths(params: Any) -> list[str]:
+    """Every leaf's keys joined by '/', in the order of `jax.tree.leaves`."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(params)
+    return [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
+
+
+def table(params: Any, rules: Rules) -> str:
+    """The facts of every leaf as text: to log, to keep as a golden file, to compare on resume.
+
+    Rows are sorted by path. Depends on paths, shapes, dtypes and facts only.
+    """
+    rows = [("path", "shape", "dtype", "count", "decay", "adapt", "layer axes")]
+    facts = jax.tree.leaves(resolve(params, rules))
+    totals = {"total": [0, 0], "decay": [0, 0], "adapt": [0, 0]}
+    for path, leaf, fact in sorted(
+        zip(leaf_paths(params), jax.tree.leaves(params), facts, strict=True),
+        key=lambda row: row[0],
+    ):
+        count = math.prod(np.shape(leaf))
+        rows.append((
+            path, _axes(np.shape(leaf)), np.dtype(_dtype(leaf)).name, str(count),
+            "yes" if fact.decay else "no", "yes" if fact.adapt else "no",
+            _axes(fact.layer_axes) if fact.layer_axes else "-",
+        ))
+        for name, counted in (("total", True), ("decay", fact.decay), ("adapt", fact.adapt)):
+            totals[name][0] += counted
+            totals[name][1] += counted * count
+    widths = [max(len(row[column]) for row in rows) for column in range(7)]
+    lines = [
+        "  ".join(
+            cell.rjust(width) if column == 3 else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+    lines.append("; ".join(
+        f"{name}: {leaves} {'leaf' if leaves == 1 else 'leaves'}, {values} values"
+        for name, (leaves, values) in totals.items()
+    ))
+    return "\n".join(lines)
+
+
+def _axes(values: Sequence[int]) -> str:
+    return f"({','.join(map(str, values))})"
+
+
+def _dtype(leaf: Any) -> Any:
+    return leaf.dtype if hasattr(leaf, "dtype") else np.result_type(leaf)
+
+
+def _compile(rules: Rules) -> list[tuple[re.Pattern, ParameterFacts]]:
+    if isinstance(rules, str):
+        if rules not in RULES:
+            raise ValueError(f"rules {rules!r} is no preset; the presets are {', '.join(RULES)}")
+        rules = RULES[rules]
+    if isinstance(rules, Mapping) or not isinstance(rules, Sequence):
+        raise ValueError(f"rules must be a preset's name or a list of (regex, facts): {rules!r}")
+    return [_compile_rule(rule) for rule in rules]
+
+
+def _compile_rule(rule: Any) -> tuple[re.Pattern, ParameterFacts]:
+    if not isinstance(rule, Sequence) or len(rule) != 2 or not isinstance(rule[0], str):
+        raise ValueError(f"a rule must be a pair (regex, facts), not {rule!r}")
+    pattern, facts = rule
+    try:
+        regex = re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"the rule {pattern!r} is no regular expression: {error}") from error
+    if isinstance(facts, ParameterFacts):
+        return regex, facts
+    known = [field.name for field in dataclasses.fields(ParameterFacts)]
+    try:
+        facts = dict(facts)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"the facts of the rule {pattern!r} must be a mapping of {', '.join(known)}, "
+            f"not {facts!r}"
+        ) from None
+    for name in facts:
+        if name not in known:
+            raise ValueError(
+                f"the rule {pattern!r} has the unknown fact {name!r}; known: {', '.join(known)}"
+            )
+    return regex, ParameterFacts(**facts)

@@ -1,0 +1,98 @@
+"""The training and evaluation steps under jit, and the state that they carry."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+
+from lamb_tpu.parallel.mesh import batch_sharding, replicated
+from lamb_tpu.tasks import Task
+
+Batch = Mapping[str, jax.Array]
+Metrics = dict[str, jax.Array]
+
+
+@flax.struct.dataclass
+class TrainState:
+    """What one update turns into the next; all of it is in a checkpoint.
+
+    Attributes:
+      step: completed updates, int32 scalar; the one clock of a run.
+      params: the model's parameters.
+      model_state: its other collections, such as BatchNorm's running averages.
+      opt_state: the optimizer's state.
+      key: typed random key, constant; update t draws from `fold_in(key, t)`.
+    """
+
+    step: jax.Array
+    params: Any
+    model_state: Any
+    opt_state: optax.OptState
+    key: jax.Array
+
+
+def make_init(
+    task: Task, tx: optax.GradientTransformation, seed: int, batch: Mapping[str, Any]
+) -> Callable[[], TrainState]:
+    """A function that makes the state before the first update, for batches shaped like `batch`."""
+
+    def init() -> TrainState:
+        init_key, train_key = jax.random.split(jax.random.key(seed))
+        zeros = {name: jnp.zeros(value.shape, value.dtype) for name, value in batch.items()}
+        model_state = dict(task.init(init_key, zeros))
+        params = model_state.pop("params")
+        return TrainState(jnp.int32(0), params, model_state, tx.init(params), train_key)
+
+    return init
+
+
+def abstract_state(init: Callable[[], TrainState], mesh: Mesh) -> TrainState:
+    """Shapes, dtypes and shardings of the state, without computing it."""
+    sharding = replicated(mesh)
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        jax.eval_shape(init),
+    )
+
+
+def make_train_step(
+    task: Task, tx: optax.GradientTransformation, mesh: Mesh
+) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+    """One update under jit: `(state, batch) -> (state, metrics)`; the state's buffers are donated.
+
+    The loss is a sum over the global batch; sum and weight are divided once, so the update does not
+    depend on the number of devices. Metrics are scalars: the task's means, `loss` and `grad_norm`
+    (l2, over all parameters, before any clipping).
+    """
+
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        key = jax.random.fold_in(state.key, state.step)
+
+        def mean_loss(params: Any) -> tuple[jax.Array, Any]:
+            (total, weight), aux = task.loss(params, state.model_state, batch, key)
+            return total / weight, aux
+
+        gradient = jax.value_and_grad(mean_loss, has_aux=True)
+        (loss, (model_state, sums)), grads = gradient(state.params)
+        updates, opt_state = tx.update(grads, state.opt_state, state.params)
+        metrics = {name: total / weight for name, (total, weight) in sums.items()}
+        metrics |= {"loss": loss, "grad_norm": optax.tree.norm(grads)}
+        params = optax.apply_updates(state.params, updates)
+        return TrainState(state.step + 1, params, model_state, opt_state, state.key), metrics
+
+    whole, split = replicated(mesh), batch_sharding(mesh)
+    return jax.jit(
+        train_step, in_shardings=(whole, split), out_shardings=(whole, whole), donate_argnums=0
+    )
+
+
+def make_eval_step(
+    task: Task, mesh: Mesh
+) -> Callable[[Any, Any, Batch], dict[str, tuple[jax.Array, jax.Array]]]:
+    """`(params, model_state, batch) -> {metric: (sum, weight)}` over the batch's unmasked rows."""
+    whole, split = replicated(mesh), batch_sharding(mesh)
+    return jax.jit(task.evaluate, in_shardings=(whole, whole, split), out_shardings=whole)

@@ -1,0 +1,108 @@
+"""What the person at the terminal sees of a run: a bar, or plain lines where there is no terminal."""
+
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+_SECONDS_BETWEEN_LINES = 10.0
+
+
+def format_values(values: Mapping[str, float]) -> str:
+    """'loss 0.1234, accuracy 0.9876' for a mapping of metrics."""
+    return ", ".join(f"{name} {value:.4g}" for name, value in values.items())
+
+
+def format_seconds(seconds: float) -> str:
+    """'1:02:03' or '2:03' for a duration."""
+    hours, rest = divmod(int(seconds), 3600)
+    minutes, rest = divmod(rest, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+class RunProgress:
+    """Progress of a run in updates, with examples a second and time left.
+
+    On a terminal one bar; otherwise a line at most every ten seconds and one for each message.
+    Messages stand above the bar. Use as a context manager.
+
+    Args:
+      label: what is running.
+      total_steps: updates of the whole run.
+      batch_size: examples an update, for the rate.
+      shown: False silences the bar and the lines, as on every process but the first.
+    """
+
+    def __init__(
+        self, label: str, total_steps: int, batch_size: int, shown: bool = True
+    ) -> None:
+        self._total_steps = total_steps
+        self._batch_size = batch_size
+        self._shown = shown
+        self._console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
+        self._bar: Progress | None = None
+        if shown and self._console.is_terminal:
+            self._bar = Progress(
+                TextColumn(label),
+                BarColumn(bar_width=None),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[rate]}"),
+                TextColumn("{task.fields[values]}"),
+                TimeElapsedColumn(),
+                TextColumn("left"),
+                TimeRemainingColumn(),
+                console=self._console,
+            )
+            self._task = self._bar.add_task(label, total=total_steps, rate="", values="")
+        self._start: tuple[float, int] | None = None
+        self._last_line = time.monotonic()
+
+    def __enter__(self) -> "RunProgress":
+        if self._bar:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def start(self, step: int) -> None:
+        """Sets where the clock of rate and time left starts: after the first, compiling update."""
+        self._start = (time.monotonic(), step)
+        if self._bar:
+            self._bar.update(self._task, completed=step)
+
+    def update(self, step: int, values: Mapping[str, Any]) -> None:
+        """Shows that `step` updates are complete, with the latest metrics."""
+        if not self._shown or self._start is None:
+            return
+        began, first = self._start
+        now = time.monotonic()
+        rate = (step - first) / (now - began) if now > began else 0.0
+        speed = f"{rate * self._batch_size:,.0f} examples/s" if rate else ""
+        if self._bar:
+            self._bar.update(
+                self._task, completed=step, rate=speed, values=format_values(values)
+            )
+        elif now - self._last_line >= _SECONDS_BETWEEN_LINES:
+            self._last_line = now
+            left = format_seconds((self._total_steps - step) / rate) if rate else "?"
+            self.message(
+                f"update {step}/{self._total_steps}: {format_values(values)}; {speed}, {left} left"
+            )
+
+    def message(self, text: str) -> None:
+        """A line of its own."""
+        if self._shown:
+            self._console.print(text, markup=False)
+            self._console.file.flush()

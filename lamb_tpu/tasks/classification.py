@@ -1,0 +1,80 @@
+"""Classification of images (or any arrays) into classes by softmax cross entropy."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from lamb_tpu.errors import UserError
+from lamb_tpu.models import Model
+
+
+@dataclasses.dataclass(frozen=True)
+class Classification:
+    """Batches hold `image` (batch, ...) and `label` (batch,) int32.
+
+    Attributes:
+      model: the network; its outputs are logits (batch, num_classes).
+      label_smoothing: share of the target spread evenly over all classes, in [0, 1).
+      input_mean: subtracted from the raw pixel values, in their units.
+      input_std: what the difference is divided by; 255 maps uint8 to [0, 1].
+    """
+
+    model: Model
+    label_smoothing: float = 0.0
+    input_mean: float = 0.0
+    input_std: float = 255.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.label_smoothing < 1:
+            raise UserError(
+                f"config.task.label_smoothing is {self.label_smoothing}; it must be in [0, 1)"
+            )
+        if self.input_std <= 0:
+            raise UserError(f"config.task.input_std is {self.input_std}; it must be positive")
+
+    def _inputs(self, batch: Mapping[str, jax.Array]) -> jax.Array:
+        # Images cross to the device in their stored type and are normalised there.
+        return (jnp.asarray(batch["image"], jnp.float32) - self.input_mean) / self.input_std
+
+    def init(self, key: jax.Array, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The model's variables for batches shaped like `batch`."""
+        return self.model.init(key, self._inputs(batch))
+
+    def loss(
+        self, params: Any, model_state: Any, batch: Mapping[str, jax.Array], key: jax.Array
+    ) -> tuple[tuple[jax.Array, jax.Array], tuple[Any, Any]]:
+        """((loss sum, number of examples), (new model state, metric sums)); logits in training."""
+        logits, model_state = self.model.apply(
+            {"params": params, **model_state}, self._inputs(batch), train=True, key=key
+        )
+        labels = batch["label"]
+        if self.label_smoothing:
+            num_classes = logits.shape[-1]
+            targets = optax.smooth_labels(jax.nn.one_hot(labels, num_classes), self.label_smoothing)
+            losses = optax.softmax_cross_entropy(logits, targets)
+        else:
+            losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+        weight = jnp.float32(losses.shape[0])
+        correct = jnp.sum(jnp.argmax(logits, -1) == labels, dtype=jnp.float32)
+        return (jnp.sum(losses), weight), (model_state, {"accuracy": (correct, weight)})
+
+    def evaluate(
+        self, params: Any, model_state: Any, batch: Mapping[str, jax.Array]
+    ) -> dict[str, tuple[jax.Array, jax.Array]]:
+        """Sums of `loss` (cross entropy, unsmoothed, nats) and `accuracy` over unmasked examples."""
+        logits, _ = self.model.apply(
+            {"params": params, **model_state}, self._inputs(batch), train=False
+        )
+        labels, mask = batch["label"], batch["mask"]
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+        weight = jnp.sum(mask, dtype=jnp.float32)
+        correct = jnp.sum(jnp.where(mask, jnp.argmax(logits, -1) == labels, 0), dtype=jnp.float32)
+        # A padded example may give any loss, also a NaN: select, do not multiply.
+        return {
+            "loss": (jnp.sum(jnp.where(mask, losses, 0.0)), weight),
+            "accuracy": (correct, weight),
+        }

@@ -1,0 +1,133 @@
+"""The folder of a run: what stands in it, and whether it may be used again."""
+
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from ml_collections import ConfigDict
+
+from lamb_tpu import __version__
+from lamb_tpu.config import differences, flatten
+from lamb_tpu.errors import UserError
+
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+
+
+class Workdir:
+    """Paths of a run's files, below one folder.
+
+    Attributes:
+      path: the folder.
+      config: the resolved config, as JSON.
+      run: versions, hardware and the command, one JSON line for each start of the run.
+      parameters: the table of parameter facts.
+      checkpoints: Orbax' folder.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = pathlib.Path(path).expanduser().absolute()
+        self.config = self.path / "config.json"
+        self.run = self.path / "run.jsonl"
+        self.parameters = self.path / "parameters.txt"
+        self.checkpoints = self.path / "checkpoints"
+
+    def check(self, config: ConfigDict) -> None:
+        """Makes the folder when missing, and refuses one that this config may not write into.
+
+        Nothing that is already there is changed.
+
+        Raises:
+          UserError: it cannot be written, holds a run of another config, or holds other files.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            probe = self.path / f".write-probe-{os.getpid()}"
+            probe.touch()
+            probe.unlink()
+        except OSError as error:
+            raise UserError(
+                f"--workdir {self.path} cannot be written ({error.strerror}); give a folder that "
+                "can"
+            ) from None
+        if self.config.exists():
+            changed = differences(self.read_config(), flatten(config))
+            if changed:
+                raise UserError(
+                    f"--workdir {self.path} holds a run of another config ({'; '.join(changed)}); "
+                    "give another folder, or the same config to resume"
+                )
+        elif self.checkpoints.exists():
+            raise UserError(
+                f"--workdir {self.path} holds checkpoints but no config.json to compare with; give "
+                "another folder"
+            )
+
+    def read_config(self) -> dict[str, Any]:
+        """The flattened config that the run in this folder was started with.
+
+        Raises:
+          UserError: there is none, or it is damaged.
+        """
+        try:
+            return json.loads(self.config.read_text())
+        except FileNotFoundError:
+            raise UserError(f"--workdir {self.path} holds no run: config.json is missing") from None
+        except json.JSONDecodeError as error:
+            raise UserError(
+                f"{self.config} is damaged ({error}); restore it or give another --workdir"
+            ) from None
+
+    def check_parameters(self, table: str) -> None:
+        """Refuses to resume when the table of parameter facts is not the one the run began with."""
+        if self.parameters.exists() and self.parameters.read_text() != table:
+            raise UserError(
+                f"the parameter table differs from {self.parameters}, so this is not the model or "
+                "the rules that the run began with; give another --workdir"
+            )
+
+    def write_receipt(self, config: ConfigDict, table: str, facts: Mapping[str, Any]) -> None:
+        """Writes config, parameter table, and what this start of the run ran on."""
+        _write(self.config, json.dumps(flatten(config), indent=1) + "\n")
+        _write(self.parameters, table)
+        record = {
+            "command": [pathlib.Path(sys.argv[0]).name, *sys.argv[1:]],
+            "lamb_tpu": __version__,
+            "commit": _commit(),
+            "python": platform.python_version(),
+            **{name: importlib.metadata.version(name) for name in _PACKAGES},
+            "platform": platform.platform(),
+            "cores": os.cpu_count(),
+            "device": jax.devices()[0].device_kind,
+            "devices": jax.device_count(),
+            "processes": jax.process_count(),
+            **facts,
+        }
+        with self.run.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
+
+def _write(path: pathlib.Path, text: str) -> None:
+    # By rename, so that a run killed here leaves the old file or the new one.
+    temporary = path.with_name(path.name + ".new")
+    temporary.write_text(text)
+    temporary.replace(path)
+
+
+def _commit() -> str | None:
+    """The commit of the checkout that the package is run from, '+' when it has changes."""
+    folder = pathlib.Path(__file__).parent
+    try:
+        described = subprocess.run(
+            ["git", "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"],
+            cwd=folder, capture_output=True, text=True, timeout=10, check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return described.stdout.strip()

@@ -1,0 +1,126 @@
+"""The training loader: what a batch holds, and that a restart or another process count keeps it."""
+
+import collections
+import itertools
+import json
+
+import numpy as np
+import pytest
+
+from lamb_tpu import data
+from lamb_tpu.data.source import Batch
+from lamb_tpu.errors import UserError
+
+NUM_EXAMPLES = 101
+
+
+@pytest.fixture
+def source() -> data.ArraySource:
+    """Examples that carry their own index."""
+    return data.ArraySource("index:train", {"label": np.arange(NUM_EXAMPLES, dtype=np.int32)}, None)
+
+
+def take(loader: data.TrainLoader, count: int) -> list[Batch]:
+    return list(itertools.islice(loader, count))
+
+
+def labels(batches: list[Batch]) -> np.ndarray:
+    return np.concatenate([batch["label"] for batch in batches])
+
+
+def test_nothing_is_lost_or_repeated_over_three_epochs(source: data.ArraySource) -> None:
+    batches = take(data.TrainLoader(source, 16, seed=0), 19)  # 304 places, 303 in three epochs
+    assert all(batch["label"].shape == (16,) for batch in batches)
+    stream = labels(batches)
+    assert set(collections.Counter(stream[: 3 * NUM_EXAMPLES].tolist()).values()) == {3}
+    for epoch in range(3):
+        seen = stream[epoch * NUM_EXAMPLES : (epoch + 1) * NUM_EXAMPLES]
+        np.testing.assert_array_equal(seen, data.example_order(0, epoch, NUM_EXAMPLES))
+
+
+def test_batch_larger_than_the_set(source: data.ArraySource) -> None:
+    (batch,) = take(data.TrainLoader(source, 10 * NUM_EXAMPLES, seed=0), 1)
+    assert np.bincount(batch["label"]).tolist() == [10] * NUM_EXAMPLES
+
+
+@pytest.mark.parametrize("process_count", [2, 3, 12])
+def test_processes_together_hold_one_batch(
+    source: data.ArraySource, process_count: int
+) -> None:
+    whole = take(data.TrainLoader(source, 24, seed=2), 9)
+    shares = [
+        take(data.TrainLoader(source, 24, 2, 0, index, process_count), 9)
+        for index in range(process_count)
+    ]
+    for number, batch in enumerate(whole):
+        together = labels([share[number] for share in shares])
+        np.testing.assert_array_equal(together, batch["label"])
+
+
+def test_restore_in_the_middle_of_an_epoch(source: data.ArraySource) -> None:
+    loader = data.TrainLoader(source, 8, seed=1)
+    take(loader, 5)  # 40 of 101 examples
+    state = json.loads(json.dumps(loader.state()))
+    expected = labels(take(loader, 20))
+
+    again = data.TrainLoader(source, 8, seed=1)
+    take(again, 2)
+    again.restore(state)
+    np.testing.assert_array_equal(labels(take(again, 20)), expected)
+    np.testing.assert_array_equal(labels(take(data.TrainLoader(source, 8, 1, 5), 20)), expected)
+
+    halves = [data.TrainLoader(source, 8, 1, 0, index, 2) for index in range(2)]
+    for half in halves:
+        half.restore(state)
+    batches = [batch for pair in zip(*(take(half, 20) for half in halves)) for batch in pair]
+    np.testing.assert_array_equal(labels(batches), expected)
+
+
+@pytest.mark.parametrize(
+    "key, other",
+    [("seed", 2), ("num_examples", 100), ("global_batch_size", 16), ("source", "other:train")],
+)
+def test_state_of_another_run_is_refused(source: data.ArraySource, key: str, other: object) -> None:
+    loader = data.TrainLoader(source, 8, seed=1)
+    with pytest.raises(UserError, match=f"{key} = {other!r}, this run has"):
+        loader.restore({**loader.state(), key: other})
+    with pytest.raises(UserError, match=f"{key} = None"):
+        loader.restore({name: at for name, at in loader.state().items() if name != key})
+
+
+def test_transform_is_told_epoch_and_index(source: data.ArraySource) -> None:
+    def shift(batch: Batch, epochs: np.ndarray, indices: np.ndarray) -> Batch:
+        np.testing.assert_array_equal(batch["label"], indices)
+        return {"sum": batch["label"] + 1000 * epochs}
+
+    loader = data.TrainLoader(source, 24, 3, 0, 1, 2, transform=shift)
+    take(loader, 4)
+    resumed = data.TrainLoader(source, 24, 3, 0, 1, 2, transform=shift)
+    resumed.restore(loader.state())
+    for number, batch in enumerate(take(resumed, 20), start=4):
+        positions = np.arange(24 * number + 12, 24 * number + 24)
+        indices = data.global_indices(3, positions[0], positions[-1] + 1, NUM_EXAMPLES)
+        np.testing.assert_array_equal(batch["sum"], indices + 1000 * (positions // NUM_EXAMPLES))
+
+
+def test_error_in_a_transform_reaches_the_caller(source: data.ArraySource) -> None:
+    def fail(batch: Batch, epochs: np.ndarray, indices: np.ndarray) -> Batch:
+        raise UserError("this transform does not like the batch")
+
+    with pytest.raises(UserError, match="does not like"):
+        next(data.TrainLoader(source, 8, 0, transform=fail))
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (dict(global_batch_size=10, seed=0, process_count=4), "multiple of the 4 .* found 10"),
+        (dict(global_batch_size=0, seed=0), "found 0"),
+        (dict(global_batch_size=8, seed=-1), "seed .* found -1"),
+        (dict(global_batch_size=8, seed=0, start_step=-1), "start_step .* found -1"),
+        (dict(global_batch_size=8, seed=0, process_index=2, process_count=2), "found 2 of 2"),
+    ],
+)
+def test_bad_arguments(source: data.ArraySource, arguments: dict, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        data.TrainLoader(source, **arguments)

@@ -1,0 +1,60 @@
+"""The order of examples: permutations, epochs, independence of how it is cut up."""
+
+import numpy as np
+import pytest
+
+from lamb_tpu.data import example_order, global_indices
+
+
+def test_each_epoch_is_another_permutation() -> None:
+    orders = [example_order(3, epoch, 997) for epoch in range(4)]
+    for order in orders:
+        np.testing.assert_array_equal(np.sort(order), np.arange(997))
+    for other in orders[1:]:
+        assert (other == orders[0]).mean() < 0.02
+    assert (example_order(4, 0, 997) == orders[0]).mean() < 0.02
+
+
+def test_order_is_fixed_for_all_time() -> None:
+    # Written down from the first version: a checkpoint of old must continue in the same order.
+    assert example_order(0, 0, 10).tolist() == [0, 2, 9, 1, 8, 5, 4, 3, 6, 7]
+    assert example_order(2**64 - 1, 7, 10).tolist() == [3, 0, 7, 4, 6, 9, 8, 1, 5, 2]
+
+
+def test_order_is_uniform() -> None:
+    # Each of the 24 orders of four examples, 4,800 epochs: 200 each, standard deviation 13.8.
+    seen = [tuple(example_order(1, epoch, 4).tolist()) for epoch in range(4800)]
+    counts = np.unique(seen, axis=0, return_counts=True)[1]
+    assert len(counts) == 24 and counts.min() > 140 and counts.max() < 260
+
+
+def test_stream_is_the_epochs_end_to_end() -> None:
+    epochs = np.concatenate([example_order(5, epoch, 10) for epoch in range(4)])
+    np.testing.assert_array_equal(global_indices(5, 0, 40, 10), epochs)
+    np.testing.assert_array_equal(global_indices(5, 7, 33, 10), epochs[7:33])
+    assert global_indices(5, 7, 7, 10).tolist() == []
+
+
+@pytest.mark.parametrize("cut", [1, 7, 16, 64, 997])
+def test_stream_does_not_depend_on_the_cut(cut: int) -> None:
+    whole = global_indices(0, 0, 2000, 97)
+    parts = [global_indices(0, at, min(at + cut, 2000), 97) for at in range(0, 2000, cut)]
+    np.testing.assert_array_equal(np.concatenate(parts), whole)
+
+
+def test_cached_order_cannot_be_written() -> None:
+    with pytest.raises(ValueError, match="read-only"):
+        example_order(0, 0, 10)[0] = 3
+
+
+@pytest.mark.parametrize(
+    "seed, epoch, num_examples", [(-1, 0, 3), (2**64, 0, 3), (0, -1, 3), (0, 0, 0)]
+)
+def test_arguments_out_of_range(seed: int, epoch: int, num_examples: int) -> None:
+    with pytest.raises(ValueError, match="found"):
+        example_order(seed, epoch, num_examples)
+
+
+def test_range_backwards() -> None:
+    with pytest.raises(ValueError, match="start 5, stop 4"):
+        global_indices(0, 5, 4, 10)

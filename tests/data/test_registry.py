@@ -1,0 +1,110 @@
+"""Sets by name, in particular those that TFDS prepared."""
+
+import pathlib
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import tensorflow_datasets as tfds
+
+from lamb_tpu import data
+from lamb_tpu.data import registry
+from lamb_tpu.errors import UserError
+
+
+class TinyTokens(tfds.core.GeneratorBasedBuilder, skip_registration=True):
+    """Twenty examples of four tokens, in order, with a text beside them."""
+
+    VERSION = tfds.core.Version("1.0.0")
+    name = "tiny_tokens"
+    url_infos = {}
+
+    def _info(self) -> tfds.core.DatasetInfo:
+        features = {
+            "tokens": tfds.features.Tensor(shape=(4,), dtype=np.int32),
+            "label": tfds.features.ClassLabel(num_classes=3),
+            "text": tfds.features.Text(),
+        }
+        return tfds.core.DatasetInfo(
+            builder=self,
+            features=tfds.features.FeaturesDict(features),
+            disable_shuffling=True,
+        )
+
+    def _split_generators(self, dl_manager: tfds.download.DownloadManager) -> dict:
+        return {"train": self._generate_examples()}
+
+    def _generate_examples(self) -> Iterator[tuple[int, dict]]:
+        for index in range(20):
+            tokens = np.arange(4, dtype=np.int32) + index
+            yield index, {"tokens": tokens, "label": index % 3, "text": f"number {index}"}
+
+
+@pytest.fixture(scope="module")
+def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = str(tmp_path_factory.mktemp("tiny"))
+    TinyTokens(data_dir=folder, file_format="array_record").download_and_prepare()
+    return folder
+
+
+def test_set_prepared_by_tfds(tiny_dir: str) -> None:
+    source = data.load("tfds:tiny_tokens", "train[5:]", data_dir=tiny_dir)
+    assert source.name == "tfds:tiny_tokens:train[5:]" and source.num_classes == 3
+    batch = source.gather(np.array([0, 14]))
+    assert batch["tokens"].tolist() == [[5, 6, 7, 8], [19, 20, 21, 22]]
+    assert batch["label"].tolist() == [2, 1] and batch["label"].dtype == np.int32
+    assert set(batch) == {"tokens", "label"}
+
+
+def test_size_decides_what_lies_in_memory(tiny_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def in_memory(limit: int, **arguments: bool) -> bool:
+        monkeypatch.setattr(registry, "IN_MEMORY_BYTES", limit)
+        return data.load("tfds:tiny_tokens", "train", data_dir=tiny_dir, **arguments).in_memory
+
+    size = 20 * (4 * 4 + 4)
+    assert in_memory(size) and not in_memory(size - 1)
+    assert in_memory(0, in_memory=True) and not in_memory(size, in_memory=False)
+
+
+def test_slice_of_a_set_on_disk(prepared_dir: str) -> None:
+    whole = data.load("mnist", "test", data_dir=prepared_dir).arrays["label"]
+    for split in ("test[1000:1100]", "test[10%:11%]"):
+        part = data.load("mnist", split, data_dir=prepared_dir)
+        np.testing.assert_array_equal(part.arrays["label"], whole[1000:1100])
+
+
+@pytest.mark.parametrize(
+    "name, split, message",
+    [
+        ("minst", "train", "unknown data set 'minst'; known are cifar10, digits, fashion_mnist"),
+        ("mnist", "validation", r"split 'validation'.* it has .*train \(60,000\)"),
+        ("tfds:tiny_tokens", "test", r"split 'test'.* it has train \(20\)"),
+        ("tfds:no_such_set", "train", "TFDS has no 'no_such_set'"),
+        ("tfds:mnist", "train[:60001]", "split"),
+        ("tfds:imagenet2012", "train", "imagenet2012 is not prepared in .*array_record"),
+    ],
+)
+def test_what_is_not_there_is_named(
+    tiny_dir: str, prepared_dir: str, name: str, split: str, message: str
+) -> None:
+    folder = tiny_dir if "tiny" in name else prepared_dir
+    with pytest.raises(UserError, match=message):
+        data.load(name, split, data_dir=folder)
+
+
+def test_tfds_sets_take_no_originals(tiny_dir: str, tmp_path: pathlib.Path) -> None:
+    with pytest.raises(UserError, match=f"found {tmp_path}; prepare it with TFDS"):
+        data.load("tfds:tiny_tokens", "train", data_dir=tiny_dir, source_dir=str(tmp_path))
+
+
+def test_format_without_random_access(prepared_dir: str, tmp_path: pathlib.Path) -> None:
+    written, copy = (pathlib.Path(root, "mnist", "3.0.1") for root in (prepared_dir, tmp_path))
+    copy.mkdir(parents=True)
+    info = (written / "dataset_info.json").read_text()
+    (copy / "dataset_info.json").write_text(info.replace("array_record", "tfrecord"))
+    (copy / "features.json").write_bytes((written / "features.json").read_bytes())
+    for file in written.glob("*array_record*"):
+        (copy / file.name.replace("array_record", "tfrecord")).write_bytes(b"")
+    for name in ("mnist", "tfds:mnist"):
+        with pytest.raises(UserError, match="prepared as .*cannot be read by index.*array_record"):
+            data.load(name, "train", data_dir=str(tmp_path))

@@ -1,0 +1,88 @@
+"""Sources: reading records by index equals holding them in memory."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from lamb_tpu import data
+from lamb_tpu.errors import UserError
+
+
+class Records:
+    """Random access to dicts, as a TFDS data source gives it."""
+
+    def __init__(self, records: list[dict]):
+        self._records = records
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __getitems__(self, indices: list[int]) -> list[dict]:
+        return [self._records[index] for index in indices]
+
+
+@pytest.fixture(scope="module")
+def both(prepared_dir: str) -> tuple[data.Source, data.Source]:
+    return tuple(
+        data.load("mnist", "test[:997]", data_dir=prepared_dir, in_memory=in_memory)
+        for in_memory in (True, False)
+    )
+
+
+def assert_equal_batches(ours: data.Batch, theirs: data.Batch) -> None:
+    assert ours.keys() == theirs.keys()
+    for field in ours:
+        assert ours[field].dtype == theirs[field].dtype
+        np.testing.assert_array_equal(ours[field], theirs[field])
+
+
+def test_the_two_kinds_agree(both: tuple[data.Source, data.Source]) -> None:
+    in_memory, by_record = both
+    assert isinstance(in_memory, data.ArraySource) and isinstance(by_record, data.RecordSource)
+    assert in_memory.element_spec == by_record.element_spec
+    assert len(in_memory) == len(by_record) == 997
+    assert in_memory.num_classes == by_record.num_classes == 10
+    assert in_memory.name == by_record.name == "mnist:test[:997]"
+    assert by_record.gather(np.array([], np.int64))["image"].shape == (0, 28, 28, 1)
+
+
+def test_training_streams_agree(both: tuple[data.Source, data.Source]) -> None:
+    loaders = [data.TrainLoader(source, 128, seed=0, start_step=3) for source in both]
+    for ours, theirs in itertools.islice(zip(*loaders), 20):
+        assert_equal_batches(ours, theirs)
+    loaders[1].restore(loaders[0].state())
+    assert_equal_batches(*map(next, loaders))
+
+
+def test_evaluation_streams_agree(both: tuple[data.Source, data.Source]) -> None:
+    streams = [data.eval_batches(source, 96, 1, 2) for source in both]
+    batches = list(itertools.zip_longest(*streams))
+    assert len(batches) == 11
+    for ours, theirs in batches:
+        assert_equal_batches(ours, theirs)
+
+
+def test_text_is_left_out_and_labels_become_int32() -> None:
+    records = Records([{"id": "a", "raw": b"b", "label": 3, "pair": np.ones(2, np.float32)}] * 5)
+    source = data.RecordSource("own", records, 10)
+    batch = source.gather(np.array([4, 0]))
+    assert set(batch) == {"label", "pair"}
+    assert batch["label"].dtype == np.int32 and batch["label"].tolist() == [3, 3]
+    assert batch["pair"].shape == (2, 2)
+
+
+def test_shapes_that_differ_are_named() -> None:
+    source = data.RecordSource("own", Records([{"x": np.ones(2)}, {"x": np.ones(3)}]), None)
+    with pytest.raises(UserError, match=r"'x' of example 1 has shape \(3,\), example 0 has \(2,\)"):
+        source.read_all()
+
+
+def test_a_set_of_text_alone_is_refused() -> None:
+    with pytest.raises(UserError, match="own: no field is a number"):
+        data.RecordSource("own", Records([{"text": "a"}]), None)
+
+
+def test_arrays_of_unequal_length_are_refused() -> None:
+    with pytest.raises(ValueError, match="'x': 3, 'label': 2"):
+        data.ArraySource("own", {"x": np.ones(3), "label": np.ones(2)}, None)
