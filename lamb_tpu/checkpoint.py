@@ -58,7 +58,13 @@ class Checkpoints:
         Args:
           step: one of `steps()`.
           abstract_state: pytree of `jax.ShapeDtypeStruct` with shardings.
+
+        Raises:
+          UserError: there is no such checkpoint; the message lists those there are.
         """
+        if step not in self.steps():
+            there = ", ".join(map(str, self.steps())) or "none"
+            raise UserError(f"{self.directory} has no checkpoint of update {step}; it has: {there}")
         loaded = self._checkpointer.load_checkpointables(
             step, {"state": abstract_state, "position": None}
         )

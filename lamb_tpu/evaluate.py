@@ -7,19 +7,42 @@ The config must be the one the run was started with. Prints one JSON object.
 
 import json
 import os
+from collections.abc import Callable, Iterator, Mapping
 
 import jax
 from absl import flags
 from ml_collections import ConfigDict
 
-from lamb_tpu import config as config_lib
+from lamb_tpu import cli, data
 from lamb_tpu.checkpoint import Checkpoints
 from lamb_tpu.errors import UserError
+from lamb_tpu.metrics import mean_metrics
 from lamb_tpu.parallel import mesh as mesh_lib
 from lamb_tpu.parallel import step as step_lib
-from lamb_tpu.recipe import make_optimizer, resolve
-from lamb_tpu.train import check_config, evaluate, load_split, one_example
+from lamb_tpu.run import Run, prepare
 from lamb_tpu.workdir import Workdir
+
+
+def make_evaluator(run: Run) -> Callable[[step_lib.TrainState], dict[str, float]]:
+    """A function of the state to the task's metrics over every example of the evaluation set.
+
+    Each example counts exactly once, whatever the batch size and the number of devices.
+    """
+    eval_step = step_lib.make_eval_step(run.task, run.mesh)
+
+    def evaluate(state: step_lib.TrainState) -> dict[str, float]:
+        batches = data.eval_batches(
+            run.eval_set, run.config.eval.batch_size, jax.process_index(), jax.process_count()
+        )
+
+        def sums() -> Iterator[Mapping[str, tuple[jax.Array, jax.Array]]]:
+            for batch in batches:
+                sharded = mesh_lib.shard_batch(batch, run.mesh)
+                yield eval_step(state.params, state.model_state, sharded)
+
+        return mean_metrics(sums())
+
+    return evaluate
 
 
 def evaluate_checkpoint(
@@ -30,43 +53,27 @@ def evaluate_checkpoint(
     Raises:
       UserError: a mistake in the config, or no such checkpoint.
     """
-    folder = Workdir(workdir)
-    folder.read_config()
-    folder.check(config)
-    task = check_config(config)
-    mesh = mesh_lib.make_mesh(config.mesh)
-    mesh_lib.check_divides("config.eval.batch_size", config.eval.batch_size, mesh)
-    with Checkpoints(folder.checkpoints, config.checkpoint.keep) as checkpoints:
-        steps = checkpoints.steps()
-        if not steps or step is not None and step not in steps:
-            asked = "a checkpoint" if step is None else f"the checkpoint of update {step}"
-            raise UserError(
-                f"{folder.checkpoints} does not hold {asked}; it has: "
-                f"{', '.join(map(str, steps)) or 'none'}"
-            )
-        train_set = load_split(config, config.data.train_split)
-        eval_set = load_split(config, config.data.eval_split)
-        tx, _ = make_optimizer(config, resolve(config, len(train_set)))
-        init = step_lib.make_init(task, tx, config.seed, one_example(train_set))
-        abstract = step_lib.abstract_state(init, mesh)
+    Workdir(workdir).read_config()  # refuses a folder without a run, before it is made one
+    run = prepare(config, workdir)
+    with Checkpoints(run.folder.checkpoints, config.checkpoint.keep) as checkpoints:
         if step is None:
-            state, _ = checkpoints.restore_latest(abstract)
+            restored = checkpoints.restore_latest(run.abstract_state)
         else:
-            state, _ = checkpoints.restore(step, abstract)
-    eval_step = step_lib.make_eval_step(task, mesh)
-    metrics = evaluate(eval_step, state, eval_set, config.eval.batch_size, mesh)
-    return {"step": int(state.step), **metrics}
+            restored = checkpoints.restore(step, run.abstract_state)
+    if restored is None:
+        raise UserError(f"--workdir {run.folder.path} has no checkpoint yet")
+    state, _ = restored
+    return {"step": int(state.step), **make_evaluator(run)(state)}
 
 
-def main(config: ConfigDict, workdir: str) -> None:
+def main() -> None:
     """Entry point of the command line."""
-    metrics = evaluate_checkpoint(config, workdir, flags.FLAGS.step)
+    metrics = evaluate_checkpoint(flags.FLAGS.config, flags.FLAGS.workdir, flags.FLAGS.step)
     if jax.process_index() == 0:
         print(json.dumps(metrics))
 
 
-config_lib.define_flags()
-flags.DEFINE_integer("step", None, "Completed updates of the checkpoint; the newest by default.")
-
 if __name__ == "__main__":
-    config_lib.run_main(main)
+    cli.define_run_flags()
+    flags.DEFINE_integer("step", None, "Completed updates of the checkpoint; default the newest.")
+    cli.run_main(main, required=("config", "workdir"))

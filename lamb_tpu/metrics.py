@@ -36,17 +36,22 @@ class MetricsWriter:
 
     Args:
       workdir: the folder for metrics.jsonl and tensorboard/.
-      tensorboard: whether to write TensorBoard's files too.
       start_step: the update a run resumes from; records of later updates, left by a run that was
         killed after its last checkpoint, are removed first.
+      tensorboard: whether to write TensorBoard's files too.
+      enabled: False writes nothing, as on every process but the first.
     """
 
-    def __init__(self, workdir: pathlib.Path, tensorboard: bool, start_step: int) -> None:
+    def __init__(
+        self, workdir: pathlib.Path, start_step: int, tensorboard: bool, enabled: bool = True
+    ) -> None:
         self.path = workdir / "metrics.jsonl"
+        self._file = self._tensorboard = None
+        if not enabled:
+            return
         if self.path.exists():
             _remove_records_after(self.path, start_step)
         self._file = self.path.open("a")
-        self._tensorboard = None
         if tensorboard:
             self._tensorboard = SummaryWriter(
                 str(workdir / "tensorboard"), purge_step=start_step + 1 if start_step else None
@@ -54,6 +59,8 @@ class MetricsWriter:
 
     def write(self, step: int, kind: str, values: Mapping[str, float]) -> None:
         """Writes one record; it is on disk when this returns."""
+        if self._file is None:
+            return
         record = {"step": step, "kind": kind, **values}
         # JSON has no NaN: a non-finite value is written as a string.
         finite = {k: v if not _is_nonfinite(v) else str(v) for k, v in record.items()}
@@ -63,11 +70,13 @@ class MetricsWriter:
             for name, value in values.items():
                 self._tensorboard.add_scalar(f"{kind}/{name}", value, step)
 
-    def close(self) -> None:
-        """Flushes both."""
-        self._file.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
+    def __enter__(self) -> "MetricsWriter":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for file in (self._file, self._tensorboard):
+            if file is not None:
+                file.close()
 
 
 def read_records(path: pathlib.Path, kind: str | None = None) -> list[dict[str, Any]]:

@@ -40,15 +40,21 @@ class RunProgress:
       label: what is running.
       total_steps: updates of the whole run.
       batch_size: examples an update, for the rate.
-      shown: False silences the bar and the lines, as on every process but the first.
+      shown: False silences everything, as on every process but the first.
+      quiet: a bar on a terminal, but no lines and no messages.
     """
 
     def __init__(
-        self, label: str, total_steps: int, batch_size: int, shown: bool = True
+        self,
+        label: str,
+        total_steps: int,
+        batch_size: int,
+        shown: bool = True,
+        quiet: bool = False,
     ) -> None:
         self._total_steps = total_steps
         self._batch_size = batch_size
-        self._shown = shown
+        self._told = shown and not quiet
         self._console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
         self._bar: Progress | None = None
         if shown and self._console.is_terminal:
@@ -76,15 +82,16 @@ class RunProgress:
         if self._bar:
             self._bar.stop()
 
-    def start(self, step: int) -> None:
-        """Sets where the clock of rate and time left starts: after the first, compiling update."""
+    def start(self, step: int, seconds: float) -> None:
+        """Starts the clock of rate and time left: after the first update, compiled in `seconds`."""
+        self.message(f"first update after {seconds:.1f} s, compilation included")
         self._start = (time.monotonic(), step)
         if self._bar:
             self._bar.update(self._task, completed=step)
 
     def update(self, step: int, values: Mapping[str, Any]) -> None:
         """Shows that `step` updates are complete, with the latest metrics."""
-        if not self._shown or self._start is None:
+        if self._start is None or not (self._bar or self._told):
             return
         began, first = self._start
         now = time.monotonic()
@@ -103,6 +110,6 @@ class RunProgress:
 
     def message(self, text: str) -> None:
         """A line of its own."""
-        if self._shown:
+        if self._told:
             self._console.print(text, markup=False)
             self._console.file.flush()

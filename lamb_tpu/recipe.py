@@ -2,9 +2,12 @@
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator
 
+import jax
+import numpy as np
 import optax
 from ml_collections import ConfigDict
 
@@ -36,6 +39,11 @@ class Recipe:
     checkpoint_every: float
     log_every: float
 
+    @functools.cached_property
+    def learning_rates(self) -> np.ndarray:
+        """The learning rate of every update, (total_steps,): for logs, without work on a device."""
+        return np.asarray(jax.jit(self.learning_rate)(np.arange(self.total_steps)))
+
     def is_due(self, every: float, step: int) -> bool:
         """Whether a multiple of `every` lies in the update that completed `step`, or it is the last.
 
@@ -55,8 +63,8 @@ class Recipe:
             f"run: {self.total_steps:,} updates of {self.batch_size:,} examples = {epochs:.4g} "
             f"epochs of {self.num_examples:,}\n"
             f"learning rate: peak {self.peak_learning_rate:.6g}, warm-up {self.warmup_steps:.6g} "
-            f"updates = {warmup_epochs:.4g} epochs; update 0: {float(self.learning_rate(0)):.4g}, "
-            f"last: {float(self.learning_rate(self.total_steps - 1)):.4g}"
+            f"updates = {warmup_epochs:.4g} epochs; update 0: {self.learning_rates[0]:.4g}, "
+            f"last: {self.learning_rates[-1]:.4g}"
         )
 
 

@@ -34,7 +34,7 @@ def prepare(builder: tfds.core.DatasetBuilder, source_dir: str | None) -> None:
     if is_prepared(builder):
         return
     if source_dir is not None:
-        _check_files(builder, pathlib.Path(source_dir).expanduser())
+        _check_files(builder, pathlib.Path(source_dir))
     with _one_at_a_time(builder):
         if is_prepared(builder):
             return

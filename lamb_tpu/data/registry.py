@@ -1,6 +1,7 @@
 """Sets by name: the embedded one, those we prepare ourselves, and any prepared TFDS set."""
 
 import functools
+import os
 from collections.abc import Callable
 
 import tensorflow_datasets as tfds
@@ -42,6 +43,9 @@ def load(
     Raises:
       UserError: unknown name or split, missing or damaged files, no network.
     """
+    data_dir, source_dir = (
+        None if folder is None else os.path.expanduser(folder) for folder in (data_dir, source_dir)
+    )
     if name.startswith(_TFDS_PREFIX):
         return _load_tfds(name, split, data_dir, source_dir, in_memory)
     if name not in DATASETS:
@@ -104,9 +108,8 @@ def _read(
     features = builder.info.features
     labels = [key for key in features if isinstance(features[key], tfds.features.ClassLabel)]
     num_classes = features["label"].num_classes if "label" in labels else None
-    source = RecordSource(
-        f"{name}:{split}", records, num_classes, labels, str(builder.data_dir)
-    )
+    folder = str(builder.data_dir)
+    source = RecordSource(f"{name}:{split}", records, num_classes, labels, folder)
     if in_memory is None:
         example_bytes = sum(spec.num_bytes for spec in source.element_spec.values())
         in_memory = len(source) * example_bytes <= IN_MEMORY_BYTES

@@ -58,6 +58,8 @@ class LeNet5(nn.Module):
     def __call__(self, inputs: jax.Array, train: bool) -> jax.Array:
         """Logits of shape (batch, num_classes) for images (batch, height, width, channels)."""
         del train
+        if min(inputs.shape[1:3]) < 12:
+            raise ValueError(f"LeNet-5 needs images of 12x12 or more, not {inputs.shape[1:]}")
         x = nn.Conv(6, (5, 5), padding="SAME", kernel_init=_KERNEL_INIT, name="conv1")(inputs)
         x = max_pool_2x2(nn.relu(x))
         x = nn.Conv(16, (5, 5), padding="VALID", kernel_init=_KERNEL_INIT, name="conv2")(x)

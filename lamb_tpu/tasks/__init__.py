@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 import jax
 
+from lamb_tpu.data import Source
 from lamb_tpu.errors import UserError
 from lamb_tpu.models import Model
 from lamb_tpu.tasks.classification import Classification
@@ -18,6 +19,9 @@ class Task(Protocol):
     Every quantity is a pair (sum over examples, weight), never a mean, so that microbatches,
     devices and processes add up and a metric is divided once.
     """
+
+    def check(self, source: Source) -> None:
+        """Raises ValueError when the data does not fit the model or the task."""
 
     def init(self, key: jax.Array, batch: Mapping[str, Any]) -> Mapping[str, Any]:
         """The model's variables for batches shaped like `batch`."""

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from lamb_tpu.data import Source
 from lamb_tpu.errors import UserError
 from lamb_tpu.models import Model
 
@@ -40,6 +41,27 @@ class Classification:
         # Images cross to the device in their stored type and are normalised there.
         return (jnp.asarray(batch["image"], jnp.float32) - self.input_mean) / self.input_std
 
+    def check(self, source: Source) -> None:
+        """Raises ValueError when a field is missing, or the model cannot tell the classes apart."""
+        missing = {"image", "label"} - set(source.element_spec)
+        if missing:
+            raise ValueError(
+                f"classification needs the fields image and label; {source.name} has "
+                f"{', '.join(source.element_spec)}"
+            )
+        spec = source.element_spec["image"]
+        image = jax.ShapeDtypeStruct((1, *spec.shape), spec.dtype)
+        variables = jax.eval_shape(self.init, jax.random.key(0), {"image": image})
+        logits, _ = jax.eval_shape(
+            lambda v, x: self.model.apply(v, self._inputs({"image": x}), train=False),
+            variables, image,
+        )
+        if source.num_classes is not None and logits.shape[-1] != source.num_classes:
+            raise ValueError(
+                f"the model tells {logits.shape[-1]} classes apart, {source.name} has "
+                f"{source.num_classes}; set config.model.num_classes={source.num_classes}"
+            )
+
     def init(self, key: jax.Array, batch: Mapping[str, Any]) -> Mapping[str, Any]:
         """The model's variables for batches shaped like `batch`."""
         return self.model.init(key, self._inputs(batch))
@@ -69,7 +91,7 @@ class Classification:
         logits, _ = self.model.apply(
             {"params": params, **model_state}, self._inputs(batch), train=False
         )
-        labels, mask = batch["label"], batch["mask"]
+        labels, mask = batch["label"], batch["mask"] > 0
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
         weight = jnp.sum(mask, dtype=jnp.float32)
         correct = jnp.sum(jnp.where(mask, jnp.argmax(logits, -1) == labels, 0), dtype=jnp.float32)

@@ -56,6 +56,11 @@ def test_set_prepared_by_tfds(tiny_dir: str) -> None:
     assert set(batch) == {"tokens", "label"}
 
 
+def test_home_folder_is_understood(tiny_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", tiny_dir)
+    assert len(data.load("tfds:tiny_tokens", "train", data_dir="~")) == 20
+
+
 def test_size_decides_what_lies_in_memory(tiny_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def in_memory(limit: int, **arguments: bool) -> bool:
         monkeypatch.setattr(registry, "IN_MEMORY_BYTES", limit)

@@ -1,0 +1,119 @@
+"""The whole training loop against the bare compiled step, and recompilations counted.
+
+  python -m experiments.bench.train_loop --data_dir=FOLDER_WITH_THE_FOUR_MNIST_FILES
+
+Trains LeNet and LeNet-5 on MNIST at batch 1,024 with LAMB through `lamb_tpu.train` (data, step,
+logging every 10 updates) and, in the same process and alternating with it, runs the same jitted
+step on one batch that stays on the device. Prints the ratio of the two rates, the seconds to the
+first update, and how often the step was compiled.
+"""
+
+import os
+import pathlib
+import statistics
+import tempfile
+import time
+
+import jax
+import numpy as np
+from absl import flags
+
+from configs import mnist_lenet
+from lamb_tpu import cli
+from lamb_tpu.metrics import read_records
+from lamb_tpu.parallel import mesh as mesh_lib
+from lamb_tpu.parallel import step as step_lib
+from lamb_tpu.run import Run, prepare
+from lamb_tpu.train import train
+
+_DATA = flags.DEFINE_string("data_dir", None, "Folder with MNIST's original files; else download.")
+_PREPARED = flags.DEFINE_string("prepared_dir", None, "Where TFDS keeps prepared sets.")
+_NETWORKS = flags.DEFINE_list("networks", ["lenet", "lenet5"], "Networks to measure.")
+_STEPS = flags.DEFINE_integer("steps", 40, "Updates in each measured block.", lower_bound=20)
+_ROUNDS = flags.DEFINE_integer("rounds", 3, "Blocks of each kind.", lower_bound=1)
+
+_LOG_EVERY = 10
+
+
+class CompileCounter:
+    """Counts compilations of the training step, by JAX's own monitoring events."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        jax.monitoring.register_event_duration_secs_listener(self._listen)
+
+    def _listen(self, event: str, seconds: float, **kwargs: str) -> None:
+        del seconds
+        if event.endswith("backend_compile_duration") and "train_step" in kwargs.get("fun_name", ""):
+            self.count += 1
+
+
+def config_for(network: str):
+    """The MNIST recipe, cut to the measured number of updates after the first logged ones."""
+    config = mnist_lenet.get_config(f"network={network}")
+    config.duration = f"{_STEPS.value + _LOG_EVERY} steps"
+    config.data.dir = _DATA.value
+    config.data.prepared_dir = _PREPARED.value
+    config.log.every = f"{_LOG_EVERY} steps"
+    config.eval.every = config.checkpoint.every = config.duration
+    return config
+
+
+def bare_step(run: Run) -> float:
+    """Seconds an update of the jitted step alone, on one resident batch, after two warm ones."""
+    state = jax.jit(run.init, out_shardings=mesh_lib.replicated(run.mesh))()
+    step = step_lib.make_train_step(run.task, run.tx, run.mesh)
+    batch = run.train_set.gather(np.arange(run.config.batch_size))
+    batch = mesh_lib.shard_batch(batch, run.mesh)
+    for _ in range(2):
+        state, metrics = step(state, batch)
+    jax.block_until_ready(metrics)
+    start = time.monotonic()
+    for _ in range(_STEPS.value):
+        state, metrics = step(state, batch)
+    jax.block_until_ready((state, metrics))
+    return (time.monotonic() - start) / _STEPS.value
+
+
+def whole_loop(config, counter: CompileCounter) -> tuple[float, float, int]:
+    """(seconds an update, seconds to the first logged update, compilations) of one `train`.
+
+    The rate is taken between the first and the last record: compilation lies before the first.
+    """
+    before = counter.count
+    with tempfile.TemporaryDirectory() as workdir:
+        train(config, workdir, quiet=True)
+        records = read_records(pathlib.Path(workdir) / "metrics.jsonl", "train")
+    first, last = records[0], records[-1]
+    seconds = (last["seconds"] - first["seconds"]) / (last["step"] - first["step"])
+    to_first = first["seconds"] - (first["step"] - 1) * seconds
+    return seconds, to_first, counter.count - before
+
+
+def main() -> None:
+    """Measures every network and prints one line for each."""
+    counter = CompileCounter()
+    print(
+        f"jax {jax.__version__}, {jax.device_count()} {jax.devices()[0].device_kind} device(s), "
+        f"{os.cpu_count()} cores; medians of {_ROUNDS.value} blocks of {_STEPS.value} updates, "
+        "batch 1,024"
+    )
+    for network in _NETWORKS.value:
+        bare, loop, first, compiled = [], [], [], []
+        for _ in range(_ROUNDS.value):
+            with tempfile.TemporaryDirectory() as workdir:
+                bare.append(bare_step(prepare(config_for(network), workdir)))
+            seconds, to_first, count = whole_loop(config_for(network), counter)
+            loop.append(seconds)
+            first.append(to_first)
+            compiled.append(count)
+        bare_ms, loop_ms = (1000 * statistics.median(times) for times in (bare, loop))
+        print(
+            f"{network}: bare step {bare_ms:.1f} ms, whole loop {loop_ms:.1f} ms, ratio "
+            f"{bare_ms / loop_ms:.3f} (target 0.85); first update after {min(first):.1f} s; "
+            f"train_step compiled {max(compiled)} time(s) a run"
+        )
+
+
+if __name__ == "__main__":
+    cli.run_main(main)
