@@ -1,11 +1,12 @@
-"""MNIST, LeNet and LAMB at batch 1,024 for 30 epochs: the MNIST table of the LAMB paper's appendix.
+r"""MNIST, LeNet and LAMB at batch 1,024 for 30 epochs: the LAMB paper's appendix, MNIST table.
 
 Paper: arXiv:1904.00962, appendix, MNIST/LeNet (mean of 5 runs): LAMB 0.9945, AdamW 0.9941, momentum
-0.9933. Learning rates, warm-up, decay power 0.5, clipping and the network's dropout of 0.4 are those
-of the first author's code and logs (github.com/fastalgo/mnist_tpu).
+0.9933 (quoted). Learning rates, warm-up, decay power 0.5, clipping and the network's dropout of 0.4
+are those of the first author's code and logs (github.com/fastalgo/mnist_tpu).
 
   python -m lamb_tpu.train --config=configs/mnist_lenet.py --workdir=DIR
-  python -m lamb_tpu.train --config=configs/mnist_lenet.py:network=lenet5,optimizer=adamw --workdir=DIR
+  python -m lamb_tpu.train --config=configs/mnist_lenet.py:network=lenet5,optimizer=adamw \
+      --workdir=DIR
   python -m lamb_tpu.train --config=configs/mnist_lenet.py:batch=4096 --workdir=DIR
 
 The original files are downloaded, or taken from a folder: --config.data.dir=FOLDER.

@@ -1,8 +1,11 @@
 """Command lines: flags, the config file with its overrides, and errors told in one sentence."""
 
+import itertools
 import os
 import re
+import runpy
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 
 from absl import app, flags, logging
@@ -33,18 +36,15 @@ def _parse_flags(argv: list[str], required: Sequence[str]) -> list[str]:
     help_asked = [item for item in argv if re.fullmatch(r"-{1,2}(h|help|helpfull)", item)]
     if help_asked:
         return app.parse_flags_with_usage([argv[0], *help_asked])
-    for item in argv:
-        path = re.fullmatch(r"-{1,2}config=([^:]*)(:.*)?", item)
-        if path and not os.path.isfile(path[1]):
-            raise UserError(f"--config names the file {path[1]!r}, which does not exist")
     try:
         rest = flags.FLAGS(argv)
-    except flags.Error as error:
-        raise UserError(f"{error}; see --help") from None
-    except (AttributeError, KeyError, TypeError) as error:
-        if "since the config is locked" in str(error):
-            raise UserError(f"the config file sets an unknown key: {error}") from None
-        _check_overrides(argv)
+    except UserError:
+        raise
+    except Exception as error:  # a config file can raise anything
+        if "config" in flags.FLAGS:
+            _check_overrides(argv, _load_config_file(argv))
+        if isinstance(error, flags.Error):
+            raise UserError(f"{error}; see --help") from None
         raise
     if rest[1:]:
         raise UserError(f"unexpected argument {rest[1]!r}; flags start with --, see --help")
@@ -54,19 +54,44 @@ def _parse_flags(argv: list[str], required: Sequence[str]) -> list[str]:
     return rest
 
 
-def _check_overrides(argv: list[str]) -> None:
-    """Raises a UserError for an override whose key the config does not have."""
-    is_override = re.compile(r"-{1,2}(?:no)?config\.([^=]*)").match
-    plain = [item for item in argv if not is_override(item)]
-    saved, sys.argv = sys.argv, plain  # config_flags looks for overrides there
+def _load_config_file(argv: list[str]) -> ConfigDict:
+    """The config that --config names, without overrides; a UserError says why there is none."""
+    values = [
+        item.partition("=")[2] if "=" in item else following
+        for item, following in itertools.zip_longest(argv, argv[1:])
+        if re.fullmatch(r"-{1,2}config(=.*)?", item)
+    ]
+    if not values or not values[-1]:
+        raise UserError("--config is missing; see --help")
+    path, colon, argument = values[-1].partition(":")
+    if not os.path.isfile(path):
+        raise UserError(f"--config names the file {path!r}, which does not exist")
     try:
-        flags.FLAGS.unparse_flags()
-        flags.FLAGS(plain)
-    finally:
-        sys.argv = saved
-    for override in filter(None, map(is_override, argv)):
-        node, path = flags.FLAGS.config, "config"
-        for part in override[1].split("."):
+        get_config = runpy.run_path(path)["get_config"]
+        return get_config(argument) if colon else get_config()
+    except UserError:
+        raise
+    except Exception as error:
+        lines = [
+            frame.lineno
+            for frame in traceback.extract_tb(error.__traceback__)
+            if frame.filename == path
+        ]
+        line = getattr(error, "lineno", lines[-1] if lines else None)
+        # ml_collections appends the whole config, with the keys it has, to its first sentence.
+        text = str(error.args[0] if error.args else "").partition(" Other fields present")[0]
+        raise UserError(
+            f"the config file {path} fails{f' at line {line}' if line else ''}: "
+            f"{type(error).__name__}: {' '.join(text.split())}"
+        ) from error
+
+
+def _check_overrides(argv: list[str], config: ConfigDict) -> None:
+    """Raises a UserError for an override whose key the config does not have."""
+    for item in argv:
+        override = re.match(r"-{1,2}(?:no)?config\.([^=]*)", item)
+        node, path = config, "config"
+        for part in override[1].split(".") if override else ():
             if not isinstance(node, ConfigDict) or part not in node:
                 known = ", ".join(node) if isinstance(node, ConfigDict) else "no keys"
                 raise UserError(f"{path}.{part} is unknown; {path} has: {known}")

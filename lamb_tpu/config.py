@@ -1,6 +1,7 @@
 """What a recipe may say: the keys of a config, its argument and its checks."""
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -92,17 +93,20 @@ def _convert(key: str, text: str, default: Any) -> Any:
 
 
 def check_keys(config: ConfigDict) -> None:
-    """Refuses keys that `base_config` does not have, and missing ones, naming the known keys.
+    """Refuses keys that `base_config` does not have, missing ones, and values of another type.
 
     Model, task and optimizer check their own fields when they are built.
     """
-    base = base_config()
-    _compare_keys(config, base, "config")
+    _compare_keys(config, base_config(), "config")
     for section in ("task", "model", "optimizer"):
         if "name" not in config[section]:
             raise UserError(f"config.{section} has no name; give config.{section}.name")
     if "learning_rate" not in config.optimizer:
-        raise UserError("config.optimizer has no learning_rate; give config.optimizer.learning_rate")
+        raise UserError("config.optimizer.learning_rate is missing; give the base batch's rate")
+    flatten(config)
+
+
+_KINDS = {int: "a whole number", float: "a number", str: "text", bool: "True or False"}
 
 
 def _compare_keys(config: Mapping[str, Any], base: Mapping[str, Any], path: str) -> None:
@@ -112,33 +116,52 @@ def _compare_keys(config: Mapping[str, Any], base: Mapping[str, Any], path: str)
     for key in base:
         if key not in config:
             raise UserError(f"{path}.{key} is missing; start from lamb_tpu.config.base_config()")
-        if path == "config" and key in ("task", "model", "optimizer", "mesh"):
-            continue
-        if isinstance(base[key], ConfigDict):
-            if not isinstance(config[key], ConfigDict):
-                raise UserError(f"{path}.{key} is {config[key]!r}; it must be a ConfigDict")
-            _compare_keys(config[key], base[key], f"{path}.{key}")
+        value, default = config[key], base[key]
+        if isinstance(default, ConfigDict):
+            if not isinstance(value, ConfigDict):
+                raise UserError(f"{path}.{key} is {value!r}; it must be a ConfigDict")
+            if path != "config" or key not in ("task", "model", "optimizer", "mesh"):
+                _compare_keys(value, default, f"{path}.{key}")
+        elif default is not None or value is not None:
+            kind = str if default is None else type(default)
+            if type(value) not in ((int, float) if kind is float else (kind,)):
+                raise UserError(f"{path}.{key} is {value!r}; it must be {_KINDS[kind]}")
 
 
-def check_positive(config: ConfigDict, *keys: str) -> None:
-    """Refuses values that are not whole numbers of at least 1; keys such as 'eval.batch_size'."""
-    for key in keys:
-        value = config
-        for part in key.split("."):
-            value = value[part]
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise UserError(f"config.{key} is {value!r}; it must be a whole number of at least 1")
+def check_values(config: ConfigDict) -> None:
+    """Refuses numbers out of range, in a config that `check_keys` has passed."""
+    for key in ("batch_size", "eval.batch_size", "checkpoint.keep", "schedule.base_batch_size"):
+        value = flatten(config)[key]
+        if value < 1:
+            raise UserError(f"config.{key} is {value}; it must be at least 1")
+    if not 0 <= config.seed < 2**32:  # JAX' random keys keep 32 bits of it
+        raise UserError(f"config.seed is {config.seed}; it must lie in 0..{2**32 - 1}")
+    rate = config.optimizer.learning_rate
+    if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 <= rate < math.inf:
+        raise UserError(
+            f"config.optimizer.learning_rate is {rate!r}; it must be a number of at least 0"
+        )
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{'optimizer.name': 'lamb', ...}, in sorted order, with tuples as lists as JSON has them."""
+    """{'optimizer.name': 'lamb', ...}, in sorted order, with tuples as lists as JSON has them.
+
+    Raises:
+      UserError: a value that JSON cannot hold.
+    """
     flat: dict[str, Any] = {}
     for key in sorted(config):
         value = config[key]
         if isinstance(value, (Mapping, ConfigDict)):
             flat |= flatten(value, f"{prefix}{key}.")
         else:
-            flat[prefix + key] = json.loads(json.dumps(value))
+            try:
+                flat[prefix + key] = json.loads(json.dumps(value))
+            except (TypeError, ValueError):
+                raise UserError(
+                    f"config.{prefix}{key} is {value!r}; a config holds numbers, text, booleans, "
+                    "None and lists of them only (a dtype by its name, such as 'bfloat16')"
+                ) from None
     return flat
 
 

@@ -1,4 +1,4 @@
-"""What the person at the terminal sees of a run: a bar, or plain lines where there is no terminal."""
+"""What the person at the terminal sees of a run: a bar, or plain lines elsewhere."""
 
 import sys
 import time

@@ -45,7 +45,7 @@ class Recipe:
         return np.asarray(jax.jit(self.learning_rate)(np.arange(self.total_steps)))
 
     def is_due(self, every: float, step: int) -> bool:
-        """Whether a multiple of `every` lies in the update that completed `step`, or it is the last.
+        """Whether a multiple of `every` falls on update `step` (counted from 1), or it is the last.
 
         With fractional intervals (an epoch is rarely a whole number of updates) the k-th event
         comes at the first whole update at or after k intervals.
@@ -151,8 +151,8 @@ def make_optimizer(
 
 @contextlib.contextmanager
 def naming(key: str) -> Iterator[None]:
-    """Turns the optimizer library's ValueError into a UserError that begins with the config's key."""
+    """Turns what a wrong value raises into a UserError that begins with the config's key."""
     try:
         yield
-    except ValueError as error:
-        raise UserError(f"{key}: {error}") from None
+    except (ValueError, TypeError, ArithmeticError, UserError) as error:
+        raise UserError(f"{key}: {' '.join(str(error).split())}") from error

@@ -1,4 +1,4 @@
-"""Everything a run needs before its first update, checked: what `train` and `evaluate` start from."""
+"""Everything a run needs before its first update, checked; `train` and `evaluate` start here."""
 
 import dataclasses
 import os
@@ -73,9 +73,7 @@ def prepare(config: ConfigDict, workdir: str | os.PathLike[str]) -> Run:
       UserError: a mistake in the config, the workdir or the data.
     """
     config_lib.check_keys(config)
-    config_lib.check_positive(
-        config, "batch_size", "eval.batch_size", "checkpoint.keep", "schedule.base_batch_size"
-    )
+    config_lib.check_values(config)
     task = tasks.build(model=models.build(**config.model), **config.task)
     mesh = mesh_lib.make_mesh(config.mesh)
     mesh_lib.check_divides("config.batch_size", config.batch_size, mesh)
@@ -86,19 +84,23 @@ def prepare(config: ConfigDict, workdir: str | os.PathLike[str]) -> Run:
     folder = Workdir(workdir)
     folder.check(config)
 
-    train_set, eval_set = (
-        data.load(
-            config.data.name, split, data_dir=config.data.prepared_dir, source_dir=config.data.dir
+    with naming("config.data"):
+        train_set, eval_set = (
+            data.load(
+                config.data.name,
+                split,
+                data_dir=config.data.prepared_dir,
+                source_dir=config.data.dir,
+            )
+            for split in (config.data.train_split, config.data.eval_split)
         )
-        for split in (config.data.train_split, config.data.eval_split)
-    )
     recipe = resolve(config, len(train_set))
     tx, rules = make_optimizer(config, recipe)
     example = train_set.gather(np.zeros(1, np.int64))
     with naming("config.model"):
         task.check(train_set)
     init = step_lib.make_init(task, tx, config.seed, example)
-    with naming("config.optimizer.rules"):
+    with naming("config.optimizer"):
         abstract_state = step_lib.abstract_state(init, mesh)
     table = parameters.table(abstract_state.params, rules)
     folder.check_parameters(table)

@@ -77,10 +77,11 @@ def table(records: list[dict[str, Any]]) -> str:
     lines = [
         "# MNIST: LeNet at batch 1,024, 30 epochs",
         "",
-        "Test accuracy after the last update on all 10,000 test images. The paper's column is the",
-        "appendix of arXiv:1904.00962, mean of 5 runs (recalled, not read from the paper itself); it",
-        "stands for the author's network. Learning rates, warm-up, decay and clipping are those of",
-        "the first author's logs; nothing was tuned here. Spread is the lowest and highest seed.",
+        "Test accuracy after the last update on all 10,000 test images. The paper's column is from",
+        "the appendix of arXiv:1904.00962, mean of 5 runs (recalled, not read from the paper",
+        "itself), for the author's network. Learning rates, warm-up, decay and clipping are those",
+        "of the first author's code and logs; nothing was tuned here. Spread is the lowest and the",
+        "highest seed.",
         "",
     ]
     for network, description in NETWORKS.items():

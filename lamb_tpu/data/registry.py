@@ -50,8 +50,8 @@ def load(
         return _load_tfds(name, split, data_dir, source_dir, in_memory)
     if name not in DATASETS:
         raise UserError(
-            f"unknown data set {name!r}; known are {', '.join(sorted(DATASETS))}, and "
-            "tfds:NAME[/CONFIG] for one prepared by TFDS"
+            f"config.data.name is {name!r}, an unknown data set; known are "
+            f"{', '.join(sorted(DATASETS))}, and tfds:NAME[/CONFIG] for one prepared by TFDS"
         )
     return DATASETS[name](split, data_dir, source_dir, in_memory)
 

@@ -63,7 +63,7 @@ def check_divides(key: str, batch_size: int, mesh: Mesh) -> None:
 
 
 def shard_batch(batch: Mapping[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
-    """This process' rows of a batch, (rows, ...) each, as global arrays split over the data axis."""
+    """This process' rows of a batch, (rows, ...) each, as global arrays over the data axis."""
     sharding = batch_sharding(mesh)
     return {
         name: jax.make_array_from_process_local_data(sharding, value)

@@ -87,7 +87,7 @@ class Classification:
     def evaluate(
         self, params: Any, model_state: Any, batch: Mapping[str, jax.Array]
     ) -> dict[str, tuple[jax.Array, jax.Array]]:
-        """Sums of `loss` (cross entropy, unsmoothed, nats) and `accuracy` over unmasked examples."""
+        """Sums of `loss` (cross entropy in nats, unsmoothed) and `accuracy`, where unmasked."""
         logits, _ = self.model.apply(
             {"params": params, **model_state}, self._inputs(batch), train=False
         )
