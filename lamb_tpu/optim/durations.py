@@ -35,7 +35,7 @@ class Duration:
         if value < 0:
             raise ValueError(f"a duration must be at least 0, not {self.value} {self.unit}")
         if self.unit == "percent" and value > 100:
-            raise ValueError(f"{self.value} percent is more than the whole run; at most 100 percent")
+            raise ValueError(f"{self.value} percent is more than the whole run; at most 100")
         object.__setattr__(self, "value", value)
 
     def __str__(self) -> str:

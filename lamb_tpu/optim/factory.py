@@ -35,7 +35,8 @@ def make_optimizer(
     arguments = dict(config.items())
     name = arguments.pop("name", None)
     if name not in OPTIMIZERS:
-        raise ValueError(f"the optimizer's name {name!r} is unknown; known: {', '.join(OPTIMIZERS)}")
+        known = ", ".join(OPTIMIZERS)
+        raise ValueError(f"the optimizer's name {name!r} is unknown; known: {known}")
     build = OPTIMIZERS[name]
     known = [key for key in inspect.signature(build).parameters if key != "learning_rate"]
     clip = arguments.pop("clip_global_norm", None)

@@ -5,6 +5,7 @@ References:
   arXiv:1904.00962, Algorithm 2.
 """
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -97,7 +98,10 @@ def lamb(
     trust_ratio.check(
         norm,
         phi_bounds,
-        {"eps": eps, "weight_decay": weight_decay, "ratio_eps": ratio_eps, "zero_ratio": zero_ratio},
+        {
+            "eps": eps, "weight_decay": weight_decay, "ratio_eps": ratio_eps,
+            "zero_ratio": zero_ratio,
+        },
     )
     trust_ratio.check_range("b1", b1, upper=1.0)
     trust_ratio.check_range("b2", b2, upper=1.0)
@@ -120,6 +124,13 @@ def lamb(
         count = optax.safe_increment(state.count)
         step_size = learning_rate(state.count) if callable(learning_rate) else learning_rate
         treedef = jax.tree.structure(params)
+
+        @functools.cache
+        def scales(dtype):
+            if not bias_correction:
+                return 1.0, 1.0
+            return tuple(1 / one_minus_power(base, count, dtype) for base in (b1, b2))
+
         rows = []
         for grad, mu, nu, param, facts in zip(
             treedef.flatten_up_to(updates),
@@ -133,32 +144,29 @@ def lamb(
             grad, weights = grad.astype(dtype), jnp.asarray(param, dtype)
             mu = (b1 * mu.astype(dtype) + (1 - b1) * grad).astype(mu.dtype)
             nu = (b2 * nu.astype(dtype) + (1 - b2) * grad * grad).astype(nu.dtype)
-            scale_mu = 1 / one_minus_power(b1, count, dtype) if bias_correction else 1.0
-            scale_nu = 1 / one_minus_power(b2, count, dtype) if bias_correction else 1.0
+            scale_mu, scale_nu = scales(dtype)
 
             def direction(mu, nu):
-                value = scale_mu * mu.astype(dtype) / (
-                    jnp.sqrt(scale_nu * nu.astype(dtype)) + eps
-                )
+                root = jnp.sqrt(scale_nu * nu.astype(dtype))
+                value = scale_mu * mu.astype(dtype) / (root + eps)
                 return value + weight_decay * weights if facts.decay else value
 
             ratio = None
+            step = direction(mu, nu)
             if facts.adapt:
                 ratio = trust_ratio.trust_ratio(
                     trust_ratio.leaf_norm(weights, facts, norm, axis_name),
-                    trust_ratio.leaf_norm(direction(mu, nu), facts, norm, axis_name),
+                    trust_ratio.leaf_norm(step, facts, norm, axis_name),
                     eps=ratio_eps,
                     phi_bounds=phi_bounds,
                     zero_ratio=zero_ratio,
                 )
-            # A second pass computes the direction anew from the moments, which costs less than
-            # writing it out and reading it back; the barrier keeps the compiler from merging both.
-            again = direction(*jax.lax.optimization_barrier((mu, nu))) if facts.adapt else (
-                direction(mu, nu)
-            )
-            scale = jnp.asarray(-step_size, dtype) * (1.0 if ratio is None else ratio)
+                # A second pass computes the direction anew from the moments, which costs less than
+                # writing it out and reading it back. The barrier keeps the two from being merged.
+                step = ratio * direction(*jax.lax.optimization_barrier((mu, nu)))
+            step = -jnp.asarray(step_size, dtype) * step
             rows.append((
-                (scale * again).astype(jnp.result_type(param)), mu, nu,
+                step.astype(jnp.result_type(param)), mu, nu,
                 trust_ratio.collected(ratio, param, facts) if collect else None,
             ))
         steps, mus, nus, ratios = (

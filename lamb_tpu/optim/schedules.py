@@ -110,9 +110,9 @@ def warmup(
     and `end_value` from T on, where S is where the decay's clock starts and d is :math:`x^p` for
     'polynomial', :math:`(1 - \cos \pi x) / 2` for 'cosine' and 1 for 'constant'. So:
 
-    - With a warm-up the first update has the rate 0 and moves no parameter, as in the authors' code.
+    - With a warm-up the first update has the rate 0 and moves nothing, as in the authors' code.
     - The last update, t = T - 1, is one short of the end: `end_value` itself is never used.
-    - `decay_from='warmup'` starts the clock at S = W: the peak is reached, at t = W if that is whole.
+    - `decay_from='warmup'` starts the clock at S = W: the peak is reached, at t = W if W is whole.
     - `decay_from='zero'` starts it at S = 0, under the warm-up, as the BERT and LAMB authors' code
       does: the rate jumps down at the end of warm-up and the peak is never reached.
 

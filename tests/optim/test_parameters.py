@@ -1,0 +1,113 @@
+"""The table of facts: matching, errors, trees of every kind, and its text."""
+
+import collections
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from flax.core import freeze
+
+from lamb_tpu.optim.parameters import ParameterFacts, check_rules, leaf_paths, resolve, table
+
+NONE = ParameterFacts(decay=False, adapt=False)
+Pair = collections.namedtuple("Pair", ["kernel", "bias"])
+SHAPE = jax.ShapeDtypeStruct((2, 3), jnp.float32)
+
+
+def test_the_first_match_decides():
+    params = {"encoder": {"kernel": SHAPE, "bias": SHAPE}, "head": {"bias": SHAPE}}
+    facts = resolve(params, [("^head/", ParameterFacts()), ("bias$", NONE), ("", {"decay": False})])
+    assert facts == {
+        "encoder": {"kernel": ParameterFacts(decay=False), "bias": NONE},
+        "head": {"bias": ParameterFacts()},
+    }
+
+
+@pytest.mark.parametrize("tree", [
+    {"kernel": SHAPE, "bias": SHAPE},
+    freeze({"kernel": SHAPE, "bias": SHAPE}),
+    {"a": Pair(SHAPE, SHAPE)},
+    [{"kernel": jnp.ones(2)}, ({"bias": jnp.ones(2)},)],
+    {"kernel": 1.0, "bias": 2.0, "absent": None},
+])
+def test_trees_of_every_kind(tree):
+    facts = resolve(tree, "no_bias_no_norm")
+    assert jax.tree.structure(facts) == jax.tree.structure(tree)
+    names = [path.split("/")[-1] for path in leaf_paths(tree)]
+    assert dict(zip(names, jax.tree.leaves(facts), strict=True)) == {
+        "kernel": ParameterFacts(), "bias": NONE
+    }
+
+
+def test_nnx_state():
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.dense = nnx.Linear(2, 3, rngs=rngs)
+            self.norm = nnx.LayerNorm(3, rngs=rngs)
+
+    state = nnx.state(Model(nnx.Rngs(0)), nnx.Param)
+    facts = resolve(state, "no_bias_no_norm")
+    assert jax.tree.leaves(facts) == [NONE, ParameterFacts(), NONE, NONE]
+    assert "dense/kernel/value" in table(state, "no_bias_no_norm")
+
+
+def test_the_preset_tells_a_bias_from_a_name_that_holds_one():
+    names = ["bias", "scale", "debias/kernel", "scaled/kernel", "bias/kernel"]
+    facts = resolve({name: SHAPE for name in names}, "no_bias_no_norm")
+    assert [name for name in names if facts[name] == NONE] == ["bias", "scale"]
+
+
+def test_a_bare_leaf_and_an_empty_tree():
+    assert resolve(jnp.ones(2), "all") == ParameterFacts()
+    assert resolve({}, [("bias", NONE)]) == {}
+    assert resolve({}, []) == {}
+
+
+@pytest.mark.parametrize("rules, message", [
+    ([("bias", NONE)], "no rule matches the parameter 'dense/kernel'"),
+    ([], "no rule matches the parameter 'dense/bias'"),
+    ([("beta", NONE), ("", NONE)],
+     "the rule 'beta' matches no parameter; the paths are dense/bias, dense/kernel"),
+    ([("", {"layer_axes": (0, 2)})],
+     r"layer_axes \(0, 2\) do not exist in the parameter 'dense/bias', which has 2 axes"),
+])
+def test_rules_that_do_not_fit_the_parameters(rules, message):
+    with pytest.raises(ValueError, match=message):
+        resolve({"dense": {"kernel": SHAPE, "bias": SHAPE}}, rules)
+
+
+def test_a_preset_may_match_nothing():
+    assert resolve({"kernel": SHAPE}, "no_bias_no_norm") == {"kernel": ParameterFacts()}
+
+
+@pytest.mark.parametrize("rules, message", [
+    ("default", "'default' is no preset; the presets are all, no_bias_no_norm"),
+    ({"bias": NONE}, "rules must be a preset's name or a list"),
+    (None, "rules must be a preset's name or a list"),
+    ([("bias",)], r"a rule must be a pair \(regex, facts\), not \('bias',\)"),
+    (["bias"], "a rule must be a pair"),
+    ([("(", NONE)], r"the rule '\(' is no regular expression"),
+    ([("bias", {"decays": False})], "unknown fact 'decays'; known: decay, adapt, layer_axes"),
+    ([("bias", False)], "the facts of the rule 'bias' must be a mapping"),
+    ([("bias", {"decay": 0.1})], "decay must be True or False, not 0.1"),
+    ([("bias", {"layer_axes": (-1,)})], r"layer_axes must be distinct axes counted from 0"),
+    ([("bias", {"layer_axes": (1, 1)})], r"layer_axes must be distinct axes counted from 0"),
+    ([("bias", {"layer_axes": 0})], "layer_axes must be distinct axes counted from 0, not 0"),
+])
+def test_rules_that_are_no_rules(rules, message):
+    with pytest.raises(ValueError, match=message):
+        check_rules(rules)
+
+
+def test_the_table_is_the_same_for_arrays_and_shapes_in_any_order():
+    rules = [("bias", NONE), ("", {"layer_axes": [0]})]
+    arrays = {"b": {"bias": jnp.ones(3)}, "a": jnp.ones((2, 3), jnp.bfloat16)}
+    shapes = {"a": jax.ShapeDtypeStruct((2, 3), jnp.bfloat16),
+              "b": {"bias": jax.ShapeDtypeStruct((3,), jnp.float32)}}
+    assert table(arrays, rules) == table(shapes, rules) == "\n".join([
+        "path    shape  dtype     count  decay  adapt  layer axes",
+        "a       (2,3)  bfloat16      6  yes    yes    (0)",
+        "b/bias  (3)    float32       3  no     no     -",
+        "total: 2 leaves, 9 values; decay: 1 leaf, 6 values; adapt: 1 leaf, 6 values",
+    ])
