@@ -1,0 +1,158 @@
+"""Tune once at batch 32, then only scale: what momentum, AdamW and LAMB make of larger batches.
+
+  python -m experiments.demo.batch_scaling
+
+Trains a small network on the embedded handwritten digits, for the same number of epochs at batch
+32, 128, 512 and the whole training set. The rates are those of configs/digits.py, chosen at batch
+32 by experiments/demo/tune.py; each rule of scaling carries them to the larger batches, and nothing
+is tuned there. Prints a table; writes a plot, a record of each run, and the runs' own metrics.
+Started again, it goes on where it stopped.
+"""
+
+import pathlib
+import statistics
+import time
+from collections.abc import Sequence
+
+from absl import flags
+from rich.console import Console
+from rich.table import Table
+
+from configs import digits
+from experiments.demo import command
+from experiments.demo.plot import draw
+from experiments.demo.study import RECORDS, Record, Trial, run_trials
+from lamb_tpu import data
+from lamb_tpu.progress import format_seconds
+
+# Optimizer, scaling rule, and what the table calls them. AdamW under LAMB's own rule tells apart
+# what the layerwise ratio does and what the rule does.
+LINES = (
+    ("momentum", "linear", "momentum, linear"),
+    ("adamw", "identity", "AdamW, not scaled"),
+    ("adamw", "legw", "AdamW, LEGW"),
+    ("lamb", "legw", "LAMB, LEGW"),
+)
+PLOT = "batch_scaling.png"
+
+
+def default_batch_sizes() -> list[int]:
+    """32, 128, 512 and the number of training examples."""
+    return [32, 128, 512, len(data.load("digits", "train"))]
+
+
+def make_trials(
+    batch_sizes: Sequence[int], seeds: int, epochs: float, rate_factor: float = 1.0
+) -> list[Trial]:
+    """Every line at every batch size, with seeds 0, 1, ...; base rates times `rate_factor`."""
+    trials = []
+    for optimizer, scaling, _ in LINES:
+        for batch_size in batch_sizes:
+            for seed in range(seeds):
+                config = digits.get_config(
+                    f"optimizer={optimizer},batch={batch_size},epochs={epochs}"
+                )
+                config.seed = seed
+                config.schedule.scaling = scaling
+                config.optimizer.learning_rate *= rate_factor
+                config.log.tensorboard = False
+                name = f"{optimizer}-{scaling}-batch{batch_size}-seed{seed}"
+                trials.append(Trial(name, config))
+    return trials
+
+
+def run_study(
+    out: pathlib.Path,
+    batch_sizes: Sequence[int],
+    seeds: int = 3,
+    epochs: float = 30.0,
+    rate_factor: float = 1.0,
+) -> list[Record]:
+    """Runs what is not yet run, prints the table, and writes plot and records into `out`.
+
+    Raises:
+      UserError: `out` cannot be written, or holds runs of other configs.
+    """
+    start = time.monotonic()
+
+    def show(records: Sequence[Record]) -> Table:
+        return make_table(records, batch_sizes, seeds, caption)
+
+    tuned = "each rate tuned at batch 32 alone"
+    if rate_factor != 1:
+        tuned = f"each rate {rate_factor:g} times the one tuned at batch 32"
+    caption = f"{epochs:g} epochs; {tuned}, then scaled by the rule"
+    trials = make_trials(batch_sizes, seeds, epochs, rate_factor)
+    records = run_trials(trials, out, show)
+    draw(_rows(records), out, out / PLOT)
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(show(records))
+    console.print(
+        f"{len(trials)} runs in {format_seconds(time.monotonic() - start)}.\n"
+        f"plot:    {out / PLOT}\n"
+        f"records: {out / RECORDS}\n"
+        f"runs:    {out / 'runs'}",
+        markup=False,
+    )
+    return records
+
+
+def make_table(
+    records: Sequence[Record], batch_sizes: Sequence[int], seeds: int, caption: str
+) -> Table:
+    """Test accuracy, a row for each line and a column for each batch size; empty where not run."""
+    spread = f", mean ± standard deviation of {seeds} seeds" if seeds > 1 else ""
+    table = Table(
+        title=f"Test accuracy, %{spread}",
+        caption=caption,
+        title_justify="left",
+        caption_justify="left",
+        min_width=72,
+    )
+    table.add_column("optimizer, scaling")
+    for batch_size in batch_sizes:
+        table.add_column(f"{batch_size:,}", justify="right", no_wrap=True)
+    for label, line in _rows(records).items():
+        table.add_row(label, *(_cell(line, batch_size) for batch_size in batch_sizes))
+    return table
+
+
+def _rows(records: Sequence[Record]) -> dict[str, list[Record]]:
+    return {
+        label: [
+            record
+            for record in records
+            if (record["optimizer"], record["scaling"]) == (optimizer, scaling)
+        ]
+        for optimizer, scaling, label in LINES
+    }
+
+
+def _cell(line: Sequence[Record], batch_size: int) -> str:
+    accuracies = [record["accuracy"] for record in line if record["batch_size"] == batch_size]
+    if not accuracies:
+        return ""
+    diverged = accuracies.count(None)
+    if diverged:
+        return f"{diverged} of {len(accuracies)} diverged"
+    mean = f"{100 * statistics.fmean(accuracies):.1f}"
+    return f"{mean} ± {100 * statistics.stdev(accuracies):.1f}" if len(accuracies) > 1 else mean
+
+
+def main() -> None:
+    """Entry point of the command line."""
+    given = flags.FLAGS
+    run_study(
+        command.out_folder(), default_batch_sizes(), given.seeds, given.epochs, given.rate_factor
+    )
+
+
+if __name__ == "__main__":
+    command.define_flags(out="demo", seeds=3)
+    flags.DEFINE_float("epochs", 30.0, "Length of every run.")
+    flags.DEFINE_float(
+        "rate_factor",
+        1.0,
+        "Multiplies every base rate, to see how much depends on it; needs an --out of its own.",
+    )
+    command.run_main(main)
