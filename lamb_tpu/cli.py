@@ -46,6 +46,9 @@ def _parse_flags(argv: list[str], required: Sequence[str]) -> list[str]:
         if isinstance(error, flags.Error):
             raise UserError(f"{error}; see --help") from None
         raise
+    config = flags.FLAGS["config"].value if "config" in flags.FLAGS else None
+    if config is not None and not isinstance(config, ConfigDict):
+        _load_config_file(argv)  # raises: ml_collections holds an OSError back until first use
     if rest[1:]:
         raise UserError(f"unexpected argument {rest[1]!r}; flags start with --, see --help")
     for name in required:

@@ -7,6 +7,7 @@ The config must be the one the run was started with. Prints one JSON object.
 
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 
 import jax
@@ -55,7 +56,12 @@ def evaluate_checkpoint(
     """
     Workdir(workdir).read_config()  # refuses a folder without a run, before it is made one
     run = prepare(config, workdir)
-    with Checkpoints(run.folder.checkpoints, config.checkpoint.keep) as checkpoints:
+    with Checkpoints(
+        run.folder.checkpoints,
+        config.checkpoint.keep,
+        report=lambda text: print(text, file=sys.stderr),
+        writing=False,
+    ) as checkpoints:
         if step is None:
             restored = checkpoints.restore_latest(run.abstract_state)
         else:

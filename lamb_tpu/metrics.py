@@ -54,7 +54,7 @@ class MetricsWriter:
         self._file = self.path.open("a")
         if tensorboard:
             self._tensorboard = SummaryWriter(
-                str(workdir / "tensorboard"), purge_step=start_step + 1 if start_step else None
+                str(workdir / "tensorboard"), purge_step=start_step + 1
             )
 
     def write(self, step: int, kind: str, values: Mapping[str, float]) -> None:
@@ -89,7 +89,7 @@ def read_records(path: pathlib.Path, kind: str | None = None) -> list[dict[str, 
     """
     if not path.exists():
         raise UserError(f"there is no {path}; is its folder the workdir of a run?")
-    lines = path.read_text().split("\n")[:-1]
+    lines = path.read_text(errors="replace").split("\n")[:-1]
     records = []
     for number, line in enumerate(lines, start=1):
         try:

@@ -97,7 +97,8 @@ def resolve(config: ConfigDict, num_examples: int) -> Recipe:
         if schedule.scaling == "legw":
             # LEGW keeps the warm-up's updates: those of the given duration at the base batch.
             warmup = durations.parse(schedule.warmup)
-            base_steps = warmup.steps(schedule.base_batch_size, num_examples, total_steps)
+            base_total = duration.whole_steps(schedule.base_batch_size, num_examples)
+            base_steps = warmup.steps(schedule.base_batch_size, num_examples, base_total)
             base_epochs = base_steps * schedule.base_batch_size / num_examples
             scaled = schedules.legw(peak, base_epochs, schedule.base_batch_size, config.batch_size)
             peak, warmup_steps = (
@@ -151,8 +152,9 @@ def make_optimizer(
 
 @contextlib.contextmanager
 def naming(key: str) -> Iterator[None]:
-    """Turns what a wrong value raises into a UserError that begins with the config's key."""
+    """Turns what a wrong value raises into a UserError that begins with a config's key."""
     try:
         yield
     except (ValueError, TypeError, ArithmeticError, UserError) as error:
-        raise UserError(f"{key}: {' '.join(str(error).split())}") from error
+        text = " ".join(str(error).split())
+        raise UserError(text if text.startswith("config.") else f"{key}: {text}") from error

@@ -35,7 +35,7 @@ _STEPS_IN_FLIGHT = 2
 
 
 class Diverged(UserError):
-    """The loss or the gradient is no longer finite."""
+    """The loss, the gradient or the parameters are no longer finite."""
 
 
 def train(
@@ -74,7 +74,10 @@ def train(
         process_index=jax.process_index(),
         process_count=jax.process_count(),
     )
-    with Checkpoints(folder.checkpoints, config.checkpoint.keep, progress.message) as checkpoints:
+    with (
+        folder.hold(is_first),
+        Checkpoints(folder.checkpoints, config.checkpoint.keep, progress.message) as checkpoints,
+    ):
         restored = checkpoints.restore_latest(run.abstract_state)
         if restored is None:
             state = jax.jit(run.init, out_shardings=mesh_lib.replicated(mesh))()

@@ -1,5 +1,7 @@
 """The folder of a run: what stands in it, and whether it may be used again."""
 
+import contextlib
+import fcntl
 import importlib.metadata
 import json
 import os
@@ -7,7 +9,7 @@ import pathlib
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -69,6 +71,31 @@ class Workdir:
                 "another folder"
             )
 
+    @contextlib.contextmanager
+    def hold(self, enabled: bool = True) -> Iterator[None]:
+        """Keeps a second run on this machine out of the folder.
+
+        Args:
+          enabled: False does nothing, as on every process but the first.
+
+        Raises:
+          UserError: another run holds it.
+        """
+        if not enabled:
+            yield
+            return
+        with (self.path / ".lock").open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # freed even by kill -9
+            except BlockingIOError:
+                raise UserError(
+                    f"--workdir {self.path} is in use by another run; wait until it ends, or give "
+                    "another folder"
+                ) from None
+            except OSError:
+                pass  # a file system without locks
+            yield
+
     def read_config(self) -> dict[str, Any]:
         """The flattened config that the run in this folder was started with.
 
@@ -79,14 +106,14 @@ class Workdir:
             return json.loads(self.config.read_text())
         except FileNotFoundError:
             raise UserError(f"--workdir {self.path} holds no run: config.json is missing") from None
-        except json.JSONDecodeError as error:
+        except ValueError as error:
             raise UserError(
                 f"{self.config} is damaged ({error}); restore it or give another --workdir"
             ) from None
 
     def check_parameters(self, table: str) -> None:
         """Refuses to resume when the table of parameter facts is not the one the run began with."""
-        if self.parameters.exists() and self.parameters.read_text() != table:
+        if self.parameters.exists() and self.parameters.read_bytes() != table.encode():
             raise UserError(
                 f"the parameter table differs from {self.parameters}, so this is not the model or "
                 "the rules that the run began with; give another --workdir"

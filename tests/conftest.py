@@ -1,9 +1,33 @@
-"""Eight simulated CPU devices for every test, set before jax is imported."""
+"""Eight simulated CPU devices for every test, set before jax is imported; one run to share."""
 
 import os
+import pathlib
+import shutil
+from collections.abc import Iterator
+
+import pytest
 
 # The CPU runtime sizes its thread pool by the cores it sees; with fewer threads than simulated
 # devices the all-reduce of a step can wait for ever. NPROC tells it to start enough.
 os.environ["NPROC"] = "32"
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pathlib.Path]:
+    """The workdir of a complete run of `tiny.digits()`; take `copy` to change anything."""
+    from lamb_tpu.train import train
+    from tests import tiny
+
+    workdir = tmp_path_factory.mktemp("trained")
+    train(tiny.digits(), workdir, quiet=True)
+    before = tiny.fingerprint(workdir)
+    yield workdir
+    assert tiny.fingerprint(workdir) == before, "a test has changed the shared run"
+
+
+@pytest.fixture
+def copy(trained: pathlib.Path, tmp_path: pathlib.Path) -> pathlib.Path:
+    """A copy of that workdir."""
+    return pathlib.Path(shutil.copytree(trained, tmp_path / "copy"))

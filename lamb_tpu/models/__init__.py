@@ -73,4 +73,9 @@ def build(name: str, **fields: Any) -> Model:
             raise UserError(
                 f"config.model.{key} is no field of model {name!r}; known: {', '.join(known)}"
             )
+    num_classes = fields.get("num_classes", 1)
+    if type(num_classes) is not int or num_classes < 1:
+        raise UserError(
+            f"config.model.num_classes is {num_classes!r}; it must be a whole number of at least 1"
+        )
     return linen(module(**fields))

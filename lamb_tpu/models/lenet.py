@@ -35,6 +35,10 @@ class LeNet(nn.Module):
     @nn.compact
     def __call__(self, inputs: jax.Array, train: bool) -> jax.Array:
         """Logits of shape (batch, num_classes) for images (batch, height, width, channels)."""
+        if not 0 <= self.dropout_rate < 1:
+            raise ValueError(f"dropout_rate must be in [0, 1), not {self.dropout_rate}")
+        if any(size % 4 for size in inputs.shape[1:3]):
+            raise ValueError(f"LeNet needs height and width divisible by 4, not {inputs.shape[1:]}")
         x = inputs
         for index, channels in enumerate((32, 64), start=1):
             conv = nn.Conv(channels, (5, 5), kernel_init=_KERNEL_INIT, name=f"conv{index}")

@@ -21,6 +21,9 @@ class MLP(nn.Module):
     def __call__(self, inputs: jax.Array, train: bool) -> jax.Array:
         """Logits of shape (batch, num_classes) for inputs of shape (batch, ...)."""
         del train
+        sizes = self.hidden_sizes
+        if isinstance(sizes, str) or not all(type(size) is int and size > 0 for size in sizes):
+            raise ValueError(f"hidden_sizes must be whole numbers of at least 1, not {sizes!r}")
         x = inputs.reshape(inputs.shape[0], -1)
         for index, size in enumerate(self.hidden_sizes):
             x = nn.relu(nn.Dense(size, name=f"hidden{index}")(x))

@@ -26,9 +26,11 @@ def make_mesh(shape: Mapping[str, int]) -> Mesh:
     if DATA_AXIS not in sizes:
         raise UserError(f"config.mesh ({asked}) needs the axis 'data'")
     free = [axis for axis, size in sizes.items() if size == -1]
-    if len(free) > 1 or any(size < 1 for size in sizes.values() if size != -1):
+    if len(free) > 1 or not all(
+        type(size) is int and (size > 0 or size == -1) for size in sizes.values()
+    ):
         raise UserError(
-            f"config.mesh ({asked}) must have positive sizes, at most one of them -1 (the rest)"
+            f"config.mesh ({asked}) must have positive whole sizes, at most one -1 (the rest)"
         )
     known = math.prod(size for size in sizes.values() if size != -1)
     if free and devices % known == 0:

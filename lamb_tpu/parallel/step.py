@@ -65,8 +65,8 @@ def make_train_step(
     """One update under jit: `(state, batch) -> (state, metrics)`; the state's buffers are donated.
 
     The loss is a sum over the global batch; sum and weight are divided once, so the update does not
-    depend on the number of devices. Metrics are scalars: the task's means, `loss` and `grad_norm`
-    (l2, over all parameters, before any clipping).
+    depend on the number of devices. Metrics are scalars: the task's means, `loss`, `grad_norm` (l2,
+    over all parameters, before any clipping) and `param_norm` (l2, after the update).
     """
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -80,8 +80,12 @@ def make_train_step(
         (loss, (model_state, sums)), grads = gradient(state.params)
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
         metrics = {name: total / weight for name, (total, weight) in sums.items()}
-        metrics |= {"loss": loss, "grad_norm": optax.tree.norm(grads)}
         params = optax.apply_updates(state.params, updates)
+        metrics |= {
+            "loss": loss,
+            "grad_norm": optax.tree.norm(grads),
+            "param_norm": optax.tree.norm(params),
+        }
         return TrainState(state.step + 1, params, model_state, opt_state, state.key), metrics
 
     whole, split = replicated(mesh), batch_sharding(mesh)

@@ -30,6 +30,10 @@ class Classification:
     input_std: float = 255.0
 
     def __post_init__(self) -> None:
+        for name in ("label_smoothing", "input_mean", "input_std"):
+            value = getattr(self, name)
+            if type(value) not in (int, float):
+                raise UserError(f"config.task.{name} is {value!r}; it must be a number")
         if not 0 <= self.label_smoothing < 1:
             raise UserError(
                 f"config.task.label_smoothing is {self.label_smoothing}; it must be in [0, 1)"

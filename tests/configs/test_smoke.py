@@ -1,0 +1,82 @@
+"""Every recipe: its smoke variant trains to the end, and the whole one resolves."""
+
+import pathlib
+import re
+
+import pytest
+from ml_collections import ConfigDict
+
+from lamb_tpu import config as config_lib
+from lamb_tpu import models
+from lamb_tpu.errors import UserError
+from lamb_tpu.metrics import read_records
+from lamb_tpu.recipe import make_optimizer, resolve
+from lamb_tpu.train import train
+from tests import tiny
+
+RECIPES = sorted(
+    path for path in (tiny.ROOT / "configs").glob("*.py") if path.name != "__init__.py"
+)
+NAMES = [path.stem for path in RECIPES]
+
+
+def test_there_are_recipes() -> None:
+    assert {"digits", "mnist_lenet"} <= set(NAMES)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=NAMES)
+def test_smoke_trains_and_the_loss_falls(path: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    config = tiny.recipe_file(path).get_config("smoke")
+    config.log.tensorboard = False
+    assert config.data.name == "digits"  # nothing to download
+    metrics = train(config, tmp_path, quiet=True)
+    losses = [r["loss"] for r in read_records(tmp_path / "metrics.jsonl", "train")]
+    assert losses[-1] < losses[0] and metrics["loss"] < losses[0]
+    assert metrics == {
+        name: read_records(tmp_path / "metrics.jsonl", "eval")[-1][name] for name in metrics
+    }
+    assert (tmp_path / "checkpoints").is_dir()
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=NAMES)
+def test_whole_recipe_resolves(path: pathlib.Path) -> None:
+    config: ConfigDict = tiny.recipe_file(path).get_config()
+    config_lib.check_keys(config)
+    config_lib.check_values(config)
+    models.build(**config.model)
+    recipe = resolve(config, 60_000)
+    make_optimizer(config, recipe)
+    assert recipe.total_steps > 100
+    assert config_lib.flatten(config) == config_lib.flatten(tiny.recipe_file(path).get_config(""))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=NAMES)
+def test_docstring_has_a_command_that_names_the_file(path: pathlib.Path) -> None:
+    module = tiny.recipe_file(path)
+    commands = re.findall(r"python -m lamb_tpu\.train --config=(\S+)", module.__doc__)
+    assert commands
+    for command in commands:
+        file, _, argument = command.partition(":")
+        assert file == f"configs/{path.name}"
+        module.get_config(argument)
+    assert re.search(r"arXiv|[Ss]ource", module.__doc__)
+    assert re.search(r"measured\s+here|not\s+run|quoted", module.__doc__)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=NAMES)
+def test_typo_in_the_argument(path: pathlib.Path) -> None:
+    get_config = tiny.recipe_file(path).get_config
+    with pytest.raises(UserError, match="unknown key 'bath'; known: .*batch"):
+        get_config("bath=64")
+    with pytest.raises(UserError, match="batch='many' must be of type int"):
+        get_config("batch=many")
+    with pytest.raises(UserError, match="optimizer='lamp' is unknown; known: .*lamb"):
+        get_config("optimizer=lamp")
+
+
+def test_batch_rescales_rate_and_warm_up() -> None:
+    get_config = tiny.recipe_file(tiny.ROOT / "configs" / "mnist_lenet.py").get_config
+    base, large = (resolve(get_config(f"batch={size}"), 60_000) for size in (1024, 4096))
+    assert base.total_steps == 1758 and base.peak_learning_rate == pytest.approx(0.004)
+    assert large.peak_learning_rate == pytest.approx(0.008)  # LEGW: sqrt(4) times the rate
+    assert large.warmup_steps == pytest.approx(base.warmup_steps) == pytest.approx(60_000 / 1024)

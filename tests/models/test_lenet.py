@@ -1,0 +1,73 @@
+"""LeNet and LeNet-5."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lamb_tpu import models
+from lamb_tpu.models.lenet import LeNet, LeNet5, max_pool_2x2
+
+KEY = jax.random.key(0)
+
+
+@pytest.mark.parametrize("module, count", [(LeNet, 3_274_634), (LeNet5, 61_706)])
+def test_count_of_the_docstring(module: type[nn.Module], count: int) -> None:
+    assert f"{count:,}" in module.__doc__
+    model = models.linen(module())
+    variables = jax.eval_shape(model.init, KEY, jax.ShapeDtypeStruct((1, 28, 28, 1), jnp.float32))
+    assert set(variables) == {"params"}
+    assert sum(leaf.size for leaf in jax.tree.leaves(variables)) == count
+
+
+def test_pooling_is_that_of_flax() -> None:
+    x = jax.random.normal(KEY, (2, 6, 8, 3))
+    pooled = nn.max_pool(x, (2, 2), strides=(2, 2))
+    np.testing.assert_array_equal(max_pool_2x2(x), pooled)
+    ours, theirs = (
+        jax.grad(lambda x, pool=pool: jnp.sum(pool(x) ** 3))(x)
+        for pool in (max_pool_2x2, lambda x: nn.max_pool(x, (2, 2), strides=(2, 2)))
+    )
+    np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+
+
+def test_dropout_only_in_training() -> None:
+    model = models.build("lenet")
+    images = jax.random.uniform(KEY, (4, 8, 8, 1))
+    variables = model.init(KEY, images)
+    keys = jax.random.split(KEY)
+
+    def logits(train: bool, key: jax.Array | None) -> np.ndarray:
+        return np.asarray(model.apply(variables, images, train=train, key=key)[0])
+
+    still = logits(False, None)
+    assert still.shape == (4, 10)
+    np.testing.assert_array_equal(logits(False, keys[0]), still)
+    first, second = (logits(True, key) for key in keys)
+    np.testing.assert_array_equal(logits(True, keys[0]), first)
+    assert np.abs(first - still).max() > 0.01 and np.abs(first - second).max() > 0.01
+    none = models.build("lenet", dropout_rate=0.0)
+    np.testing.assert_array_equal(none.apply(variables, images, train=True, key=keys[0])[0], still)
+
+
+@pytest.mark.parametrize(
+    "name, shape, fields, message",
+    [
+        ("lenet5", (1, 8, 8, 1), {}, "needs images of 12x12 or more, not .8, 8, 1"),
+        ("lenet", (1, 10, 8, 1), {}, "needs height and width divisible by 4, not .10, 8, 1"),
+        ("lenet", (1, 8, 8, 1), {"dropout_rate": 1.0}, r"must be in \[0, 1\), not 1.0"),
+    ],
+)
+def test_what_does_not_fit(name: str, shape: tuple, fields: dict, message: str) -> None:
+    model = models.build(name, **fields)
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(model.init, KEY, jax.ShapeDtypeStruct(shape, jnp.float32))
+
+
+def test_kernels_begin_as_in_keras() -> None:
+    variables = models.build("lenet5").init(KEY, jnp.zeros((1, 28, 28, 1)))
+    kernel = variables["params"]["dense1"]["kernel"]
+    limit = np.sqrt(6 / (400 + 120))  # Glorot's uniform
+    assert 0.99 * limit < float(jnp.abs(kernel).max()) <= limit
+    assert not jnp.any(variables["params"]["dense1"]["bias"])

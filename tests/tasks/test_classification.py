@@ -1,0 +1,98 @@
+"""Classification: its loss, its sums, its checks."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lamb_tpu import data, models
+from lamb_tpu.errors import UserError
+from lamb_tpu.tasks import build
+from lamb_tpu.tasks.classification import Classification
+
+LOGITS = np.array([[2.0, 0.0, -1.0], [0.5, 1.5, 0.0], [0.0, 0.0, 3.0]], np.float32)
+LABELS = np.array([0, 2, 2], np.int32)
+# The model gives back its inputs, so that the "images" are the logits.
+IDENTITY = models.Model(lambda key, x: {"params": {}}, lambda v, x, **_: (x, {}))
+
+
+def log_softmax() -> np.ndarray:
+    return LOGITS - np.log(np.exp(LOGITS).sum(1, keepdims=True))
+
+
+def task(**fields: Any) -> Classification:
+    return build("classification", IDENTITY, **{"input_std": 1.0, **fields})
+
+
+def test_loss_is_a_sum_and_a_weight() -> None:
+    (total, weight), (state, sums) = task().loss(
+        {}, {}, {"image": LOGITS, "label": LABELS}, jax.random.key(0)
+    )
+    np.testing.assert_allclose(total, -log_softmax()[range(3), LABELS].sum(), rtol=1e-6)
+    assert float(weight) == 3 and state == {}
+    assert [float(x) for x in sums["accuracy"]] == [2, 3]
+
+
+def test_label_smoothing_spreads_over_all_classes() -> None:
+    smoothed = task(label_smoothing=0.3)
+    batch = {"image": LOGITS, "label": LABELS}
+    (total, _), _ = smoothed.loss({}, {}, batch, jax.random.key(0))
+    targets = 0.7 * np.eye(3)[LABELS] + 0.1
+    np.testing.assert_allclose(total, -(targets * log_softmax()).sum(), rtol=1e-6)
+    # Evaluation measures the plain cross entropy.
+    sums = smoothed.evaluate({}, {}, batch | {"mask": np.ones(3, np.float32)})
+    np.testing.assert_allclose(sums["loss"][0], -log_softmax()[range(3), LABELS].sum(), rtol=1e-6)
+
+
+def test_mask_selects() -> None:
+    mask = np.array([1, 0, 1], np.float32)
+    sums = task().evaluate({}, {}, {"image": LOGITS, "label": LABELS, "mask": mask})
+    np.testing.assert_allclose(sums["loss"][0], -log_softmax()[[0, 2], [0, 2]].sum(), rtol=1e-6)
+    assert [float(x) for x in (sums["loss"][1], *sums["accuracy"])] == [2, 2, 2]
+
+
+def test_pixels_are_normalised_on_the_device() -> None:
+    seen = []
+    spy = models.Model(IDENTITY.init, lambda v, x, **_: (seen.append(x) or x, {}))
+    normalising = build("classification", spy, input_mean=100.0, input_std=50.0)
+    image = np.array([[0, 100, 250]], np.uint8)
+    batch = {"image": image, "label": LABELS[:1], "mask": np.ones(1)}
+    normalising.evaluate({}, {}, batch)
+    assert seen[0].dtype == jnp.float32 and seen[0].tolist() == [[-2.0, 0.0, 3.0]]
+
+
+def source(num_classes: int | None, field: str = "image") -> data.ArraySource:
+    arrays = {field: np.zeros((4, 8, 8, 1), np.uint8), "label": np.zeros(4, np.int32)}
+    return data.ArraySource("made", arrays, num_classes)
+
+
+def test_data_that_does_not_fit() -> None:
+    ten = build("classification", models.build("mlp"))
+    ten.check(source(10))
+    ten.check(source(None))
+    with pytest.raises(ValueError, match="10 classes apart, made has 7; set .*num_classes=7"):
+        ten.check(source(7))
+    with pytest.raises(ValueError, match="fields image and label; made has pixels, label"):
+        ten.check(source(10, "pixels"))
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"label_smoothing": 1.0}, r"label_smoothing is 1.0; it must be in \[0, 1\)"),
+        ({"label_smoothing": -0.1}, r"label_smoothing is -0.1; it must be in \[0, 1\)"),
+        ({"input_std": 0.0}, "input_std is 0.0; it must be positive"),
+        ({"input_mean": "x"}, "config.task.input_mean is 'x'; it must be a number"),
+        ({"smoothing": 0.1}, "config.task.smoothing is no field .*; known: label_smoothing"),
+    ],
+)
+def test_mistakes(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        task(**fields)
+
+
+def test_unknown_task() -> None:
+    with pytest.raises(UserError, match="config.task.name is 'regress'; known tasks: classifica"):
+        build("regress", IDENTITY)

@@ -1,0 +1,185 @@
+"""Checkpoints: what is kept, what comes back, and what damage does."""
+
+import pathlib
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lamb_tpu import checksums
+from lamb_tpu.checkpoint import Checkpoints
+from lamb_tpu.errors import UserError
+from lamb_tpu.parallel import mesh as mesh_lib
+from tests import tiny
+
+
+def state(step: int) -> dict[str, Any]:
+    tree = {
+        "step": jnp.int32(step),
+        "weights": jnp.full((16, 4), step / 3, jnp.float32),
+        "small": jnp.arange(6, dtype=jnp.bfloat16),
+        "key": jax.random.key(step),
+    }
+    return jax.device_put(tree, mesh_lib.replicated(mesh_lib.make_mesh({"data": -1})))
+
+
+ABSTRACT = jax.tree.map(
+    lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state(0)
+)
+
+
+def position(step: int) -> dict[str, Any]:
+    return {"loader": {"next_batch": step, "source": "digits:train"}, "seconds": step / 7}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """Checkpoints 2, 3 and 5."""
+    folder = tmp_path_factory.mktemp("saved")
+    with Checkpoints(folder, keep=10) as checkpoints:
+        for step in (2, 3, 5):
+            checkpoints.save(step, state(step), position(step))
+    return folder
+
+
+@pytest.fixture
+def folder(saved: pathlib.Path, tmp_path: pathlib.Path) -> pathlib.Path:
+    return pathlib.Path(shutil.copytree(saved, tmp_path / "checkpoints"))
+
+
+def latest(folder: pathlib.Path) -> tuple[int, list[str]]:
+    """The step that is restored, whole, and what is told on the way."""
+    told: list[str] = []
+    with Checkpoints(folder, 10, told.append, writing=False) as checkpoints:
+        found, where = checkpoints.restore_latest(ABSTRACT)
+    step = int(found["step"])
+    tiny.assert_equal(found, state(step))
+    assert where == position(step)
+    return step, told
+
+
+def test_state_and_position_come_back(saved: pathlib.Path) -> None:
+    assert latest(saved) == (5, [])
+    with Checkpoints(saved, 10, writing=False) as checkpoints:
+        assert checkpoints.steps() == [2, 3, 5]
+        found, where = checkpoints.restore(3, ABSTRACT)
+    tiny.assert_equal(found, state(3))
+    assert where == position(3)
+    assert found["weights"].sharding == ABSTRACT["weights"].sharding
+    assert found["small"].dtype == jnp.bfloat16
+
+
+def test_only_so_many_are_kept(tmp_path: pathlib.Path) -> None:
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        for step in (1, 2, 3, 4):
+            checkpoints.save(step, state(step), position(step))
+    assert {path.name for path in tmp_path.iterdir()} == {"3", "4"}
+
+
+def test_none_yet_and_an_unknown_one(tmp_path: pathlib.Path, saved: pathlib.Path) -> None:
+    with Checkpoints(tmp_path / "new", keep=1) as checkpoints:
+        assert checkpoints.restore_latest(ABSTRACT) is None and checkpoints.steps() == []
+    with Checkpoints(saved, 10, writing=False) as checkpoints:
+        with pytest.raises(UserError, match="no checkpoint of update 4; it has: 2, 3, 5"):
+            checkpoints.restore(4, ABSTRACT)
+
+
+def files(folder: pathlib.Path) -> list[str]:
+    return [
+        str(path.relative_to(folder / "5"))
+        for path in sorted((folder / "5").glob("*/**/*"))
+        if path.is_file()
+    ]
+
+
+def half(path: pathlib.Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def flip(path: pathlib.Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) * 2 // 3] ^= 4
+    path.write_bytes(bytes(data))
+
+
+@pytest.mark.parametrize("damage", [pathlib.Path.unlink, half, flip])
+def test_damage_to_any_file_is_noticed(
+    folder: pathlib.Path, damage: Callable[[pathlib.Path], None], capfd: pytest.CaptureFixture
+) -> None:
+    names = files(folder)
+    assert len(names) > 10 and any(name.startswith("state/ocdbt.process_0/d/") for name in names)
+    for name in names:
+        file = folder / "5" / name
+        whole = file.read_bytes()
+        damage(file)
+        step, told = latest(folder)
+        assert step == 3, name
+        assert len(told) == 1 and name in told[0]
+        assert told[0].startswith(f"the checkpoint of update 5 in {folder} cannot be read")
+        assert told[0].endswith("trying the one before it")
+        file.write_bytes(whole)
+    assert latest(folder) == (5, [])
+    assert capfd.readouterr().err == ""
+
+
+def test_damage_that_no_checksum_shows(folder: pathlib.Path) -> None:
+    # Whole files of another state: Orbax itself refuses them.
+    abstract = dict(ABSTRACT, weights=jax.ShapeDtypeStruct((3, 3), jnp.float32))
+    with Checkpoints(folder, 10, writing=False) as checkpoints:
+        with pytest.raises(UserError, match="update 5 in .* cannot be read .[A-Za-z]+Error: "):
+            checkpoints.restore(5, abstract | {"more": ABSTRACT["weights"]})
+
+
+def test_all_damaged(folder: pathlib.Path) -> None:
+    for step in (2, 3, 5):
+        (folder / str(step) / checksums.NAME).unlink()
+    before, told = tiny.fingerprint(folder), []
+    with Checkpoints(folder, 10, told.append) as checkpoints:
+        with pytest.raises(UserError, match=r"none of the checkpoints \[2, 3, 5\] in .*"):
+            checkpoints.restore_latest(ABSTRACT)
+    assert len(told) == 3 and tiny.fingerprint(folder) == before
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3])
+@pytest.mark.parametrize("step", [4, 5])
+def test_saving_after_a_damaged_one_was_passed_over(
+    folder: pathlib.Path, keep: int, step: int
+) -> None:
+    half(folder / "5" / files(folder)[-1])
+    with Checkpoints(folder, keep, lambda text: None) as checkpoints:
+        assert int(checkpoints.restore_latest(ABSTRACT)[0]["step"]) == 3
+        checkpoints.save(step, state(step), position(step))
+        checkpoints.close()
+        assert checkpoints.steps() == [2, 3, step][-keep:]
+    assert latest(folder) == (step, [])
+
+
+def test_reader_leaves_a_save_under_way_alone(folder: pathlib.Path) -> None:
+    unfinished = folder / "7.orbax-checkpoint-tmp"
+    (unfinished / "state").mkdir(parents=True)
+    assert latest(folder)[0] == 5 and unfinished.exists()
+    with Checkpoints(folder, 10) as checkpoints:
+        checkpoints.save(8, state(8), position(8))
+    assert not unfinished.exists()
+
+
+def test_saved_is_the_state_at_the_call(tmp_path: pathlib.Path) -> None:
+    # The step donates its buffers, so the writer must not read them afterwards.
+    bump = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)
+    tree = {"weights": jnp.zeros((512, 512))}
+    abstract = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree
+    )
+    with Checkpoints(tmp_path, keep=10) as checkpoints:
+        for step in range(1, 4):
+            checkpoints.save(step, tree, {"at": step})
+            for _ in range(10):
+                tree = bump(tree)
+        checkpoints.close()
+        for step in range(1, 4):
+            found = np.asarray(checkpoints.restore(step, abstract)[0]["weights"])
+            assert (found == 10 * (step - 1)).all()

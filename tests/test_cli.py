@@ -1,0 +1,104 @@
+"""The command line: mistakes in one sentence, overrides, help."""
+
+import json
+import pathlib
+
+import pytest
+
+from tests import tiny
+
+RECIPE = "--config=configs/digits.py"
+
+
+def refused(module: str, *arguments: str, devices: int = 1) -> str:
+    """What a command prints that must fail, which is to be one sentence."""
+    done = tiny.command(module, *arguments, devices=devices)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert done.stderr.strip() == line
+    return line
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ([RECIPE, "--config.batchsize=3"], "config.batchsize is unknown; config has: batch_size, "),
+        (["--config", "configs/digitz.py"], "the file 'configs/digitz.py', which does not exist"),
+        ([RECIPE + ":bath=3"], "'bath=3' has the unknown key 'bath'; known: optimizer, batch"),
+        ([RECIPE, "--config.batch_size=abc"], "--config.batch_size=abc: invalid literal for int()"),
+        ([], "--config is missing; see --help"),
+    ],
+)
+def test_mistake_on_the_command_line(
+    tmp_path: pathlib.Path, arguments: list[str], message: str
+) -> None:
+    assert message in refused("lamb_tpu.train", f"--workdir={tmp_path / 'run'}", *arguments)
+    assert not (tmp_path / "run").exists()
+
+
+def test_workdir_missing_and_stray_words() -> None:
+    assert "--workdir is missing; see --help" in refused("lamb_tpu.train", RECIPE)
+    assert "unexpected argument 'fast'" in refused("lamb_tpu.train", RECIPE, "--workdir=x", "fast")
+
+
+@pytest.mark.parametrize(
+    "body, message",
+    [
+        ("config.lerning_rate = 3", "line 4: AttributeError: 'Key \"lerning_rate\" does not exist"),
+        ("config.batch_size = 'many'", "line 4: TypeError: Could not override field 'batch_size'"),
+        ("config.batch_size = (", "line 4: SyntaxError: '(' was never closed"),
+    ],
+)
+def test_mistake_in_a_config_file(tmp_path: pathlib.Path, body: str, message: str) -> None:
+    file = tmp_path / "recipe.py"
+    file.write_text(
+        "from lamb_tpu.config import base_config\ndef get_config(argument=None):\n"
+        f"    config = base_config()\n    {body}\n    return config\n".replace("\\\n", "\n")
+    )
+    line = refused("lamb_tpu.train", f"--config={file}", f"--workdir={tmp_path / 'run'}")
+    assert f"the config file {file} fails at {message}" in line
+
+
+def test_batch_that_does_not_divide_over_simulated_devices(tmp_path: pathlib.Path) -> None:
+    line = refused(
+        "lamb_tpu.train", RECIPE, "--config.batch_size=36", f"--workdir={tmp_path}", devices=8
+    )
+    assert "config.batch_size is 36, which does not divide over the 8 devices" in line
+    assert "32 or 40 would" in line
+
+
+def test_diverged_run_exits_with_a_sentence(tmp_path: pathlib.Path) -> None:
+    line = refused(
+        "lamb_tpu.train", RECIPE + ":optimizer=momentum", f"--workdir={tmp_path}",
+        "--config.optimizer.learning_rate=1e30", "--config.schedule.warmup=0 steps",
+        "--config.log.every=1 steps", "--config.log.tensorboard=false",
+    )
+    assert "at update" in line and "the last checkpoint is not yet written" in line
+
+
+def test_evaluate(copy: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """Prints the newest checkpoint's metrics as JSON, and refuses what is not there."""
+    file = tmp_path / "recipe.py"
+    file.write_text(
+        "from tests import tiny\ndef get_config(argument=None):\n    return tiny.digits()\n"
+    )
+    arguments = [f"--config={file}", f"--workdir={copy}"]
+    done = tiny.command("lamb_tpu.evaluate", *arguments, "--step=8")
+    assert done.returncode == 0, done.stderr
+    metrics = json.loads(done.stdout)
+    assert metrics["step"] == 8 and 0 < metrics["accuracy"] < 1
+    line = refused("lamb_tpu.evaluate", *arguments, "--step=9")
+    assert "has no checkpoint of update 9; it has: 4, 8, 12" in line
+    empty = refused("lamb_tpu.evaluate", RECIPE, f"--workdir={tmp_path / 'none'}")
+    assert "holds no run: config.json is missing" in empty
+    assert not (tmp_path / "none").exists()
+
+
+def test_help_teaches() -> None:
+    done = tiny.command("lamb_tpu.train", "--help")
+    for part in (
+        "python -m lamb_tpu.train --config=configs/", "--workdir", "resumed",
+        "--config.optimizer.learning_rate=0.002",
+    ):
+        assert part in done.stdout

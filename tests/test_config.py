@@ -1,0 +1,83 @@
+"""Keys, arguments and comparison of configs."""
+
+import pytest
+from ml_collections import ConfigDict
+
+from lamb_tpu import config as config_lib
+from lamb_tpu.errors import UserError
+from tests import tiny
+
+
+def test_base_config_is_locked_and_valid() -> None:
+    config = config_lib.base_config()
+    config_lib.check_keys(config)
+    config_lib.check_values(config)
+    with pytest.raises(AttributeError, match="lerning_rate"):
+        config.optimizer.lerning_rate = 1
+    with pytest.raises(TypeError, match="batch_size"):
+        config.batch_size = "many"
+
+
+def test_argument() -> None:
+    parsed = config_lib.parse_argument(
+        " batch=64, smoke ,rate=2", batch=32, rate=0.5, smoke=False, name="x"
+    )
+    assert parsed.to_dict() == {"batch": 64, "rate": 2.0, "smoke": True, "name": "x"}
+    assert isinstance(parsed.rate, float)
+    assert config_lib.parse_argument("smoke=false", smoke=True).smoke is False
+    for nothing in (None, "", " "):
+        assert config_lib.parse_argument(nothing, batch=32).batch == 32
+
+
+@pytest.mark.parametrize(
+    "argument, message",
+    [
+        ("bath=64", "'bath=64' has the unknown key 'bath'; known: batch, smoke"),
+        ("batch=sixty", "batch='sixty' must be of type int, such as 32"),
+        ("batch", "batch='true' must be of type int"),
+        ("smoke=perhaps", "smoke='perhaps' must be of type bool"),
+    ],
+)
+def test_wrong_argument(argument: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        config_lib.parse_argument(argument, batch=32, smoke=False)
+
+
+def test_missing_key() -> None:
+    config = tiny.digits()
+    with config.unlocked():
+        del config.eval.every
+    with pytest.raises(UserError, match="config.eval.every is missing; start from .*base_config"):
+        config_lib.check_keys(config)
+
+
+def test_whole_numbers_may_stand_for_fractions() -> None:
+    config = tiny.digits(schedule__power=2, optimizer__learning_rate=1)
+    config_lib.check_keys(config)
+    config_lib.check_values(config)
+
+
+def test_flatten_is_what_json_gives_back() -> None:
+    flat = config_lib.flatten(
+        ConfigDict({"b": {"rules": (("bias$", {"decay": False}),), "none": None}, "a": 1.5})
+    )
+    assert flat == {"a": 1.5, "b.none": None, "b.rules": [["bias$", {"decay": False}]]}
+    assert list(flat) == sorted(flat)
+    with pytest.raises(UserError, match="config.a.dtype is <class 'float'>; .*'bfloat16'"):
+        config_lib.flatten({"a": {"dtype": float}})
+
+
+def test_differences_leave_free_keys_out() -> None:
+    old = config_lib.flatten(tiny.digits())
+    free = tiny.digits(
+        data__dir="elsewhere", data__prepared_dir="x", checkpoint__every="3 steps",
+        checkpoint__keep=1, log__every="9 steps", log__tensorboard=True, mesh__data=8,
+    )
+    assert config_lib.differences(old, config_lib.flatten(free)) == []
+    other = tiny.digits(seed=1, data__train_split="test", eval__batch_size=8)
+    assert config_lib.differences(old, config_lib.flatten(other)) == [
+        "data.train_split: 'train[:256]' there, 'test' now",
+        "eval.batch_size: 128 there, 8 now",
+        "seed: 0 there, 1 now",
+    ]
+    assert config_lib.differences(old, old | {"new": 1}) == ["new: None there, 1 now"]

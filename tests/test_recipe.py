@@ -1,0 +1,152 @@
+"""Durations, intervals and the learning rate in units of updates."""
+
+import numpy as np
+import pytest
+from ml_collections import ConfigDict
+
+from lamb_tpu.errors import UserError
+from lamb_tpu.recipe import Recipe, make_optimizer, naming, resolve
+from tests import tiny
+
+
+def mnist(num_examples: int = 60_000, **changes) -> Recipe:
+    """30 epochs at batch 1,024, base batch 256, one epoch of warm-up."""
+    values = {
+        "batch_size": 1024, "duration": "30 epochs", "schedule__base_batch_size": 256,
+        "eval__every": "1 epochs", "optimizer__learning_rate": 0.1,
+    }
+    return resolve(tiny.digits(**values | changes), num_examples)
+
+
+def due(recipe: Recipe, every: float) -> list[int]:
+    return [step for step in range(1, recipe.total_steps + 1) if recipe.is_due(every, step)]
+
+
+def test_epochs_become_updates_by_the_true_number_of_examples() -> None:
+    # 30 * 60,000 / 1,024 = 1,757.8: neither 30 * floor(58.6) = 1,740 nor 30 * ceil(58.6) = 1,770.
+    assert mnist().total_steps == 1758
+    assert mnist(duration="1 epochs").total_steps == 59
+    assert mnist(duration="100_000 examples").total_steps == 98
+    assert mnist(duration="7 steps").total_steps == 7
+    assert mnist(num_examples=1024).total_steps == 30
+
+
+def test_thirty_epochs_have_thirty_evaluations() -> None:
+    recipe = mnist()
+    steps = due(recipe, recipe.eval_every)
+    assert len(steps) == 30 and steps[-1] == 1758
+    # The k-th comes at the first whole update at or after k epochs.
+    assert steps == [-(-k * 60_000 // 1024) for k in range(1, 31)]
+
+
+@pytest.mark.parametrize(
+    "every, total, steps",
+    [
+        (4.0, 12, [4, 8, 12]),
+        (5.0, 12, [5, 10, 12]),
+        (0.1, 3, [1, 2, 3]),
+        (100.0, 12, [12]),
+        (12.0, 12, [12]),
+        (1 / 3, 2, [1, 2]),
+        (0.1 + 0.2, 3, [1, 2, 3]),
+        (2.5, 10, [3, 5, 8, 10]),
+    ],
+)
+def test_due(every: float, total: int, steps: list[int]) -> None:
+    assert due(mnist(duration=f"{total} steps"), every) == steps
+
+
+def test_intervals_of_an_exact_division_do_not_slip() -> None:
+    recipe = mnist(num_examples=64_000, batch_size=1000, duration="50 epochs")
+    assert due(recipe, recipe.eval_every) == list(range(64, 3201, 64))
+
+
+def test_units_of_intervals() -> None:
+    recipe = mnist(
+        eval__every="10 percent", checkpoint__every="2048 examples", log__every="0.001 epochs"
+    )
+    assert (recipe.eval_every, recipe.checkpoint_every) == (175.8, 2.0)
+    assert recipe.log_every == 1.0  # never more than once an update
+
+
+@pytest.mark.parametrize(
+    "scaling, rate, warmup",
+    # Four times the batch. Warm-up of one epoch: 58.6 updates here, 234.4 at the base batch.
+    [
+        ("identity", 0.1, 60_000 / 1024),
+        ("linear", 0.4, 60_000 / 1024),
+        ("sqrt", 0.2, 60_000 / 1024),
+        ("legw", 0.2, 60_000 / 256),
+    ],
+)
+def test_rate_is_scaled_to_the_batch(scaling: str, rate: float, warmup: float) -> None:
+    recipe = mnist(schedule__scaling=scaling)
+    assert recipe.peak_learning_rate == pytest.approx(rate)
+    assert recipe.warmup_steps == pytest.approx(warmup)
+    base = mnist(schedule__scaling=scaling, batch_size=256)
+    assert base.peak_learning_rate == pytest.approx(0.1)
+    assert base.warmup_steps == pytest.approx(60_000 / 256)
+
+
+@pytest.mark.parametrize("warmup", ["90 steps", "1 epochs", "60_000 examples", "3 percent"])
+def test_legw_keeps_the_updates_of_the_warm_up(warmup: str) -> None:
+    recipes = [
+        mnist(schedule__scaling="legw", schedule__warmup=warmup, batch_size=size)
+        for size in (256, 1024, 4096)
+    ]
+    base = recipes[0].warmup_steps
+    assert base > 80
+    for recipe in recipes[1:]:
+        assert recipe.warmup_steps == pytest.approx(base, rel=1e-6)
+
+
+def test_learning_rates_at_the_corners() -> None:
+    recipe = mnist(
+        duration="100 steps", schedule__warmup="10 steps", schedule__end_factor=0.1,
+    )
+    rates = recipe.learning_rates
+    assert rates.shape == (100,)
+    np.testing.assert_allclose(rates[[0, 5, 10]], [0, 0.05, 0.1], rtol=1e-6)
+    # One short of the end, which is a tenth of the peak.
+    np.testing.assert_allclose(rates[-1], 0.01 + 0.09 / 90, rtol=1e-6)
+    one_by_one = [float(recipe.learning_rate(step)) for step in range(100)]
+    np.testing.assert_allclose(rates, one_by_one, rtol=1e-6)
+
+
+def test_summary() -> None:
+    text = mnist().describe()
+    assert "1,758 updates of 1,024 examples = 30 epochs of 60,000" in text
+    assert "peak 0.1, warm-up 58.5938 updates = 1 epochs; update 0: 0, last: 5.884e-05" in text
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"duration": "30 epochs 100 steps"}, "config.duration: '30 epochs 100 steps'"),
+        ({"duration": "0 epochs"}, "config.duration is '0 epochs', which is not one update"),
+        ({"schedule__warmup": "soon"}, "config.schedule.warmup: 'soon'"),
+        ({"checkpoint__every": "0 steps"}, "config.checkpoint.every .* must be positive"),
+        ({"schedule__decay": "cosine", "schedule__power": 2.0}, "config.schedule: power 2.0"),
+    ],
+)
+def test_mistakes_name_the_key(changes: dict[str, str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        mnist(**changes)
+
+
+def test_optimizer_and_its_rules() -> None:
+    config = tiny.digits(optimizer=ConfigDict({"name": "adamw", "learning_rate": 0.1}))
+    tx, rules = make_optimizer(config, resolve(config, 256))
+    assert rules == "all" and callable(tx.update)
+    assert config.optimizer.learning_rate == 0.1  # the config is left as it was
+    with pytest.raises(UserError, match="config.optimizer: adamw has no argument 'momentum'"):
+        make_optimizer(tiny.change(config, {"optimizer.momentum": 0.9}), resolve(config, 256))
+
+
+def test_naming_puts_the_key_first() -> None:
+    with pytest.raises(UserError, match="^config.x: two words$"), naming("config.x"):
+        raise ValueError("two\n  words")
+    with pytest.raises(UserError, match="^config.x.y is bad$"), naming("config.x"):
+        raise UserError("config.x.y is bad")
+    with pytest.raises(KeyError), naming("config.x"):
+        raise KeyError

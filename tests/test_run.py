@@ -1,0 +1,175 @@
+"""Mistakes a user can make: each is one sentence, told before anything compiles or changes."""
+
+import pathlib
+from typing import Any
+
+import jax
+import pytest
+from ml_collections import ConfigDict
+
+from lamb_tpu.errors import UserError
+from lamb_tpu.run import prepare
+from tests import tiny
+from tests.shared import shared
+
+MISTAKES = [
+    # key with '.', value, what the sentence must say
+    ("optimiser", 3, r"config\.optimiser is unknown; config has: .*optimizer"),
+    ("eval.evry", "1 epochs", r"config\.eval\.evry is unknown; config\.eval has: .*every"),
+    ("batch_size", 60, r"config\.batch_size is 60, .*8 devices.*56 or 64 would"),
+    ("batch_size", 4, r"config\.batch_size is 4, .*; 8 would"),
+    ("batch_size", 0, r"config\.batch_size is 0; it must be at least 1"),
+    ("batch_size", -8, r"config\.batch_size is -8; it must be at least 1"),
+    ("batch_size", "abc", r"config\.batch_size is 'abc'; it must be a whole number"),
+    ("batch_size", True, r"config\.batch_size is True; it must be a whole number"),
+    ("eval.batch_size", 100, r"config\.eval\.batch_size is 100, .*96 or 104 would"),
+    ("eval", None, r"config\.eval is None; it must be a ConfigDict"),
+    ("seed", -1, r"config\.seed is -1; it must lie in 0\.\.4294967295"),
+    ("seed", 2**32, r"config\.seed is 4294967296; it must lie in"),
+    ("seed", 1.5, r"config\.seed is 1\.5; it must be a whole number"),
+    ("duration", "30 epochs 100 steps", r"config\.duration: '30 epochs 100 steps' is not a dura"),
+    ("duration", "3 fortnights", r"config\.duration: .*unknown unit 'fortnights'.*epochs"),
+    ("duration", "0 steps", r"config\.duration is '0 steps'"),
+    ("duration", "50 percent", r"config\.duration: '50 percent'"),
+    ("schedule.warmup", "200 percent", r"config\.schedule\.warmup: 200 percent.*at most 100"),
+    ("schedule.scaling", "legww", r"config\.schedule: rule 'legww' is unknown; known: .*linear"),
+    ("schedule.decay", "poly", r"config\.schedule: decay 'poly' is unknown; known: polynomial"),
+    ("schedule.decay_from", "end", r"decay_from must be 'warmup' or 'zero', not 'end'"),
+    ("schedule.power", "a", r"config\.schedule\.power is 'a'; it must be a number"),
+    ("schedule.base_batch_size", 0, r"config\.schedule\.base_batch_size is 0; .*at least 1"),
+    ("eval.every", "10", r"config\.eval\.every: '10' is not a duration"),
+    ("eval.every", "0 epochs", r"config\.eval\.every .*must be positive"),
+    ("log.every", "0 steps", r"config\.log\.every .*must be positive"),
+    ("log.tensorboard", "yes", r"config\.log\.tensorboard is 'yes'; it must be True or False"),
+    ("checkpoint.keep", 0, r"config\.checkpoint\.keep is 0; it must be at least 1"),
+    ("optimizer.learning_rate", -1.0, r"config\.optimizer\.learning_rate is -1\.0; .*at least 0"),
+    ("optimizer.learning_rate", "0.1", r"config\.optimizer\.learning_rate is '0\.1'; .*a number"),
+    ("optimizer.learning_rate", float("nan"), r"config\.optimizer\.learning_rate is nan"),
+    ("optimizer.name", "lambb", r"config\.optimizer: .*'lambb' is unknown; known: lamb, "),
+    ("optimizer.lr", 0.1, r"config\.optimizer: lamb has no argument 'lr'; known: b1, b2"),
+    ("optimizer.b1", 2.0, r"config\.optimizer: b1 must be at least 0 and below 1, not 2\.0"),
+    ("optimizer.b1", "x", r"config\.optimizer: .*'str'"),
+    ("optimizer.mu_dtype", "bflt", r"config\.optimizer: data type 'bflt' not understood"),
+    ("optimizer.mu_dtype", jax.numpy.bfloat16, r"config\.optimizer\.mu_dtype .*'bfloat16'"),
+    ("optimizer.rules", "none", r"config\.optimizer: rules 'none' is no preset; the presets are"),
+    ("optimizer.rules", [("foo$", {}), ("", {})], r"config\.optimizer: .*'foo\$' matches no"),
+    ("optimizer.rules", [("bias", {})], r"config\.optimizer: no rule matches .*hidden0/kernel"),
+    ("optimizer", None, r"config\.optimizer is None; it must be a ConfigDict"),
+    ("optimizer", ConfigDict({"name": "lamb"}), r"config\.optimizer\.learning_rate is missing"),
+    ("model.name", "mlpp", r"config\.model\.name is 'mlpp'; known models: .*mlp"),
+    ("model.hidden", (3,), r"config\.model\.hidden is no field of model 'mlp'; known: .*hidden_s"),
+    ("model.hidden_sizes", (0,), r"config\.model: hidden_sizes .*at least 1, not \(0,\)"),
+    ("model.hidden_sizes", "abc", r"config\.model: hidden_sizes .* not 'abc'"),
+    ("model.hidden_sizes", 5, r"config\.model: .*'int'"),
+    ("model.num_classes", 3, r"config\.model: .*3 classes.* set config\.model\.num_classes=10"),
+    ("model.num_classes", 0, r"config\.model\.num_classes is 0; it must be"),
+    ("model", ConfigDict(), r"config\.model has no name; give config\.model\.name"),
+    ("model", ConfigDict({"name": "lenet5"}), r"config\.model: LeNet-5 needs .*12x12.*\(8, 8,"),
+    ("model", ConfigDict({"name": "lenet", "dropout_rate": 2.0}), r"in \[0, 1\), not 2\.0"),
+    ("task.name", "classify", r"config\.task\.name is 'classify'; known tasks: classification"),
+    ("task.smooth", 0.1, r"config\.task\.smooth is no field .*known: label_smoothing"),
+    ("task.label_smoothing", 1.0, r"config\.task\.label_smoothing is 1\.0; it must be in \[0, 1\)"),
+    ("task.label_smoothing", "x", r"config\.task\.label_smoothing is 'x'; it must be a number"),
+    ("task.input_std", 0.0, r"config\.task\.input_std is 0\.0; it must be positive"),
+    ("data.name", "digitss", r"config\.data\.name is 'digitss', .*known are .*digits"),
+    ("data.name", None, r"config\.data\.name is None; it must be text"),
+    ("data.dirr", "x", r"config\.data\.dirr is unknown; config\.data has: .*dir"),
+    ("data.train_split", "trainn", r"config\.data: .*split 'trainn'.*train \(1,437\)"),
+    ("data.eval_split", "test[:0]", r"config\.data: .*'test\[:0\]' holds no example"),
+    ("mesh.data", 3, r"config\.mesh \(data=3\) does not multiply to the 8 devices"),
+    ("mesh.data", 0, r"config\.mesh \(data=0\) must have positive whole sizes"),
+    ("mesh.data", "x", r"config\.mesh \(data=x\) must have positive whole sizes"),
+    ("mesh", ConfigDict({"model": 8}), r"config\.mesh \(model=8\) needs the axis 'data'"),
+]
+
+
+@pytest.mark.parametrize(
+    "key, value, message", MISTAKES, ids=[f"{key}={str(v)[:20]!r}" for key, v, _ in MISTAKES]
+)
+def test_mistake_is_named(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, key: str, value: Any, message: str
+) -> None:
+    config = tiny.change(tiny.digits(), {key: value})
+    monkeypatch.setattr(jax.stages.Lowered, "compile", None)  # nothing gets as far
+    with pytest.raises(UserError, match=message) as error:
+        prepare(config, tmp_path)
+    assert "\n" not in str(error.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_preparing_compiles_nothing(tmp_path: pathlib.Path) -> None:
+    compiled = []
+
+    def listen(event: str, seconds: float, **_: Any) -> None:
+        if "backend_compile" in event:
+            compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        run = prepare(tiny.digits(model__hidden_sizes=(17,)), tmp_path)
+        assert not compiled
+        jax.jit(run.init)()
+        assert compiled
+    finally:
+        jax.monitoring.clear_event_listeners()
+    assert run.abstract_state.params["hidden0"]["kernel"].shape == (64, 17)
+    assert run.mesh.shape == {"data": 8} and run.recipe.total_steps == 12
+
+
+def test_summary_says_what_was_resolved(tmp_path: pathlib.Path) -> None:
+    text = prepare(tiny.digits(), tmp_path).describe()
+    for part in (
+        f"workdir: {tmp_path}", "data=8 over 8 cpu", "train[:256] 256 and test 360 examples",
+        "12 updates of 64 examples = 3 epochs of 256", "warm-up 4 updates = 1 epochs",
+        "hidden0/kernel", "total: 4 leaves",
+    ):
+        assert part in text, (part, text)
+
+
+@pytest.mark.parametrize(
+    "path, reason",
+    [("file/run", "Not a directory"), ("file", "File exists"), ("/proc/run", "No such file")],
+)
+def test_unwritable_workdir(tmp_path: pathlib.Path, path: str, reason: str) -> None:
+    (tmp_path / "file").write_text("kept")
+    with pytest.raises(UserError, match=f"--workdir .*{path} cannot be written .{reason}"):
+        prepare(tiny.digits(), tmp_path / path)
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+def test_workdir_of_another_config(copy: pathlib.Path) -> None:
+    before = tiny.fingerprint(copy)
+    config = tiny.digits(optimizer__learning_rate=0.5, seed=7)
+    with pytest.raises(UserError) as error:
+        prepare(config, copy)
+    text = str(error.value)
+    assert f"--workdir {copy} holds a run of another config" in text
+    assert "optimizer.learning_rate: 0.02 there, 0.5 now" in text and "seed: 0 there, 7 now" in text
+    assert "batch_size" not in text
+    assert tiny.fingerprint(copy) == before
+
+
+def test_table_of_other_parameters(copy: pathlib.Path) -> None:
+    table = copy / "parameters.txt"
+    table.write_bytes(table.read_bytes() + b"\xff")
+    before = tiny.fingerprint(copy)
+    with pytest.raises(UserError, match="the parameter table differs from .*parameters.txt"):
+        prepare(tiny.digits(), copy)
+    assert tiny.fingerprint(copy) == before
+
+
+def test_original_files_missing_or_damaged(tmp_path: pathlib.Path) -> None:
+    originals = shared("data", "mnist")
+    config = tiny.recipe_file(tiny.ROOT / "configs" / "mnist_lenet.py").get_config()
+    folder = tmp_path / "originals"
+    folder.mkdir()
+    config.data.dir, config.data.prepared_dir = str(folder), str(tmp_path / "prepared")
+    with pytest.raises(UserError, match=f"-ubyte.gz is missing in {folder}; get it from http"):
+        prepare(config, tmp_path / "run")
+    for path in originals.glob("*.gz"):
+        (folder / path.name).write_bytes(path.read_bytes())
+    labels = folder / "t10k-labels-idx1-ubyte.gz"
+    labels.write_bytes(labels.read_bytes()[:-9] + b"damaged!!")
+    with pytest.raises(UserError, match=f"{labels} is not the original file: .*sha256 [0-9a-f]+"):
+        prepare(config, tmp_path / "run")
+    assert not list((tmp_path / "run").iterdir()) and not (tmp_path / "prepared").exists()

@@ -1,0 +1,218 @@
+"""The story of a run: what it writes, how it resumes, how it ends badly."""
+
+import json
+import pathlib
+import shutil
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from ml_collections import ConfigDict
+
+from lamb_tpu.errors import UserError
+from lamb_tpu.metrics import MetricsWriter, read_records
+from lamb_tpu.train import Diverged, train
+from lamb_tpu.workdir import Workdir
+from tests import tiny
+
+
+class Interrupted(Exception):
+    """Stands for whatever ends a run."""
+
+
+def interrupt_at(monkeypatch: pytest.MonkeyPatch, step: int, kind: str) -> None:
+    """The next run ends where it would write that record."""
+    write = MetricsWriter.write
+
+    def interrupted(self: MetricsWriter, now: int, now_kind: str, values: Any) -> None:
+        if (now, now_kind) == (step, kind):
+            monkeypatch.setattr(MetricsWriter, "write", write)
+            raise Interrupted
+        write(self, now, now_kind, values)
+
+    monkeypatch.setattr(MetricsWriter, "write", interrupted)
+
+
+def without_seconds(workdir: pathlib.Path) -> list[dict[str, Any]]:
+    return [record | {"seconds": 0} for record in read_records(workdir / "metrics.jsonl")]
+
+
+def steps_compiled(caplog: pytest.LogCaptureFixture) -> int:
+    text = "Finished XLA compilation of jit(train_step)"
+    return sum(text in record.getMessage() for record in caplog.records)
+
+
+def test_folder_of_a_run(trained: pathlib.Path) -> None:
+    records = read_records(trained / "metrics.jsonl")
+    assert [r["step"] for r in records if r["kind"] == "train"] == list(range(1, 13))
+    assert [r["step"] for r in records if r["kind"] == "eval"] == [6, 12]
+    assert {path.name for path in (trained / "checkpoints").iterdir()} == {"4", "8", "12"}
+    assert set(records[0]) == {
+        "step", "kind", "accuracy", "loss", "grad_norm", "param_norm", "learning_rate", "epoch",
+        "updates", "seconds",
+    }
+    assert records[3]["epoch"] == 1.0 and records[3]["updates"] == 1
+    assert records[-1]["loss"] < records[0]["loss"]
+
+
+def test_learning_rate_of_every_record_is_the_schedules(
+    trained: pathlib.Path, copy: pathlib.Path
+) -> None:
+    def rates(workdir: pathlib.Path) -> list[float]:
+        records = read_records(workdir / "metrics.jsonl", "train")
+        return [record["learning_rate"] for record in records]
+
+    # Warm-up over 4 updates to 0.02, then linearly to 0 at update 12.
+    expected = [0, 0.005, 0.01, 0.015, *(0.02 * (12 - t) / 8 for t in range(4, 12))]
+    np.testing.assert_allclose(rates(trained), expected, rtol=1e-6)
+    shutil.rmtree(copy / "checkpoints" / "12")
+    train(tiny.digits(), copy, quiet=True)  # updates 8 to 11 again
+    assert rates(copy) == rates(trained)
+    found, expected = (tiny.restored(tiny.digits(), folder)[0] for folder in (copy, trained))
+    tiny.assert_equal(found, expected)
+
+
+def test_complete_run_is_only_evaluated(
+    copy: pathlib.Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture
+) -> None:
+    before = tiny.fingerprint(copy)
+    with jax.log_compiles():
+        metrics = train(tiny.digits(), copy)
+    last = read_records(copy / "metrics.jsonl", "eval")[-1]
+    assert metrics == {name: last[name] for name in ("accuracy", "loss")}
+    assert "already complete" in capsys.readouterr().out
+    assert steps_compiled(caplog) == 0
+    after = tiny.fingerprint(copy)
+    changed = {name for name in after if before.get(name) != after[name]}
+    assert changed == {"run.jsonl"}
+
+
+def dropout(**changes: Any) -> ConfigDict:
+    return tiny.digits(model=ConfigDict({"name": "lenet"}), eval__every="4 steps", **changes)
+
+
+@pytest.fixture(scope="module")
+def with_dropout(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    workdir = tmp_path_factory.mktemp("dropout")
+    train(dropout(), workdir, quiet=True)
+    return workdir
+
+
+def test_interrupted_run_with_dropout_goes_on_bit_for_bit(
+    with_dropout: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    interrupt_at(monkeypatch, 7, "train")
+    with jax.log_compiles():
+        with pytest.raises(Interrupted):
+            train(dropout(), tmp_path, quiet=True)
+        assert read_records(tmp_path / "metrics.jsonl")[-1]["step"] == 6
+        # Once for a state made here, and below once for a restored one.
+        assert steps_compiled(caplog) == 1
+        train(dropout(), tmp_path, quiet=True)
+    assert steps_compiled(caplog) == 2
+    tiny.assert_equal(
+        tiny.restored(dropout(), tmp_path)[0], tiny.restored(dropout(), with_dropout)[0]
+    )
+    assert without_seconds(tmp_path) == without_seconds(with_dropout)
+
+
+@pytest.mark.parametrize("step, kind", [(3, "train"), (6, "eval"), (12, "eval")])
+def test_records_are_neither_doubled_nor_lost(
+    tmp_path: pathlib.Path, trained: pathlib.Path, monkeypatch: pytest.MonkeyPatch,
+    step: int, kind: str,
+) -> None:
+    # The first falls before any checkpoint; the others between one and later records.
+    interrupt_at(monkeypatch, step, kind)
+    with pytest.raises(Interrupted):
+        train(tiny.digits(), tmp_path, quiet=True)
+    train(tiny.digits(), tmp_path, quiet=True)
+    assert without_seconds(tmp_path) == without_seconds(trained)
+
+
+def damage(workdir: pathlib.Path, step: int) -> None:
+    largest = max((workdir / "checkpoints" / str(step)).rglob("*"), key=lambda p: p.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[:-100])
+
+
+def test_damaged_checkpoint_is_passed_over(
+    copy: pathlib.Path, trained: pathlib.Path, capfd: pytest.CaptureFixture
+) -> None:
+    damage(copy, 8)
+    damage(copy, 12)
+    # One every 3 updates and one kept: neither damaged one may count as the one to keep.
+    train(tiny.digits(checkpoint__every="3 steps", checkpoint__keep=1), copy)
+    out, err = capfd.readouterr()
+    assert out.count("cannot be read") == 2 and "resumed from the checkpoint of update 4" in out
+    assert "Traceback" not in out + err
+    assert {path.name for path in (copy / "checkpoints").iterdir()} == {"12"}
+    found, expected = (tiny.restored(tiny.digits(), folder)[0] for folder in (copy, trained))
+    tiny.assert_equal(found, expected)
+    assert [r["step"] for r in read_records(copy / "metrics.jsonl", "eval")] == [6, 12]
+
+
+def test_all_checkpoints_damaged(copy: pathlib.Path) -> None:
+    for step in (4, 8, 12):
+        damage(copy, step)
+    before = tiny.fingerprint(copy)
+    with pytest.raises(UserError, match=r"none of the checkpoints \[4, 8, 12\] in .* can be read"):
+        train(tiny.digits(), copy, quiet=True)
+    after = tiny.fingerprint(copy)
+    del before["run.jsonl"], after["run.jsonl"]
+    assert after == before
+
+
+def test_second_run_in_one_folder(copy: pathlib.Path) -> None:
+    with Workdir(copy).hold(), pytest.raises(UserError, match=f"{copy} is in use by another run"):
+        train(tiny.digits(), copy, quiet=True)
+
+
+def diverging(rate: float, **changes: Any) -> ConfigDict:
+    # The warm-up's rates grow from 0 by a third of `rate` an update: update 0 moves nothing, and so
+    # the checkpoint of update 1 is sound.
+    return tiny.digits(
+        optimizer=ConfigDict({"name": "sgd", "learning_rate": rate}), schedule__warmup="3 steps",
+        **{"checkpoint__every": "1 steps", **changes},
+    )
+
+
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        (diverging(1e20), r"(loss|grad_norm|param_norm) became (nan|inf) at update [23]"),
+        # Infinite after the very update whose loss and gradient were finite.
+        (diverging(3e38), r"param_norm became (nan|inf) at update 2"),
+        (
+            diverging(3e38, log__every="12 steps", checkpoint__every="12 steps"),
+            r"param_norm became .* at update 2, .*; the last checkpoint is not yet written",
+        ),
+    ],
+)
+def test_diverged_run_stops_and_keeps_the_checkpoint_before(
+    tmp_path: pathlib.Path, config: ConfigDict, message: str
+) -> None:
+    with pytest.raises(Diverged, match=message) as error:
+        train(config, tmp_path, quiet=True)
+    assert "at the learning rate" in str(error.value) and "new --workdir" in str(error.value)
+    if "not yet written" in str(error.value):
+        assert not list((tmp_path / "checkpoints").iterdir())
+        return
+    state, position = tiny.restored(config, tmp_path)
+    assert all(np.isfinite(leaf).all() for leaf in tiny.arrays(state.params).values())
+    assert f"the last checkpoint is {tmp_path}/checkpoints/{int(state.step)}." in str(error.value)
+    steps = [record["step"] for record in read_records(tmp_path / "metrics.jsonl")]
+    assert max(steps) == int(state.step) == position["loader"]["next_batch"]
+
+
+def test_tensorboard_mirrors_the_records(tmp_path: pathlib.Path) -> None:
+    train(tiny.digits(log__tensorboard=True, duration="2 steps"), tmp_path, quiet=True)
+    (events,) = (tmp_path / "tensorboard").iterdir()
+    assert b"train/loss" in events.read_bytes() and b"eval/accuracy" in events.read_bytes()
+
+
+def test_receipt_tells_what_ran(trained: pathlib.Path) -> None:
+    (line,) = (trained / "run.jsonl").read_text().splitlines()
+    receipt = json.loads(line)
+    assert receipt["devices"] == 8 and receipt["mesh"] == {"data": 8}
+    assert receipt["jax"] == jax.__version__

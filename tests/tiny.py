@@ -1,0 +1,119 @@
+"""Small runs on the embedded digits, and what tests ask of a run's folder."""
+
+import hashlib
+import importlib.util
+import os
+import pathlib
+import subprocess
+import sys
+from types import ModuleType
+from typing import Any
+
+import jax
+import numpy as np
+from ml_collections import ConfigDict
+
+from lamb_tpu.checkpoint import Checkpoints
+from lamb_tpu.config import base_config
+from lamb_tpu.run import prepare
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+
+def recipe_file(path: pathlib.Path) -> ModuleType:
+    """The module of a config file."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def change(config: ConfigDict, changes: dict[str, Any]) -> ConfigDict:
+    """The config with keys such as 'eval.every' set, whatever their types; new keys are added."""
+    with config.unlocked(), config.ignore_type():
+        for key, value in changes.items():
+            *path, last = key.split(".")
+            node = config
+            for part in path:
+                node = node[part]
+            node[last] = value
+    return config
+
+
+def digits(**changes: Any) -> ConfigDict:
+    """12 updates at batch 64 of 256 examples, a checkpoint every 4, an evaluation every 6.
+
+    A key of the keywords has '__' where the config has a dot.
+    """
+    config = base_config()
+    config.model = ConfigDict({"name": "mlp", "hidden_sizes": (16,)})
+    config.optimizer = ConfigDict(
+        {"name": "lamb", "learning_rate": 0.02, "weight_decay": 0.01, "rules": "no_bias_no_norm"}
+    )
+    config.task = ConfigDict({"name": "classification", "input_std": 16.0})
+    values = {
+        "batch_size": 64,
+        "duration": "12 steps",
+        "data.train_split": "train[:256]",
+        "schedule.warmup": "1 epochs",
+        "schedule.decay": "polynomial",
+        "checkpoint.every": "4 steps",
+        "checkpoint.keep": 10,
+        "eval.every": "6 steps",
+        "eval.batch_size": 128,
+        "log.every": "1 steps",
+        "log.tensorboard": False,
+    }
+    return change(config, values | {key.replace("__", "."): v for key, v in changes.items()})
+
+
+def arrays(tree: Any) -> dict[str, np.ndarray]:
+    """Every leaf as a NumPy array by its path, random keys as their words."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {
+        jax.tree_util.keystr(path): np.asarray(
+            jax.random.key_data(leaf) if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+            else leaf
+        )
+        for path, leaf in leaves
+    }
+
+
+def assert_equal(found: Any, expected: Any) -> None:
+    """Both trees hold the same arrays, bit for bit."""
+    found, expected = arrays(found), arrays(expected)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_array_equal(found[name], value, err_msg=name)
+
+
+def restored(config: ConfigDict, workdir: pathlib.Path) -> tuple[Any, dict[str, Any]]:
+    """State and data position of the newest checkpoint."""
+    run = prepare(config, workdir)
+    with Checkpoints(run.folder.checkpoints, config.checkpoint.keep, writing=False) as checkpoints:
+        return checkpoints.restore(checkpoints.steps()[-1], run.abstract_state)
+
+
+def fingerprint(folder: pathlib.Path) -> dict[str, str]:
+    """The SHA-256 of every file below a folder."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def start(module: str, *arguments: str, devices: int = 1) -> subprocess.Popen:
+    """A command line of the project, in a process of its own."""
+    environment = {**os.environ, "NPROC": "32", "JAX_NUM_CPU_DEVICES": str(devices)}
+    return subprocess.Popen(
+        [sys.executable, "-m", module, *arguments],
+        cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )
+
+
+def command(module: str, *arguments: str, devices: int = 1) -> subprocess.CompletedProcess:
+    """The same, to its end."""
+    process = start(module, *arguments, devices=devices)
+    out, err = process.communicate(timeout=300)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
