@@ -35,7 +35,8 @@ def define_run_flags() -> None:
 def _parse_flags(argv: list[str], required: Sequence[str]) -> list[str]:
     help_asked = [item for item in argv if re.fullmatch(r"-{1,2}(h|help|helpfull)", item)]
     if help_asked:
-        return app.parse_flags_with_usage([argv[0], *help_asked])
+        app.usage(shorthelp="helpfull" not in help_asked[0], writeto_stdout=True)
+        sys.exit(0)  # absl's own help flag exits with 1
     try:
         rest = flags.FLAGS(argv)
     except UserError:

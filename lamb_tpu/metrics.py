@@ -20,11 +20,21 @@ def mean_metrics(
     The additions are in float64 on the host, so that the number of batches leaves no trace.
     """
     totals: dict[str, list[float]] = {}
-    for batch in jax.device_get(list(batches)):
-        for name, (total, weight) in batch.items():
+
+    def add(batch: Mapping[str, tuple[jax.Array, jax.Array]]) -> None:
+        for name, (total, weight) in jax.device_get(batch).items():
             entry = totals.setdefault(name, [0.0, 0.0])
             entry[0] += float(total)
             entry[1] += float(weight)
+
+    # One behind: the devices work on a batch while the host fetches the sums of the one before.
+    before = None
+    for batch in batches:
+        if before is not None:
+            add(before)
+        before = batch
+    if before is not None:
+        add(before)
     return {name: total / weight for name, (total, weight) in totals.items()}
 
 

@@ -41,7 +41,7 @@ class RunProgress:
       total_steps: updates of the whole run.
       batch_size: examples an update, for the rate.
       shown: False silences everything, as on every process but the first.
-      quiet: a bar on a terminal, but no lines and no messages.
+      quiet: a bar on a terminal and warnings, but no lines and no messages.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class RunProgress:
     ) -> None:
         self._total_steps = total_steps
         self._batch_size = batch_size
-        self._told = shown and not quiet
+        self._shown, self._told = shown, shown and not quiet
         self._console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
         self._bar: Progress | None = None
         if shown and self._console.is_terminal:
@@ -107,6 +107,11 @@ class RunProgress:
             self.message(
                 f"update {step}/{self._total_steps}: {format_values(values)}; {speed}, {left} left"
             )
+
+    def warn(self, text: str) -> None:
+        """A line of its own that `quiet` does not silence."""
+        if self._shown:
+            print(text, file=sys.stderr)
 
     def message(self, text: str) -> None:
         """A line of its own."""

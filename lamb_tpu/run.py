@@ -31,7 +31,7 @@ class Run:
       train_set, eval_set: the data.
       recipe: durations in updates, and the learning rate.
       tx: the optimizer.
-      init: makes the state before the first update.
+      init: makes the state before the first update from a random key.
       abstract_state: its shapes, dtypes and shardings.
       table: the table of parameter facts.
     """
@@ -44,7 +44,7 @@ class Run:
     eval_set: data.Source
     recipe: Recipe
     tx: optax.GradientTransformation
-    init: Callable[[], step_lib.TrainState]
+    init: Callable[[jax.Array], step_lib.TrainState]
     abstract_state: step_lib.TrainState
     table: str
 
@@ -99,7 +99,7 @@ def prepare(config: ConfigDict, workdir: str | os.PathLike[str]) -> Run:
     example = train_set.gather(np.zeros(1, np.int64))
     with naming("config.model"):
         task.check(train_set)
-    init = step_lib.make_init(task, tx, config.seed, example)
+    init = step_lib.make_init(task, tx, example)
     with naming("config.optimizer"):
         abstract_state = step_lib.abstract_state(init, mesh)
     table = parameters.table(abstract_state.params, rules)

@@ -62,8 +62,6 @@ def train(
     run = prepare(config, workdir)
     recipe, folder, mesh = run.recipe, run.folder, run.mesh
     is_first = jax.process_index() == 0
-    if is_first:
-        folder.write_receipt(config, run.table, {"mesh": dict(mesh.shape)})
     progress = RunProgress(label, recipe.total_steps, recipe.batch_size, is_first, quiet)
     progress.message(run.describe())
 
@@ -76,11 +74,14 @@ def train(
     )
     with (
         folder.hold(is_first),
-        Checkpoints(folder.checkpoints, config.checkpoint.keep, progress.message) as checkpoints,
+        Checkpoints(folder.checkpoints, config.checkpoint.keep, progress.warn) as checkpoints,
     ):
+        if is_first:
+            folder.write_receipt(config, run.table, {"mesh": dict(mesh.shape)})
         restored = checkpoints.restore_latest(run.abstract_state)
         if restored is None:
-            state = jax.jit(run.init, out_shardings=mesh_lib.replicated(mesh))()
+            key = jax.random.key(config.seed)
+            state = jax.jit(run.init, out_shardings=mesh_lib.replicated(mesh))(key)
             seconds_before = 0.0
         else:
             state, position = restored

@@ -65,7 +65,7 @@ class Workdir:
                     f"--workdir {self.path} holds a run of another config ({'; '.join(changed)}); "
                     "give another folder, or the same config to resume"
                 )
-        elif self.checkpoints.exists():
+        elif self.checkpoints.exists() and any(self.checkpoints.glob("*/")):
             raise UserError(
                 f"--workdir {self.path} holds checkpoints but no config.json to compare with; give "
                 "another folder"

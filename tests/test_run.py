@@ -108,7 +108,7 @@ def test_preparing_compiles_nothing(tmp_path: pathlib.Path) -> None:
     try:
         run = prepare(tiny.digits(model__hidden_sizes=(17,)), tmp_path)
         assert not compiled
-        jax.jit(run.init)()
+        jax.jit(run.init)(jax.random.key(0))
         assert compiled
     finally:
         jax.monitoring.clear_event_listeners()

@@ -144,7 +144,7 @@ def test_damaged_checkpoint_is_passed_over(
     # One every 3 updates and one kept: neither damaged one may count as the one to keep.
     train(tiny.digits(checkpoint__every="3 steps", checkpoint__keep=1), copy)
     out, err = capfd.readouterr()
-    assert out.count("cannot be read") == 2 and "resumed from the checkpoint of update 4" in out
+    assert err.count("cannot be read") == 2 and "resumed from the checkpoint of update 4" in out
     assert "Traceback" not in out + err
     assert {path.name for path in (copy / "checkpoints").iterdir()} == {"12"}
     found, expected = (tiny.restored(tiny.digits(), folder)[0] for folder in (copy, trained))

@@ -61,7 +61,9 @@ def config_for(network: str):
 
 def bare_step(run: Run) -> float:
     """Seconds an update of the jitted step alone, on one resident batch, after two warm ones."""
-    state = jax.jit(run.init, out_shardings=mesh_lib.replicated(run.mesh))()
+    state = jax.jit(run.init, out_shardings=mesh_lib.replicated(run.mesh))(
+        jax.random.key(run.config.seed)
+    )
     step = step_lib.make_train_step(run.task, run.tx, run.mesh)
     batch = run.train_set.gather(np.arange(run.config.batch_size))
     batch = mesh_lib.shard_batch(batch, run.mesh)

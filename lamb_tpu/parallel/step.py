@@ -36,12 +36,18 @@ class TrainState:
 
 
 def make_init(
-    task: Task, tx: optax.GradientTransformation, seed: int, batch: Mapping[str, Any]
-) -> Callable[[], TrainState]:
-    """A function that makes the state before the first update, for batches shaped like `batch`."""
+    task: Task, tx: optax.GradientTransformation, batch: Mapping[str, Any]
+) -> Callable[[jax.Array], TrainState]:
+    """A function of a random key to the state before the first update.
 
-    def init() -> TrainState:
-        init_key, train_key = jax.random.split(jax.random.key(seed))
+    Args:
+      task: the learning problem.
+      tx: the optimizer.
+      batch: arrays in whose shapes and dtypes batches come.
+    """
+
+    def init(key: jax.Array) -> TrainState:
+        init_key, train_key = jax.random.split(key)
         zeros = {name: jnp.zeros(value.shape, value.dtype) for name, value in batch.items()}
         model_state = dict(task.init(init_key, zeros))
         params = model_state.pop("params")
@@ -50,12 +56,12 @@ def make_init(
     return init
 
 
-def abstract_state(init: Callable[[], TrainState], mesh: Mesh) -> TrainState:
+def abstract_state(init: Callable[[jax.Array], TrainState], mesh: Mesh) -> TrainState:
     """Shapes, dtypes and shardings of the state, without computing it."""
     sharding = replicated(mesh)
     return jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        jax.eval_shape(init),
+        jax.eval_shape(init, jax.random.key(0)),
     )
 
 

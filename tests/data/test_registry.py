@@ -81,7 +81,7 @@ def test_slice_of_a_set_on_disk(prepared_dir: str) -> None:
 @pytest.mark.parametrize(
     "name, split, message",
     [
-        ("minst", "train", "'minst', an unknown data set; known are cifar10, digits, fashion_mnist"),
+        ("minst", "train", "'minst', an unknown data set; known are cifar10, digits, fashion"),
         ("mnist", "validation", r"split 'validation'.* it has .*train \(60,000\)"),
         ("tfds:tiny_tokens", "test", r"split 'test'.* it has train \(20\)"),
         ("tfds:no_such_set", "train", "TFDS has no 'no_such_set'"),

@@ -31,7 +31,7 @@ def batches(run: Run) -> Iterator[dict[str, np.ndarray]]:
 
 def trained(run: Run, num_devices: int, num_steps: int) -> tuple[Any, list[dict[str, float]]]:
     mesh = mesh_of(num_devices)
-    state = jax.jit(run.init, out_shardings=mesh_lib.replicated(mesh))()
+    state = jax.jit(run.init, out_shardings=mesh_lib.replicated(mesh))(jax.random.key(0))
     step = step_lib.make_train_step(run.task, run.tx, mesh)
     metrics = []
     for batch, _ in zip(batches(run), range(num_steps)):
@@ -48,7 +48,7 @@ def trained(run: Run, num_devices: int, num_steps: int) -> tuple[Any, list[dict[
 def test_eight_devices_give_what_one_gives(tmp_path, changes: dict[str, Any]) -> None:
     run = prepare(tiny.digits(duration="24 steps", **changes), tmp_path)
     (one, metrics_one), (eight, metrics_eight) = (trained(run, n, 24) for n in (1, 8))
-    start = tiny.arrays(jax.jit(run.init)().params)
+    start = tiny.arrays(jax.jit(run.init)(jax.random.key(0)).params)
     moved, found, expected = 0.0, tiny.arrays(eight.params), tiny.arrays(one.params)
     for name, value in expected.items():
         scale = np.abs(value).max()
@@ -67,7 +67,7 @@ def test_gradient_is_that_of_a_step_by_hand(tmp_path) -> None:
     run = prepare(
         tiny.digits(optimizer=sgd, schedule__warmup="0 steps", schedule__decay="constant"), tmp_path
     )
-    before = jax.jit(run.init)().params
+    before = jax.jit(run.init)(jax.random.key(0)).params
     after, metrics = trained(run, 8, 1)
     batch = next(batches(run))
 
@@ -89,7 +89,7 @@ def test_gradient_is_that_of_a_step_by_hand(tmp_path) -> None:
 
 def test_abstract_state_is_that_of_the_state(tmp_path) -> None:
     run = prepare(tiny.digits(), tmp_path)
-    state = jax.jit(run.init, out_shardings=mesh_lib.replicated(run.mesh))()
+    state = jax.jit(run.init, out_shardings=mesh_lib.replicated(run.mesh))(jax.random.key(0))
     facts = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, leaf.sharding), state)
     assert facts == jax.tree.map(
         lambda leaf: (leaf.shape, leaf.dtype, leaf.sharding), run.abstract_state
@@ -97,11 +97,9 @@ def test_abstract_state_is_that_of_the_state(tmp_path) -> None:
     assert int(state.step) == 0
 
 
-def test_seed_decides_the_first_parameters(tmp_path) -> None:
-    kernels = [
-        tiny.arrays(jax.jit(prepare(tiny.digits(seed=seed), tmp_path / str(i)).init)().params)
-        for i, seed in enumerate((0, 0, 1))
-    ]
+def test_key_decides_the_first_parameters(tmp_path) -> None:
+    init = jax.jit(prepare(tiny.digits(), tmp_path).init)
+    kernels = [tiny.arrays(init(jax.random.key(seed)).params) for seed in (0, 0, 1)]
     name = "['hidden0']['kernel']"
     assert (kernels[0][name] == kernels[1][name]).all()
     assert (kernels[0][name] != kernels[2][name]).any()
