@@ -90,7 +90,7 @@ class RunProgress:
             self._bar.update(self._task, completed=step)
 
     def update(self, step: int, values: Mapping[str, Any]) -> None:
-        """Shows that `step` updates are complete, with the latest metrics."""
+        """Shows that `step` updates are complete, with the latest metrics, `loss` among them."""
         if self._start is None or not (self._bar or self._told):
             return
         began, first = self._start
@@ -98,9 +98,9 @@ class RunProgress:
         rate = (step - first) / (now - began) if now > began else 0.0
         speed = f"{rate * self._batch_size:,.0f} examples/s" if rate else ""
         if self._bar:
-            self._bar.update(
-                self._task, completed=step, rate=speed, values=format_values(values)
-            )
+            # The rest would push rate and time out of 80 columns.
+            loss = format_values({"loss": values["loss"]})
+            self._bar.update(self._task, completed=step, rate=speed, values=loss)
         elif now - self._last_line >= _SECONDS_BETWEEN_LINES:
             self._last_line = now
             left = format_seconds((self._total_steps - step) / rate) if rate else "?"

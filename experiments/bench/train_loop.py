@@ -26,12 +26,6 @@ from lamb_tpu.parallel import step as step_lib
 from lamb_tpu.run import Run, prepare
 from lamb_tpu.train import train
 
-_DATA = flags.DEFINE_string("data_dir", None, "Folder with MNIST's original files; else download.")
-_PREPARED = flags.DEFINE_string("prepared_dir", None, "Where TFDS keeps prepared sets.")
-_NETWORKS = flags.DEFINE_list("networks", ["lenet", "lenet5"], "Networks to measure.")
-_STEPS = flags.DEFINE_integer("steps", 40, "Updates in each measured block.", lower_bound=20)
-_ROUNDS = flags.DEFINE_integer("rounds", 3, "Blocks of each kind.", lower_bound=1)
-
 _LOG_EVERY = 10
 
 
@@ -51,9 +45,9 @@ class CompileCounter:
 def config_for(network: str):
     """The MNIST recipe, cut to the measured number of updates after the first logged ones."""
     config = mnist_lenet.get_config(f"network={network}")
-    config.duration = f"{_STEPS.value + _LOG_EVERY} steps"
-    config.data.dir = _DATA.value
-    config.data.prepared_dir = _PREPARED.value
+    config.duration = f"{flags.FLAGS.steps + _LOG_EVERY} steps"
+    config.data.dir = flags.FLAGS.data_dir
+    config.data.prepared_dir = flags.FLAGS.prepared_dir
     config.log.every = f"{_LOG_EVERY} steps"
     config.eval.every = config.checkpoint.every = config.duration
     return config
@@ -71,10 +65,10 @@ def bare_step(run: Run) -> float:
         state, metrics = step(state, batch)
     jax.block_until_ready(metrics)
     start = time.monotonic()
-    for _ in range(_STEPS.value):
+    for _ in range(flags.FLAGS.steps):
         state, metrics = step(state, batch)
     jax.block_until_ready((state, metrics))
-    return (time.monotonic() - start) / _STEPS.value
+    return (time.monotonic() - start) / flags.FLAGS.steps
 
 
 def whole_loop(config, counter: CompileCounter) -> tuple[float, float, int]:
@@ -92,30 +86,47 @@ def whole_loop(config, counter: CompileCounter) -> tuple[float, float, int]:
     return seconds, to_first, counter.count - before
 
 
-def main() -> None:
-    """Measures every network and prints one line for each."""
-    counter = CompileCounter()
-    print(
-        f"jax {jax.__version__}, {jax.device_count()} {jax.devices()[0].device_kind} device(s), "
-        f"{os.cpu_count()} cores; medians of {_ROUNDS.value} blocks of {_STEPS.value} updates, "
-        "batch 1,024"
+def measure(network: str, counter: CompileCounter) -> str:
+    """One row of the table."""
+    bare, loop, first, compiled = [], [], [], []
+    for _ in range(flags.FLAGS.rounds):
+        with tempfile.TemporaryDirectory() as workdir:
+            bare.append(bare_step(prepare(config_for(network), workdir)))
+        seconds, to_first, count = whole_loop(config_for(network), counter)
+        loop.append(seconds)
+        first.append(to_first)
+        compiled.append(count)
+    bare_ms, loop_ms = (1000 * statistics.median(times) for times in (bare, loop))
+    return (
+        f"| {network} | {bare_ms:.1f} | {loop_ms:.1f} | {bare_ms / loop_ms:.3f} | "
+        f"{statistics.median(first):.1f} | {max(compiled)} |"
     )
-    for network in _NETWORKS.value:
-        bare, loop, first, compiled = [], [], [], []
-        for _ in range(_ROUNDS.value):
-            with tempfile.TemporaryDirectory() as workdir:
-                bare.append(bare_step(prepare(config_for(network), workdir)))
-            seconds, to_first, count = whole_loop(config_for(network), counter)
-            loop.append(seconds)
-            first.append(to_first)
-            compiled.append(count)
-        bare_ms, loop_ms = (1000 * statistics.median(times) for times in (bare, loop))
-        print(
-            f"{network}: bare step {bare_ms:.1f} ms, whole loop {loop_ms:.1f} ms, ratio "
-            f"{bare_ms / loop_ms:.3f} (target 0.85); first update after {min(first):.1f} s; "
-            f"train_step compiled {max(compiled)} time(s) a run"
-        )
+
+
+def main() -> None:
+    """Measures every network, prints the table and writes it if asked."""
+    counter = CompileCounter()
+    values = flags.FLAGS
+    lines = [
+        f"Batch 1,024: jax {jax.__version__}, {jax.device_count()} x "
+        f"{jax.devices()[0].device_kind}, {os.cpu_count()} cores. Medians of {values.rounds} "
+        f"blocks of {values.steps} updates. The target of the ratio, bare step over whole loop, is 0.85.",
+        "",
+        "| network | bare step, ms | whole loop, ms | ratio | to first update, s | compilations |",
+        "|---|---|---|---|---|---|",
+        *(measure(network, counter) for network in values.networks),
+    ]
+    text = "\n".join(lines) + "\n"
+    print(text, end="")
+    if values.write:
+        pathlib.Path(__file__).with_suffix(".md").write_text(text)
 
 
 if __name__ == "__main__":
+    flags.DEFINE_string("data_dir", None, "Folder with MNIST's original files; else download.")
+    flags.DEFINE_string("prepared_dir", None, "Where TFDS keeps prepared sets.")
+    flags.DEFINE_list("networks", ["lenet", "lenet5"], "Networks to measure.")
+    flags.DEFINE_integer("steps", 40, "Updates in each measured block.", lower_bound=20)
+    flags.DEFINE_integer("rounds", 3, "Blocks of each kind.", lower_bound=1)
+    flags.DEFINE_bool("write", False, "Whether to write train_loop.md beside this file.")
     cli.run_main(main)

@@ -1,13 +1,12 @@
 """How long the optimizer's update takes: ours beside Optax's, on BERT-Base's parameters.
 
-    python -m experiments.bench.update_speed --write
+  python -m experiments.bench.update_speed --write
 
 Times `tx.update` and `optax.apply_updates` together, jitted, buffers donated, in float32. The
 contenders take turns in one process, so that what else the machine does falls on all of them; read
 the ratios and not the milliseconds.
 """
 
-import argparse
 import os
 import pathlib
 import statistics
@@ -17,8 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from absl import flags
 
-from lamb_tpu import optim
+from lamb_tpu import cli, optim
 
 STACKED = [("^layers/", {"layer_axes": (0,)}), ("", {})]
 
@@ -117,21 +117,20 @@ def _is_shape(value) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=4, help="turns of each, of 3 timed updates")
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--width", type=int, default=768)
-    parser.add_argument("--write", action="store_true", help="write update_speed.md beside this")
-    arguments = parser.parse_args()
-    shapes = jax.tree.leaves(bert_shapes(arguments.layers, arguments.width), is_leaf=_is_shape)
+    """Measures, prints the table and writes it if asked."""
+    layers, width = flags.FLAGS.layers, flags.FLAGS.width
+    shapes = jax.tree.leaves(bert_shapes(layers, width), is_leaf=_is_shape)
     text = table(
-        measure(arguments.layers, arguments.width, arguments.rounds),
-        sum(int(np.prod(shape)) for shape in shapes),
+        measure(layers, width, flags.FLAGS.rounds), sum(int(np.prod(shape)) for shape in shapes)
     )
     print(text, end="")
-    if arguments.write:
+    if flags.FLAGS.write:
         pathlib.Path(__file__).with_suffix(".md").write_text(text)
 
 
 if __name__ == "__main__":
-    main()
+    flags.DEFINE_integer("rounds", 4, "Turns of each, of 3 timed updates.", lower_bound=1)
+    flags.DEFINE_integer("layers", 12, "Transformer layers.", lower_bound=1)
+    flags.DEFINE_integer("width", 768, "Of the hidden layer.", lower_bound=2)
+    flags.DEFINE_bool("write", False, "Whether to write update_speed.md beside this file.")
+    cli.run_main(main)
