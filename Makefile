@@ -3,7 +3,8 @@
 #   make demo            the batch-scaling study on handwritten digits (under 3 minutes on 2 cores)
 #   make test            the tests                                     (under 12 minutes on 2 cores)
 #   make test-all        the tests with those marked long
-#   make PYTHON=python3.12 test    another interpreter
+#   make bench FLAGS=--data_dir=FOLDER   the benchmarks; FOLDER has MNIST's original files
+#   make test PYTHON=python3.12          another interpreter
 
 PYTHON ?= python3
 VENV := .venv
@@ -22,7 +23,7 @@ $(STAMP): requirements.txt pyproject.toml
 	@touch $@
 
 demo: setup
-	$(RUN) -m experiments.demo.batch_scaling
+	$(RUN) -m experiments.demo.batch_scaling $(FLAGS)
 
 test: setup
 	$(RUN) -m pytest -q -m "not long"
@@ -31,8 +32,8 @@ test-all: setup
 	$(RUN) -m pytest -q
 
 bench: setup
-	$(RUN) -m experiments.bench.train_loop
-	$(RUN) -m experiments.bench.update_speed
+	$(RUN) -m experiments.bench.update_speed --write
+	$(RUN) -m experiments.bench.train_loop --write $(FLAGS)
 
 clean:
 	rm -rf $(VENV)

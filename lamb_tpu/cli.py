@@ -124,5 +124,5 @@ def run_main(main: Callable[[], None], required: Sequence[str] = ()) -> None:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
+        print("interrupted; nothing that was saved is lost", file=sys.stderr)
         sys.exit(130)

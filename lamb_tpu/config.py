@@ -136,6 +136,9 @@ def check_values(config: ConfigDict) -> None:
             raise UserError(f"config.{key} is {value}; it must be at least 1")
     if not 0 <= config.seed < 2**32:  # JAX' random keys keep 32 bits of it
         raise UserError(f"config.seed is {config.seed}; it must lie in 0..{2**32 - 1}")
+    end_factor = config.schedule.end_factor
+    if not 0 <= end_factor <= 1:
+        raise UserError(f"config.schedule.end_factor is {end_factor}; it must lie in 0..1")
     rate = config.optimizer.learning_rate
     if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 <= rate < math.inf:
         raise UserError(

@@ -17,7 +17,8 @@ def mean_metrics(
 ) -> dict[str, float]:
     """Adds up (sum, weight) pairs over batches and divides once.
 
-    The additions are in float64 on the host, so that the number of batches leaves no trace.
+    The additions are in float64 on the host, so that the number of batches leaves no trace beyond
+    the rounding inside a batch.
     """
     totals: dict[str, list[float]] = {}
 
@@ -68,7 +69,7 @@ class MetricsWriter:
             )
 
     def write(self, step: int, kind: str, values: Mapping[str, float]) -> None:
-        """Writes one record; it is on disk when this returns."""
+        """Writes one record; it is not lost when the process is killed."""
         if self._file is None:
             return
         record = {"step": step, "kind": kind, **values}

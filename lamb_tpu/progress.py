@@ -68,6 +68,7 @@ class RunProgress:
                 TextColumn("left"),
                 TimeRemainingColumn(),
                 console=self._console,
+                speed_estimate_period=1e9,  # rich forgets updates of 30 s ago otherwise
             )
             self._task = self._bar.add_task(label, total=total_steps, rate="", values="")
         self._start: tuple[float, int] | None = None
@@ -83,8 +84,8 @@ class RunProgress:
             self._bar.stop()
 
     def start(self, step: int, seconds: float) -> None:
-        """Starts the clock of rate and time left: after the first update, compiled in `seconds`."""
-        self.message(f"first update after {seconds:.1f} s, compilation included")
+        """Starts the clock of rate and time left, `seconds` into the run, after one update."""
+        self.message(f"first update after {seconds:.1f} s, reading data and compiling included")
         self._start = (time.monotonic(), step)
         if self._bar:
             self._bar.update(self._task, completed=step)

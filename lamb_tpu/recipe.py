@@ -92,6 +92,11 @@ def resolve(config: ConfigDict, num_examples: int) -> Recipe:
 
     schedule = config.schedule
     warmup_steps = steps("schedule.warmup", total_steps)
+    if schedule.decay == "constant" and schedule.end_factor:
+        raise UserError(
+            f"config.schedule.end_factor is {schedule.end_factor}, which has no meaning for the "
+            "decay 'constant'; it must be 0"
+        )
     with naming("config.schedule"):
         peak = config.optimizer.learning_rate
         if schedule.scaling == "legw":
@@ -135,7 +140,7 @@ def resolve(config: ConfigDict, num_examples: int) -> Recipe:
     )
 
 
-def make_optimizer(
+def resolve_optimizer(
     config: ConfigDict, recipe: Recipe
 ) -> tuple[optax.GradientTransformation, parameters.Rules]:
     """The config's optimizer with the recipe's learning rate, and the rules it works by.

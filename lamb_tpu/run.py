@@ -15,7 +15,7 @@ from lamb_tpu import data, models, tasks
 from lamb_tpu.optim import parameters
 from lamb_tpu.parallel import mesh as mesh_lib
 from lamb_tpu.parallel import step as step_lib
-from lamb_tpu.recipe import Recipe, make_optimizer, naming, resolve
+from lamb_tpu.recipe import Recipe, naming, resolve, resolve_optimizer
 from lamb_tpu.workdir import Workdir
 
 
@@ -67,7 +67,8 @@ class Run:
 def prepare(config: ConfigDict, workdir: str | os.PathLike[str]) -> Run:
     """Checks all that a user can have got wrong, cheapest first, and builds the parts.
 
-    Compiles nothing, and writes nothing but the workdir's folder itself.
+    Compiles nothing, and writes nothing but the workdir's folder itself and, where it is not yet
+    there, the prepared data set.
 
     Raises:
       UserError: a mistake in the config, the workdir or the data.
@@ -80,7 +81,7 @@ def prepare(config: ConfigDict, workdir: str | os.PathLike[str]) -> Run:
     mesh_lib.check_divides("config.eval.batch_size", config.eval.batch_size, mesh)
     # Durations and the optimizer need the size of the data, which may take a download: any size
     # will do to find a mistake in them first.
-    make_optimizer(config, resolve(config, num_examples=10**6))
+    resolve_optimizer(config, resolve(config, num_examples=10**6))
     folder = Workdir(workdir)
     folder.check(config)
 
@@ -95,7 +96,7 @@ def prepare(config: ConfigDict, workdir: str | os.PathLike[str]) -> Run:
             for split in (config.data.train_split, config.data.eval_split)
         )
     recipe = resolve(config, len(train_set))
-    tx, rules = make_optimizer(config, recipe)
+    tx, rules = resolve_optimizer(config, recipe)
     example = train_set.gather(np.zeros(1, np.int64))
     with naming("config.model"):
         task.check(train_set)

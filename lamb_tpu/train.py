@@ -14,15 +14,14 @@ import time
 from typing import Any
 
 import jax
-import numpy as np
 from absl import flags
 from ml_collections import ConfigDict
 
-from lamb_tpu import cli, data
+from lamb_tpu import cli, data, tasks
 from lamb_tpu.checkpoint import Checkpoints
 from lamb_tpu.errors import UserError
 from lamb_tpu.evaluate import make_evaluator
-from lamb_tpu.metrics import MetricsWriter
+from lamb_tpu.metrics import MetricsWriter, mean_metrics
 from lamb_tpu.parallel import mesh as mesh_lib
 from lamb_tpu.parallel import step as step_lib
 from lamb_tpu.progress import RunProgress, format_seconds, format_values
@@ -59,6 +58,7 @@ def train(
       UserError: a mistake in the config, the data or the workdir, found before anything compiles;
         or `Diverged`.
     """
+    began = time.monotonic()
     run = prepare(config, workdir)
     recipe, folder, mesh = run.recipe, run.folder, run.mesh
     is_first = jax.process_index() == 0
@@ -76,8 +76,6 @@ def train(
         folder.hold(is_first),
         Checkpoints(folder.checkpoints, config.checkpoint.keep, progress.warn) as checkpoints,
     ):
-        if is_first:
-            folder.write_receipt(config, run.table, {"mesh": dict(mesh.shape)})
         restored = checkpoints.restore_latest(run.abstract_state)
         if restored is None:
             key = jax.random.key(config.seed)
@@ -89,13 +87,15 @@ def train(
             seconds_before = position["seconds"]
             progress.message(f"resumed from the checkpoint of update {int(state.step)}")
         first_step = step = int(state.step)
+        if is_first and step < recipe.total_steps:
+            folder.write_receipt(config, run.table, {"mesh": dict(mesh.shape), "from_step": step})
         writer = MetricsWriter(folder.path, first_step, config.log.tensorboard, is_first)
 
         train_step = step_lib.make_train_step(run.task, run.tx, mesh)
         evaluate = make_evaluator(run)
         start = time.monotonic()
         in_flight: collections.deque[Any] = collections.deque()
-        unlogged: list[tuple[int, dict[str, jax.Array]]] = []
+        unlogged: list[tuple[int, tasks.Sums]] = []
         eval_metrics: dict[str, float] = {}
 
         with progress, writer:
@@ -109,14 +109,14 @@ def train(
                     jax.block_until_ready(in_flight.popleft())
                 if step == first_step + 1:
                     jax.block_until_ready(metrics)
-                    progress.start(step, time.monotonic() - start)
+                    progress.start(step, time.monotonic() - began)
 
                 seconds = seconds_before + time.monotonic() - start
                 epoch = step * recipe.batch_size / recipe.num_examples
                 save = recipe.is_due(recipe.checkpoint_every, step)
                 # A state is saved only after its metrics were seen to be finite.
                 if save or recipe.is_due(recipe.log_every, step):
-                    values = _mean_of_finite(unlogged, recipe, checkpoints)
+                    values = _means_of_finite(unlogged, recipe, checkpoints)
                     writer.write(
                         step,
                         "train",
@@ -145,33 +145,30 @@ def train(
     return eval_metrics
 
 
-def _mean_of_finite(
-    unlogged: list[tuple[int, dict[str, jax.Array]]], recipe: Recipe, checkpoints: Checkpoints
+def _means_of_finite(
+    unlogged: list[tuple[int, tasks.Sums]], recipe: Recipe, checkpoints: Checkpoints
 ) -> dict[str, float]:
-    """The metrics' means over some updates, with the last one's learning rate.
+    """The metrics over some updates, sums over weights, with the last one's learning rate.
 
     Raises:
       Diverged: one of them is not finite.
     """
     fetched = jax.device_get(unlogged)
-    for step, metrics in fetched:
-        for name, value in metrics.items():
-            if not math.isfinite(value):
+    for step, sums in fetched:
+        for name, (total, _) in sums.items():
+            if not math.isfinite(total):
                 checkpoints.close()
                 saved = checkpoints.steps()
                 raise Diverged(
-                    f"{name} became {float(value)} at update {step}, at the learning rate "
+                    f"{name} became {float(total)} at update {step}, at the learning rate "
                     f"{recipe.learning_rates[step - 1]:.4g}; the last checkpoint is "
                     f"{checkpoints.directory / str(saved[-1]) if saved else 'not yet written'}. "
                     "Try, in a new --workdir, a lower config.optimizer.learning_rate, a longer "
                     "config.schedule.warmup or config.optimizer.clip_global_norm"
                 )
-    last_step, last = fetched[-1]
-    values = {
-        name: float(np.mean([metrics[name] for _, metrics in fetched], dtype=np.float64))
-        for name in last
-    }
-    return {**values, "learning_rate": float(recipe.learning_rates[last_step - 1])}
+    last_step, _ = fetched[-1]
+    means = mean_metrics(sums for _, sums in fetched)
+    return {**means, "learning_rate": float(recipe.learning_rates[last_step - 1])}
 
 
 def main() -> None:

@@ -34,6 +34,8 @@ class Workdir:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
+        if "://" in str(path):
+            raise UserError(f"--workdir {path} is remote; give a local or mounted folder")
         self.path = pathlib.Path(path).expanduser().absolute()
         self.config = self.path / "config.json"
         self.run = self.path / "run.jsonl"
@@ -151,6 +153,11 @@ def _commit() -> str | None:
     """The commit of the checkout that the package is run from, '+' when it has changes."""
     folder = pathlib.Path(__file__).parent
     try:
+        # An installed package may lie inside a checkout of something else.
+        subprocess.run(
+            ["git", "ls-files", "--error-unmatch", pathlib.Path(__file__).name],
+            cwd=folder, capture_output=True, timeout=10, check=True,
+        )
         described = subprocess.run(
             ["git", "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"],
             cwd=folder, capture_output=True, text=True, timeout=10, check=True,

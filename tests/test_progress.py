@@ -32,7 +32,8 @@ def test_lines_where_there_is_no_terminal(
             clock[0] += 0.5
             progress.update(step, {"loss": 1 / step})
     lines = capsys.readouterr().out.splitlines()
-    assert lines[:2] == ["a [bracket] stays", "first update after 2.5 s, compilation included"]
+    first = "first update after 2.5 s, reading data and compiling included"
+    assert lines[:2] == ["a [bracket] stays", first]
     # Twenty seconds at two updates a second: one line each ten.
     assert lines[2:] == [
         "update 21/1000: loss 0.04762; 128 examples/s, 8:09 left",

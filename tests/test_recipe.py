@@ -5,7 +5,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from lamb_tpu.errors import UserError
-from lamb_tpu.recipe import Recipe, make_optimizer, naming, resolve
+from lamb_tpu.recipe import Recipe, naming, resolve, resolve_optimizer
 from tests import tiny
 
 
@@ -136,11 +136,11 @@ def test_mistakes_name_the_key(changes: dict[str, str], message: str) -> None:
 
 def test_optimizer_and_its_rules() -> None:
     config = tiny.digits(optimizer=ConfigDict({"name": "adamw", "learning_rate": 0.1}))
-    tx, rules = make_optimizer(config, resolve(config, 256))
+    tx, rules = resolve_optimizer(config, resolve(config, 256))
     assert rules == "all" and callable(tx.update)
     assert config.optimizer.learning_rate == 0.1  # the config is left as it was
     with pytest.raises(UserError, match="config.optimizer: adamw has no argument 'momentum'"):
-        make_optimizer(tiny.change(config, {"optimizer.momentum": 0.9}), resolve(config, 256))
+        resolve_optimizer(tiny.change(config, {"optimizer.momentum": 0.9}), resolve(config, 256))
 
 
 def test_naming_puts_the_key_first() -> None:

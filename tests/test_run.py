@@ -76,10 +76,10 @@ MISTAKES = [
     ("data.dirr", "x", r"config\.data\.dirr is unknown; config\.data has: .*dir"),
     ("data.train_split", "trainn", r"config\.data: .*split 'trainn'.*train \(1,437\)"),
     ("data.eval_split", "test[:0]", r"config\.data: .*'test\[:0\]' holds no example"),
-    ("mesh.data", 3, r"config\.mesh \(data=3\) does not multiply to the 8 devices"),
-    ("mesh.data", 0, r"config\.mesh \(data=0\) must have positive whole sizes"),
-    ("mesh.data", "x", r"config\.mesh \(data=x\) must have positive whole sizes"),
-    ("mesh", ConfigDict({"model": 8}), r"config\.mesh \(model=8\) needs the axis 'data'"),
+    ("mesh.data", 3, r"config\.mesh\.data is 3; it must be -1 or the number of devices, 8"),
+    ("mesh.data", "x", r"config\.mesh\.data is 'x'; it must be -1 or"),
+    ("mesh", ConfigDict({"data": 4, "model": 2}), r"has the axes data, model; .*alone"),
+    ("schedule.end_factor", 1.5, r"config\.schedule\.end_factor is 1\.5; it must lie in 0\.\.1"),
 ]
 
 
@@ -95,6 +95,12 @@ def test_mistake_is_named(
         prepare(config, tmp_path)
     assert "\n" not in str(error.value)
     assert not list(tmp_path.iterdir())
+
+
+def test_constant_decay_has_no_end(tmp_path: pathlib.Path) -> None:
+    config = tiny.digits(schedule__decay="constant", schedule__end_factor=0.5)
+    with pytest.raises(UserError, match=r"config\.schedule\.end_factor is 0\.5, .*'constant'"):
+        prepare(config, tmp_path)
 
 
 def test_preparing_compiles_nothing(tmp_path: pathlib.Path) -> None:

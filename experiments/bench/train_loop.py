@@ -110,9 +110,9 @@ def main() -> None:
     lines = [
         f"Batch 1,024: jax {jax.__version__}, {jax.device_count()} x "
         f"{jax.devices()[0].device_kind}, {os.cpu_count()} cores. Medians of {values.rounds} "
-        f"blocks of {values.steps} updates. The target of the ratio, bare step over whole loop, is 0.85.",
+        f"blocks of {values.steps} updates. Target of the ratio (bare step / whole loop): 0.85.",
         "",
-        "| network | bare step, ms | whole loop, ms | ratio | to first update, s | compilations |",
+        "| network | bare step, ms | whole loop, ms | ratio | first update after, s | compiled |",
         "|---|---|---|---|---|---|",
         *(measure(network, counter) for network in values.networks),
     ]

@@ -124,7 +124,9 @@ def _check(trials: Sequence[Trial], out: pathlib.Path) -> None:
         try:
             Workdir(trial.folder(out)).check(trial.config)
         except UserError as error:
-            raise UserError(f"--out={out} cannot be used again: {error}") from None
+            raise UserError(
+                f"--out={out} cannot be used again, delete it or give another --out: {error}"
+            ) from None
 
 
 def _write(path: pathlib.Path, records: Sequence[Record]) -> None:

@@ -4,8 +4,9 @@
   python -m experiments.lamb.mnist --runs=DIR --train=false
 
 The first command trains every cell asked for whose run in DIR is not complete (each in its own
-workdir, resumable); both then collect the complete runs of DIR into experiments/lamb/mnist.jsonl,
-one record a run, and write the table experiments/lamb/mnist.md from all records in that file.
+workdir, resumable); both then collect the complete runs of these recipes in DIR into
+experiments/lamb/mnist.jsonl, one record a run, and write the table experiments/lamb/mnist.md from
+all records in that file.
 """
 
 import json
@@ -18,11 +19,13 @@ from absl import flags
 
 from configs import mnist_lenet
 from lamb_tpu import cli
+from lamb_tpu.config import differences, flatten
 from lamb_tpu.errors import UserError
 from lamb_tpu.metrics import read_records
 from lamb_tpu.train import train
 
 FOLDER = pathlib.Path(__file__).parent
+EPOCHS = 30
 
 # Test accuracy, mean of 5 runs, batch 1,024, 30 epochs: arXiv:1904.00962, appendix.
 PAPER = {"lamb": 0.9945, "adamw": 0.9941, "momentum": 0.9933}
@@ -33,41 +36,49 @@ NETWORKS = {
 }
 
 
+def is_complete(folder: pathlib.Path) -> bool:
+    """Whether the workdir holds a run of one of the table's recipes, trained to its end."""
+    if not (folder / "config.json").exists() or not (folder / "metrics.jsonl").exists():
+        return False
+    config = json.loads((folder / "config.json").read_text())
+    network, optimizer = config.get("model.name"), config.get("optimizer.name")
+    if network not in NETWORKS or optimizer not in PAPER:
+        return False
+    recipe = flatten(mnist_lenet.get_config(f"network={network},optimizer={optimizer}"))
+    if differences(config | {"seed": recipe["seed"]}, recipe):
+        return False
+    evals = read_records(folder / "metrics.jsonl", "eval")
+    return bool(evals) and evals[-1]["epoch"] >= EPOCHS
+
+
 def collect(runs: pathlib.Path) -> list[dict[str, Any]]:
     """One record for each complete run below `runs`, from the files in its workdir."""
     records = []
-    for path in sorted(runs.glob("*/metrics.jsonl")):
-        config = json.loads((path.parent / "config.json").read_text())
-        if config["data.name"] != "mnist":
+    for folder in sorted(path.parent for path in runs.glob("*/metrics.jsonl")):
+        if not is_complete(folder):
             continue
-        evals = read_records(path, "eval")
-        last = read_records(path, "train")[-1]
-        receipts = [json.loads(line) for line in (path.parent / "run.jsonl").open()]
-        if not evals or evals[-1]["step"] != last["step"] or evals[-1]["epoch"] < 30:
-            continue
+        config = json.loads((folder / "config.json").read_text())
+        evaluation = read_records(folder / "metrics.jsonl", "eval")[-1]
+        training = read_records(folder / "metrics.jsonl", "train")[-1]
+        receipt = read_records(folder / "run.jsonl")[-1]
         records.append({
             "network": config["model.name"],
             "optimizer": config["optimizer.name"],
-            "batch": config["batch_size"],
             "seed": config["seed"],
-            "learning_rate": config["optimizer.learning_rate"],
-            "test_accuracy": evals[-1]["accuracy"],
-            "test_loss": evals[-1]["loss"],
-            "updates": last["step"],
-            "seconds": round(last["seconds"], 1),
-            "device": receipts[-1]["device"],
-            "devices": receipts[-1]["devices"],
-            "cores": receipts[-1]["cores"],
-            "jax": receipts[-1]["jax"],
-            "commit": receipts[-1]["commit"],
+            "test_accuracy": evaluation["accuracy"],
+            "test_loss": evaluation["loss"],
+            "updates": evaluation["step"],
+            "seconds": round(training["seconds"], 1),
+            **{key: receipt[key] for key in ("device", "devices", "cores", "jax", "commit")},
         })
     return records
 
 
 def merge(old: Iterable[dict[str, Any]], new: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """All records, a new one in place of an old one of the same cell and seed."""
+
     def key(record: dict[str, Any]) -> tuple[Any, ...]:
-        return record["network"], record["optimizer"], record["batch"], record["seed"]
+        return record["network"], record["optimizer"], record["seed"]
 
     return sorted({key(record): record for record in (*old, *new)}.values(), key=key)
 
@@ -80,16 +91,17 @@ def table(records: list[dict[str, Any]]) -> str:
         "Test accuracy after the last update on all 10,000 test images. The paper's column is from",
         "the appendix of arXiv:1904.00962, mean of 5 runs (recalled, not read from the paper",
         "itself), for the author's network. Learning rates, warm-up, decay and clipping are those",
-        "of the first author's code and logs; nothing was tuned here. Spread is the lowest and the",
-        "highest seed.",
+        "of the first author's code and logs for that network (configs/mnist_lenet.py); nothing",
+        "was tuned here.",
         "",
     ]
     for network, description in NETWORKS.items():
         lines += [
             f"## {network}: {description}",
             "",
-            "| optimizer | learning rate | paper | measured | spread | seeds | minutes a run |",
-            "| --- | --- | --- | --- | --- | --- | --- |",
+            "| optimizer | learning rate | paper | mean | lowest to highest | by seed | "
+            "minutes a run | machine |",
+            "| --- | --- | --- | --- | --- | --- | --- | --- |",
         ]
         for optimizer, paper in PAPER.items():
             cell = [
@@ -98,32 +110,40 @@ def table(records: list[dict[str, Any]]) -> str:
             ]
             quoted = f"{paper:.4f}" if network == "lenet" else "-"
             rate = mnist_lenet.OPTIMIZERS[optimizer][0]["learning_rate"]
-            if not cell:
-                lines.append(f"| {optimizer} | {rate} | {quoted} | not run | - | - | - |")
-                continue
-            accuracies = [record["test_accuracy"] for record in cell]
-            seeds = ", ".join(str(record["seed"]) for record in cell)
-            minutes = statistics.mean(record["seconds"] for record in cell) / 60
-            spread = f"{min(accuracies):.4f} to {max(accuracies):.4f}" if len(cell) > 1 else "-"
-            lines.append(
-                f"| {optimizer} | {rate} | {quoted} | {statistics.mean(accuracies):.4f} | {spread} "
-                f"| {seeds} | {minutes:.1f} |"
-            )
+            lines.append(f"| {optimizer} | {rate} | {quoted} | {_measured(cell)} |")
         lines += [
             "",
-            "Command of a run: `python -m lamb_tpu.train "
+            "One run: `python -m lamb_tpu.train "
             f"--config=configs/mnist_lenet.py:network={network},optimizer=OPTIMIZER "
-            "--config.seed=SEED --workdir=DIR`",
+            "--config.seed=SEED --workdir=DIR`; all and this page: "
+            f"`python -m experiments.lamb.mnist --networks={network}`.",
             "",
         ]
-    machines = sorted({
-        f"{record['devices']} x {record['device']}, {record['cores']} cores, "
-        f"jax {record['jax']}, commit {record['commit']}"
-        for record in records
-    })
-    lines += ["Machine and version: " + "; ".join(machines) + ". The machine was shared with other",
-              "work, so minutes are an upper bound. Records: mnist.jsonl.", ""]
+    collapsed = [record for record in records if record["test_accuracy"] < 0.2]
+    for record in collapsed:
+        lines += [
+            f"{record['network']} with {record['optimizer']}, seed {record['seed']}: training "
+            "collapsed, the network predicts one class for every image.",
+            "",
+        ]
+    versions = sorted({f"jax {record['jax']} at commit {record['commit']}" for record in records})
+    lines += [f"Versions: {'; '.join(versions)}. Records: mnist.jsonl.", ""]
     return "\n".join(lines)
+
+
+def _measured(cell: list[dict[str, Any]]) -> str:
+    """The measured columns of a row, joined."""
+    if not cell:
+        return "not run | - | - | - | -"
+    accuracies = [record["test_accuracy"] for record in cell]
+    spread = f"{min(accuracies):.4f} to {max(accuracies):.4f}" if len(cell) > 1 else "-"
+    by_seed = ", ".join(f"{record['seed']}: {record['test_accuracy']:.4f}" for record in cell)
+    minutes = statistics.mean(record["seconds"] for record in cell) / 60
+    machines = sorted({f"{r['devices']} x {r['device']}, {r['cores']} cores" for r in cell})
+    return (
+        f"{statistics.mean(accuracies):.4f} | {spread} | {by_seed} | {minutes:.1f} | "
+        f"{'; '.join(machines)}"
+    )
 
 
 def main() -> None:
@@ -138,7 +158,8 @@ def main() -> None:
                     run_config.seed = seed
                     run_config.data.dir = values.data_dir
                     name = f"{network}-{optimizer}-{seed}"
-                    train(run_config, runs / name, label=name)
+                    if not is_complete(runs / name):
+                        train(run_config, runs / name, label=name)
     record_file = FOLDER / "mnist.jsonl"
     old = read_records(record_file) if record_file.exists() else []
     records = merge(old, collect(runs))

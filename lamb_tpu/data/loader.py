@@ -26,7 +26,6 @@ class TrainLoader:
       source: where the examples come from.
       global_batch_size: examples in a batch over all processes; divisible by `process_count`.
       seed: of the order, 0 to 2**64 - 1.
-      start_step: number of the first batch to give.
       process_index: 0 to `process_count - 1`.
       process_count: number of processes that share each batch.
       transform: `transform(batch, epochs, indices) -> batch`, applied on the host, in threads.
@@ -43,7 +42,6 @@ class TrainLoader:
         source: Source,
         global_batch_size: int,
         seed: int,
-        start_step: int = 0,
         process_index: int = 0,
         process_count: int = 1,
         transform: Transform | None = None,
@@ -51,15 +49,13 @@ class TrainLoader:
         check_shares(global_batch_size, process_index, process_count)
         if not 0 <= seed < 2**64:
             raise UserError(f"seed must lie in 0..2**64-1, found {seed}")
-        if start_step < 0:
-            raise UserError(f"start_step must not be negative, found {start_step}")
         self._source = source
         self._batch_size = global_batch_size
         self._seed = seed
         self._process_index = process_index
         self._process_count = process_count
         self._transform = transform
-        self._next_batch = start_step
+        self._next_batch = 0
         self._ahead: Iterator[Batch] | None = None
 
     def __iter__(self) -> Iterator[Batch]:

@@ -1,6 +1,5 @@
 """The device mesh, and batches as global arrays over it."""
 
-import math
 from collections.abc import Mapping
 
 import jax
@@ -13,33 +12,22 @@ DATA_AXIS = "data"
 
 
 def make_mesh(shape: Mapping[str, int]) -> Mesh:
-    """A mesh over all devices, for example `{'data': -1}`; one axis may be -1, meaning the rest.
+    """A mesh over all devices, with the one axis 'data'; its size is -1 or their number.
 
-    The axes are Auto: the compiler places the collectives.
+    The axis is Auto: the compiler places the collectives.
 
     Raises:
-      UserError: the sizes do not multiply to the number of devices.
+      UserError: another axis, or another size.
     """
     devices = jax.device_count()
-    sizes = dict(shape)
-    asked = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
-    if DATA_AXIS not in sizes:
-        raise UserError(f"config.mesh ({asked}) needs the axis 'data'")
-    free = [axis for axis, size in sizes.items() if size == -1]
-    if len(free) > 1 or not all(
-        type(size) is int and (size > 0 or size == -1) for size in sizes.values()
-    ):
+    if set(shape) != {DATA_AXIS}:
+        raise UserError(f"config.mesh has the axes {', '.join(shape)}; it must have 'data' alone")
+    if type(shape[DATA_AXIS]) is not int or shape[DATA_AXIS] not in (-1, devices):
         raise UserError(
-            f"config.mesh ({asked}) must have positive whole sizes, at most one -1 (the rest)"
+            f"config.mesh.data is {shape[DATA_AXIS]!r}; it must be -1 or the number of devices, "
+            f"{devices}"
         )
-    known = math.prod(size for size in sizes.values() if size != -1)
-    if free and devices % known == 0:
-        sizes[free[0]] = devices // known
-    if math.prod(sizes.values()) != devices:
-        raise UserError(f"config.mesh ({asked}) does not multiply to the {devices} devices here")
-    return jax.make_mesh(
-        tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes)
-    )
+    return jax.make_mesh((devices,), (DATA_AXIS,), axis_types=(AxisType.Auto,))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -10,10 +10,9 @@ import optax
 from jax.sharding import Mesh
 
 from lamb_tpu.parallel.mesh import batch_sharding, replicated
-from lamb_tpu.tasks import Task
+from lamb_tpu.tasks import Sums, Task
 
 Batch = Mapping[str, jax.Array]
-Metrics = dict[str, jax.Array]
 
 
 @flax.struct.dataclass
@@ -67,32 +66,33 @@ def abstract_state(init: Callable[[jax.Array], TrainState], mesh: Mesh) -> Train
 
 def make_train_step(
     task: Task, tx: optax.GradientTransformation, mesh: Mesh
-) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-    """One update under jit: `(state, batch) -> (state, metrics)`; the state's buffers are donated.
+) -> Callable[[TrainState, Batch], tuple[TrainState, Sums]]:
+    """One update under jit: `(state, batch) -> (state, sums)`; the state's buffers are donated.
 
     The loss is a sum over the global batch; sum and weight are divided once, so the update does not
-    depend on the number of devices. Metrics are scalars: the task's means, `loss`, `grad_norm` (l2,
-    over all parameters, before any clipping) and `param_norm` (l2, after the update).
+    depend on the number of devices. The metrics are pairs (sum, weight) too: the task's, `loss`,
+    `grad_norm` (l2, over all parameters, before any clipping) and `param_norm` (l2, after the
+    update), the last two of weight 1.
     """
 
-    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Sums]:
         key = jax.random.fold_in(state.key, state.step)
 
         def mean_loss(params: Any) -> tuple[jax.Array, Any]:
-            (total, weight), aux = task.loss(params, state.model_state, batch, key)
-            return total / weight, aux
+            loss, (model_state, sums) = task.loss(params, state.model_state, batch, key)
+            total, weight = loss
+            return total / weight, (model_state, {**sums, "loss": loss})
 
-        gradient = jax.value_and_grad(mean_loss, has_aux=True)
-        (loss, (model_state, sums)), grads = gradient(state.params)
+        grads, (model_state, sums) = jax.grad(mean_loss, has_aux=True)(state.params)
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
-        metrics = {name: total / weight for name, (total, weight) in sums.items()}
         params = optax.apply_updates(state.params, updates)
-        metrics |= {
-            "loss": loss,
-            "grad_norm": optax.tree.norm(grads),
-            "param_norm": optax.tree.norm(params),
+        one = jnp.ones((), jnp.float32)
+        sums = {
+            **sums,
+            "grad_norm": (optax.tree.norm(grads), one),
+            "param_norm": (optax.tree.norm(params), one),
         }
-        return TrainState(state.step + 1, params, model_state, opt_state, state.key), metrics
+        return TrainState(state.step + 1, params, model_state, opt_state, state.key), sums
 
     whole, split = replicated(mesh), batch_sharding(mesh)
     return jax.jit(
@@ -102,7 +102,7 @@ def make_train_step(
 
 def make_eval_step(
     task: Task, mesh: Mesh
-) -> Callable[[Any, Any, Batch], dict[str, tuple[jax.Array, jax.Array]]]:
+) -> Callable[[Any, Any, Batch], Sums]:
     """`(params, model_state, batch) -> {metric: (sum, weight)}` over the batch's unmasked rows."""
     whole, split = replicated(mesh), batch_sharding(mesh)
     return jax.jit(task.evaluate, in_shardings=(whole, whole, split), out_shardings=whole)

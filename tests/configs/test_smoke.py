@@ -10,7 +10,7 @@ from lamb_tpu import config as config_lib
 from lamb_tpu import models
 from lamb_tpu.errors import UserError
 from lamb_tpu.metrics import read_records
-from lamb_tpu.recipe import make_optimizer, resolve
+from lamb_tpu.recipe import resolve, resolve_optimizer
 from lamb_tpu.train import train
 from tests import tiny
 
@@ -45,7 +45,7 @@ def test_whole_recipe_resolves(path: pathlib.Path) -> None:
     config_lib.check_values(config)
     models.build(**config.model)
     recipe = resolve(config, 60_000)
-    make_optimizer(config, recipe)
+    resolve_optimizer(config, recipe)
     assert recipe.total_steps > 100
     assert config_lib.flatten(config) == config_lib.flatten(tiny.recipe_file(path).get_config(""))
 

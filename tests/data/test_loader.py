@@ -49,7 +49,7 @@ def test_processes_together_hold_one_batch(
 ) -> None:
     whole = take(data.TrainLoader(source, 24, seed=2), 9)
     shares = [
-        take(data.TrainLoader(source, 24, 2, 0, index, process_count), 9)
+        take(data.TrainLoader(source, 24, 2, index, process_count), 9)
         for index in range(process_count)
     ]
     for number, batch in enumerate(whole):
@@ -67,9 +67,8 @@ def test_restore_in_the_middle_of_an_epoch(source: data.ArraySource) -> None:
     take(again, 2)
     again.restore(state)
     np.testing.assert_array_equal(labels(take(again, 20)), expected)
-    np.testing.assert_array_equal(labels(take(data.TrainLoader(source, 8, 1, 5), 20)), expected)
 
-    halves = [data.TrainLoader(source, 8, 1, 0, index, 2) for index in range(2)]
+    halves = [data.TrainLoader(source, 8, 1, index, 2) for index in range(2)]
     for half in halves:
         half.restore(state)
     batches = [batch for pair in zip(*(take(half, 20) for half in halves)) for batch in pair]
@@ -93,9 +92,9 @@ def test_transform_is_told_epoch_and_index(source: data.ArraySource) -> None:
         np.testing.assert_array_equal(batch["label"], indices)
         return {"sum": batch["label"] + 1000 * epochs}
 
-    loader = data.TrainLoader(source, 24, 3, 0, 1, 2, transform=shift)
+    loader = data.TrainLoader(source, 24, 3, 1, 2, transform=shift)
     take(loader, 4)
-    resumed = data.TrainLoader(source, 24, 3, 0, 1, 2, transform=shift)
+    resumed = data.TrainLoader(source, 24, 3, 1, 2, transform=shift)
     resumed.restore(loader.state())
     for number, batch in enumerate(take(resumed, 20), start=4):
         positions = np.arange(24 * number + 12, 24 * number + 24)
@@ -117,7 +116,6 @@ def test_error_in_a_transform_reaches_the_caller(source: data.ArraySource) -> No
         (dict(global_batch_size=10, seed=0, process_count=4), "multiple of the 4 .* found 10"),
         (dict(global_batch_size=0, seed=0), "found 0"),
         (dict(global_batch_size=8, seed=-1), "seed .* found -1"),
-        (dict(global_batch_size=8, seed=0, start_step=-1), "start_step .* found -1"),
         (dict(global_batch_size=8, seed=0, process_index=2, process_count=2), "found 2 of 2"),
     ],
 )

@@ -12,6 +12,7 @@ from jax.sharding import AxisType, Mesh
 from ml_collections import ConfigDict
 
 from lamb_tpu import data
+from lamb_tpu.metrics import mean_metrics
 from lamb_tpu.parallel import mesh as mesh_lib
 from lamb_tpu.parallel import step as step_lib
 from lamb_tpu.run import Run, prepare
@@ -36,7 +37,7 @@ def trained(run: Run, num_devices: int, num_steps: int) -> tuple[Any, list[dict[
     metrics = []
     for batch, _ in zip(batches(run), range(num_steps)):
         state, values = step(state, mesh_lib.shard_batch(batch, mesh))
-        metrics.append(jax.device_get(values))
+        metrics.append(mean_metrics([values]))
     return state, metrics
 
 
@@ -122,5 +123,5 @@ def test_each_update_draws_from_its_own_key() -> None:
     for completed in (5, 6, 7):
         state, metrics = step(state, {"image": jnp.zeros(8)})
         expected = jax.random.uniform(jax.random.fold_in(jax.random.key(3), completed))
-        assert float(metrics["noise"]) == float(expected)
+        assert float(metrics["noise"][0]) == float(expected)
     assert int(state.step) == 8
