@@ -28,7 +28,7 @@ class Workdir:
     Attributes:
       path: the folder.
       config: the resolved config, as JSON.
-      run: versions, hardware and the command, one JSON line for each start of the run.
+      run: versions, hardware and the command, one JSON line for each start that trained.
       parameters: the table of parameter facts.
       checkpoints: Orbax' folder.
     """
@@ -48,7 +48,7 @@ class Workdir:
         Nothing that is already there is changed.
 
         Raises:
-          UserError: it cannot be written, holds a run of another config, or holds other files.
+          UserError: it cannot be written, or holds a run of another config or of none.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)

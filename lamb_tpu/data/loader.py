@@ -1,17 +1,13 @@
 """Training batches: an endless, seeded stream whose whole state is one batch number."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
-
-import numpy as np
 
 from lamb_tpu.data.order import global_indices
 from lamb_tpu.data.source import Batch, Source
 from lamb_tpu.data.stream import run_ahead
 from lamb_tpu.errors import UserError
-
-Transform = Callable[[Batch, np.ndarray, np.ndarray], Batch]
 
 
 class TrainLoader:
@@ -28,10 +24,6 @@ class TrainLoader:
       seed: of the order, 0 to 2**64 - 1.
       process_index: 0 to `process_count - 1`.
       process_count: number of processes that share each batch.
-      transform: `transform(batch, epochs, indices) -> batch`, applied on the host, in threads.
-        `epochs` and `indices`, both int64 (B / P,), say in which epoch each example is seen and
-        which example of the source it is. A random augmentation must be a pure function of these
-        and a seed of its own, so that it too survives a restart and another process count.
 
     Raises:
       UserError: a size does not divide, or is out of range.
@@ -44,7 +36,6 @@ class TrainLoader:
         seed: int,
         process_index: int = 0,
         process_count: int = 1,
-        transform: Transform | None = None,
     ):
         check_shares(global_batch_size, process_index, process_count)
         if not 0 <= seed < 2**64:
@@ -54,7 +45,6 @@ class TrainLoader:
         self._seed = seed
         self._process_index = process_index
         self._process_count = process_count
-        self._transform = transform
         self._next_batch = 0
         self._ahead: Iterator[Batch] | None = None
 
@@ -63,7 +53,7 @@ class TrainLoader:
 
     def __next__(self) -> Batch:
         """This process's share: every field of the source, stacked to (B / P, *shape)."""
-        if self._source.in_memory and self._transform is None:
+        if self._source.in_memory:
             batch = self._fetch(self._next_batch)
         else:
             if self._ahead is None:
@@ -102,13 +92,9 @@ class TrainLoader:
     def _fetch(self, number: int) -> Batch:
         share = self._batch_size // self._process_count
         start = number * self._batch_size + self._process_index * share
-        num_examples = len(self._source)
-        indices = global_indices(self._seed, start, start + share, num_examples)
-        batch = self._source.gather(indices)
-        if self._transform is None:
-            return batch
-        epochs = np.arange(start, start + share, dtype=np.int64) // num_examples
-        return self._transform(batch, epochs, indices)
+        return self._source.gather(
+            global_indices(self._seed, start, start + share, len(self._source))
+        )
 
 
 def check_shares(batch_size: int, process_index: int, process_count: int) -> None:

@@ -100,9 +100,7 @@ def make_train_step(
     )
 
 
-def make_eval_step(
-    task: Task, mesh: Mesh
-) -> Callable[[Any, Any, Batch], Sums]:
+def make_eval_step(task: Task, mesh: Mesh) -> Callable[[Any, Any, Batch], Sums]:
     """`(params, model_state, batch) -> {metric: (sum, weight)}` over the batch's unmasked rows."""
     whole, split = replicated(mesh), batch_sharding(mesh)
     return jax.jit(task.evaluate, in_shardings=(whole, whole, split), out_shardings=whole)

@@ -87,27 +87,19 @@ def test_state_of_another_run_is_refused(source: data.ArraySource, key: str, oth
         loader.restore({name: at for name, at in loader.state().items() if name != key})
 
 
-def test_transform_is_told_epoch_and_index(source: data.ArraySource) -> None:
-    def shift(batch: Batch, epochs: np.ndarray, indices: np.ndarray) -> Batch:
-        np.testing.assert_array_equal(batch["label"], indices)
-        return {"sum": batch["label"] + 1000 * epochs}
+class Broken(data.ArraySource):
+    """A source that is streamed and cannot be read."""
 
-    loader = data.TrainLoader(source, 24, 3, 1, 2, transform=shift)
-    take(loader, 4)
-    resumed = data.TrainLoader(source, 24, 3, 1, 2, transform=shift)
-    resumed.restore(loader.state())
-    for number, batch in enumerate(take(resumed, 20), start=4):
-        positions = np.arange(24 * number + 12, 24 * number + 24)
-        indices = data.global_indices(3, positions[0], positions[-1] + 1, NUM_EXAMPLES)
-        np.testing.assert_array_equal(batch["sum"], indices + 1000 * (positions // NUM_EXAMPLES))
+    in_memory = False
+
+    def gather(self, indices: np.ndarray) -> Batch:
+        raise UserError("the third record is damaged")
 
 
-def test_error_in_a_transform_reaches_the_caller(source: data.ArraySource) -> None:
-    def fail(batch: Batch, epochs: np.ndarray, indices: np.ndarray) -> Batch:
-        raise UserError("this transform does not like the batch")
-
-    with pytest.raises(UserError, match="does not like"):
-        next(data.TrainLoader(source, 8, 0, transform=fail))
+def test_error_while_reading_ahead_reaches_the_caller(source: data.ArraySource) -> None:
+    broken = Broken("broken", source.arrays, None)
+    with pytest.raises(UserError, match="third record is damaged"):
+        next(data.TrainLoader(broken, 8, 0))
 
 
 @pytest.mark.parametrize(
