@@ -31,7 +31,7 @@ _RULES = (("bias$", {"decay": False}), (".*", {}))
 OPTIMIZERS = {
     "lamb": (
         dict(
-            learning_rate=0.004, weight_decay=0.01, bias_correction=False, rules=_RULES,
+            learning_rate=0.004, weight_decay=0.01, bias_correction="none", rules=_RULES,
             clip_global_norm=1.0,
         ),
         "legw", "1 epochs", 0.0,

@@ -36,13 +36,23 @@ def base_config() -> ConfigDict:
     config.model = ConfigDict({"name": "mlp"})
     config.optimizer = ConfigDict({"name": "lamb", "learning_rate": 0.001})
     config.schedule = ConfigDict()
-    config.schedule.scaling = "identity"  # identity | linear | sqrt | legw
+    config.schedule.scaling = "identity"  # identity | linear | sqrt | random_matrix | legw
     config.schedule.base_batch_size = 128  # the batch optimizer.learning_rate is meant for
+    config.schedule.weight_decay_scaling = "identity"  # timescale: AdamW's is kept at every batch
     config.schedule.warmup = "0 steps"  # legw: the warm-up at the base batch
-    config.schedule.decay = "constant"  # constant | polynomial | cosine
+    config.schedule.warmup_power = 1.0
+    config.schedule.start_factor = 0.0  # learning rate where the warm-up starts / peak
+    config.schedule.hold = "0 steps"  # at the peak
+    config.schedule.decay = "constant"  # constant | polynomial | cosine | exponential | step
+    config.schedule.decay_from = "warmup"  # 'warmup': its end, and the hold's; 'zero': update 0
     config.schedule.power = 1.0  # of the polynomial
-    config.schedule.end_factor = 0.0  # last learning rate / peak
-    config.schedule.decay_from = "warmup"  # 'warmup': its end; 'zero': update 0
+    config.schedule.end_factor = 0.0  # of polynomial and cosine: last learning rate / peak
+    config.schedule.decay_factor = 1.0  # of exponential and step: what a drop leaves
+    config.schedule.decay_every = "0 steps"  # of the exponential: from drop to drop
+    config.schedule.staircase = True  # of the exponential: whole drops, nothing between them
+    config.schedule.boundaries = ""  # of step: '30 epochs, 60 epochs, 80 epochs', from update 0
+    config.schedule.min_factor = 0.0  # floor under the learning rate / peak
+    config.schedule.first_step = 0  # the first update's place: 1 loses none to a rate of 0
     config.eval = ConfigDict({"every": "1 epochs", "batch_size": 1024})
     config.checkpoint = ConfigDict({"every": "1 epochs", "keep": 3})
     config.log = ConfigDict({"every": "10 steps", "tensorboard": True})
@@ -136,9 +146,10 @@ def check_values(config: ConfigDict) -> None:
             raise UserError(f"config.{key} is {value}; it must be at least 1")
     if not 0 <= config.seed < 2**32:  # JAX' random keys keep 32 bits of it
         raise UserError(f"config.seed is {config.seed}; it must lie in 0..{2**32 - 1}")
-    end_factor = config.schedule.end_factor
-    if not 0 <= end_factor <= 1:
-        raise UserError(f"config.schedule.end_factor is {end_factor}; it must lie in 0..1")
+    for key in ("start_factor", "end_factor", "min_factor"):
+        factor = config.schedule[key]
+        if not 0 <= factor <= 1:
+            raise UserError(f"config.schedule.{key} is {factor}; it must lie in 0..1")
     rate = config.optimizer.learning_rate
     if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 <= rate < math.inf:
         raise UserError(

@@ -4,15 +4,28 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import numpy as np
 import optax
 from ml_collections import ConfigDict
 
+from lamb_tpu.config import base_config
 from lamb_tpu.errors import UserError
-from lamb_tpu.optim import durations, factory, parameters, schedules
+from lamb_tpu.optim import durations, factory, parameters, scaling, schedules
+
+SCALINGS = (*scaling.SCALING_RULES, "random_matrix", "legw")
+
+# Each decay's own keys in config.schedule; they must be left alone under the others.
+DECAY_KEYS = {
+    "constant": (),
+    "polynomial": ("power", "end_factor"),
+    "cosine": ("end_factor",),
+    "exponential": ("decay_factor", "decay_every", "staircase"),
+    "step": ("decay_factor", "boundaries"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,8 +37,9 @@ class Recipe:
       num_examples: of the training set.
       total_steps: updates of the run.
       peak_learning_rate: after scaling to the batch size, before warm-up and decay.
-      warmup_steps: updates of linear warm-up from 0; may be a fraction.
+      warmup_steps: updates of warm-up; may be a fraction.
       learning_rate: learning rate of update t (the first is t = 0).
+      weight_decay: the optimizer's, scaled to the batch size; None: as the config has it.
       eval_every, checkpoint_every, log_every: intervals in updates; may be fractions.
     """
 
@@ -35,6 +49,7 @@ class Recipe:
     peak_learning_rate: float
     warmup_steps: float
     learning_rate: optax.Schedule
+    weight_decay: float | None
     eval_every: float
     checkpoint_every: float
     log_every: float
@@ -65,6 +80,7 @@ class Recipe:
             f"learning rate: peak {self.peak_learning_rate:.6g}, warm-up {self.warmup_steps:.6g} "
             f"updates = {warmup_epochs:.4g} epochs; update 0: {self.learning_rates[0]:.4g}, "
             f"last: {self.learning_rates[-1]:.4g}"
+            + ("" if self.weight_decay is None else f"; weight decay {self.weight_decay:.6g}")
         )
 
 
@@ -72,17 +88,19 @@ def resolve(config: ConfigDict, num_examples: int) -> Recipe:
     """Resolves every duration and the learning rate for a training set of `num_examples`.
 
     Scaling rules are evaluated from the config's batch size, so overriding it rescales the rate
-    (and under LEGW the warm-up).
+    (under LEGW also the warm-up, and the weight decay where its timescale is to be kept).
 
     Raises:
       UserError: a duration or a schedule argument is wrong; the message names the key.
     """
 
-    def steps(key: str, total_steps: int | None) -> float:
-        section, _, name = key.rpartition(".")
-        text = (config[section] if section else config)[name]
+    def in_steps(text: str) -> float:
+        return durations.parse(text).steps(config.batch_size, num_examples, total_steps)
+
+    def steps(key: str) -> float:
+        section, name = key.split(".")
         with naming(f"config.{key}"):
-            return durations.parse(text).steps(config.batch_size, num_examples, total_steps)
+            return in_steps(config[section][name])
 
     with naming("config.duration"):
         duration = durations.parse(config.duration)
@@ -91,40 +109,24 @@ def resolve(config: ConfigDict, num_examples: int) -> Recipe:
         raise UserError(f"config.duration is {config.duration!r}, which is not one update")
 
     schedule = config.schedule
-    warmup_steps = steps("schedule.warmup", total_steps)
-    if schedule.decay == "constant" and schedule.end_factor:
-        raise UserError(
-            f"config.schedule.end_factor is {schedule.end_factor}, which has no meaning for the "
-            "decay 'constant'; it must be 0"
-        )
+    peak, warmup_steps = _peak_and_warmup(config, num_examples, steps("schedule.warmup"))
+    hold_steps, decay = steps("schedule.hold"), _decay(schedule, peak, in_steps)
     with naming("config.schedule"):
-        peak = config.optimizer.learning_rate
-        if schedule.scaling == "legw":
-            # LEGW keeps the warm-up's updates: those of the given duration at the base batch.
-            warmup = durations.parse(schedule.warmup)
-            base_total = duration.whole_steps(schedule.base_batch_size, num_examples)
-            base_steps = warmup.steps(schedule.base_batch_size, num_examples, base_total)
-            base_epochs = base_steps * schedule.base_batch_size / num_examples
-            scaled = schedules.legw(peak, base_epochs, schedule.base_batch_size, config.batch_size)
-            peak, warmup_steps = (
-                scaled.learning_rate, scaled.warmup_epochs * num_examples / config.batch_size
-            )
-        else:
-            peak = schedules.scale_learning_rate(
-                schedule.scaling, peak, schedule.base_batch_size, config.batch_size
-            )
         learning_rate = schedules.warmup(
             peak,
             total_steps,
             warmup_steps,
-            decay=schedule.decay,
-            power=schedule.power,
-            end_value=schedule.end_factor * peak,
             decay_from=schedule.decay_from,
+            start_value=schedule.start_factor * peak,
+            warmup_power=schedule.warmup_power,
+            hold_steps=hold_steps,
+            min_value=schedule.min_factor * peak,
+            first_step=schedule.first_step,
+            **decay,
         )
     intervals = {}
     for key in ("eval.every", "checkpoint.every", "log.every"):
-        intervals[key] = steps(key, total_steps)
+        intervals[key] = steps(key)
         if intervals[key] <= 0:
             raise UserError(f"config.{key} is an interval of no length; it must be positive")
     return Recipe(
@@ -134,10 +136,98 @@ def resolve(config: ConfigDict, num_examples: int) -> Recipe:
         peak_learning_rate=peak,
         warmup_steps=warmup_steps,
         learning_rate=learning_rate,
+        weight_decay=_weight_decay(config, num_examples, peak),
         eval_every=intervals["eval.every"],
         checkpoint_every=intervals["checkpoint.every"],
         log_every=max(1.0, intervals["log.every"]),
     )
+
+
+def _peak_and_warmup(
+    config: ConfigDict, num_examples: int, warmup_steps: float
+) -> tuple[float, float]:
+    """The peak scaled to the batch size, and the warm-up in updates, which LEGW sets anew."""
+    schedule, rule = config.schedule, config.schedule.scaling
+    if rule not in SCALINGS:
+        raise UserError(f"config.schedule.scaling is {rule!r}; known: {', '.join(SCALINGS)}")
+    base_rate, base_size = config.optimizer.learning_rate, schedule.base_batch_size
+    with naming("config.schedule.scaling"):
+        if rule == "legw":
+            # LEGW keeps the warm-up's updates: those of the given duration at the base batch.
+            warmup = durations.parse(schedule.warmup)
+            base_total = durations.parse(config.duration).whole_steps(base_size, num_examples)
+            base_steps = warmup.steps(base_size, num_examples, base_total)
+            scaled = scaling.legw(
+                base_rate, base_steps * base_size / num_examples, base_size, config.batch_size
+            )
+            return scaled.learning_rate, scaled.warmup_epochs * num_examples / config.batch_size
+        if rule == "random_matrix":
+            rule = scaling.random_matrix_rule(config.optimizer.name)
+        peak = scaling.scale_learning_rate(rule, base_rate, base_size, config.batch_size)
+        return peak, warmup_steps
+
+
+def _decay(
+    schedule: ConfigDict, peak: float, in_steps: Callable[[str], float]
+) -> dict[str, Any]:
+    """The decay of config.schedule as arguments of `schedules.warmup`."""
+    decay = schedule.decay
+    if decay not in DECAY_KEYS:
+        raise UserError(f"config.schedule.decay is {decay!r}; known: {', '.join(DECAY_KEYS)}")
+    defaults = base_config().schedule
+    for key in sorted({key for keys in DECAY_KEYS.values() for key in keys}):
+        if key not in DECAY_KEYS[decay] and schedule[key] != defaults[key]:
+            raise UserError(
+                f"config.schedule.{key} is {schedule[key]!r}, which has no meaning for the decay "
+                f"{decay!r}; it must be {defaults[key]!r}"
+            )
+    if decay not in ("exponential", "step"):
+        return dict(decay=decay, power=schedule.power, end_value=schedule.end_factor * peak)
+
+    factor = schedule.decay_factor
+    if not 0 < factor < 1:
+        raise UserError(
+            f"config.schedule.decay_factor is {factor}; the decay {decay!r} needs one between 0 "
+            "and 1, such as 0.1"
+        )
+    if decay == "exponential":
+        with naming("config.schedule.decay_every"):
+            every = in_steps(schedule.decay_every)
+            return dict(decay=schedules.exponential_decay(factor, every, schedule.staircase))
+    if schedule.decay_from != "zero":
+        raise UserError(
+            f"config.schedule.decay_from is {schedule.decay_from!r}; the decay 'step' counts its "
+            "boundaries from update 0, so it must be 'zero'"
+        )
+    with naming("config.schedule.boundaries"):
+        edges = [in_steps(text) for text in schedule.boundaries.split(",")]
+        return dict(decay=schedules.step_decay(edges, factor))
+
+
+def _weight_decay(config: ConfigDict, num_examples: int, peak: float) -> float | None:
+    """The weight decay that keeps AdamW's timescale, where the config asks for that."""
+    rule, optimizer = config.schedule.weight_decay_scaling, config.optimizer
+    if rule == "identity":
+        return None
+    if rule != "timescale":
+        raise UserError(
+            f"config.schedule.weight_decay_scaling is {rule!r}; known: identity, timescale"
+        )
+    if optimizer.name != "adamw" or "weight_decay" not in optimizer:
+        raise UserError(
+            "config.schedule.weight_decay_scaling is 'timescale', which needs "
+            "config.optimizer.name='adamw' and config.optimizer.weight_decay"
+        )
+    duration, base_size = durations.parse(config.duration), config.schedule.base_batch_size
+    with naming("config.schedule.weight_decay_scaling"):
+        timescale = scaling.adamw_timescale(
+            optimizer.learning_rate, optimizer.weight_decay, base_size,
+            data_size=base_size * duration.steps(base_size, num_examples),
+        )
+        return scaling.adamw_weight_decay(
+            timescale, peak, config.batch_size,
+            data_size=config.batch_size * duration.steps(config.batch_size, num_examples),
+        )
 
 
 def resolve_optimizer(
@@ -150,6 +240,8 @@ def resolve_optimizer(
     """
     fields = config.optimizer.to_dict()
     del fields["learning_rate"]
+    if recipe.weight_decay is not None:
+        fields["weight_decay"] = recipe.weight_decay
     with naming("config.optimizer"):
         tx = factory.make_optimizer(fields, recipe.learning_rate)
     return tx, fields.get("rules", parameters.DEFAULT_RULES)

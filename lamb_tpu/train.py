@@ -22,6 +22,7 @@ from lamb_tpu.checkpoint import Checkpoints
 from lamb_tpu.errors import UserError
 from lamb_tpu.evaluate import make_evaluator
 from lamb_tpu.metrics import MetricsWriter, mean_metrics
+from lamb_tpu.optim import readings
 from lamb_tpu.parallel import mesh as mesh_lib
 from lamb_tpu.parallel import step as step_lib
 from lamb_tpu.progress import RunProgress, format_seconds, format_values
@@ -122,6 +123,9 @@ def train(
                         "train",
                         {**values, "epoch": epoch, "updates": len(unlogged), "seconds": seconds},
                     )
+                    layers = readings.scalars(state.opt_state)
+                    if layers:
+                        writer.write(step, "layers", layers)
                     progress.update(step, values)
                     unlogged = []
                 if recipe.is_due(recipe.eval_every, step):

@@ -1,5 +1,8 @@
 """Durations, intervals and the learning rate in units of updates."""
 
+import dataclasses
+
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from ml_collections import ConfigDict
@@ -16,6 +19,13 @@ def mnist(num_examples: int = 60_000, **changes) -> Recipe:
         "eval__every": "1 epochs", "optimizer__learning_rate": 0.1,
     }
     return resolve(tiny.digits(**values | changes), num_examples)
+
+
+# A tenth of the rate at epochs 10 and 20 of 30.
+STEP = {
+    "schedule__decay": "step", "schedule__decay_from": "zero", "schedule__decay_factor": 0.1,
+    "schedule__boundaries": "10 epochs, 20 epochs",
+}
 
 
 def due(recipe: Recipe, every: float) -> list[int]:
@@ -76,6 +86,7 @@ def test_units_of_intervals() -> None:
         ("identity", 0.1, 60_000 / 1024),
         ("linear", 0.4, 60_000 / 1024),
         ("sqrt", 0.2, 60_000 / 1024),
+        ("random_matrix", 0.2, 60_000 / 1024),
         ("legw", 0.2, 60_000 / 256),
     ],
 )
@@ -113,6 +124,71 @@ def test_learning_rates_at_the_corners() -> None:
     np.testing.assert_allclose(rates, one_by_one, rtol=1e-6)
 
 
+def test_random_matrix_follows_the_optimizer() -> None:
+    recipe = mnist(schedule__scaling="random_matrix", optimizer__name="momentum")
+    assert recipe.peak_learning_rate == pytest.approx(0.4)
+
+
+def test_step_decay_drops_at_true_epochs() -> None:
+    rates = mnist(**STEP, schedule__warmup="0 steps").learning_rates
+    # 585.9 and 1,171.9 updates.
+    np.testing.assert_allclose(
+        rates[[0, 585, 586, 1171, 1172, 1757]], [0.1, 0.1, 0.01, 0.01, 0.001, 0.001], rtol=1e-6
+    )
+
+
+def test_exponential_decay_with_warm_up_and_hold() -> None:
+    changes = {
+        "duration": "100 steps", "schedule__warmup": "10 steps", "schedule__hold": "5 percent",
+        "schedule__decay": "exponential", "schedule__decay_factor": 0.5,
+        "schedule__decay_every": "20 steps",
+    }
+    rates = mnist(**changes).learning_rates
+    expected = [0.05, 0.1, 0.1, 0.1, 0.05, 0.025]
+    np.testing.assert_allclose(rates[[5, 10, 15, 34, 35, 55]], expected, rtol=1e-6)
+    rates = mnist(**changes, schedule__staircase=False).learning_rates
+    np.testing.assert_allclose(rates[[15, 25, 35]], [0.1, 0.1 * 0.5**0.5, 0.05], rtol=1e-6)
+
+
+def test_start_floor_and_clock() -> None:
+    rates = mnist(
+        duration="100 steps", schedule__warmup="10 steps", schedule__start_factor=0.5,
+        schedule__warmup_power=2.0, schedule__min_factor=0.6, schedule__first_step=1,
+    ).learning_rates
+    expected = [0.06, 0.05 + 0.05 * 0.25, 0.1, 0.06]
+    np.testing.assert_allclose(rates[[0, 4, 9, 99]], expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "duration, scaling, decay",
+    # Four times the batch. The run of updates has four times the data too.
+    [("30 epochs", "identity", 0.4), ("30 epochs", "sqrt", 0.2), ("30 epochs", "linear", 0.1),
+     ("1000 steps", "identity", 0.1)],
+)
+def test_weight_decay_that_keeps_the_timescale(
+    duration: str, scaling: str, decay: float
+) -> None:
+    config = tiny.digits(
+        optimizer=ConfigDict({"name": "adamw", "learning_rate": 0.1, "weight_decay": 0.1}),
+        batch_size=1024, duration=duration, schedule__base_batch_size=256,
+        schedule__scaling=scaling, schedule__weight_decay_scaling="timescale",
+    )
+    recipe = resolve(config, 60_000)
+    assert recipe.weight_decay == pytest.approx(decay)
+    assert f"; weight decay {decay:g}" in recipe.describe()
+    # The optimizer has it: with a gradient of 0 the first update of the peak is -rate * decay * w.
+    recipe = dataclasses.replace(recipe, learning_rate=lambda count: 0.1)
+    tx, _ = resolve_optimizer(config, recipe)
+    params = {"kernel": jnp.ones((1, 1))}
+    updates, _ = tx.update({"kernel": jnp.zeros((1, 1))}, tx.init(params), params)
+    np.testing.assert_allclose(updates["kernel"], -0.1 * decay, rtol=1e-6)
+
+
+def test_weight_decay_stays_unless_asked() -> None:
+    assert mnist().weight_decay is None
+    assert "weight decay" not in mnist().describe()
+
+
 def test_summary() -> None:
     text = mnist().describe()
     assert "1,758 updates of 1,024 examples = 30 epochs of 60,000" in text
@@ -126,7 +202,46 @@ def test_summary() -> None:
         ({"duration": "0 epochs"}, "config.duration is '0 epochs', which is not one update"),
         ({"schedule__warmup": "soon"}, "config.schedule.warmup: 'soon'"),
         ({"checkpoint__every": "0 steps"}, "config.checkpoint.every .* must be positive"),
-        ({"schedule__decay": "cosine", "schedule__power": 2.0}, "config.schedule: power 2.0"),
+        (
+            {"schedule__decay": "cosine", "schedule__power": 2.0},
+            r"config.schedule.power is 2.0, .* decay 'cosine'; it must be 1.0",
+        ),
+        ({"schedule__hold": "a while"}, "config.schedule.hold: 'a while'"),
+        ({"schedule__warmup_power": 0.0}, "config.schedule: warmup_power must be above 0"),
+        ({"schedule__first_step": -1}, "config.schedule: first_step must be at least 0"),
+        (
+            {"schedule__scaling": "random_matrix", "optimizer__name": "lars"},
+            "config.schedule.scaling: .*nothing of the optimizer 'lars', .*choose 'linear' or",
+        ),
+        (
+            {"schedule__boundaries": "10 epochs"},
+            "config.schedule.boundaries is '10 epochs', .* decay 'polynomial'; it must be ''",
+        ),
+        (
+            {"schedule__decay": "exponential", "schedule__decay_every": "1 epochs"},
+            "config.schedule.decay_factor is 1.0; the decay 'exponential' needs one between 0",
+        ),
+        (
+            {"schedule__decay": "exponential", "schedule__decay_factor": 0.97},
+            "config.schedule.decay_every: every_steps must be above 0, not 0.0",
+        ),
+        (
+            STEP | {"schedule__decay_from": "warmup"},
+            "config.schedule.decay_from is 'warmup'; the decay 'step' .* must be 'zero'",
+        ),
+        (STEP | {"schedule__boundaries": ""}, "config.schedule.boundaries: '' is not a duration"),
+        (
+            STEP | {"schedule__boundaries": "2 epochs, 1 epochs"},
+            "config.schedule.boundaries: boundaries must be above 0 and rise",
+        ),
+        (
+            {"schedule__weight_decay_scaling": "linear"},
+            "weight_decay_scaling is 'linear'; known: identity, timescale",
+        ),
+        (
+            {"schedule__weight_decay_scaling": "timescale"},
+            "weight_decay_scaling is 'timescale', which needs config.optimizer.name='adamw'",
+        ),
     ],
 )
 def test_mistakes_name_the_key(changes: dict[str, str], message: str) -> None:

@@ -32,8 +32,8 @@ MISTAKES = [
     ("duration", "0 steps", r"config\.duration is '0 steps'"),
     ("duration", "50 percent", r"config\.duration: '50 percent'"),
     ("schedule.warmup", "200 percent", r"config\.schedule\.warmup: 200 percent.*at most 100"),
-    ("schedule.scaling", "legww", r"config\.schedule: rule 'legww' is unknown; known: .*linear"),
-    ("schedule.decay", "poly", r"config\.schedule: decay 'poly' is unknown; known: polynomial"),
+    ("schedule.scaling", "legww", r"config\.schedule\.scaling is 'legww'; known: .*legw"),
+    ("schedule.decay", "poly", r"config\.schedule\.decay is 'poly'; known: .*polynomial"),
     ("schedule.decay_from", "end", r"decay_from must be 'warmup' or 'zero', not 'end'"),
     ("schedule.power", "a", r"config\.schedule\.power is 'a'; it must be a number"),
     ("schedule.base_batch_size", 0, r"config\.schedule\.base_batch_size is 0; .*at least 1"),
@@ -79,6 +79,11 @@ MISTAKES = [
     ("mesh.data", 3, r"config\.mesh\.data is 3; it must be -1 or the number of devices, 8"),
     ("mesh.data", "x", r"config\.mesh\.data is 'x'; it must be -1 or"),
     ("mesh", ConfigDict({"data": 4, "model": 2}), r"has the axes data, model; .*alone"),
+    ("schedule.staircase", 1, r"config\.schedule\.staircase is 1; it must be True or False"),
+    ("schedule.boundaries", 3, r"config\.schedule\.boundaries is 3; it must be text"),
+    ("schedule.first_step", 0.5, r"config\.schedule\.first_step is 0\.5; .*a whole number"),
+    ("schedule.start_factor", -1, r"config\.schedule\.start_factor is -1\.0; .*lie in 0\.\.1"),
+    ("schedule.min_factor", 2.0, r"config\.schedule\.min_factor is 2\.0; .*lie in 0\.\.1"),
     ("schedule.end_factor", 1.5, r"config\.schedule\.end_factor is 1\.5; it must lie in 0\.\.1"),
 ]
 

@@ -14,17 +14,41 @@
 [0.994008 0.994008]
 """
 
-from lamb_tpu.optim import durations, factory, parameters, schedules, trust_ratio
+from lamb_tpu.optim import (
+    clipping,
+    durations,
+    factory,
+    leafwise,
+    parameters,
+    placement,
+    presets,
+    readings,
+    scaling,
+    schedules,
+    trust_ratio,
+)
+from lamb_tpu.optim.adagrad_norm import AdagradNormState, adagrad_norm
+from lamb_tpu.optim.apollo import ApolloState, apollo
+from lamb_tpu.optim.diffgrad import DiffgradState, diffgrad
 from lamb_tpu.optim.durations import Duration
 from lamb_tpu.optim.factory import make_optimizer
 from lamb_tpu.optim.lamb import LambState, lamb
-from lamb_tpu.optim.lars import LarsState, lars, lars_lamb_paper
+from lamb_tpu.optim.lars import LarsState, lars
+from lamb_tpu.optim.novograd import NovogradState, novograd
 from lamb_tpu.optim.parameters import ParameterFacts
-from lamb_tpu.optim.schedules import legw, scale_learning_rate, warmup
+from lamb_tpu.optim.refinement import refined_schedule
+from lamb_tpu.optim.rmsprop_tf import RmspropTfState, rmsprop_tf
+from lamb_tpu.optim.rounding import StochasticRoundingState, stochastic_rounding
+from lamb_tpu.optim.scaling import legw, scale_learning_rate
+from lamb_tpu.optim.schedules import exponential_decay, phases, step_decay, warmup
 from lamb_tpu.optim.trust_ratio import TrustRatioState, scale_by_trust_ratio
 
 __all__ = [
-    "Duration", "LambState", "LarsState", "ParameterFacts", "TrustRatioState", "durations",
-    "factory", "lamb", "lars", "lars_lamb_paper", "legw", "make_optimizer", "parameters",
-    "scale_by_trust_ratio", "scale_learning_rate", "schedules", "trust_ratio", "warmup",
+    "AdagradNormState", "ApolloState", "DiffgradState", "Duration", "LambState", "LarsState",
+    "NovogradState", "ParameterFacts", "RmspropTfState", "StochasticRoundingState",
+    "TrustRatioState", "adagrad_norm", "apollo", "clipping", "diffgrad", "durations",
+    "exponential_decay", "factory", "lamb", "lars", "leafwise", "legw", "make_optimizer",
+    "novograd", "parameters", "phases", "placement", "presets", "readings",
+    "refined_schedule", "rmsprop_tf", "scale_by_trust_ratio", "scale_learning_rate", "scaling",
+    "schedules", "step_decay", "stochastic_rounding", "trust_ratio", "warmup",
 ]

@@ -8,26 +8,39 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from lamb_tpu.optim import parameters, trust_ratio
+from lamb_tpu.optim import clipping, leafwise, parameters, presets, rounding, trust_ratio
+from lamb_tpu.optim.adagrad_norm import adagrad_norm
+from lamb_tpu.optim.apollo import apollo
+from lamb_tpu.optim.diffgrad import diffgrad
 from lamb_tpu.optim.lamb import lamb
-from lamb_tpu.optim.lars import lars, lars_lamb_paper
+from lamb_tpu.optim.lars import lars
+from lamb_tpu.optim.novograd import novograd
 from lamb_tpu.optim.parameters import Rules
+from lamb_tpu.optim.rmsprop_tf import rmsprop_tf
 
 
 def make_optimizer(
-    config: Mapping[str, Any], learning_rate: optax.ScalarOrSchedule
+    config: Mapping[str, Any],
+    learning_rate: optax.ScalarOrSchedule,
+    params: optax.Params | None = None,
 ) -> optax.GradientTransformation:
     """The optimizer that `config['name']` names, with the other entries as its arguments.
 
     >>> tx = make_optimizer({'name': 'lamb', 'b2': 0.98, 'rules': 'no_bias_no_norm'}, 1e-3)
+    >>> tx = make_optimizer({'name': 'lars', 'preset': 'lamb_paper', 'weight_decay': 0.1}, 1e-3)
 
     Args:
-      config: 'name', one of `OPTIMIZERS`, and arguments of that function. 'rules' is the name of a
-        preset or a list of (regex, {'decay': ..., 'adapt': ..., 'layer_axes': ...}); every
-        optimizer takes it, so the same table serves them all. 'clip_global_norm', for every
-        optimizer too, is the l2 norm of all gradients together above which they are scaled down
-        to it before anything else; the LAMB authors' code has 1.0.
+      config: 'name', one of `OPTIMIZERS`, and arguments of that function. Every optimizer takes:
+        'rules': the name of a preset in `parameters.RULES` or a list of
+          (regex, {'decay': ..., 'adapt': ..., 'layer_axes': ...}), so that one table serves all.
+        'clip_global_norm': the l2 norm of all gradients together above which they are scaled down
+          to it before anything else; the LAMB authors' code has 1.0. None for none.
+        'axis_name': the mesh axis over which every leaf is split inside `shard_map` or `pmap`.
+        'stochastic_rounding': a seed, or True for 0, for bfloat16 parameters, see `rounding`.
+        'preset': the name of arguments in `presets.PRESETS` to begin with; others override them.
       learning_rate: a number, or a schedule of the count of completed updates.
+      params: arrays or `jax.ShapeDtypeStruct`s; with them, rules that do not fit fail here and not
+        in `init`.
 
     Raises:
       ValueError: an unknown name or argument, or a value that the optimizer refuses.
@@ -37,20 +50,31 @@ def make_optimizer(
     if name not in OPTIMIZERS:
         known = ", ".join(OPTIMIZERS)
         raise ValueError(f"the optimizer's name {name!r} is unknown; known: {known}")
+    preset = arguments.pop("preset", None)
+    if preset is not None:
+        arguments = presets.preset(name, preset) | arguments
     build = OPTIMIZERS[name]
     known = [key for key in inspect.signature(build).parameters if key != "learning_rate"]
-    clip = arguments.pop("clip_global_norm", None)
+    common = {
+        key: arguments.get(key) if key in known else arguments.pop(key, None)
+        for key in ("clip_global_norm", "axis_name", "stochastic_rounding")
+    }
     for key in arguments:
         if key not in known:
-            raise ValueError(
-                f"{name} has no argument {key!r}; known: {', '.join([*known, 'clip_global_norm'])}"
-            )
+            every = ", ".join(dict.fromkeys([*known, *common, "preset"]))
+            raise ValueError(f"{name} has no argument {key!r}; known: {every}")
+    if build is apollo and common["axis_name"] is not None:  # the others act on each weight alone
+        raise ValueError(f"apollo needs whole matrices: no axis_name, not {common['axis_name']!r}")
     tx = build(learning_rate, **arguments)
-    if clip is None:
+    if params is not None:
+        parameters.resolve(params, arguments.get("rules", parameters.DEFAULT_RULES))
+    if common["clip_global_norm"] is not None and "clip_global_norm" not in known:
+        clip = clipping.clip_global_norm(common["clip_global_norm"], common["axis_name"])
+        tx = optax.chain(clip, tx)
+    seed = common["stochastic_rounding"]
+    if seed is None or seed is False:
         return tx
-    if not clip > 0:
-        raise ValueError(f"clip_global_norm must be above 0, or None for no clipping, not {clip!r}")
-    return optax.chain(optax.clip_by_global_norm(clip), tx)
+    return rounding.stochastic_rounding(tx, 0 if seed is True else seed)
 
 
 def sgd(
@@ -59,6 +83,7 @@ def sgd(
     rules: Rules = parameters.DEFAULT_RULES,
 ) -> optax.GradientTransformation:
     """Plain SGD; the decay is added to the gradient where the rules say so."""
+    _check(learning_rate)
     return _with_l2(optax.sgd(learning_rate), weight_decay, rules)
 
 
@@ -69,6 +94,7 @@ def momentum(
     rules: Rules = parameters.DEFAULT_RULES,
 ) -> optax.GradientTransformation:
     """SGD with momentum, the learning rate outside the buffer; decay as in `sgd`."""
+    _check(learning_rate, below_one={"momentum": momentum})
     return _with_l2(optax.sgd(learning_rate, momentum), weight_decay, rules)
 
 
@@ -79,6 +105,7 @@ def nesterov(
     rules: Rules = parameters.DEFAULT_RULES,
 ) -> optax.GradientTransformation:
     """SGD with Nesterov's momentum; decay as in `sgd`."""
+    _check(learning_rate, below_one={"momentum": momentum})
     return _with_l2(optax.sgd(learning_rate, momentum, nesterov=True), weight_decay, rules)
 
 
@@ -91,6 +118,7 @@ def adam(
     rules: Rules = parameters.DEFAULT_RULES,
 ) -> optax.GradientTransformation:
     """Adam; decay as in `sgd`, that is L2 regularisation."""
+    _check(learning_rate, below_one={"b1": b1, "b2": b2}, eps=eps)
     return _with_l2(optax.adam(learning_rate, b1, b2, eps), weight_decay, rules)
 
 
@@ -103,7 +131,7 @@ def adamw(
     rules: Rules = parameters.DEFAULT_RULES,
 ) -> optax.GradientTransformation:
     """Adam with decay outside the moments, times the learning rate, where the rules say so."""
-    _check_decay(weight_decay, rules)
+    _check(learning_rate, below_one={"b1": b1, "b2": b2}, eps=eps, weight_decay=weight_decay)
     return _in_float32(
         optax.adamw(learning_rate, b1, b2, eps, weight_decay=weight_decay, mask=_decays(rules))
     )
@@ -117,6 +145,7 @@ def adagrad(
     rules: Rules = parameters.DEFAULT_RULES,
 ) -> optax.GradientTransformation:
     """Adagrad; decay as in `sgd`."""
+    _check(learning_rate, initial_accumulator_value=initial_accumulator_value, eps=eps)
     inner = optax.adagrad(learning_rate, initial_accumulator_value, eps)
     return _with_l2(inner, weight_decay, rules)
 
@@ -124,7 +153,11 @@ def adagrad(
 OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
     "lamb": lamb,
     "lars": lars,
-    "lars_lamb_paper": lars_lamb_paper,
+    "novograd": novograd,
+    "diffgrad": diffgrad,
+    "rmsprop_tf": rmsprop_tf,
+    "adagrad_norm": adagrad_norm,
+    "apollo": apollo,
     "sgd": sgd,
     "momentum": momentum,
     "nesterov": nesterov,
@@ -134,35 +167,42 @@ OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
 }
 
 
+def _check(
+    learning_rate: optax.ScalarOrSchedule,
+    below_one: Mapping[str, Any] | None = None,
+    **at_least_zero: Any,
+) -> None:
+    """What Optax lets through: a decay rate of 1.5, a negative learning rate."""
+    if not callable(learning_rate):
+        trust_ratio.check_range("learning_rate", learning_rate)
+    for name, value in (below_one or {}).items():
+        trust_ratio.check_range(name, value, upper=1.0)
+    for name, value in at_least_zero.items():
+        trust_ratio.check_range(name, value)
+
+
 def _with_l2(
     inner: optax.GradientTransformation, weight_decay: float, rules: Rules
 ) -> optax.GradientTransformation:
-    _check_decay(weight_decay, rules)
+    trust_ratio.check_range("weight_decay", weight_decay)
     decay = optax.add_decayed_weights(weight_decay, mask=_decays(rules))
     return _in_float32(optax.chain(decay, inner))
 
 
-def _check_decay(weight_decay: float, rules: Rules) -> None:
-    parameters.check_rules(rules)
-    trust_ratio.check_range("weight_decay", weight_decay)
-
-
 def _decays(rules: Rules) -> Callable[[Any], Any]:
+    parameters.check_rules(rules)
     return lambda params: jax.tree.map(lambda facts: facts.decay, parameters.resolve(params, rules))
 
 
 def _in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformation:
     """Runs `inner` on float32 copies of narrower leaves, so that its moments are float32."""
 
-    def widen(tree: Any) -> Any:
-        return jax.tree.map(lambda x: jnp.asarray(x, trust_ratio.compute_dtype(x)), tree)
-
     def init_fn(params: optax.Params) -> optax.OptState:
-        return inner.init(widen(params))
+        return inner.init(leafwise.widen(params))
 
     def update_fn(updates: optax.Updates, state: optax.OptState, params: optax.Params = None):
         trust_ratio.require_params(params)
-        updates, state = inner.update(widen(updates), state, widen(params))
+        updates, state = inner.update(leafwise.widen(updates), state, leafwise.widen(params))
         return jax.tree.map(lambda u, p: u.astype(jnp.result_type(p)), updates, params), state
 
     return optax.GradientTransformation(init_fn, update_fn)

@@ -54,15 +54,36 @@ class ParameterFacts:
 
 Rules = str | Sequence[tuple[str, ParameterFacts | Mapping[str, Any]]]
 
-# Presets fit any model, so a rule of theirs may match nothing. Flax NNX ends a path in '/value'.
+
+def _without(pattern: str, *, adapt: bool = False) -> tuple[tuple[str, ParameterFacts], ...]:
+    """Rules by which what the pattern finds does not decay, nor adapt unless it is said."""
+    return (pattern, ParameterFacts(decay=False, adapt=adapt)), ("", ParameterFacts())
+
+
+# Flax names a norm's leaves scale and bias, others gamma and beta; NNX may end a path in '/value'.
+_LEAVES = r"(^|/)(bias|scale|gamma|beta)(/value)?$"
+# Modules such as BatchNorm_0, layer_norm, norm_proj, bn1, init_bn; and a leaf that only norms have.
+_NORMS = r"(?i)norm[^/]*/|(^|[/_])bn\d*(_[^/]*)?/|(^|/)(scale|gamma|beta)(/value)?$"
+
+# Presets fit any model, so a rule of theirs may match nothing.
 RULES: dict[str, tuple[tuple[str, ParameterFacts], ...]] = {
     # LAMB's Algorithm 2 and LARS as printed: every tensor decays and adapts.
     "all": (("", ParameterFacts()),),
-    # The working recipes for BERT and ResNet; the names are those of Flax layers.
-    "no_bias_no_norm": (
-        (r"(^|/)(bias|scale)(/value)?$", ParameterFacts(decay=False, adapt=False)),
-        ("", ParameterFacts()),
-    ),
+    # The working recipes for BERT and ResNet.
+    "no_bias_no_norm": _without(_LEAVES),
+    # NVIDIA's BERT in TensorFlow: these tensors do not decay, but every tensor adapts.
+    "no_bias_no_norm_decay": _without(_LEAVES, adapt=True),
+    # TensorFlow Addons' LAMB with BERT's exclusions LayerNorm, layer_norm and bias: what does not
+    # decay does not adapt either, unless a second list is given.
+    "bert": _without(_LEAVES),
+    # The LAMB authors' ResNet-50 (fastalgo/imagenet_resnet50_lamb, optimization.py) excludes norms
+    # and not biases. So does the L2 term beside RMSProp in tensorflow/tpu's EfficientNet.
+    "resnet": _without(_NORMS),
+    # LARS in tensorflow/tpu's EfficientNet skips batch_normalization, bias, beta and gamma.
+    "efficientnet": _without(_LEAVES),
+    # No list for the papers' LSTMs is known to us. Biases begin at 0, or at 1 for forget gates, so
+    # their norms say nothing of how far a step may go.
+    "lstm": _without(r"(^|/)bias(/value)?$"),
 }
 DEFAULT_RULES = "all"
 
@@ -78,19 +99,21 @@ def resolve(params: Any, rules: Rules) -> Any:
       A pytree of `ParameterFacts` with the structure of `params`.
 
     Raises:
-      ValueError: a leaf that no rule matches; a rule that matches no leaf (not checked for
-        presets, nor in a tree without leaves); a layer axis that the leaf does not have; rules
-        that are not rules.
+      ValueError: a leaf that no rule matches; a rule that decides no leaf, because it matches
+        none, or because rules before it take all that it matches (not checked for presets, nor in
+        a tree without leaves, nor for a last rule that matches every leaf); a layer axis that the
+        leaf does not have; rules that are not rules.
     """
-    checked = not isinstance(rules, str)
     compiled = _compile(rules)
     leaves, treedef = jax.tree.flatten(params)
     paths = leaf_paths(params)
-    facts = []
+    facts, takers = [], []
     for path, leaf in zip(paths, leaves, strict=True):
-        match = next((value for regex, value in compiled if regex.search(path)), None)
-        if match is None:
+        taker = next((i for i, (regex, _) in enumerate(compiled) if regex.search(path)), None)
+        if taker is None:
             raise ValueError(f"no rule matches the parameter {path!r}: add a rule for it to rules")
+        takers.append(taker)
+        match = compiled[taker][1]
         num_axes = np.ndim(leaf)
         if match.layer_axes and match.layer_axes[-1] >= num_axes:
             raise ValueError(
@@ -98,18 +121,32 @@ def resolve(params: Any, rules: Rules) -> Any:
                 f"which has {num_axes} axes"
             )
         facts.append(match)
-    if checked and paths:
-        for regex, _ in compiled:
-            if not any(regex.search(path) for path in paths):
-                raise ValueError(
-                    f"the rule {regex.pattern!r} matches no parameter; the paths are "
-                    f"{', '.join(paths[:8])}{', ...' if len(paths) > 8 else ''}"
-                )
+    if paths and not isinstance(rules, str):
+        _check_each_decides([regex for regex, _ in compiled], paths, takers)
     return jax.tree.unflatten(treedef, facts)
 
 
+def _check_each_decides(regexes: list[re.Pattern], paths: list[str], takers: list[int]) -> None:
+    """Raises ValueError for a rule by which no path is taken; `takers` has each path's rule."""
+    for index, regex in enumerate(regexes):
+        matched = [i for i, path in enumerate(paths) if regex.search(path)]
+        if not matched:
+            raise ValueError(
+                f"the rule {regex.pattern!r} matches no parameter; the paths are "
+                f"{', '.join(paths[:8])}{', ...' if len(paths) > 8 else ''}"
+            )
+        # A last rule for whatever is left may find that nothing is.
+        catch_all = index == len(regexes) - 1 and len(matched) == len(paths)
+        if index not in takers and not catch_all:
+            first = matched[0]
+            raise ValueError(
+                f"the rule {regex.pattern!r} decides nothing: rules before it take all that it "
+                f"matches, as {regexes[takers[first]].pattern!r} takes {paths[first]!r}"
+            )
+
+
 def check_rules(rules: Rules) -> None:
-    """Raises ValueError for an unknown preset, a regex or facts that cannot be read."""
+    """Raises ValueError for an unknown preset, a rule that is none, or a regex that comes twice."""
     _compile(rules)
 
 
@@ -170,7 +207,12 @@ def _compile(rules: Rules) -> list[tuple[re.Pattern, ParameterFacts]]:
         rules = RULES[rules]
     if isinstance(rules, Mapping) or not isinstance(rules, Sequence):
         raise ValueError(f"rules must be a preset's name or a list of (regex, facts): {rules!r}")
-    return [_compile_rule(rule) for rule in rules]
+    compiled = [_compile_rule(rule) for rule in rules]
+    patterns = [regex.pattern for regex, _ in compiled]
+    for pattern in patterns:
+        if patterns.count(pattern) > 1:
+            raise ValueError(f"the rule {pattern!r} is given twice; only the first would decide")
+    return compiled
 
 
 def _compile_rule(rule: Any) -> tuple[re.Pattern, ParameterFacts]:

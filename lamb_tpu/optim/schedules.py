@@ -1,120 +1,67 @@
-"""Learning rates: how they scale with the batch, how they warm up and how they decay.
+"""Learning rates over a run: how they warm up, hold and decay, and phases one after another.
 
 A schedule is a function of the count of completed updates, as in Optax: the first update of a run
 reads it at 0 and the last of `total_steps` updates at `total_steps - 1`.
 """
 
-import math
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
-SCALING_RULES: dict[str, Callable[[float], float]] = {
-    "identity": lambda ratio: 1.0,
-    "linear": lambda ratio: ratio,
-    "sqrt": math.sqrt,
-}
+from lamb_tpu.optim.scaling import check_above_zero
+from lamb_tpu.optim.trust_ratio import check_range
 
-# Each maps the fraction of the decay that lies behind, 0..1, to the part of the peak left, 1..0.
+# Each maps the fraction of the decay that is left, 1..0, to the part of the peak left, 1..0.
 DECAYS: dict[str, Callable[[jax.Array, float], jax.Array]] = {
     "polynomial": lambda left, power: left**power,
-    "cosine": lambda left, power: 0.5 * (1.0 - jnp.cos(jnp.pi * left)),
+    # (1 - cos pi x) / 2, written so that nothing cancels near the end.
+    "cosine": lambda left, power: jnp.sin(0.5 * jnp.pi * left) ** 2,
     "constant": lambda left, power: jnp.ones_like(left),
 }
-
-
-class ScaledWarmup(NamedTuple):
-    """What LEGW gives for a batch size."""
-
-    learning_rate: float  # the peak
-    warmup_epochs: float
-
-
-def scale_learning_rate(
-    rule: str, base_learning_rate: float, base_batch_size: int, batch_size: int
-) -> float:
-    """The learning rate for `batch_size`, from the one that was tuned at `base_batch_size`.
-
-    >>> scale_learning_rate('linear', 0.1, 256, 8192)
-    3.2
-    >>> round(scale_learning_rate('sqrt', 5e-3, 32768, 512), 6)  # BERT in the LAMB paper
-    0.000625
-
-    Args:
-      rule: 'identity', 'linear' (Goyal et al., arXiv:1706.02677) or 'sqrt' (the LAMB and LEGW
-        papers).
-      base_learning_rate: the tuned rate.
-      base_batch_size: the batch size, in examples, at which it was tuned.
-      batch_size: the batch size of the run, in examples.
-
-    Raises:
-      ValueError: an unknown rule, or a batch size that is not positive.
-    """
-    if rule not in SCALING_RULES:
-        raise ValueError(f"rule {rule!r} is unknown; known: {', '.join(SCALING_RULES)}")
-    return base_learning_rate * SCALING_RULES[rule](_batch_ratio(base_batch_size, batch_size))
-
-
-def legw(
-    base_learning_rate: float, base_warmup_epochs: float, base_batch_size: int, batch_size: int
-) -> ScaledWarmup:
-    """LEGW: for k times the batch, sqrt(k) times the rate and k times the warm-up epochs.
-
-    The number of warm-up updates stays what it was.
-
-    >>> legw(4 / (2**3 * 100), 0.3125, 512, 32768)  # ResNet-50 in the LAMB paper
-    ScaledWarmup(learning_rate=0.04, warmup_epochs=20.0)
-
-    Args:
-      base_learning_rate: the peak rate that was tuned at `base_batch_size`.
-      base_warmup_epochs: the warm-up there, in epochs; fractions are meant.
-      base_batch_size: in examples.
-      batch_size: in examples.
-
-    Raises:
-      ValueError: a batch size that is not positive, or a negative warm-up.
-
-    References:
-      You et al., Large-Batch Training for LSTM and Beyond, arXiv:1901.08256.
-    """
-    if base_warmup_epochs < 0:
-        raise ValueError(f"base_warmup_epochs must be at least 0, not {base_warmup_epochs!r}")
-    return ScaledWarmup(
-        scale_learning_rate("sqrt", base_learning_rate, base_batch_size, batch_size),
-        base_warmup_epochs * _batch_ratio(base_batch_size, batch_size),
-    )
 
 
 def warmup(
     peak: float,
     total_steps: float,
     warmup_steps: float = 0.0,
-    decay: str = "polynomial",
+    decay: str | optax.Schedule = "polynomial",
     power: float = 1.0,
     end_value: float = 0.0,
     decay_from: str = "warmup",
+    *,
+    start_value: float = 0.0,
+    warmup_power: float = 1.0,
+    hold_steps: float = 0.0,
+    min_value: float = 0.0,
+    first_step: float = 0.0,
 ) -> optax.Schedule:
-    r"""Linear warm-up from 0, then a decay that reaches `end_value` at `total_steps`.
+    r"""Warm-up to a peak, then a decay that reaches `end_value` at `total_steps`.
 
-    With W = `warmup_steps` and T = `total_steps`, update t (counted from 0) has the rate
+    With W = `warmup_steps`, H = `hold_steps` and T = `total_steps`, update t has the rate
 
     .. math::
       \eta(t) = \begin{cases}
-        \text{peak} \cdot t / W & t < W \\
-        \text{end} + (\text{peak} - \text{end}) \, d\!\left(\frac{T - t}{T - S}\right) & t \ge W
+        \text{start} + (\text{peak} - \text{start}) \, (t / W)^{\text{warmup power}} & t < W \\
+        \text{peak} & W \le t < W + H \\
+        \text{end} + (\text{peak} - \text{end}) \, d\!\left(\frac{T - t}{T - S}\right) & t \ge W + H
       \end{cases}
 
     and `end_value` from T on, where S is where the decay's clock starts and d is :math:`x^p` for
     'polynomial', :math:`(1 - \cos \pi x) / 2` for 'cosine' and 1 for 'constant'. So:
 
-    - With a warm-up the first update has the rate 0 and moves nothing, as in the authors' code.
+    - With a warm-up the first update has the rate 0 and moves nothing, as in the authors' code;
+      `start_value`, or a clock with `first_step=1`, changes that.
     - The last update, t = T - 1, is one short of the end: `end_value` itself is never used.
-    - `decay_from='warmup'` starts the clock at S = W: the peak is reached, at t = W if W is whole.
+    - `decay_from='warmup'` starts the clock at S = W + H: the peak is reached, at t = W if W is
+      whole.
     - `decay_from='zero'` starts it at S = 0, under the warm-up, as the BERT and LAMB authors' code
       does: the rate jumps down at the end of warm-up and the peak is never reached.
+
+    The defaults are linear warm-up and linear decay: the one-cycle triangle, or without a warm-up
+    the line to zero.
 
     >>> rate = warmup(0.04, total_steps=8, warmup_steps=4)
     >>> print([round(float(rate(t)), 3) for t in range(9)])
@@ -123,15 +70,29 @@ def warmup(
     >>> print([round(float(rate(t)), 3) for t in range(9)])
     [0.0, 0.01, 0.02, 0.03, 0.02, 0.015, 0.01, 0.005, 0.0]
 
+    A decay that does not look at T is a function of its own, `exponential_decay` or `step_decay`:
+
+    >>> rate = warmup(0.1, 90, 5, decay=step_decay([30, 60, 80], 0.1), decay_from='zero')
+    >>> print([round(float(rate(t)), 6) for t in (0, 4, 5, 29, 30, 60, 80, 89)])
+    [0.0, 0.08, 0.1, 0.1, 0.01, 0.001, 0.0001, 0.0001]
+
     Args:
       peak: the rate at the end of warm-up.
       total_steps: T, in updates; need not be whole.
       warmup_steps: W, in updates; need not be whole, and may exceed T, where the run ends in its
         warm-up.
-      decay: 'polynomial', 'cosine' or 'constant'.
+      decay: 'polynomial', 'cosine', 'constant', or a function from the updates since S to the part
+        of the peak that is left, which is followed past T too.
       power: p, of the polynomial only. 1 in the LAMB paper, 2 for LARS.
-      end_value: the rate at T.
+      end_value: the rate at T, of the polynomial and the cosine.
       decay_from: 'warmup' or 'zero', see above.
+      start_value: the rate where the warm-up starts, at t = 0. Goyal et al. (arXiv:1706.02677)
+        start from the base batch's rate.
+      warmup_power: of t / W; 1 is linear.
+      hold_steps: H, updates at the peak between warm-up and decay; need not be whole.
+      min_value: a floor under the whole schedule.
+      first_step: what the clock shows at the first update: t is the count of completed updates plus
+        this. NVIDIA's BERT and Jasper start at 1, so that no update is lost to a rate of 0.
 
     Returns:
       A function of the count (an int or an integer array, also traced) to the rate, float32
@@ -140,38 +101,156 @@ def warmup(
     Raises:
       ValueError: for an argument that is out of range or has no meaning for the decay chosen.
     """
-    if decay not in DECAYS:
-        raise ValueError(f"decay {decay!r} is unknown; known: {', '.join(DECAYS)}")
+    if not callable(decay) and decay not in DECAYS:
+        raise ValueError(
+            f"decay {decay!r} is unknown; known: {', '.join(DECAYS)}, or a function such as "
+            "exponential_decay(...)"
+        )
     if decay_from not in ("warmup", "zero"):
         raise ValueError(f"decay_from must be 'warmup' or 'zero', not {decay_from!r}")
-    if not total_steps > 0:
-        raise ValueError(f"total_steps must be above 0, not {total_steps!r}")
-    for name, value in (("peak", peak), ("warmup_steps", warmup_steps), ("end_value", end_value)):
-        if not value >= 0:
-            raise ValueError(f"{name} must be at least 0, not {value!r}")
-    if not power > 0:
-        raise ValueError(f"power must be above 0, not {power!r}")
+    check_above_zero(total_steps=total_steps, power=power, warmup_power=warmup_power)
+    for name, value in {
+        "peak": peak, "warmup_steps": warmup_steps, "end_value": end_value,
+        "start_value": start_value, "hold_steps": hold_steps, "min_value": min_value,
+        "first_step": first_step,
+    }.items():
+        check_range(name, value)
+    shown = "that is a function" if callable(decay) else repr(decay)
     if decay != "polynomial" and power != 1.0:
-        raise ValueError(f"power {power!r} has no meaning for decay {decay!r}; leave it out")
-    if decay == "constant" and end_value != 0.0:
-        raise ValueError(f"end_value {end_value!r} has no meaning for decay 'constant'")
-    start = warmup_steps if decay_from == "warmup" else 0.0
+        raise ValueError(f"power {power!r} has no meaning for decay {shown}; leave it out")
+    if decay not in ("polynomial", "cosine") and end_value != 0.0:
+        raise ValueError(f"end_value {end_value!r} has no meaning for decay {shown}; leave it out")
+    peak_ends = warmup_steps + hold_steps
+    start = peak_ends if decay_from == "warmup" else 0.0
     length = total_steps - start
 
-    def schedule(count: jax.typing.ArrayLike) -> jax.Array:
-        step = jnp.asarray(count).astype(jnp.result_type(float))
+    def part_left(step: jax.Array) -> jax.Array:
+        if callable(decay):
+            return decay(jnp.maximum(step - start, 0.0))
         # (T - t) / (T - S) and not 1 - (t - S) / (T - S), which cancels near the end.
         left = jnp.clip((total_steps - step) / length, 0.0, 1.0) if length > 0 else 0.0 * step
-        decayed = end_value + (peak - end_value) * DECAYS[decay](left, power)
-        if not warmup_steps:
-            return decayed
-        return jnp.where(step < warmup_steps, peak * (step / warmup_steps), decayed)
+        return DECAYS[decay](left, power)
+
+    def schedule(count: jax.typing.ArrayLike) -> jax.Array:
+        step = _clock(count) + first_step
+        rate = end_value + (peak - end_value) * part_left(step)
+        if hold_steps:
+            rate = jnp.where(step < peak_ends, peak, rate)
+        if warmup_steps:
+            rising = (step / warmup_steps) ** warmup_power
+            rate = jnp.where(
+                step < warmup_steps, start_value + (peak - start_value) * rising, rate
+            )
+        return jnp.maximum(rate, min_value) if min_value else rate
 
     return schedule
 
 
-def _batch_ratio(base_batch_size: int, batch_size: int) -> float:
-    for name, value in (("base_batch_size", base_batch_size), ("batch_size", batch_size)):
-        if not value > 0:
-            raise ValueError(f"{name} must be above 0, not {value!r}")
-    return batch_size / base_batch_size
+def exponential_decay(factor: float, every_steps: float, staircase: bool = True) -> optax.Schedule:
+    """The part `factor` ** (t / `every_steps`) of the peak, for `warmup(decay=...)`.
+
+    >>> part = exponential_decay(0.5, every_steps=10)
+    >>> print([float(part(t)) for t in (0, 9, 10, 20)])
+    [1.0, 1.0, 0.5, 0.25]
+
+    Args:
+      factor: above 0 and at most 1. EfficientNet has 0.97.
+      every_steps: in updates; need not be whole. EfficientNet has 2.4 epochs.
+      staircase: drop by the whole factor every `every_steps`, rather than smoothly.
+
+    Returns:
+      A function of the updates since the decay began to the part of the peak.
+
+    Raises:
+      ValueError: a factor or a length out of range.
+
+    References:
+      Tan and Le's training code, tensorflow/tpu, models/official/efficientnet/utils.py.
+    """
+    _check_factor(factor)
+    check_above_zero(every_steps=every_steps)
+
+    def part(count: jax.typing.ArrayLike) -> jax.Array:
+        periods = _clock(count) / every_steps
+        if staircase:
+            # In float32 12513 / 1251.3 falls short of 10, and the drop would come an update late.
+            periods = jnp.floor(periods * (1.0 + 4.0 * jnp.finfo(periods.dtype).eps))
+        return jnp.power(factor, periods)
+
+    return part
+
+
+def step_decay(boundaries: Sequence[float], factor: float) -> optax.Schedule:
+    """The part `factor` ** (number of boundaries reached) of the peak, for `warmup(decay=...)`.
+
+    Goyal et al. (arXiv:1706.02677) have a tenth at epochs 30, 60 and 80 of 90, counted from the
+    start of the run: give `warmup` also `decay_from='zero'`.
+
+    >>> part = step_decay([30, 60, 80], 0.1)
+    >>> print([round(float(part(t)), 6) for t in (29, 30, 60, 80)])
+    [1.0, 0.1, 0.01, 0.001]
+
+    Args:
+      boundaries: in updates, rising; need not be whole. An update at a boundary has dropped.
+      factor: above 0 and at most 1.
+
+    Returns:
+      A function of the updates since the decay began to the part of the peak.
+
+    Raises:
+      ValueError: no boundaries, boundaries that do not rise, or a factor out of range.
+    """
+    _check_factor(factor)
+    edges = np.asarray(boundaries, np.float64)
+    if edges.ndim != 1 or not edges.size or not np.all(np.diff(edges, prepend=0.0) > 0):
+        raise ValueError(f"boundaries must be above 0 and rise, not {boundaries!r}")
+
+    def part(count: jax.typing.ArrayLike) -> jax.Array:
+        step = _clock(count)
+        reached = jnp.sum(step[..., None] >= edges.astype(step.dtype), axis=-1)
+        return jnp.power(factor, reached.astype(step.dtype))
+
+    return part
+
+
+def phases(*parts: tuple[optax.Schedule, int]) -> optax.Schedule:
+    """Schedules one after another, each counting from 0 again: re-warm-up between phases.
+
+    The two phases of NVIDIA's BERT in the LAMB paper's mixed-batch recipe, 64K examples of 128
+    tokens and then 32K of 512:
+
+    >>> first = warmup(6e-3, 7038, 0.2843 * 7038, power=0.5, decay_from='zero', first_step=1)
+    >>> second = warmup(4e-3, 1563, 0.128 * 1563, power=0.5, decay_from='zero', first_step=1)
+    >>> rate = phases((first, 7038), (second, 1563))
+    >>> print([round(float(rate(t)), 6) for t in (0, 2000, 7037, 7038, 7238, 8599)])
+    [3e-06, 0.005076, 0.0, 2e-05, 0.003734, 0.000101]
+
+    Args:
+      *parts: pairs of a schedule and the updates for which it holds, a whole number of at least 1.
+
+    Returns:
+      The schedule of the whole run; past its end the last phase goes on.
+
+    Raises:
+      ValueError: no phases, or a length that is not a whole number of at least 1.
+    """
+    if not parts:
+        raise ValueError("phases needs at least one (schedule, steps)")
+    for index, (schedule, steps) in enumerate(parts):
+        if not callable(schedule):
+            raise ValueError(f"the schedule of phase {index} is not a function: {schedule!r}")
+        if int(steps) != steps or steps < 1:
+            raise ValueError(
+                f"the steps of phase {index} must be a whole number of at least 1, not {steps!r}"
+            )
+    ends = np.cumsum([int(steps) for _, steps in parts[:-1]], dtype=int).tolist()
+    return optax.join_schedules([schedule for schedule, _ in parts], ends)
+
+
+def _clock(count: jax.typing.ArrayLike) -> jax.Array:
+    return jnp.asarray(count).astype(jnp.result_type(float))
+
+
+def _check_factor(factor: float) -> None:
+    if not 0 < factor <= 1:
+        raise ValueError(f"factor must be above 0 and at most 1, not {factor!r}")

@@ -21,6 +21,7 @@ References:
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -34,10 +35,21 @@ NORMS = ("l2", "l1", "linf")
 AxisName = str | tuple[str, ...] | None
 
 
+class Readings(NamedTuple):
+    """What `collect` keeps of the last update, each a tree shaped like the parameters.
+
+    Every leaf is float32 and shaped by the leaf's layer axes: (), or (num_layers,).
+    """
+
+    ratios: Any  # trust ratios; 1 where a leaf does not adapt
+    update_norms: Any  # l2 norms of the updates that the transform returns
+    weight_norms: Any  # l2 norms of the weights before the update
+
+
 class TrustRatioState(NamedTuple):
     """State of `scale_by_trust_ratio`."""
 
-    ratios: Any  # None, or a float32 per leaf, shaped by its layer axes: (), or (num_layers,)
+    readings: Readings | None
 
 
 def scale_by_trust_ratio(
@@ -46,6 +58,7 @@ def scale_by_trust_ratio(
     eps: float = 0.0,
     norm: str = "l2",
     phi_bounds: tuple[float, float] = (0.0, math.inf),
+    ratio_bounds: tuple[float, float] = (0.0, math.inf),
     zero_ratio: float = 1.0,
     axis_name: AxisName = None,
     collect: bool = False,
@@ -57,7 +70,7 @@ def scale_by_trust_ratio(
     >>> params = {'w': jnp.array([3., 4.]), 'zero': jnp.zeros(2)}
     >>> updates, state = tx.update({'w': jnp.array([.5, 0.]), 'zero': jnp.ones(2)},
     ...                            tx.init(params), params)
-    >>> print(updates['w'], updates['zero'], state.ratios['w'])
+    >>> print(updates['w'], updates['zero'], state.readings.ratios['w'])
     [5. 0.] [1. 1.] 10.0
 
     Args:
@@ -66,11 +79,12 @@ def scale_by_trust_ratio(
       eps: :math:`\epsilon`, added to the norm of the update.
       norm: 'l2', 'l1' or 'linf'.
       phi_bounds: :math:`(\gamma_l, \gamma_u)`, the bounds on the norm of the weights.
+      ratio_bounds: the bounds on the ratio; none in the papers, (0.01, 10) in DeepSpeed.
       zero_ratio: the ratio of a layer of which the weights or the update are all 0.
       axis_name: the mesh axis, or axes, over which each leaf is split inside `shard_map` or
         `pmap`. A leaf that is replicated over it has both norms too large by one factor, which
         leaves the ratio right unless `eps` or `phi_bounds` are given.
-      collect: keep the ratios in the state, to be plotted.
+      collect: keep each layer's ratio and norms in the state, see `readings.read`.
 
     Returns:
       A transform whose `update` needs `params`; updates keep their dtype.
@@ -80,16 +94,17 @@ def scale_by_trust_ratio(
     """
     parameters.check_rules(rules)
     check(norm, phi_bounds, {"coefficient": coefficient, "eps": eps, "zero_ratio": zero_ratio})
+    check_bounds("ratio_bounds", ratio_bounds)
 
     def init_fn(params: optax.Params) -> TrustRatioState:
         facts = parameters.resolve(params, rules)
-        return TrustRatioState(initial_ratios(params, facts) if collect else None)
+        return TrustRatioState(initial_readings(params, facts) if collect else None)
 
     def update_fn(updates: optax.Updates, state: TrustRatioState, params: optax.Params = None):
         del state
         require_params(params)
         treedef = jax.tree.structure(params)
-        scaled, ratios = [], []
+        scaled, read = [], []
         for param, update, facts in zip(
             jax.tree.leaves(params),
             treedef.flatten_up_to(updates),
@@ -104,13 +119,15 @@ def scale_by_trust_ratio(
                     coefficient=coefficient,
                     eps=eps,
                     phi_bounds=phi_bounds,
+                    ratio_bounds=ratio_bounds,
                     zero_ratio=zero_ratio,
                 )
                 update = (value * update.astype(compute_dtype(update))).astype(update.dtype)
             scaled.append(update)
-            ratios.append(collected(value, param, facts))
+            if collect:
+                read.append(leaf_readings(value, update, param, facts, axis_name))
         return treedef.unflatten(scaled), TrustRatioState(
-            treedef.unflatten(ratios) if collect else None
+            readings_of(treedef, read) if collect else None
         )
 
     return optax.GradientTransformation(init_fn, update_fn)
@@ -121,18 +138,36 @@ def leaf_norm(
 ) -> jax.Array:
     """The norm of each of a leaf's layers: float32, size 1 along the axes that are reduced.
 
-    Raises NameError when `axis_name` is given where no such axis is bound.
+    Raises ValueError when `axis_name` is given where no such axis is bound.
     """
     leaf = jnp.asarray(leaf)
     leaf = leaf.astype(compute_dtype(leaf))
     axes = tuple(axis for axis in range(leaf.ndim) if axis not in facts.layer_axes)
     if norm == "linf":
         value = jnp.max(jnp.abs(leaf), axis=axes, keepdims=True, initial=0.0)
-        return value if axis_name is None else jax.lax.pmax(value, axis_name)
-    value = _sum(jnp.abs(leaf) if norm == "l1" else leaf * leaf, axes)
-    if axis_name is not None:
-        value = jax.lax.psum(value, axis_name)
+        return _over(jax.lax.pmax, value, axis_name)
+    terms = jnp.abs(leaf) if norm == "l1" else leaf * leaf
+    value = _over(jax.lax.psum, _sum(terms, axes), axis_name)
     return jnp.sqrt(value) if norm == "l2" else value
+
+
+def leaf_mean(leaf: jax.Array, facts: ParameterFacts, axis_name: AxisName = None) -> jax.Array:
+    """The mean of each of a leaf's layers, of values >= 0, shaped as `leaf_norm`."""
+    total = leaf_norm(leaf, facts, "l1", axis_name)
+    count = math.prod(leaf.shape) / math.prod(collected_shape(leaf, facts))
+    return total / (count if axis_name is None else jax.lax.psum(count, axis_name))
+
+
+def _over(collective, value: jax.Array, axis_name: AxisName) -> jax.Array:
+    if axis_name is None:
+        return value
+    try:
+        return collective(value, axis_name)
+    except NameError:
+        raise ValueError(
+            f"axis_name {axis_name!r} is not bound here: give it inside shard_map or pmap over "
+            "that axis, and leave it out under jit"
+        ) from None
 
 
 @functools.partial(jax.jit, static_argnums=1, inline=True)
@@ -152,7 +187,12 @@ def _sum(terms: jax.Array, axes: tuple[int, ...]) -> jax.Array:
     def elsewhere(terms):
         return jnp.sum(terms, axis=axes, keepdims=True)
 
-    if last not in axes or terms.shape[last] % window or terms.size < 4096:
+    if last not in axes or terms.size < 4096:
+        return elsewhere(terms)
+    # Where a mesh splits the last axis, the partitioner must never have to cut through a window:
+    # all-reduces know plain addition only. Explicit meshes do not reshape an axis that is split.
+    explicit = jax.typeof(terms).sharding.spec[last] is not None
+    if explicit or terms.shape[last] % (window * jax.device_count()):
         return elsewhere(terms)
     return jax.lax.platform_dependent(terms, cpu=on_cpu, default=elsewhere)
 
@@ -165,36 +205,71 @@ def trust_ratio(
     eps: float = 0.0,
     decay: float = 0.0,
     phi_bounds: tuple[float, float] = (0.0, math.inf),
+    ratio_bounds: tuple[float, float] = (0.0, math.inf),
     zero_ratio: float = 1.0,
 ) -> jax.Array:
-    """coefficient * phi(weight_norm) / (update_norm + decay * weight_norm + eps).
+    """coefficient * phi(weight_norm) / (update_norm + decay * weight_norm + eps), within bounds.
 
     `decay` is for LARS, whose denominator adds the decay's norm to that of the raw gradient. Where
-    either norm is 0 the ratio is `zero_ratio`.
+    either norm is 0 the ratio is `zero_ratio`, which the bounds leave alone. NaN stays NaN.
     """
-    lower, upper = phi_bounds
-    phi = weight_norm
-    if lower > 0.0:
-        phi = jnp.maximum(phi, lower)
-    if upper < math.inf:
-        phi = jnp.minimum(phi, upper)
-    nonzero = (weight_norm > 0.0) & (update_norm > 0.0)
+    phi = _clip(weight_norm, phi_bounds)
+    zero = (weight_norm == 0.0) | (update_norm == 0.0)
     denominator = update_norm + decay * weight_norm + eps
-    ratio = coefficient * phi / jnp.where(nonzero, denominator, 1.0)
-    return jnp.where(nonzero, ratio, zero_ratio).astype(weight_norm.dtype)
+    ratio = _clip(coefficient * phi / jnp.where(zero, 1.0, denominator), ratio_bounds)
+    return jnp.where(zero, zero_ratio, ratio).astype(weight_norm.dtype)
 
 
-def initial_ratios(params: optax.Params, facts: Any) -> Any:
-    """Ratios of 1 in the shape in which `collected` gives them."""
-    return jax.tree.map(lambda param, fact: collected(None, param, fact), params, facts)
+def _clip(value: jax.Array, bounds: tuple[float, float]) -> jax.Array:
+    lower, upper = bounds
+    if lower > 0.0:
+        value = jnp.maximum(value, lower)
+    return jnp.minimum(value, upper) if upper < math.inf else value
 
 
-def collected(ratio: jax.Array | None, param: jax.Array, facts: ParameterFacts) -> jax.Array:
-    """A leaf's ratio for the state: float32, shaped by the layer axes; None counts as 1."""
-    shape = tuple(jnp.shape(param)[axis] for axis in facts.layer_axes)
-    if ratio is None:
-        return jnp.ones(shape, jnp.float32)
-    return ratio.astype(jnp.float32).reshape(shape)
+def initial_readings(params: optax.Params, facts: Any) -> Readings:
+    """Readings before the first update: ratios of 1 and norms of 0."""
+
+    def filled(value):
+        return jax.tree.map(
+            lambda param, fact: jnp.full(collected_shape(param, fact), value, jnp.float32),
+            params, facts,
+        )
+
+    return Readings(filled(1.0), filled(0.0), filled(0.0))
+
+
+def leaf_readings(
+    ratio: jax.Array | None,
+    update: jax.Array,
+    weights: jax.Array,
+    facts: ParameterFacts,
+    axis_name: AxisName = None,
+) -> tuple[jax.Array, ...]:
+    """The fields of `Readings` of one leaf; the ratio None counts as 1."""
+    shape = collected_shape(weights, facts)
+    ratio = jnp.ones(shape) if ratio is None else ratio
+    norms = (leaf_norm(leaf, facts, axis_name=axis_name) for leaf in (update, weights))
+    return tuple(_whole(value.astype(jnp.float32).reshape(shape)) for value in (ratio, *norms))
+
+
+def _whole(reading: jax.Array) -> jax.Array:
+    # On an Explicit mesh a reading would follow a layer axis that is split, and not keep the type
+    # that it began with. It is whole on each device, as `placement.partition` has it.
+    if any(jax.typeof(reading).sharding.spec):
+        reading = jax.sharding.reshard(reading, jax.sharding.PartitionSpec())
+    return reading
+
+
+def readings_of(treedef: Any, rows: Sequence[tuple[jax.Array, ...]]) -> Readings:
+    """`Readings` from those of each leaf, in the order of `treedef`."""
+    columns = zip(*rows) if rows else ((),) * len(Readings._fields)
+    return Readings(*(treedef.unflatten(column) for column in columns))
+
+
+def collected_shape(leaf: jax.Array, facts: ParameterFacts) -> tuple[int, ...]:
+    """One entry for each layer that a leaf stacks: (), or (num_layers,)."""
+    return tuple(jnp.shape(leaf)[axis] for axis in facts.layer_axes)
 
 
 def compute_dtype(leaf: Any) -> jnp.dtype:
@@ -210,12 +285,37 @@ def require_params(params: optax.Params) -> None:
 
 def check(norm: str, phi_bounds: tuple[float, float], nonnegative: dict[str, Any]) -> None:
     """Raises ValueError for arguments out of range; values that are traced are not looked at."""
-    if norm not in NORMS:
-        raise ValueError(f"norm must be one of {', '.join(NORMS)}, not {norm!r}")
-    if len(phi_bounds) != 2 or not 0.0 <= phi_bounds[0] <= phi_bounds[1]:
-        raise ValueError(f"phi_bounds must be (lower, upper), 0 <= lower <= upper: {phi_bounds!r}")
+    check_choice("norm", norm, NORMS)
+    check_bounds("phi_bounds", phi_bounds)
     for name, value in nonnegative.items():
         check_range(name, value)
+
+
+def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
+    """Raises ValueError unless the value is one of the choices."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(str, choices))}, not {value!r}")
+
+
+def check_bounds(name: str, bounds: tuple[float, float]) -> None:
+    """Raises ValueError unless bounds are (lower, upper) with 0 <= lower <= upper."""
+    try:
+        lower, upper = bounds
+        in_order = 0.0 <= lower <= upper
+    except (TypeError, ValueError):
+        in_order = False
+    if not in_order:
+        raise ValueError(f"{name} must be (lower, upper), 0 <= lower <= upper, not {bounds!r}")
+
+
+def check_dtype(name: str, dtype: Any) -> None:
+    """Raises ValueError unless the dtype is None or of floating point."""
+    try:
+        floating = dtype is None or jnp.issubdtype(dtype, jnp.floating)
+    except TypeError:
+        floating = False
+    if not floating:
+        raise ValueError(f"{name} must be a floating-point dtype or None, not {dtype!r}")
 
 
 def check_range(name: str, value: Any, upper: float = math.inf) -> None:
@@ -230,6 +330,11 @@ def check_range(name: str, value: Any, upper: float = math.inf) -> None:
                 f"{name} is a {value.dtype} array and has lost digits: "
                 "give inject_hyperparams hyperparam_dtype=jnp.float32"
             )
-    elif not 0.0 <= value < upper:
+        return
+    try:
+        in_range = 0.0 <= value < upper
+    except TypeError:
+        in_range = False
+    if not in_range:
         limit = "" if upper == math.inf else f" and below {upper:g}"
         raise ValueError(f"{name} must be at least 0{limit}, not {value!r}")

@@ -1,16 +1,29 @@
 """Optimizers by name."""
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType, PartitionSpec
 
 from lamb_tpu import optim
+from lamb_tpu.optim import rounding
 from lamb_tpu.optim.factory import OPTIMIZERS, make_optimizer
+from lamb_tpu.optim.presets import PRESETS
 
 PARAMS = {"kernel": jnp.array([3.0, 4.0]), "bias": jnp.array([1.0])}
 GRADS = {"kernel": jnp.array([0.5, -1.0]), "bias": jnp.array([2.0])}
+
+
+def assert_same(tx, reference, params=PARAMS, grads=GRADS):
+    state, expected = tx.init(params), reference.init(params)
+    for _ in range(2):
+        updates, state = tx.update(grads, state, params)
+        wanted, expected = reference.update(grads, expected, params)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), updates, wanted)
 
 
 @pytest.mark.parametrize("config, reference", [
@@ -20,27 +33,31 @@ GRADS = {"kernel": jnp.array([0.5, -1.0]), "bias": jnp.array([2.0])}
     ({"name": "momentum", "momentum": 0.8}, optax.sgd(0.1, 0.8)),
     ({"name": "nesterov"}, optax.sgd(0.1, 0.9, nesterov=True)),
     ({"name": "adam", "eps": 1e-3}, optax.adam(0.1, eps=1e-3)),
+    ({"name": "adam", "clip_global_norm": 1.0},
+     optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1))),
+    ({"name": "sgd", "clip_global_norm": None}, optax.sgd(0.1)),
     ({"name": "adamw", "weight_decay": 0.3, "rules": "no_bias_no_norm"},
      optax.adamw(0.1, weight_decay=0.3, mask={"kernel": True, "bias": False})),
     ({"name": "adagrad", "initial_accumulator_value": 0.2}, optax.adagrad(0.1, 0.2)),
     ({"name": "lamb", "b1": 0.8}, optim.lamb(0.1, b1=0.8)),
-    ({"name": "lars", "coefficient": 0.1}, optim.lars(0.1, coefficient=0.1)),
-    ({"name": "lars_lamb_paper", "weight_decay": 0.1},
-     optim.lars_lamb_paper(0.1, weight_decay=0.1)),
+    ({"name": "lars", "denominator": "decayed"}, optim.lars(0.1, denominator="decayed")),
+    ({"name": "lamb", "preset": "author", "weight_decay": 0.5},
+     optim.lamb(0.1, bias_correction="none", weight_decay=0.5, clip_global_norm=1.0)),
+    ({"name": "lamb", "preset": "author", "clip_global_norm": None},
+     optim.lamb(0.1, bias_correction="none", weight_decay=0.01)),
+    ({"name": "lars", "preset": None}, optim.lars(0.1)),
 ])
 def test_by_name(config, reference):
-    tx = make_optimizer(config, 0.1)
-    state, expected = tx.init(PARAMS), reference.init(PARAMS)
-    for _ in range(2):
-        updates, state = tx.update(GRADS, state, PARAMS)
-        wanted, expected = reference.update(GRADS, expected, PARAMS)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), updates, wanted)
+    assert_same(make_optimizer(config, 0.1), reference)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_one_table_of_rules_serves_all(name):
     rules = [["bias", {"decay": False, "adapt": False}], ["", {"layer_axes": []}]]
-    configs = [{"name": name, "rules": rules, "weight_decay": decay} for decay in (0.0, 0.5)]
+    config = {"name": name, "rules": rules}
+    if name == "adagrad_norm":
+        config["per_layer"] = True  # its norm of all gradients holds those that decay
+    configs = [{**config, "weight_decay": decay} for decay in (0.0, 0.5)]
     plain, decayed = (
         tx.update(GRADS, tx.init(PARAMS), PARAMS)[0]
         for tx in (make_optimizer(config, 0.1) for config in configs)
@@ -49,20 +66,97 @@ def test_one_table_of_rules_serves_all(name):
     assert not np.allclose(plain["kernel"], decayed["kernel"], rtol=1e-4)
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_clipping_comes_before_anything_else(name):
+    # The norm of the gradients is 2.2913, so at 1 they count as if divided by it.
+    norm = np.sqrt(0.25 + 1.0 + 4.0)
+    clipped = make_optimizer({"name": name, "clip_global_norm": 1.0}, 0.1)
+    plain = make_optimizer({"name": name}, 0.1)
+    found, _ = clipped.update(GRADS, clipped.init(PARAMS), PARAMS)
+    scaled = jax.tree.map(lambda g: g / norm, GRADS)
+    expected, _ = plain.update(scaled, plain.init(PARAMS), PARAMS)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, expected)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adagrad_norm", "lamb"])
+def test_clipping_takes_the_norm_over_a_mesh_axis(name):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    params, grads = {"w": jnp.arange(1.0, 17.0)}, {"w": jnp.linspace(-2.0, 3.0, 16)}
+
+    def first_update(tx, params, grads):
+        return tx.update(grads, tx.init(params), params)[0]
+
+    config = {"name": name, "clip_global_norm": 1.0}
+    expected = first_update(make_optimizer(config, 0.1), params, grads)
+    split = jax.shard_map(
+        lambda p, g: first_update(make_optimizer({**config, "axis_name": "data"}, 0.1), p, g),
+        mesh=mesh, in_specs=PartitionSpec("data"), out_specs=PartitionSpec("data"),
+    )
+    np.testing.assert_allclose(split(params, grads)["w"], expected["w"], rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["lamb", "adamw"])
+@pytest.mark.parametrize("value, seed", [(True, 0), (0, 0), (7, 7)])
+def test_stochastic_rounding(name, value, seed):
+    params, grads = (jax.tree.map(lambda x: x.astype(jnp.bfloat16), t) for t in (PARAMS, GRADS))
+    tx = make_optimizer({"name": name, "stochastic_rounding": value}, 0.001)
+    inner = make_optimizer({"name": name, "stochastic_rounding": False}, 0.001)
+    assert_same(tx, rounding.stochastic_rounding(inner, seed), params, grads)
+    assert isinstance(tx.init(params), rounding.StochasticRoundingState)
+    assert not isinstance(inner.init(params), rounding.StochasticRoundingState)
+
+
+def test_rules_are_resolved_at_once_where_parameters_are_given():
+    config = {"name": "sgd", "rules": [("kernel", {}), ("beta", {}), ("", {})]}
+    shapes = jax.eval_shape(lambda: PARAMS)
+    with pytest.raises(ValueError, match="the rule 'beta' matches no parameter"):
+        make_optimizer(config, 0.1, shapes)
+    make_optimizer(config, 0.1)
+    make_optimizer({"name": "sgd"}, 0.1, shapes)
+
+
 @pytest.mark.parametrize("config, message", [
-    ({"name": "lambs"}, "name 'lambs' is unknown; known: lamb, lars, lars_lamb_paper, sgd, mom"),
+    ({"name": "lambs"}, "name 'lambs' is unknown; known: lamb, lars"),
     ({}, "name None is unknown"),
     ({"name": "lamb", "beta1": 0.9}, "lamb has no argument 'beta1'; known: b1, b2, eps"),
-    ({"name": "sgd", "learning_rate": 0.9}, "sgd has no argument 'learning_rate'"),
-    ({"name": "adamw", "weight_decay": -0.1}, "weight_decay must be at least 0, not -0.1"),
+    ({"name": "sgd", "learning_rate": 0.9},
+     "sgd has no argument 'learning_rate'; known: weight_decay, rules, clip_global_norm, "
+     "axis_name, stochastic_rounding, preset"),
+    ({"name": "sgd", "preset": "paper"}, "'sgd' has no presets; known: .*lamb"),
+    ({"name": "lamb", "preset": "papers"}, "lamb has no preset 'papers'; known: paper, author"),
+    ({"name": "adam", "clip_global_norm": -1.0}, "clip_global_norm must be above 0.*not -1.0"),
+    ({"name": "adam", "stochastic_rounding": -1}, "seed must be .* not -1"),
     ({"name": "momentum", "rules": "none"}, "'none' is no preset"),
+    ({"name": "momentum", "rules": [("a", {}), ("a", {})]}, "the rule 'a' is given twice"),
 ])
 def test_bad_configs(config, message):
     with pytest.raises(ValueError, match=message):
         make_optimizer(config, 0.1)
 
 
+NUMBERS = [
+    (name, argument.name) for name, build in OPTIMIZERS.items()
+    for argument in inspect.signature(build).parameters.values()
+    if isinstance(argument.default, float) or argument.name == "learning_rate"
+]
+
+
+@pytest.mark.parametrize("name, argument", NUMBERS)
+def test_bad_numbers_are_named(name, argument):
+    values = [-0.5, float("nan")] + [1.5, 1.0] * (argument in ("b1", "b2", "momentum"))
+    for value in values:
+        with pytest.raises(ValueError, match=rf"{argument}.* not {value}"):
+            OPTIMIZERS[name](**{"learning_rate": 0.1, argument: value})
+
+
+def test_every_preset_belongs_to_an_optimizer():
+    assert set(PRESETS) <= set(OPTIMIZERS)
+    for name, presets in PRESETS.items():
+        for preset in presets:
+            make_optimizer({"name": name, "preset": preset}, 0.1)
+
+
 def test_the_config_is_left_as_it_was():
-    config = {"name": "sgd"}
+    config = {"name": "lamb", "preset": "author"}
     make_optimizer(config, 0.1)
-    assert config == {"name": "sgd"}
+    assert config == {"name": "lamb", "preset": "author"}

@@ -8,7 +8,14 @@ import pytest
 from flax import nnx
 from flax.core import freeze
 
-from lamb_tpu.optim.parameters import ParameterFacts, check_rules, leaf_paths, resolve, table
+from lamb_tpu.optim.parameters import (
+    RULES,
+    ParameterFacts,
+    check_rules,
+    leaf_paths,
+    resolve,
+    table,
+)
 
 NONE = ParameterFacts(decay=False, adapt=False)
 Pair = collections.namedtuple("Pair", ["kernel", "bias"])
@@ -75,6 +82,63 @@ def test_a_bare_leaf_and_an_empty_tree():
 def test_rules_that_do_not_fit_the_parameters(rules, message):
     with pytest.raises(ValueError, match=message):
         resolve({"dense": {"kernel": SHAPE, "bias": SHAPE}}, rules)
+
+
+def test_a_rule_that_never_decides():
+    tree = {"dense": {"kernel": SHAPE, "bias": SHAPE}, "norm": {"scale": SHAPE}}
+    rules = [("bias$|scale$", NONE), ("^dense/bias", {}), ("", {})]
+    with pytest.raises(ValueError, match=(
+        r"the rule '\^dense/bias' decides nothing: .* as 'bias\$\|scale\$' takes 'dense/bias'"
+    )):
+        resolve(tree, rules)
+    with pytest.raises(ValueError, match="the rule '.' decides nothing"):
+        resolve(tree, [("", {}), (".", NONE), ("kernel", {})])
+    # The narrower first, the same two rules decide; and a last one may be there for what is left.
+    assert resolve(tree, [rules[1], rules[0], rules[2]])["dense"]["bias"] == ParameterFacts()
+    assert resolve(tree, [("dense|norm", NONE), (".*", {})])["norm"]["scale"] == NONE
+
+
+@pytest.mark.parametrize("params, rules", [
+    ({"0": SHAPE, "beta": SHAPE}, [("", {}), ("", NONE)]),
+    ({}, [("bias", NONE), ("kernel", {}), ("bias", {})]),
+])
+def test_a_rule_given_twice(params, rules):
+    with pytest.raises(ValueError, match=f"the rule '{rules[0][0]}' is given twice"):
+        resolve(params, rules)
+
+
+# Paths as Flax's modules have them, in ResNet, EfficientNet, BERT and LSTM code.
+NAMES = [
+    "conv_init/kernel", "bn_init/scale", "bn_init/bias", "ResNetBlock_0/BatchNorm_1/bias",
+    "ResNetBlock_0/norm_proj/scale", "ResNetBlock_0/bn3/bias", "se/Dense_0/bias", "head/bias",
+    "batch_normalization/gamma", "batch_normalization/beta", "embeddings/LayerNorm/bias",
+    "layer_0/attention/query/bias", "layer_0/layer_norm/scale", "layer_0/attention/query/kernel",
+    "word_embeddings/embedding", "LSTMCell_0/hf/bias", "LSTMCell_0/hf/kernel", "subnet/kernel",
+]
+NORMS = {name for name in NAMES if "orm" in name or "/bn" in name or name.startswith("bn")}
+BIASES = {name for name in NAMES if name.endswith("/bias")}
+
+
+# Of each preset: what does not decay, and whether that adapts.
+PRESETS = {
+    "all": (set(), True),
+    "no_bias_no_norm": (NORMS | BIASES, False),
+    "no_bias_no_norm_decay": (NORMS | BIASES, True),
+    "bert": (NORMS | BIASES, False),
+    "resnet": (NORMS, False),
+    "efficientnet": (NORMS | BIASES, False),
+    "lstm": (BIASES, False),
+}
+
+
+@pytest.mark.parametrize("suffix", ["", "/value"])
+@pytest.mark.parametrize("preset", RULES)
+def test_presets(preset, suffix):
+    exempt, adapt = PRESETS[preset]
+    facts = resolve({name + suffix: SHAPE for name in NAMES}, preset)
+    assert {name for name in NAMES if not facts[name + suffix].decay} == exempt
+    assert {name for name in NAMES if not facts[name + suffix].adapt} == (
+        set() if adapt else exempt)
 
 
 def test_a_preset_may_match_nothing():

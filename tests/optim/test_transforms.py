@@ -1,28 +1,26 @@
-"""Every transform through dtypes, jit, Optax's wrappers, and trees that are odd."""
+"""Every transform through dtypes, jit, shardings, Optax's wrappers, NNX, and trees that are odd."""
 
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from lamb_tpu import optim
-from lamb_tpu.optim.factory import OPTIMIZERS
+from lamb_tpu.optim.placement import partition
+from tests.optim.catalogue import PLAIN, TRANSFORMS
 
-TRANSFORMS = {
-    **OPTIMIZERS,
-    "lamb collecting": functools.partial(optim.lamb, collect=True),
-    "scale_by_trust_ratio": lambda rate: optax.chain(
-        optim.scale_by_trust_ratio(collect=True), optax.scale_by_learning_rate(rate)
-    ),
-}
 RATE = optim.warmup(0.1, 10, 2)
+TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "float64": 1e-12}
 
 
-def _trees(dtype):
+def trees(dtype="float32"):
+    """Parameters and gradients: a matrix, a vector and a scalar."""
     rng = np.random.default_rng(0)
 
     def tree():
@@ -35,104 +33,168 @@ def _trees(dtype):
     return tree(), tree()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
-@pytest.mark.parametrize("name", TRANSFORMS)
-def test_dtypes_jit_and_no_recompilation(name, dtype):
-    with jax.enable_x64(dtype == "float64"):
-        params, grads = _trees(dtype)
-        tx = TRANSFORMS[name](RATE)
-        jitted, eager_state, state = jax.jit(tx.update), tx.init(params), tx.init(params)
-        for _ in range(3):
-            eager, eager_state = tx.update(grads, eager_state, params)
-            updates, state = jitted(grads, state, params)
-            jax.tree.map(lambda u, p: _same(u.dtype, p.dtype), updates, params)
-            tolerance = {"float32": 1e-5, "bfloat16": 1e-2, "float64": 1e-12}[dtype]
-            jax.tree.map(
-                lambda a, b: np.testing.assert_allclose(
-                    np.float64(a), np.float64(b), rtol=tolerance, atol=1e-30),
-                updates, eager,
-            )
-        assert jitted._cache_size() == 1
-        narrow = [leaf.dtype for leaf in jax.tree.leaves(state)
-                  if jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize < 4]
-        assert not narrow
-        jax.tree.map(lambda a, b: _same((a.dtype, a.shape), (b.dtype, b.shape)),
-                     state, tx.init(params))
+def types(tree):
+    return jax.tree.map(lambda x: (x.dtype, x.shape), tree)
 
 
-def _same(found, expected):
-    assert found == expected
+def assert_close(found, expected, tolerance=1e-5):
+    def close(a, b):
+        a, b = np.float64(a), np.float64(b)
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * np.abs(b).max(initial=0))
+
+    jax.tree.map(close, found, expected)
 
 
-@pytest.mark.parametrize("name", TRANSFORMS)
-def test_trees_without_leaves_and_bare_leaves(name):
-    tx = TRANSFORMS[name](0.1)
-    updates, _ = tx.update({}, tx.init({}), {})
-    assert updates == {}
-    leaf = jnp.float32(2.0)
-    updates, _ = tx.update(leaf, tx.init(leaf), leaf)
-    assert updates.shape == () and np.isfinite(updates)
+def finite(tree):
+    return all(np.isfinite(np.float64(leaf)).all() for leaf in jax.tree.leaves(tree))
 
 
-@pytest.mark.parametrize("name", ["lamb", "lars", "lars_lamb_paper", "adamw"])
-def test_multi_steps_equals_the_mean_gradient(name):
-    params, grads = _trees("float32")
-    wrapped = optax.MultiSteps(TRANSFORMS[name](RATE), every_k_schedule=2)
-    plain = TRANSFORMS[name](RATE)
-    state, expected_state = wrapped.init(params), plain.init(params)
-    update = jax.jit(wrapped.update)
-    for _ in range(2):
-        for scale in (0.5, 1.5):
-            micro = jax.tree.map(lambda g, scale=scale: scale * g, grads)
-            updates, state = update(micro, state, params)
-        expected, expected_state = plain.update(grads, expected_state, params)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5), updates, expected)
-
-
-@pytest.mark.parametrize("name", ["lamb", "lars", "lars_lamb_paper"])
-def test_inject_hyperparams(name):
-    params, grads = _trees("float32")
-    injected = optax.inject_hyperparams(TRANSFORMS[name])(learning_rate=RATE, weight_decay=0.02)
-    plain = TRANSFORMS[name](RATE, weight_decay=0.02)
-    state, expected_state = injected.init(params), plain.init(params)
-    update = jax.jit(injected.update)
-    for _ in range(3):
+def run(tx, params, grads, steps=3):
+    """The updates and the state after some steps with the same gradients and parameters."""
+    state, update = tx.init(params), jax.jit(tx.update)
+    for _ in range(steps):
         updates, state = update(grads, state, params)
-        expected, expected_state = plain.update(grads, expected_state, params)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5), updates, expected)
     assert update._cache_size() == 1
-    np.testing.assert_allclose(state.hyperparams["learning_rate"], RATE(2))
+    return updates, state
 
 
-@pytest.mark.parametrize("name", ["lamb collecting", "lars", "adamw"])
-def test_init_under_jit_takes_shardings(name):
+@functools.cache
+def alone(name, steps=3):
+    """What a transform does by itself."""
+    return run(PLAIN[name](RATE), *trees(), steps)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_dtypes_and_jit(name, dtype):
+    with jax.enable_x64(dtype == "float64"):
+        params, grads = trees(dtype)
+        tx = TRANSFORMS[name](RATE)
+        first = state = tx.init(params)
+        for _ in range(3):
+            updates, state = tx.update(grads, state, params)
+        assert types(first) == types(state)
+        wide = name.startswith("stochastic_rounding") and dtype == "bfloat16"
+        expected = types(jax.tree.map(jnp.float32, params) if wide else params)
+        assert types(updates) == expected
+        assert all(leaf.dtype.itemsize >= 4 for leaf in jax.tree.leaves(state))
+        assert finite((updates, state))
+        if name in PLAIN or dtype == "float32":
+            jitted, jitted_state = run(tx, params, grads)
+            assert_close((jitted, jitted_state), (updates, state), TOLERANCE[dtype])
+            assert (types(jitted), types(jitted_state)) == (expected, types(first))
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_shardings_stay_without_being_asked_to(name):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    replicated = NamedSharding(mesh, PartitionSpec())
-    split = NamedSharding(mesh, PartitionSpec("data"))
-    params = jax.device_put({"kernel": jnp.ones((16, 4))}, split)
-    tx = TRANSFORMS[name](0.1)
-    shardings = jax.tree.map(
-        lambda leaf: split if leaf.ndim == 2 else replicated,
-        jax.eval_shape(tx.init, params),
-    )
-    state = jax.jit(tx.init, out_shardings=shardings)(params)
-    update = jax.jit(tx.update, out_shardings=({"kernel": split}, shardings))
+    shardings = {"kernel": NamedSharding(mesh, PartitionSpec(None, "data")),
+                 "scale": NamedSharding(mesh, PartitionSpec())}
+    params = jax.device_put({"kernel": jnp.ones((4, 16)), "scale": jnp.ones(3)}, shardings)
+    tx = PLAIN[name](0.1)
+    state_shardings = partition(tx, params, shardings)
+    state = jax.jit(tx.init, out_shardings=state_shardings)(params)
+    update = jax.jit(tx.update)
     for _ in range(2):
         updates, state = update(params, state, params)
     assert update._cache_size() == 1
-    jax.tree.map(lambda leaf, sharding: _same(leaf.sharding, sharding), state, shardings)
+    for tree, expected in ((updates, shardings), (state, state_shardings)):
+        assert jax.tree.all(
+            jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s, x.ndim), tree, expected))
 
 
-def test_masked_and_partitioned_trees():
-    params, grads = _trees("float32")
-    tx = optax.partition(
-        {"layerwise": optim.lamb(0.1), "plain": optax.sgd(0.1)},
-        {"dense": {"kernel": "layerwise", "bias": "plain"}, "temperature": "plain"},
-    )
-    updates, _ = jax.jit(tx.update)(grads, tx.init(params), params)
-    alone = optim.lamb(0.1)
-    expected, _ = alone.update(
-        grads["dense"]["kernel"], alone.init(params["dense"]["kernel"]), params["dense"]["kernel"]
-    )
-    np.testing.assert_allclose(updates["dense"]["kernel"], expected, rtol=1e-5)
-    np.testing.assert_allclose(updates["dense"]["bias"], -0.1 * grads["dense"]["bias"], rtol=1e-6)
+@pytest.mark.parametrize("name", PLAIN)
+def test_inside_chain(name):
+    updates, _ = run(optax.chain(PLAIN[name](RATE), optax.scale(0.5)), *trees())
+    assert_close(updates, jax.tree.map(lambda u: 0.5 * u, alone(name)[0]))
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_inside_inject_hyperparams(name):
+    static = [key for key, argument in inspect.signature(PLAIN[name]).parameters.items()
+              if key != "learning_rate" and not isinstance(argument.default, float)]
+    tx = optax.inject_hyperparams(PLAIN[name], static_args=static)(learning_rate=RATE)
+    updates, state = run(tx, *trees())
+    assert_close(updates, alone(name)[0], 2e-5)
+    np.testing.assert_allclose(state.hyperparams["learning_rate"], RATE(2))
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_inside_partition(name):
+    params, grads = trees()
+    labels = {"dense": {"kernel": "ours", "bias": "ours"}, "temperature": "other"}
+    tx = optax.partition({"ours": PLAIN[name](RATE), "other": optax.sgd(0.1)}, labels)
+    updates, _ = run(tx, params, grads)
+    expected, _ = run(PLAIN[name](RATE), params["dense"], grads["dense"])
+    assert_close(updates["dense"], expected)
+    assert_close(updates["temperature"], -0.1 * grads["temperature"])
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_inside_multi_steps(name):
+    params, grads = trees()
+    tx = optax.MultiSteps(PLAIN[name](RATE), every_k_schedule=2)
+    state, update = tx.init(params), jax.jit(tx.update)
+    for _ in range(2):
+        for scale in (0.5, 1.5):  # of which the mean is 1
+            updates, state = update(jax.tree.map(lambda g: scale * g, grads), state, params)
+    assert update._cache_size() == 1
+    assert_close((updates, state.inner_opt_state), alone(name, steps=2), 2e-5)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_with_nnx(name):
+    model = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, PLAIN[name](0.1), wrt=nnx.Param)
+    values = {"kernel": model.kernel[...], "bias": model.bias[...]}
+    grads = {"kernel": jnp.full((4, 3), 0.5), "bias": jnp.ones(3)}
+    tx = PLAIN[name](0.1)
+    state = tx.init(values)
+    for _ in range(2):
+        params = nnx.state(model, nnx.Param)
+        optimizer.update(model, jax.tree.unflatten(jax.tree.structure(params), [
+            grads[path[0].key] for path, _ in jax.tree_util.tree_leaves_with_path(params)]))
+        updates, state = tx.update(grads, state, values)
+        values = optax.apply_updates(values, updates)
+    assert_close({"kernel": model.kernel[...], "bias": model.bias[...]}, values)
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_zeros(name):
+    params, grads = trees()
+    zeros, tx = jax.tree.map(jnp.zeros_like, params), TRANSFORMS[name](0.1)
+    for weights, slopes in ((zeros, grads), (params, zeros), (zeros, zeros)):
+        state = tx.init(weights)
+        for _ in range(2):
+            updates, state = tx.update(slopes, state, weights)
+            assert finite((updates, state))
+    assert not any(leaf.any() for leaf in jax.tree.leaves(updates))
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_a_gradient_that_is_not_a_number_shows(name):
+    params, grads = trees()
+    tx = TRANSFORMS[name](0.1)
+    grads["dense"]["kernel"] = grads["dense"]["kernel"].at[1, 2].set(jnp.nan)
+    updates, _ = tx.update(grads, tx.init(params), params)
+    assert jnp.isnan(updates["dense"]["kernel"][1, 2])
+    others = jax.tree.leaves((updates["dense"]["bias"], updates["temperature"]))
+    if has_a_norm_of_all_gradients(name):
+        assert all(jnp.isnan(leaf).all() for leaf in others)  # half a step is none
+    else:
+        assert finite(others)
+
+
+def has_a_norm_of_all_gradients(name):
+    preset = getattr(TRANSFORMS[name], "keywords", {})
+    return name.startswith(("adagrad_norm", "clip_global_norm")) or "clip_global_norm" in preset
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_a_bare_scalar_and_trees_without_leaves(name):
+    tx, leaf = TRANSFORMS[name](0.1), jnp.float32(2.0)
+    updates, _ = tx.update(leaf, tx.init(leaf), leaf)
+    assert updates.shape == () and updates < 0
+    for empty in ({}, {"nothing": None}):
+        updates, _ = tx.update(empty, tx.init(empty), empty)
+        assert updates == empty

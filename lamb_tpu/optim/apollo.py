@@ -1,0 +1,226 @@
+r"""APOLLO: a step length for each channel or matrix, learnt in a random subspace of low rank.
+
+Adam's moments are kept for a random projection of a matrix's gradient only. All that is taken from
+them is by how much Adam would lengthen each channel, or the matrix; the raw gradient, so scaled, is
+the update. State shrinks from 2 m n to 2 r max(m, n) numbers for an (m, n) matrix.
+
+References:
+  Zhu et al., APOLLO: SGD-like Memory, AdamW-level Performance, arXiv:2412.05270; the authors'
+  package apollo-torch 1.0.3, apollo.py and random_projector.py.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from lamb_tpu.optim import leafwise, parameters, trust_ratio
+from lamb_tpu.optim.leafwise import Leaf, one_minus_power
+from lamb_tpu.optim.parameters import ParameterFacts, Rules
+
+SCALINGS = ("channel", "tensor")
+
+
+class ApolloState(NamedTuple):
+    """State of `apollo`. Projected moments have the matrix's shape, but a short side of `rank`."""
+
+    count: jax.Array  # int32, (): completed updates
+    mu: Any  # first moments of the projected gradients; of the gradient where AdamW is taken
+    nu: Any  # second moments, of the same shapes
+    norms: Any  # l2 norms of the last scaled gradients, size 1 on the sides; 0 before the first
+    readings: trust_ratio.Readings | None
+
+
+def apollo(
+    learning_rate: optax.ScalarOrSchedule,
+    rank: int = 256,
+    scale: float = 1.0,
+    scaling: str = "channel",
+    update_gap: int = 200,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-6,
+    weight_decay: float = 0.0,
+    growth_limit: float | None = 1.01,
+    scale_front: bool = False,
+    seed: int = 0,
+    rules: Rules = parameters.DEFAULT_RULES,
+    collect: bool = False,
+) -> optax.GradientTransformation:
+    r"""The APOLLO optimizer; with `presets.PRESETS['apollo']['apollo_mini']`, APOLLO-Mini.
+
+    For each matrix, with the gradient :math:`G_t` turned so that its shape is :math:`m \times n`,
+    :math:`m \le n`, and :math:`P` a Gaussian matrix of shape :math:`m \times r` and variance
+    :math:`1 / r`, drawn anew every `update_gap` updates:
+
+    .. math::
+      R_t &= P^\top G_t, \quad M_t = \beta_1 M_{t-1} + (1 - \beta_1) R_t, \quad
+      V_t = \beta_2 V_{t-1} + (1 - \beta_2) R_t^2 \\
+      \tilde R_t &= \frac{M_t}{\sqrt{V_t} + \epsilon}, \quad
+      s_j = \frac{\|\tilde R_{t,:j}\|}{\|R_{t,:j}\| + 10^{-8}} \quad\text{or}\quad
+      s = \frac{\|\tilde R_t\|}{\|R_t\| + 10^{-8}} \\
+      U_t &= \frac{s \, G_t}{l_t}, \quad
+      l_t = \frac{1}{\gamma} \max\Big(\frac{\|s \, G_t\|}{\|U_{t-1}\| + 10^{-8}}, \gamma\Big) \\
+      w' &= w_{t-1} - \eta_{t-1} \frac{\sqrt{1 - \beta_2^t}}{1 - \beta_1^t} \sqrt{\alpha} \, U_t,
+      \qquad w_t = w' - \eta_{t-1} \lambda w'
+
+    so that a norm grows by :math:`\gamma - 1` an update at most. There is no limit after a
+    :math:`U` of zeros, hence none at the first update; the authors' code skips the first only, and
+    a matrix whose first gradient is 0, as below a layer initialised to zeros, then starts from
+    :math:`10^{-8}`. Moments are kept when :math:`P` changes, as in the authors' code.
+
+    Every other leaf takes AdamW, as it is in that code: :math:`\tilde R_t` with :math:`P` the
+    identity, in place of :math:`\sqrt\alpha U_t`. Those are leaves that are no matrix, have
+    a side of at most `rank`, or do not adapt by the rules; the authors' code projects the
+    matrices that it is told to. A kernel of three axes, such as Flax's attention has, is no matrix
+    unless one of them is a layer axis; matrices stacked along layer axes are each projected, scaled
+    and limited on their own.
+
+    Projections are made again at every update from `seed`, the leaf's place in the tree, and the
+    count; they are in no state. They are the same under `jit` whatever the shardings. There is no
+    `axis_name`: inside `shard_map` a program cannot tell which side of a matrix is split, so
+    parameters must be whole there, as where gradients are averaged over replicas.
+
+    >>> tx = apollo(0.01, rank=1, scale=128.0, scaling='tensor')
+    >>> params = {'kernel': jnp.ones((4, 8)), 'bias': jnp.ones(8)}
+    >>> updates, state = tx.update(params, tx.init(params), params)
+    >>> print(state.mu['kernel'].shape, updates['kernel'].shape, updates['bias'][0].round(4))
+    (1, 8) (4, 8) -0.01
+
+    Args:
+      learning_rate: a number, or a schedule of the count of completed updates; the authors train
+        with 0.01.
+      rank: :math:`r`, at least 1; the authors have 256 for models of 1B and 7B parameters, a
+        quarter of the width for smaller ones, and 1 for APOLLO-Mini.
+      scale: :math:`\alpha`; 1 in APOLLO, 128 in APOLLO-Mini.
+      scaling: 'channel' for a factor :math:`s_j` for each of the :math:`n` columns, 'tensor' for
+        one. Of a square matrix the first axis is projected: in PyTorch, where weights are the
+        transposes of Flax's kernels, the authors project the second.
+      update_gap: updates for which a projection is kept, at least 1; 200 in the authors' examples.
+      b1: :math:`\beta_1`; 0.9 in the authors' code.
+      b2: :math:`\beta_2`; 0.999 in the authors' code.
+      eps: :math:`\epsilon`, beside the root of moments without bias correction; 1e-6 in the
+        authors' code.
+      weight_decay: :math:`\lambda`, applied to the new weights; 0 in the authors' code.
+      growth_limit: :math:`\gamma`, at least 1; 1.01 in the authors' code. None for no limit.
+      scale_front: multiply by :math:`\sqrt\alpha` before the norms are compared. By the formula it
+        matters only where they are so small that the 1e-8 counts.
+      seed: of the projections.
+      rules: which leaves decay, which are projected, which axes stack layers, see
+        `parameters.resolve`.
+      collect: keep `trust_ratio.Readings` in the state; there is no trust ratio, so ratios are 1.
+
+    Returns:
+      A transform whose `update` needs `params`; updates have the parameters' dtypes. Under
+      `optax.inject_hyperparams`, `rank` must be among the `static_args`.
+
+    Raises:
+      ValueError: for an argument that is out of range, naming it.
+    """
+    if scaling not in SCALINGS:
+        raise ValueError(f"scaling must be one of {', '.join(SCALINGS)}, not {scaling!r}")
+    if not isinstance(rank, int) or rank < 1:
+        raise ValueError(f"rank must be a whole number of at least 1, not {rank!r}")
+    for name, value, lowest in (("update_gap", update_gap, 1), ("seed", seed, 0)):
+        if not isinstance(value, jax.Array) and not (isinstance(value, int) and value >= lowest):
+            raise ValueError(f"{name} must be a whole number of at least {lowest}, not {value!r}")
+    for name, value in (("scale", scale), ("eps", eps), ("weight_decay", weight_decay)):
+        trust_ratio.check_range(name, value)
+    trust_ratio.check_range("b1", b1, upper=1.0)
+    trust_ratio.check_range("b2", b2, upper=1.0)
+    if growth_limit is not None and not isinstance(growth_limit, jax.Array) and not (
+        1.0 <= growth_limit < math.inf
+    ):
+        raise ValueError(f"growth_limit must be at least 1, or None, not {growth_limit!r}")
+
+    def init_leaf(param: jax.Array, facts: ParameterFacts) -> tuple[jax.Array, ...]:
+        zeros = leafwise.zeros_like(param)
+        norm = trust_ratio.leaf_norm(zeros, facts)
+        axis = projected_axis(zeros.shape, facts, rank)
+        if axis is not None:
+            # The zeros go through a projection to be placed as projected gradients will be.
+            shape = projection_shape(zeros.shape, facts, axis, rank)
+            zeros = project(zeros, jnp.zeros(shape, zeros.dtype), facts, axis)
+        return zeros, zeros, norm
+
+    def step_leaf(leaf: Leaf, mu: jax.Array, nu: jax.Array, norm: jax.Array):
+        grad, facts, dtype = leaf.grad, leaf.facts, leaf.weights.dtype
+        axis = projected_axis(grad.shape, facts, rank)
+        low = grad
+        if axis is not None:
+            key = jax.random.fold_in(jax.random.key(seed), leaf.index)
+            key = jax.random.fold_in(key, leaf.completed // update_gap)
+            shape = projection_shape(grad.shape, facts, axis, rank)
+            low = project(grad, projection(key, shape, dtype), facts, axis)
+        mu = b1 * mu + (1 - b1) * low
+        nu = b2 * nu + (1 - b2) * low * low
+        direction = mu / (jnp.sqrt(nu) + eps)
+        if axis is not None:
+            direction, norm = limited(grad * factor(direction, low, facts, axis), norm, facts)
+        count = leaf.completed + 1
+        step_size = leaf.rate * (
+            jnp.sqrt(one_minus_power(b2, count, dtype)) / one_minus_power(b1, count, dtype)
+        )
+        change = -step_size * direction
+        if facts.decay:
+            change = change - leaf.rate * weight_decay * (leaf.weights + change)
+        return change, (mu, nu, norm), None
+
+    def factor(
+        direction: jax.Array, low: jax.Array, facts: ParameterFacts, axis: int
+    ) -> jax.Array:
+        if scaling == "channel":
+            facts = ParameterFacts(layer_axes=tuple(a for a in range(low.ndim) if a != axis))
+        return trust_ratio.leaf_norm(direction, facts) / (trust_ratio.leaf_norm(low, facts) + 1e-8)
+
+    def limited(
+        scaled: jax.Array, previous: jax.Array, facts: ParameterFacts
+    ) -> tuple[jax.Array, jax.Array]:
+        root = jnp.sqrt(jnp.asarray(scale, scaled.dtype))
+        if scale_front:
+            scaled = root * scaled
+        norm = trust_ratio.leaf_norm(scaled, facts)
+        if growth_limit is not None:
+            growth = jnp.maximum(norm / (previous + 1e-8), growth_limit) / growth_limit
+            growth = jnp.where(previous > 0.0, growth, 1.0)
+            scaled, norm = scaled / growth, norm / growth
+        return (scaled if scale_front else root * scaled), norm
+
+    return leafwise.transform(
+        ApolloState, init_leaf, step_leaf, learning_rate, rules, collect=collect
+    )
+
+
+def projected_axis(shape: tuple[int, ...], facts: ParameterFacts, rank: int) -> int | None:
+    """The short side of a leaf that is projected; None for a leaf that takes AdamW."""
+    sides = [axis for axis in range(len(shape)) if axis not in facts.layer_axes]
+    if not facts.adapt or len(sides) != 2 or min(shape[axis] for axis in sides) <= rank:
+        return None
+    return min(sides, key=lambda axis: shape[axis])
+
+
+def projection_shape(
+    shape: tuple[int, ...], facts: ParameterFacts, axis: int, rank: int
+) -> tuple[int, ...]:
+    """(*layers, short side, rank): a projection for each stacked matrix."""
+    return (*(shape[layer] for layer in facts.layer_axes), shape[axis], rank)
+
+
+def projection(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Gaussian of variance 1 / rank, so that projecting keeps squared norms on average."""
+    return jax.random.normal(key, shape, dtype) / math.sqrt(shape[-1])
+
+
+def project(
+    grad: jax.Array, matrix: jax.Array, facts: ParameterFacts, axis: int
+) -> jax.Array:
+    """The gradient with `axis` replaced by the rank, the order of the axes kept.
+
+    Full float32: an accelerator's default product would round both factors to bfloat16.
+    """
+    axes = list(range(grad.ndim))
+    drawn = [*facts.layer_axes, axis, grad.ndim]
+    kept = [grad.ndim if a == axis else a for a in axes]
+    return jnp.einsum(grad, axes, matrix, drawn, kept, precision=jax.lax.Precision.HIGHEST)

@@ -1,0 +1,56 @@
+"""Reads what optimizers built with `collect=True` keep of their last update, wherever it lies."""
+
+
+import jax
+import numpy as np
+import optax
+
+from lamb_tpu.optim import parameters
+from lamb_tpu.optim.leafwise import Readings
+
+QUANTITIES = Readings._fields
+
+
+def read(opt_state: optax.OptState) -> dict[str, dict[str, np.ndarray]]:
+    """Trust ratios, update norms and weight norms by parameter path, from any optimizer's state.
+
+    Finds them inside `optax.chain`, `optax.partition`, `optax.MultiSteps` and the like; where
+    several transforms collect, their parameters are put together.
+
+    >>> import jax.numpy as jnp
+    >>> from lamb_tpu import optim
+    >>> tx = optim.lamb(0.1, weight_decay=0.0, collect=True)
+    >>> params = {'kernel': jnp.array([3., 4.])}
+    >>> _, state = tx.update({'kernel': jnp.array([1., 1.])}, tx.init(params), params)
+    >>> {name: round(float(values['kernel']), 4) for name, values in read(state).items()}
+    {'ratios': 3.5355, 'update_norms': 0.5, 'weight_norms': 5.0}
+
+    Returns:
+      {'ratios': {path: value}, 'update_norms': ..., 'weight_norms': ...}; a value is a float32
+      array shaped by the parameter's layer axes: () or (num_layers,). Empty where nothing collects.
+    """
+    found = [
+        state for state in jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, Readings))
+        if isinstance(state, Readings)
+    ]
+    quantities: dict[str, dict[str, np.ndarray]] = {}
+    for readings in jax.device_get(found):
+        for name in QUANTITIES:
+            tree = getattr(readings, name)
+            values = dict(zip(parameters.leaf_paths(tree), jax.tree.leaves(tree), strict=True))
+            quantities.setdefault(name, {}).update(values)
+    return quantities
+
+
+def scalars(opt_state: optax.OptState) -> dict[str, float]:
+    """The same as one flat dict, for a log: 'ratios/dense/kernel', or '.../kernel[3]' in a stack.
+
+    The fourth layer of a stack has the index 3; two layer axes give 'kernel[3,0]'.
+    """
+    flat = {}
+    for name, values in read(opt_state).items():
+        for path, value in values.items():
+            for index, element in np.ndenumerate(value):
+                suffix = f"[{','.join(map(str, index))}]" if index else ""
+                flat[f"{name}/{path}{suffix}"] = float(element)
+    return flat

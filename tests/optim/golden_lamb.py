@@ -1,0 +1,305 @@
+"""How to write each recorded implementation of LAMB with the arguments of `optim.lamb`."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from lamb_tpu import optim
+from lamb_tpu.optim import trust_ratio
+from lamb_tpu.optim.parameters import ParameterFacts, Rules
+from lamb_tpu.optim.presets import preset
+from tests.optim.golden_common import (
+    Settings,
+    leaf_rules,
+    mask,
+    paths,
+    rate,
+    timm_decay,
+    unless,
+)
+
+# Our argument -> what the implementations call it; where two are given, the later one was used.
+NAMES = {
+    "b1": ("beta1", "beta_1"),
+    "b2": ("beta2", "beta_2"),
+    "eps": ("eps", "epsilon"),
+    "weight_decay": ("weight_decay", "weight_decay_rate", "wd"),
+}
+
+
+def transform(
+    implementation: str, settings: Settings, params: Any
+) -> optax.GradientTransformation | None:
+    """The optimizer of an entry of the family 'lamb'; None for what only a bug computes."""
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"the implementation {implementation!r} of lamb is unknown")
+    return IMPLEMENTATIONS[implementation](settings, params)
+
+
+def _arguments(settings: Settings, preset_name: str, **defaults: Any) -> dict[str, Any]:
+    """A preset, over it `defaults`, and over these what all implementations let one set."""
+    arguments = preset("lamb", preset_name) | defaults
+    for ours, theirs in NAMES.items():
+        for name in theirs:
+            if name in settings:
+                arguments[ours] = settings.take(name)
+    return arguments
+
+
+def _lamb(settings: Settings, arguments: dict[str, Any], rules: Rules):
+    return optim.lamb(rate(settings), rules=rules, **arguments)
+
+
+# TensorFlow and JAX: exclusions by name.
+
+
+def _listed(settings: Settings, params: Any) -> Rules:
+    """Exclusions where an adaptation list that is missing or empty is the list for decay."""
+    undecayed = settings.take("exclude_from_weight_decay")
+    unadapted = settings.take("exclude_from_layer_adaptation") or undecayed
+    return leaf_rules(params, decay=unless(undecayed), adapt=unless(unadapted))
+
+
+def _tfa(settings, params):
+    rules = _listed(settings, params)
+    return _keras_clipping(settings, _arguments(settings, "tfa"), rules)
+
+
+def _albert(settings, params):
+    arguments = _arguments(settings, "author", weight_decay=0.0, clip_global_norm=None)
+    return _lamb(settings, arguments, _listed(settings, params))
+
+
+def _mlperf_tf(settings, params):
+    clips = settings.take("clip_by_global_norm_after_gradient_allreduce", False)
+    arguments = _arguments(
+        settings, "paper", weight_decay=0.0, clip_global_norm=1.0 if clips else None
+    )
+    return _lamb(settings, arguments, _listed(settings, params))
+
+
+def _nvidia_tf_bert(settings, params):
+    first = settings.take("first_global_step", 1)
+    if first == 0:
+        return None
+    if first != 1:
+        raise ValueError(f"first_global_step {first!r}: a count that starts elsewhere than at 1")
+    arguments = _arguments(
+        settings, "paper", weight_decay=0.0, clip_global_norm=settings.take("global_clipnorm")
+    )
+    rules = leaf_rules(params, decay=unless(settings.take("exclude_from_weight_decay")))
+    return _lamb(settings, arguments, rules)
+
+
+def _nvidia_tf_txl(settings, params):
+    arguments = _arguments(settings, "transformer_xl", weight_decay=0.01, ratio_eps=0.0)
+    return _lamb(settings, arguments, "all")
+
+
+def _keras(settings, params):
+    arguments = _arguments(settings, "keras")
+    if arguments["weight_decay"] is None:
+        arguments["weight_decay"] = 0.0
+    rules = leaf_rules(params, decay=unless(settings.take("exclude_from_weight_decay")))
+    return _keras_clipping(settings, arguments, rules)
+
+
+def _keras_clipping(settings: Settings, arguments: dict[str, Any], rules: Rules):
+    """LAMB after one of the three ways to clip that every Keras optimizer has."""
+    arguments["clip_global_norm"] = settings.take("global_clipnorm")
+    each, value = settings.take("clipnorm"), settings.take("clipvalue")
+    tx = _lamb(settings, arguments, rules)
+    if value is not None:
+        tx = optax.chain(optax.clip(value), tx)
+    if each is not None:
+        def clip(grad, _):
+            return grad * each / jnp.maximum(jnp.linalg.norm(grad.ravel()), each)
+        tx = optax.chain(optax.stateless_with_tree_map(clip), tx)
+    return tx
+
+
+def _optax(settings, params):
+    arguments = _arguments(
+        settings, "paper", weight_decay=0.0, eps_root=settings.take("eps_root", 0.0),
+        clip_global_norm=settings.take("global_clipnorm"),
+    )
+    rules = leaf_rules(params, decay=mask(settings.take("decay_mask")))
+    return _lamb(settings, arguments, rules)
+
+
+def _flax_optim(settings, params):
+    # The ratio is 1 where the sum of the norms is 0, so weights of 0 never move. A direction of 0,
+    # which a tensor without gradient has when nothing decays, is multiplied by infinity.
+    arguments = _arguments(settings, "paper", weight_decay=0.0, zero_ratio=0.0)
+    if arguments["weight_decay"] == 0:
+        return None
+    return _lamb(settings, arguments, "all")
+
+
+def _mlperf_jax(settings, params):
+    num_layers = settings.take("num_layers", 24)
+    stacks = {
+        path for path, leaf in paths(params).items()
+        if leaf.ndim > 1 and leaf.shape[0] == num_layers
+    }
+    rules = leaf_rules(params, layer_axes=lambda path: (0,) if path in stacks else ())
+    return _lamb(settings, _arguments(settings, "mlperf"), rules)
+
+
+# PyTorch: exclusions by parameter groups.
+
+
+def _grouped(
+    settings: Settings, params: Any, default_decay: float, tied: bool = False, adapt: bool = True
+) -> Rules:
+    """Rules from the group that has options of its own, its decay 0 or that of the others.
+
+    `tied` means that a group without decay adapts only where `always_adapt` is set.
+    """
+    group = dict(settings.take("excluded_group") or {})
+    excluded = unless(group.pop("patterns", None))
+    base = settings.get("weight_decay", default_decay)
+    always = settings.take("always_adapt", False) if tied else True
+    decays = {True: base, False: group.pop("weight_decay", base)}
+    adapts = {True: always, False: group.pop("always_adapt", always)}
+    if group or decays[False] not in (0, base):
+        raise ValueError(f"excluded_group with {group or decays[False]!r} is unknown")
+    return leaf_rules(
+        params,
+        decay=lambda path: decays[excluded(path)] != 0,
+        adapt=lambda path: adapt and bool(
+            adapts[excluded(path)] or decays[excluded(path)] != 0
+        ),
+    )
+
+
+def _timm(settings, params):
+    settings.take("foreach")  # the same numbers, another way to compute them
+    settings.setdefault("weight_decay", 0.01)
+    rules = _grouped(settings, params, 0.01, tied=True)
+    arguments = _arguments(
+        settings, "timm", **timm_decay(settings), bias_correction=_moments(settings),
+        grad_averaging=settings.take("grad_averaging", True),
+        cautious=settings.take("caution", False),
+        clip_global_norm=settings.take("max_grad_norm", 1.0),
+        ratio_bounds=(0.0, 1.0) if settings.take("trust_clip", False) else (0.0, float("inf")),
+    )
+    return _lamb(settings, arguments, rules)
+
+
+def _apex(settings, params):
+    for name in ("set_grad_none", "amsgrad"):
+        settings.take(name)  # no matter, and not supported
+    adapts = settings.take("use_nvlamb", False)
+    settings["always_adapt"] = adapts
+    rules = _grouped(settings, params, 0.01, tied=True)
+    norm = settings.take("max_grad_norm", 1.0)
+    if isinstance(norm, str) and norm.startswith("off"):
+        norm = None
+    arguments = _arguments(
+        settings, "apex", bias_correction=_moments(settings),
+        decay="direction" if settings.take("adam_w_mode", True) else "gradient",
+        grad_averaging=settings.take("grad_averaging", True), clip_global_norm=norm,
+    )
+    return _lamb(settings, arguments, rules)
+
+
+def _moments(settings: Settings) -> str:
+    return "moments" if settings.take("bias_correction", True) else "none"
+
+
+def _deepspeed(settings, params):
+    settings.take("scale")  # of the loss, so of the gradients that were given, and divided out
+    norms = settings.take("grad_norms")
+    if norms == "scalar":
+        return None
+    max_norm = settings.take("max_grad_norm", 0.0)
+    if norms not in (None, "list") or (max_norm and norms is None):
+        raise ValueError(f"grad_norms {norms!r} with max_grad_norm {max_norm!r} is unknown")
+    settings.take("amsgrad")  # not supported
+    rules = _grouped(settings, params, 0.0)
+    arguments = _arguments(
+        settings, "deepspeed",
+        bias_correction="step" if settings.take("bias_correction", True) else "none",
+        ratio_bounds=(settings.take("min_coeff", 0.01), settings.take("max_coeff", 10.0)),
+        # A list of the norm of all gradients, once for each parameter.
+        clip_global_norm=max_norm or None,
+    )
+    if settings.take("eps_inside_sqrt", False):
+        arguments["eps_root"], arguments["eps"] = arguments["eps"], 0.0
+    return _lamb(settings, arguments, rules)
+
+
+def _cybertronai(settings, params):
+    rules = _grouped(settings, params, 0.0, adapt=not settings.take("adam", False))
+    return _lamb(settings, _arguments(settings, "transformer_xl", ratio_eps=0.0), rules)
+
+
+def _torch_optimizer(settings, params):
+    largest = settings.take("clamp_value", 10)
+    # With the largest norm 0 every norm counts as 0, and the ratio is 1.
+    adapt = not settings.take("adam", False) and largest > 0
+    rules = _grouped(settings, params, 0.0, adapt=adapt)
+    arguments = _arguments(
+        settings, "transformer_xl", ratio_eps=0.0, phi_bounds=(0.0, largest),
+        bias_correction="step" if settings.take("debias", False) else "none",
+    )
+    return _lamb(settings, arguments, rules)
+
+
+def _nvidia_torch(settings, params):
+    rules = _grouped(settings, params, 0.0, adapt=not settings.take("adam", False))
+    arguments = _arguments(settings, "transformer_xl")
+    arguments["ratio_eps"] = arguments["eps"]
+    return _lamb(settings, arguments, rules)
+
+
+def _nvidia_jit(settings, params):
+    """Learning rate and ratio are float32, and multiplied so, whatever the parameters' dtype."""
+    settings.take("adam")  # not read there
+    rules = _grouped(settings, params, 0.0, adapt=False)
+    arguments = _arguments(settings, "transformer_xl")
+    schedule = rate(settings)
+    direction = optim.lamb(1.0, rules=rules, **arguments)
+
+    def update(grads, state, params):
+        step = schedule(state.count) if callable(schedule) else schedule
+
+        def scaled(update, param):
+            norms = [trust_ratio.leaf_norm(leaf, ParameterFacts()) for leaf in (param, update)]
+            ratio = trust_ratio.trust_ratio(*norms, eps=arguments["eps"], phi_bounds=(0.0, 10.0))
+            return update * (jnp.float32(step) * ratio.astype(jnp.float32))
+
+        updates, state = direction.update(grads, state, params)
+        return jax.tree.map(scaled, updates, params), state
+
+    return optax.GradientTransformation(direction.init, update)
+
+
+def _algoperf(settings, params):
+    rules = _grouped(settings, params, 0.0)
+    return _lamb(settings, _arguments(settings, "paper", weight_decay=0.0, eps=1e-8), rules)
+
+
+IMPLEMENTATIONS = {
+    "algoperf_torch_lamb": _algoperf,
+    "apex_fusedlamb": _apex,
+    "cybertronai_lamb": _cybertronai,
+    "deepspeed_fusedlamb": _deepspeed,
+    "flax_optim_lamb": _flax_optim,
+    "google_albert_lamb": _albert,
+    "keras3_lamb": _keras,
+    "mlperf_bert_jax_lamb": _mlperf_jax,
+    "mlperf_bert_tf_lamb": _mlperf_tf,
+    "nvidia_dle_bart_lamb": _nvidia_torch,
+    "nvidia_dle_tf_bert_lamb": _nvidia_tf_bert,
+    "nvidia_dle_tf_txl_lamb": _nvidia_tf_txl,
+    "nvidia_dle_txl_jitlamb": _nvidia_jit,
+    "nvidia_dle_txl_lamb": _nvidia_torch,
+    "optax_lamb": _optax,
+    "tfa_lamb": _tfa,
+    "timm_lamb": _timm,
+    "torch_optimizer_lamb": _torch_optimizer,
+}

@@ -1,0 +1,99 @@
+"""Every recorded trajectory of other implementations, repeated update for update."""
+
+import jax
+import pytest
+
+from tests.optim import golden, goldens
+from tests.shared import ROOT, shared
+
+ENTRIES = goldens.index()
+# (repeated, excluded for a bug) of the recorded trajectories of each family
+COUNTS = {
+    "lamb": (68, 1),
+    "lars": (38, 0),
+    "novograd": (19, 0),
+    "diffgrad": (7, 0),
+    "rmsprop_tf": (15, 0),
+}
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=goldens.label)
+def test_trajectory(entry):
+    tx = golden.transform_for(entry, goldens.params())
+    if tx is None:
+        assert entry["implementation"] in golden.BUGS
+        return
+    largest = goldens.largest_difference(tx, entry)
+    limit = 5e-6 if (entry.get("max_abs_diff_f32_vs_f64") or 0) > 2e-6 else 2e-6
+    assert max(largest.values()) <= limit, largest
+    if entry["float64"]:
+        with jax.enable_x64(True):
+            tx = golden.transform_for(entry, goldens.params("float64"))
+        largest = goldens.largest_difference(tx, entry, "float64")
+        # TensorFlow Addons keeps its hyper-parameters in float32 also where weights are float64,
+        # NovoGrad in PyTorch its second moments, of which its square root is off by one unit in
+        # the last place for one number in five.
+        in_float32 = ("tfa_", "timm_nvnovograd", "nvidia_jasper_novograd")
+        limit = 1e-7 if entry["implementation"].startswith(in_float32) else 1e-12
+        assert max(largest.values()) <= limit, largest
+
+
+@pytest.mark.parametrize("family", goldens.FAMILIES)
+def test_counts(family):
+    shared("golden", "index.json")
+    repeated = [
+        golden.transform_for(entry, goldens.params()) is not None
+        for entry in ENTRIES if entry["family"] == family
+    ]
+    assert (sum(repeated), len(repeated) - sum(repeated)) == COUNTS[family]
+
+
+def test_the_documentation_has_these_counts():
+    text = (ROOT / "lamb_tpu" / "optim" / "README.md").read_text()
+    totals = (sum(column) for column in zip(*COUNTS.values(), strict=True))
+    for family, (matched, excluded) in {**COUNTS, "all": tuple(totals)}.items():
+        assert f"| {family} | {matched} | {excluded} | {matched + excluded} |" in text
+
+
+def test_few_implementations_are_excluded():
+    assert len(golden.BUGS) <= 5 and all(golden.BUGS.values())
+
+
+@pytest.mark.parametrize("family, implementation, setting, hyper", [
+    ("lamb", "deepspeed_fusedlamb", "clip1", {"max_grad_norm": 1.0, "grad_norms": "scalar"}),
+    ("lamb", "nvidia_dle_tf_bert_lamb", "wd_step0", {"first_global_step": 0}),
+    ("lamb", "flax_optim_lamb", "nowd", {"weight_decay": 0.0}),
+    ("diffgrad", "author_diffgrad_v1", "nowd_reusedgrad", {}),
+])
+def test_bugs_and_nothing_else_of_an_implementation_are_excluded(
+    family, implementation, setting, hyper
+):
+    params = goldens.params()
+    entry = {
+        "family": family, "implementation": implementation, "setting": "wd",
+        "hyper": {"lr": 0.01, "lr_schedule": "const", "weight_decay": 0.01},
+    }
+    assert golden.transform_for(entry, params) is not None
+    buggy = entry | {"setting": setting, "hyper": entry["hyper"] | hyper}
+    assert golden.transform_for(buggy, params) is None
+    assert implementation in golden.BUGS
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=goldens.label)
+def test_a_setting_that_is_not_known_is_an_error(entry):
+    params = goldens.params()
+    if golden.transform_for(entry, params) is None:
+        return
+    with pytest.raises(ValueError, match="warp_factor"):
+        golden.transform_for(dict(entry, hyper=dict(entry["hyper"], warp_factor=9)), params)
+
+
+def test_what_is_not_known_is_an_error():
+    with pytest.raises(ValueError, match="the family 'lion' is unknown; known: lamb"):
+        golden.transform_for({"family": "lion"}, {})
+    hyper = {"lr": 0.01, "lr_schedule": "cosine"}
+    with pytest.raises(ValueError, match="lr_schedule 'cosine' is unknown"):
+        golden.transform_for(
+            {"family": "lamb", "implementation": "tfa_lamb", "hyper": hyper}, {"w": 1.0})
+    with pytest.raises(ValueError, match="the implementation 'my_lamb' of lamb is unknown"):
+        golden.transform_for({"family": "lamb", "implementation": "my_lamb", "hyper": hyper}, {})
