@@ -3,7 +3,9 @@
 #   make demo            the batch-scaling study on handwritten digits (under 3 minutes on 2 cores)
 #   make test            the tests                                     (under 12 minutes on 2 cores)
 #   make test-all        the tests with those marked long
-#   make bench FLAGS=--data_dir=FOLDER   the benchmarks; FOLDER has MNIST's original files
+#   make bench FLAGS=--data_dir=FOLDER   the benchmarks; FOLDER has MNIST's original files. Rows of
+#                        PyTorch need the extra bench: .venv/bin/pip install -e '.[bench]'
+#   make bench-tpu       the TPU compiler's estimates, without a TPU; needs the extra tpu
 #   make test PYTHON=python3.12          another interpreter
 
 PYTHON ?= python3
@@ -11,7 +13,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.ready-$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 
-.PHONY: setup demo test test-all bench clean
+.PHONY: setup demo test test-all bench bench-tpu clean
 
 setup: $(STAMP)
 
@@ -34,6 +36,9 @@ test-all: setup
 bench: setup
 	$(RUN) -m experiments.bench.update_speed --write
 	$(RUN) -m experiments.bench.train_loop --write $(FLAGS)
+
+bench-tpu: setup
+	$(RUN) -m experiments.bench.update_tpu --write
 
 clean:
 	rm -rf $(VENV)

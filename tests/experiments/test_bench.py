@@ -1,16 +1,64 @@
 """The benchmarks run, at small size, and print what they promise."""
 
+import importlib.util
+
 import pytest
 
+from experiments.bench import bert
+from experiments.bench.bert import Target
 from tests import tiny
 from tests.shared import shared
+
+
+def _rows(text: str) -> list[list[str]]:
+    """The cells of the first table, without its head."""
+    table = text[text.index("\n| update"):].strip().split("\n\n")[0]
+    return [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
 
 
 def test_update_speed():
     done = tiny.command("experiments.bench.update_speed", "--layers=1", "--width=64", "--rounds=1")
     assert done.returncode == 0, done.stderr
-    rows = [line.split(" | ")[0] for line in done.stdout.splitlines() if line.startswith("| ")]
-    assert rows[1:] == ["| optax.adamw", "| optax.lamb", "| lamb", "| lamb, stacked layers"]
+    rows = {row[0]: row[1:] for row in _rows(done.stdout)}
+    assert list(rows) == [
+        "optax.adamw", "optax.lamb", "timm Lamb", "timm Lamb, foreach", "lamb",
+        "lamb, stacked layers",
+    ]
+    # AdamW on a CPU: m, v and p each in a pass of their own are 3 + 3 + 4 words, 7 would do.
+    assert rows["optax.adamw"][4:] == ["1.43", "0.0 %"]
+    installed = all(importlib.util.find_spec(name) for name in ("torch", "timm"))
+    assert rows["timm Lamb"][0].startswith("not installed") == (not installed)
+    targets = [line for line in done.stdout.splitlines() if " of optax.lamb | 0.60 | " in line]
+    assert len(targets) == 2
+
+
+def test_update_tpu():
+    done = tiny.command("experiments.bench.update_tpu", "--layers=1", "--width=64")
+    if importlib.util.find_spec("libtpu") is None:
+        assert done.returncode == 2
+        assert done.stderr.splitlines()[-1] == (
+            "error: the TPU compiler is not installed; it comes with the extra tpu: "
+            ".venv/bin/pip install -e '.[tpu]'"
+        )
+        return
+    assert done.returncode == 0, done.stderr
+    rows = {row[0]: [float(cell) for cell in row[1:]] for row in _rows(done.stdout)}
+    assert rows["optax.adamw"][6] == rows["lamb"][6] / 2 == 30  # fusions: one, two for a leaf
+    assert rows["lamb"][5] < 1.05 < rows["optax.lamb"][5]  # bytes, of the least
+
+
+def test_bert_large():
+    assert bert.num_values(24, 1024) == 336_226_108  # with both heads of pre-training
+    assert [len(bert.leaf_shapes(24, 1024, stacked)) for stacked in (False, True)] == [398, 30]
+
+
+def test_target_table():
+    text = bert.target_table([
+        Target("a", "GB", 13.45, 13.454, 2, "why"), Target("b", "ms", 33.1, 33.2, 1, "why not"),
+    ])
+    assert text.splitlines()[2:] == [
+        "| a: GB | 13.45 | 13.45 | met |", "| b: ms | 33.1 | 33.2 | missed: why not |",
+    ]
 
 
 @pytest.mark.long
