@@ -20,7 +20,7 @@ def define_run_flags() -> None:
     config_flags.DEFINE_config_file(
         "config",
         help_string="The recipe, with its argument after a colon, for example "
-        "configs/mnist_lenet.py:batch=4096. Any key can be overridden: "
+        "configs/mnist_lenet.py:batch=4096. Any key it has can be overridden: "
         "--config.optimizer.learning_rate=0.002.",
         lock_config=True,
     )
@@ -98,7 +98,10 @@ def _check_overrides(argv: list[str], config: ConfigDict) -> None:
         for part in override[1].split(".") if override else ():
             if not isinstance(node, ConfigDict) or part not in node:
                 known = ", ".join(node) if isinstance(node, ConfigDict) else "no keys"
-                raise UserError(f"{path}.{part} is unknown; {path} has: {known}")
+                added = "" if path not in ("config.optimizer", "config.model", "config.task") else (
+                    "; what the config file leaves at its default has to be added there first"
+                )
+                raise UserError(f"{path}.{part} is unknown; {path} has: {known}{added}")
             node, path = node[part], f"{path}.{part}"
 
 

@@ -27,7 +27,7 @@ def layer_figure(history: Sequence[tuple[int, Mapping[str, Any]]]) -> Figure:
     """Two heat maps, a row for each layer and a column for each update that was read.
 
     Left: trust ratios. Right: the norm of the update over the norm of the weights, which is how far
-    the layer turns; LAMB makes it the learning rate for every layer that adapts.
+    the layer turns; LAMB without bounds makes it the learning rate for every layer that adapts.
 
     Args:
       history: pairs (completed updates, `optim.readings.scalars(opt_state)`), in the order of time.
@@ -84,7 +84,7 @@ def main() -> None:
     if not records:
         raise UserError(
             f"{workdir / 'metrics.jsonl'} has no records of layers; set collect=True in the "
-            "config's optimizer and train in a new --workdir"
+            "optimizer of the config file and train in a new --workdir"
         )
     path = pathlib.Path(flags.FLAGS.out or workdir / "layers.png")
     if path.suffix != ".png" or not path.parent.is_dir():

@@ -231,19 +231,22 @@ def _weight_decay(config: ConfigDict, num_examples: int, peak: float) -> float |
 
 
 def resolve_optimizer(
-    config: ConfigDict, recipe: Recipe
+    config: ConfigDict, recipe: Recipe, params: Any = None
 ) -> tuple[optax.GradientTransformation, parameters.Rules]:
     """The config's optimizer with the recipe's learning rate, and the rules it works by.
 
     Raises:
-      UserError: an unknown optimizer or field, or a value that it refuses.
+      UserError: an unknown optimizer or field, or a value that it refuses; with `params`, one that
+        has no meaning for them.
     """
     fields = config.optimizer.to_dict()
     del fields["learning_rate"]
     if recipe.weight_decay is not None:
         fields["weight_decay"] = recipe.weight_decay
     with naming("config.optimizer"):
-        tx = factory.make_optimizer(fields, recipe.learning_rate)
+        if fields.get("axis_name") is not None:
+            raise UserError("axis_name has no meaning in a config: the trainer runs under jit")
+        tx = factory.make_optimizer(fields, recipe.learning_rate, params)
     return tx, fields.get("rules", parameters.DEFAULT_RULES)
 
 

@@ -103,6 +103,7 @@ def prepare(config: ConfigDict, workdir: str | os.PathLike[str]) -> Run:
     init = step_lib.make_init(task, tx, example)
     with naming("config.optimizer"):
         abstract_state = step_lib.abstract_state(init, mesh)
+    resolve_optimizer(config, recipe, abstract_state.params)
     table = parameters.table(abstract_state.params, rules)
     folder.check_parameters(table)
     return Run(

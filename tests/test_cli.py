@@ -23,6 +23,8 @@ def refused(module: str, *arguments: str, devices: int = 1) -> str:
 @pytest.mark.parametrize(
     "arguments, message",
     [
+        ([RECIPE, "--config.optimizer.collect=True"],
+         "what the config file leaves at its default has to be added there first"),
         ([RECIPE, "--config.batchsize=3"], "config.batchsize is unknown; config has: batch_size, "),
         (["--config", "configs/digitz.py"], "the file 'configs/digitz.py', which does not exist"),
         ([RECIPE + ":bath=3"], "'bath=3' has the unknown key 'bath'; known: optimizer, batch"),

@@ -29,6 +29,7 @@ from lamb_tpu.optim import (
 )
 from lamb_tpu.optim.adagrad_norm import AdagradNormState, adagrad_norm
 from lamb_tpu.optim.apollo import ApolloState, apollo
+from lamb_tpu.optim.clipping import clip_global_norm
 from lamb_tpu.optim.diffgrad import DiffgradState, diffgrad
 from lamb_tpu.optim.durations import Duration
 from lamb_tpu.optim.factory import make_optimizer
@@ -36,6 +37,7 @@ from lamb_tpu.optim.lamb import LambState, lamb
 from lamb_tpu.optim.lars import LarsState, lars
 from lamb_tpu.optim.novograd import NovogradState, novograd
 from lamb_tpu.optim.parameters import ParameterFacts
+from lamb_tpu.optim.presets import preset
 from lamb_tpu.optim.refinement import refined_schedule
 from lamb_tpu.optim.rmsprop_tf import RmspropTfState, rmsprop_tf
 from lamb_tpu.optim.rounding import StochasticRoundingState, stochastic_rounding
@@ -46,9 +48,9 @@ from lamb_tpu.optim.trust_ratio import TrustRatioState, scale_by_trust_ratio
 __all__ = [
     "AdagradNormState", "ApolloState", "DiffgradState", "Duration", "LambState", "LarsState",
     "NovogradState", "ParameterFacts", "RmspropTfState", "StochasticRoundingState",
-    "TrustRatioState", "adagrad_norm", "apollo", "clipping", "diffgrad", "durations",
-    "exponential_decay", "factory", "lamb", "lars", "leafwise", "legw", "make_optimizer",
-    "novograd", "parameters", "phases", "placement", "presets", "readings",
-    "refined_schedule", "rmsprop_tf", "scale_by_trust_ratio", "scale_learning_rate", "scaling",
-    "schedules", "step_decay", "stochastic_rounding", "trust_ratio", "warmup",
+    "TrustRatioState", "adagrad_norm", "apollo", "clip_global_norm", "clipping", "diffgrad",
+    "durations", "exponential_decay", "factory", "lamb", "lars", "leafwise", "legw",
+    "make_optimizer", "novograd", "parameters", "phases", "placement", "preset", "presets",
+    "readings", "refined_schedule", "rmsprop_tf", "scale_by_trust_ratio", "scale_learning_rate",
+    "scaling", "schedules", "step_decay", "stochastic_rounding", "trust_ratio", "warmup",
 ]

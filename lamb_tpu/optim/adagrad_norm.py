@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from lamb_tpu.optim import clipping, leafwise, parameters, trust_ratio
+from lamb_tpu.optim import checks, clipping, leafwise, parameters, trust_ratio
 from lamb_tpu.optim.parameters import Rules
 from lamb_tpu.optim.trust_ratio import AxisName, Readings
 
@@ -57,7 +57,7 @@ def adagrad_norm(
       weight_decay: :math:`\lambda`, a number or a schedule of the count of completed updates.
       rules: which leaves decay, which axes stack layers, see `parameters.resolve`.
       axis_name: the mesh axis over which each leaf is split inside `shard_map` or `pmap`, see
-        `clipping.clip_global_norm`; None under `jit`.
+        `clipping.clip_global_norm`; None under `jit`. Every leaf has to be split over it.
       collect: keep each layer's ratio and norms in the state, see `readings.read`. The ratio is
         what the gradient is multiplied by, :math:`1 / b_t`.
 
@@ -72,10 +72,10 @@ def adagrad_norm(
       arXiv:1806.01811.
       Lau, Liu and Kolar, AdAdaGrad, arXiv:2402.11215, which adapts the batch size for it.
     """
-    trust_ratio.check_range("initial_norm", initial_norm)
-    trust_ratio.check_choice("per_layer", per_layer, (False, True))
+    checks.check_range("initial_norm", initial_norm)
+    checks.check_flag("per_layer", per_layer)
     if not callable(weight_decay):
-        trust_ratio.check_range("weight_decay", weight_decay)
+        checks.check_range("weight_decay", weight_decay)
 
     def decayed(grad, weights, facts, completed):
         if not facts.decay:

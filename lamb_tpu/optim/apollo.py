@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from lamb_tpu.optim import leafwise, parameters, trust_ratio
+from lamb_tpu.optim import checks, leafwise, parameters, trust_ratio
 from lamb_tpu.optim.leafwise import Leaf, one_minus_power
 from lamb_tpu.optim.parameters import ParameterFacts, Rules
 
@@ -79,8 +79,8 @@ def apollo(
     and limited on their own.
 
     Projections are made again at every update from `seed`, the leaf's place in the tree, and the
-    count; they are in no state. They are the same under `jit` whatever the shardings. There is no
-    `axis_name`: inside `shard_map` a program cannot tell which side of a matrix is split, so
+    count; they are in no state. They are the same under `jit` whatever the shardings, but stacked
+    layers draw others than layers on their own would. There is no `axis_name`: inside `shard_map` a program cannot tell which side of a matrix is split, so
     parameters must be whole there, as where gradients are averaged over replicas.
 
     >>> tx = apollo(0.01, rank=1, scale=128.0, scaling='tensor')
@@ -119,21 +119,21 @@ def apollo(
     Raises:
       ValueError: for an argument that is out of range, naming it.
     """
-    if scaling not in SCALINGS:
-        raise ValueError(f"scaling must be one of {', '.join(SCALINGS)}, not {scaling!r}")
+    checks.check_choice("scaling", scaling, SCALINGS)
+    checks.check_flag("scale_front", scale_front)
     if not isinstance(rank, int) or rank < 1:
         raise ValueError(f"rank must be a whole number of at least 1, not {rank!r}")
     for name, value, lowest in (("update_gap", update_gap, 1), ("seed", seed, 0)):
         if not isinstance(value, jax.Array) and not (isinstance(value, int) and value >= lowest):
             raise ValueError(f"{name} must be a whole number of at least {lowest}, not {value!r}")
     for name, value in (("scale", scale), ("eps", eps), ("weight_decay", weight_decay)):
-        trust_ratio.check_range(name, value)
-    trust_ratio.check_range("b1", b1, upper=1.0)
-    trust_ratio.check_range("b2", b2, upper=1.0)
-    if growth_limit is not None and not isinstance(growth_limit, jax.Array) and not (
-        1.0 <= growth_limit < math.inf
-    ):
-        raise ValueError(f"growth_limit must be at least 1, or None, not {growth_limit!r}")
+        checks.check_range(name, value)
+    checks.check_range("b1", b1, upper=1.0)
+    checks.check_range("b2", b2, upper=1.0)
+    if growth_limit is not None:
+        checks.check_range("growth_limit", growth_limit)
+        if not isinstance(growth_limit, jax.core.Tracer) and growth_limit < 1.0:
+            raise ValueError(f"growth_limit must be at least 1, or None, not {growth_limit!r}")
 
     def init_leaf(param: jax.Array, facts: ParameterFacts) -> tuple[jax.Array, ...]:
         zeros = leafwise.zeros_like(param)
@@ -159,7 +159,7 @@ def apollo(
         direction = mu / (jnp.sqrt(nu) + eps)
         if axis is not None:
             direction, norm = limited(grad * factor(direction, low, facts, axis), norm, facts)
-        count = leaf.completed + 1
+        count = leaf.count
         step_size = leaf.rate * (
             jnp.sqrt(one_minus_power(b2, count, dtype)) / one_minus_power(b1, count, dtype)
         )

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from lamb_tpu.optim import trust_ratio
+from lamb_tpu.optim import checks, trust_ratio
 from lamb_tpu.optim.parameters import ParameterFacts
 from lamb_tpu.optim.trust_ratio import AxisName
 
@@ -26,7 +26,8 @@ def clip_global_norm(max_norm: float, axis_name: AxisName = None) -> optax.Gradi
     Args:
       max_norm: the norm above which gradients are scaled down; the LAMB authors' code has 1.0.
       axis_name: the mesh axis, or axes, over which every leaf is split inside `shard_map` or
-        `pmap`; None under `jit`, and where gradients have been averaged over replicas.
+        `pmap`; None under `jit`, and where gradients have been averaged over replicas. Every leaf
+        has to be split over it: one that is whole on each device counts once a device.
 
     Raises:
       ValueError: unless max_norm is above 0.
@@ -63,7 +64,9 @@ def global_norm(grads: optax.Updates, axis_name: AxisName = None) -> jax.Array:
 def check_max_norm(max_norm: Any) -> None:
     """Raises ValueError unless max_norm is a number above 0, or a wide enough array."""
     if isinstance(max_norm, jax.Array):
-        return trust_ratio.check_range("clip_global_norm", max_norm)
+        checks.check_range("clip_global_norm", max_norm)
+    if isinstance(max_norm, jax.core.Tracer):
+        return
     try:
         in_range = 0 < max_norm <= math.inf
     except TypeError:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from lamb_tpu.optim import leafwise, parameters, trust_ratio
+from lamb_tpu.optim import checks, leafwise, parameters
 from lamb_tpu.optim.leafwise import one_minus_power
 from lamb_tpu.optim.parameters import Rules
 from lamb_tpu.optim.trust_ratio import AxisName, Readings
@@ -90,27 +90,27 @@ def diffgrad(
       Dubey et al., diffGrad: An Optimization Method for Convolutional Neural Networks,
       arXiv:1909.11015, with its code, diffGrad_v2.py.
     """
-    trust_ratio.check_range("b1", b1, upper=1.0)
-    trust_ratio.check_range("b2", b2, upper=1.0)
-    trust_ratio.check_range("eps", eps)
+    checks.check_range("b1", b1, upper=1.0)
+    checks.check_range("b2", b2, upper=1.0)
+    checks.check_range("eps", eps)
     if not callable(weight_decay):
-        trust_ratio.check_range("weight_decay", weight_decay)
-    trust_ratio.check_dtype("mu_dtype", mu_dtype)
-    trust_ratio.check_dtype("nu_dtype", nu_dtype)
+        checks.check_range("weight_decay", weight_decay)
+    checks.check_dtype("mu_dtype", mu_dtype)
+    checks.check_dtype("nu_dtype", nu_dtype, squares=True)
 
     def init_leaf(param, facts):
         del facts
         return tuple(leafwise.zeros_like(param, dtype) for dtype in (mu_dtype, nu_dtype, None))
 
     def step_leaf(leaf, mu, nu, previous):
-        grad, weights, facts, rate, completed, *_ = leaf
+        grad, weights, facts = leaf.grad, leaf.weights, leaf.facts
+        rate, completed, count = leaf.rate, leaf.completed, leaf.count
         dtype = weights.dtype
         if facts.decay:
             grad = grad + jnp.asarray(leafwise.at(weight_decay, completed), dtype) * weights
         mu = (b1 * mu.astype(dtype) + (1 - b1) * grad).astype(mu.dtype)
         nu = (b2 * nu.astype(dtype) + (1 - b2) * grad * grad).astype(nu.dtype)
         friction = jax.nn.sigmoid(jnp.abs(previous - grad))
-        count = optax.safe_increment(completed)
         correction = jnp.sqrt(one_minus_power(b2, count, dtype)) / one_minus_power(b1, count, dtype)
         direction = friction * mu.astype(dtype) / (jnp.sqrt(nu.astype(dtype)) + eps)
         return -rate * correction * direction, (mu, nu, grad), None

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from lamb_tpu.optim import clipping, leafwise, parameters, presets, rounding, trust_ratio
+from lamb_tpu.optim import checks, clipping, leafwise, parameters, presets, rounding, trust_ratio
 from lamb_tpu.optim.adagrad_norm import adagrad_norm
 from lamb_tpu.optim.apollo import apollo
 from lamb_tpu.optim.diffgrad import diffgrad
@@ -74,6 +74,14 @@ def make_optimizer(
     seed = common["stochastic_rounding"]
     if seed is None or seed is False:
         return tx
+    if not isinstance(seed, int) or seed < 0:
+        raise ValueError(
+            f"stochastic_rounding must be True, False or a seed of at least 0, not {seed!r}"
+        )
+    if params is not None and not any(
+        jnp.result_type(leaf) == jnp.bfloat16 for leaf in jax.tree.leaves(params)
+    ):
+        raise ValueError("stochastic_rounding has no use here: no parameter is bfloat16")
     return rounding.stochastic_rounding(tx, 0 if seed is True else seed)
 
 
@@ -174,17 +182,17 @@ def _check(
 ) -> None:
     """What Optax lets through: a decay rate of 1.5, a negative learning rate."""
     if not callable(learning_rate):
-        trust_ratio.check_range("learning_rate", learning_rate)
+        checks.check_range("learning_rate", learning_rate)
     for name, value in (below_one or {}).items():
-        trust_ratio.check_range(name, value, upper=1.0)
+        checks.check_range(name, value, upper=1.0)
     for name, value in at_least_zero.items():
-        trust_ratio.check_range(name, value)
+        checks.check_range(name, value)
 
 
 def _with_l2(
     inner: optax.GradientTransformation, weight_decay: float, rules: Rules
 ) -> optax.GradientTransformation:
-    trust_ratio.check_range("weight_decay", weight_decay)
+    checks.check_range("weight_decay", weight_decay)
     decay = optax.add_decayed_weights(weight_decay, mask=_decays(rules))
     return _in_float32(optax.chain(decay, inner))
 

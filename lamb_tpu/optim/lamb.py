@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from lamb_tpu.optim import leafwise, parameters, trust_ratio
+from lamb_tpu.optim import checks, leafwise, parameters, trust_ratio
 from lamb_tpu.optim.leafwise import one_minus_power
 from lamb_tpu.optim.parameters import Rules
 from lamb_tpu.optim.trust_ratio import AxisName, Readings
@@ -137,23 +137,23 @@ def lamb(
       You et al., Large Batch Optimization for Deep Learning: Training BERT in 76 minutes,
       arXiv:1904.00962, Algorithm 2 and, for N-LAMB and NN-LAMB, the appendix.
     """
-    trust_ratio.check_range("b1", b1, upper=1.0)
-    trust_ratio.check_range("b2", b2, upper=1.0)
+    checks.check_range("b1", b1, upper=1.0)
+    checks.check_range("b2", b2, upper=1.0)
     if not callable(weight_decay):
-        trust_ratio.check_range("weight_decay", weight_decay)
+        checks.check_range("weight_decay", weight_decay)
     trust_ratio.check(
         norm,
         phi_bounds,
         {"eps": eps, "eps_root": eps_root, "ratio_eps": ratio_eps, "zero_ratio": zero_ratio},
     )
-    trust_ratio.check_bounds("ratio_bounds", ratio_bounds)
-    trust_ratio.check_choice("bias_correction", bias_correction, BIAS_CORRECTIONS)
-    trust_ratio.check_choice("decay", decay, DECAYS)
-    trust_ratio.check_choice("nesterov", nesterov, NESTEROVS)
+    checks.check_bounds("ratio_bounds", ratio_bounds)
+    checks.check_choice("bias_correction", bias_correction, BIAS_CORRECTIONS)
+    checks.check_choice("decay", decay, DECAYS)
+    checks.check_choice("nesterov", nesterov, NESTEROVS)
     for name, flag in (("grad_averaging", grad_averaging), ("cautious", cautious)):
-        trust_ratio.check_choice(name, flag, (False, True))
-    trust_ratio.check_dtype("mu_dtype", mu_dtype)
-    trust_ratio.check_dtype("nu_dtype", nu_dtype)
+        checks.check_flag(name, flag)
+    checks.check_dtype("mu_dtype", mu_dtype)
+    checks.check_dtype("nu_dtype", nu_dtype, squares=True)
 
     def init_leaf(param, facts):
         return leafwise.zeros_like(param, mu_dtype), leafwise.zeros_like(param, nu_dtype)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from lamb_tpu.optim import leafwise, parameters, trust_ratio
+from lamb_tpu.optim import checks, leafwise, parameters, trust_ratio
 from lamb_tpu.optim.parameters import Rules
 from lamb_tpu.optim.trust_ratio import AxisName, Readings
 
@@ -130,20 +130,20 @@ def lars(
       You et al., Large Batch Optimization for Deep Learning, arXiv:1904.00962, Algorithm 1.
     """
     for name, value in (("momentum", momentum), ("dampening", dampening)):
-        trust_ratio.check_range(name, value, upper=1.0)
+        checks.check_range(name, value, upper=1.0)
     if not callable(weight_decay):
-        trust_ratio.check_range("weight_decay", weight_decay)
+        checks.check_range("weight_decay", weight_decay)
     trust_ratio.check(
         norm, phi_bounds, {"coefficient": coefficient, "eps": eps, "zero_ratio": zero_ratio}
     )
-    trust_ratio.check_choice("denominator", denominator, DENOMINATORS)
-    trust_ratio.check_choice("accumulate", accumulate, ACCUMULATES)
+    checks.check_choice("denominator", denominator, DENOMINATORS)
+    checks.check_choice("accumulate", accumulate, ACCUMULATES)
     for name, flag in (
         ("nesterov", nesterov), ("dampen_first", dampen_first), ("l2_in_loss", l2_in_loss),
         ("trust_clip", trust_clip), ("skip_zero", skip_zero),
     ):
-        trust_ratio.check_choice(name, flag, (False, True))
-    trust_ratio.check_dtype("momentum_dtype", momentum_dtype)
+        checks.check_flag(name, flag)
+    checks.check_dtype("momentum_dtype", momentum_dtype)
     if denominator == "momentum" and accumulate != "gradients":
         raise ValueError(
             "denominator 'momentum' needs accumulate 'gradients', as the ratio is known only after "

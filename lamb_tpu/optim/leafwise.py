@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from lamb_tpu.optim import clipping, parameters, trust_ratio
+from lamb_tpu.optim import checks, clipping, parameters, trust_ratio
 from lamb_tpu.optim.parameters import ParameterFacts, Rules
 from lamb_tpu.optim.trust_ratio import AxisName, Readings
 
@@ -64,8 +64,9 @@ def transform(
       ValueError: a negative learning rate, rules that are not rules, clip_global_norm not above 0.
     """
     parameters.check_rules(rules)
+    checks.check_flag("collect", collect)
     if not callable(learning_rate):
-        trust_ratio.check_range("learning_rate", learning_rate)
+        checks.check_range("learning_rate", learning_rate)
     if clip_global_norm is not None:
         clipping.check_max_norm(clip_global_norm)
     num_buffers = len(state_type._fields) - 2

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from lamb_tpu.optim import leafwise, parameters, trust_ratio
+from lamb_tpu.optim import checks, leafwise, parameters, trust_ratio
 from lamb_tpu.optim.leafwise import one_minus_power
 from lamb_tpu.optim.parameters import Rules
 from lamb_tpu.optim.trust_ratio import AxisName, Readings
@@ -114,8 +114,9 @@ def novograd(
       rules: which leaves decay, which adapt, which axes stack layers, see `parameters.resolve`.
       clip_global_norm: the l2 norm of all gradients together above which they are scaled down to
         it before anything else; None for no clipping.
-      axis_name: the mesh axis over which each leaf is split inside `shard_map` or `pmap`, see
-        `trust_ratio.scale_by_trust_ratio`; None under `jit`.
+      axis_name: the mesh axis over which each leaf is split inside `shard_map` or `pmap`; None
+        under `jit`. Every leaf has to be split over it: one that is whole on each device counts
+        once a device.
       mu_dtype: the dtype in which the momentum is kept; by default that of the arithmetic.
       nu_dtype: the dtype in which second moments are kept, and divided by: the implementations in
         PyTorch have float32 for float64 parameters too.
@@ -133,28 +134,28 @@ def novograd(
       Ginsburg et al., Stochastic Gradient Methods with Layer-wise Adaptive Moments for Training of
       Deep Networks, arXiv:1905.11286, with its code in NVIDIA's OpenSeq2Seq.
     """
-    trust_ratio.check_range("b1", b1, upper=1.0)
-    trust_ratio.check_range("b2", b2, upper=1.0)
+    checks.check_range("b1", b1, upper=1.0)
+    checks.check_range("b2", b2, upper=1.0)
     for name, value in (("eps", eps), ("eps_root", eps_root), ("weight_decay", weight_decay)):
         if not callable(value):
-            trust_ratio.check_range(name, value)
+            checks.check_range(name, value)
     for name, value, choices in (
         ("grad_averaging", grad_averaging, AVERAGINGS), ("normalise", normalise, NORMALISES),
         ("decay", decay, DECAYS), ("norm", norm, NORMS),
     ):
-        trust_ratio.check_choice(name, value, choices)
+        checks.check_choice(name, value, choices)
     for name, flag in (
         ("lr_in_momentum", lr_in_momentum), ("bias_correction", bias_correction),
         ("init_zero", init_zero), ("amsgrad", amsgrad),
     ):
-        trust_ratio.check_choice(name, flag, (False, True))
+        checks.check_flag(name, flag)
     if normalise == "momentum" and decay == "momentum":
         raise ValueError(
             "normalise 'momentum' needs decay 'decoupled', since decay in the momentum would be "
             f"divided by the norm of the gradients: not {decay!r}"
         )
-    trust_ratio.check_dtype("mu_dtype", mu_dtype)
-    trust_ratio.check_dtype("nu_dtype", nu_dtype)
+    checks.check_dtype("mu_dtype", mu_dtype)
+    checks.check_dtype("nu_dtype", nu_dtype, squares=True)
 
     def init_leaf(param, facts):
         mu = leafwise.zeros_like(param, mu_dtype)
@@ -180,9 +181,9 @@ def novograd(
         return 1 / jnp.where(nu == 0, 1.0, root + eps).astype(dtype)
 
     def step_leaf(leaf, mu, nu, nu_max):
-        grad, weights, facts, rate, completed, *_ = leaf
+        grad, weights, facts = leaf.grad, leaf.weights, leaf.facts
+        rate, completed, count = leaf.rate, leaf.completed, leaf.count
         dtype = weights.dtype
-        count = optax.safe_increment(completed)
         decayed = jnp.asarray(leafwise.at(weight_decay, completed), dtype) * weights
 
         ratio = None

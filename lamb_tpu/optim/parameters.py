@@ -23,6 +23,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +122,12 @@ def resolve(params: Any, rules: Rules) -> Any:
                 f"which has {num_axes} axes"
             )
         facts.append(match)
-    if paths and not isinstance(rules, str):
+    # Inside optax.partition or a mask the other leaves are hidden, which one list may serve too.
+    hidden = any(
+        isinstance(node, optax.MaskedNode)
+        for node in jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, optax.MaskedNode))
+    )
+    if paths and not hidden and not isinstance(rules, str):
         _check_each_decides([regex for regex, _ in compiled], paths, takers)
     return jax.tree.unflatten(treedef, facts)
 

@@ -19,7 +19,8 @@ def partition(
     parameter whose path ends its own, the longest where there are several: `mu/dense/kernel` to
     `dense/kernel`. Where the shapes are equal it takes the parameter's sharding. Where only sizes
     differ (a norm kept with size 1, a projected moment) it keeps the sharding of the axes of equal
-    size. Everything else, as counts and readings, is replicated.
+    size. Everything else, as counts and readings, is replicated
+    (inside `shard_map`, readings of a stack that is split by layers need a spec of their own).
 
     >>> params = {'kernel': jax.ShapeDtypeStruct((8, 4), jnp.float32)}
     >>> state = partition(optax.adam(0.1), params, {'kernel': PartitionSpec('data')})

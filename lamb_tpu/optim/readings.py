@@ -6,7 +6,7 @@ import numpy as np
 import optax
 
 from lamb_tpu.optim import parameters
-from lamb_tpu.optim.leafwise import Readings
+from lamb_tpu.optim.trust_ratio import Readings
 
 QUANTITIES = Readings._fields
 

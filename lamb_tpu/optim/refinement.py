@@ -21,8 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from lamb_tpu.optim.scaling import check_above_zero
-from lamb_tpu.optim.trust_ratio import check_choice
+from lamb_tpu.optim.checks import check_above_zero, check_choice
 
 NORM_POWERS = {"l2": -2.0, "l1": -1.0}
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from lamb_tpu.optim import leafwise, parameters, trust_ratio
+from lamb_tpu.optim import checks, leafwise, parameters, trust_ratio
 from lamb_tpu.optim.leafwise import one_minus_power
 from lamb_tpu.optim.parameters import Rules
 from lamb_tpu.optim.trust_ratio import AxisName, Readings
@@ -114,19 +114,19 @@ def rmsprop_tf(
       recipe; models/official/efficientnet/utils.py of tensorflow/tpu for the numbers.
     """
     for name, value in (("b2", b2), ("momentum", momentum)):
-        trust_ratio.check_range(name, value, upper=1.0)
+        checks.check_range(name, value, upper=1.0)
     for name, value in (("eps", eps), ("initial_scale", initial_scale)):
-        trust_ratio.check_range(name, value)
+        checks.check_range(name, value)
     if not callable(weight_decay):
-        trust_ratio.check_range("weight_decay", weight_decay)
-    trust_ratio.check_choice("decay", decay, DECAYS)
+        checks.check_range("weight_decay", weight_decay)
+    checks.check_choice("decay", decay, DECAYS)
     for name, flag in (
         ("eps_in_root", eps_in_root), ("centered", centered), ("bias_correction", bias_correction),
         ("lr_in_momentum", lr_in_momentum), ("nesterov", nesterov), ("cautious", cautious),
     ):
-        trust_ratio.check_choice(name, flag, (False, True))
-    trust_ratio.check_dtype("momentum_dtype", momentum_dtype)
-    trust_ratio.check_dtype("nu_dtype", nu_dtype)
+        checks.check_flag(name, flag)
+    checks.check_dtype("momentum_dtype", momentum_dtype)
+    checks.check_dtype("nu_dtype", nu_dtype, squares=True)
     keeps_momentum = isinstance(momentum, jax.Array) or momentum != 0
 
     def init_leaf(param, facts):
@@ -140,14 +140,15 @@ def rmsprop_tf(
         return (b2 * old.astype(sample.dtype) + (1 - b2) * sample).astype(old.dtype)
 
     def step_leaf(leaf, nu, mean, buffer):
-        grad, weights, facts, rate, completed, *_ = leaf
+        grad, weights, facts = leaf.grad, leaf.weights, leaf.facts
+        rate, completed = leaf.rate, leaf.completed
         dtype = weights.dtype
         decayed = jnp.asarray(leafwise.at(weight_decay, completed), dtype) * weights
         if facts.decay and decay == "gradient":
             grad = grad + decayed
         correction = 1.0
         if bias_correction:
-            correction = 1 / one_minus_power(b2, optax.safe_increment(completed), dtype)
+            correction = 1 / one_minus_power(b2, leaf.count, dtype)
 
         nu = average(nu, grad * grad)
         square = correction * nu.astype(dtype)

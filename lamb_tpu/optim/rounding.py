@@ -54,7 +54,8 @@ def stochastic_rounding(
     True
 
     Args:
-      inner: any transform. Give `optax.inject_hyperparams` and the like inside it.
+      inner: any transform. Give `optax.inject_hyperparams`, `apply_if_finite` and
+        the like inside it.
       seed: of the random bits, at least 0.
 
     Returns:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-from lamb_tpu.optim.trust_ratio import check_range
+from lamb_tpu.optim.checks import check_above_zero, check_range
 
 SCALING_RULES: dict[str, Callable[[float], float]] = {
     "identity": lambda ratio: 1.0,
@@ -45,10 +45,11 @@ def scale_learning_rate(
       batch_size: the batch size of the run, in examples.
 
     Raises:
-      ValueError: an unknown rule, or a batch size that is not positive.
+      ValueError: an unknown rule, a negative rate, or a batch size that is not positive.
     """
     if rule not in SCALING_RULES:
         raise ValueError(f"rule {rule!r} is unknown; known: {', '.join(SCALING_RULES)}")
+    check_range("base_learning_rate", base_learning_rate)
     return base_learning_rate * SCALING_RULES[rule](_batch_ratio(base_batch_size, batch_size))
 
 
@@ -194,13 +195,6 @@ def optimal_timescale(
     """
     check_above_zero(tokens_per_parameter=tokens_per_parameter, coefficient=coefficient)
     return coefficient * tokens_per_parameter**exponent
-
-
-def check_above_zero(**values: float) -> None:
-    """Raises ValueError for the first value that is not a finite number above 0, by its name."""
-    for name, value in values.items():
-        if not 0 < value < math.inf:
-            raise ValueError(f"{name} must be above 0, not {value!r}")
 
 
 def _batch_ratio(base_batch_size: int, batch_size: int) -> float:

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from lamb_tpu.optim.scaling import check_above_zero
-from lamb_tpu.optim.trust_ratio import check_range
+from lamb_tpu.optim.checks import check_above_zero, check_range
 
 # Each maps the fraction of the decay that is left, 1..0, to the part of the peak left, 1..0.
 DECAYS: dict[str, Callable[[jax.Array, float], jax.Array]] = {

@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from lamb_tpu.optim import parameters
+from lamb_tpu.optim import checks, parameters
 from lamb_tpu.optim.parameters import ParameterFacts, Rules
 
 NORMS = ("l2", "l1", "linf")
@@ -83,7 +83,7 @@ def scale_by_trust_ratio(
       zero_ratio: the ratio of a layer of which the weights or the update are all 0.
       axis_name: the mesh axis, or axes, over which each leaf is split inside `shard_map` or
         `pmap`. A leaf that is replicated over it has both norms too large by one factor, which
-        leaves the ratio right unless `eps` or `phi_bounds` are given.
+        leaves the ratio right unless `eps`, `phi_bounds` or `clip_global_norm` are given.
       collect: keep each layer's ratio and norms in the state, see `readings.read`.
 
     Returns:
@@ -94,7 +94,8 @@ def scale_by_trust_ratio(
     """
     parameters.check_rules(rules)
     check(norm, phi_bounds, {"coefficient": coefficient, "eps": eps, "zero_ratio": zero_ratio})
-    check_bounds("ratio_bounds", ratio_bounds)
+    checks.check_bounds("ratio_bounds", ratio_bounds)
+    checks.check_flag("collect", collect)
 
     def init_fn(params: optax.Params) -> TrustRatioState:
         facts = parameters.resolve(params, rules)
@@ -289,56 +290,7 @@ def require_params(params: optax.Params) -> None:
 
 def check(norm: str, phi_bounds: tuple[float, float], nonnegative: dict[str, Any]) -> None:
     """Raises ValueError for arguments out of range; values that are traced are not looked at."""
-    check_choice("norm", norm, NORMS)
-    check_bounds("phi_bounds", phi_bounds)
+    checks.check_choice("norm", norm, NORMS)
+    checks.check_bounds("phi_bounds", phi_bounds)
     for name, value in nonnegative.items():
-        check_range(name, value)
-
-
-def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
-    """Raises ValueError unless the value is one of the choices."""
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(str, choices))}, not {value!r}")
-
-
-def check_bounds(name: str, bounds: tuple[float, float]) -> None:
-    """Raises ValueError unless bounds are (lower, upper) with 0 <= lower <= upper."""
-    try:
-        lower, upper = bounds
-        in_order = 0.0 <= lower <= upper
-    except (TypeError, ValueError):
-        in_order = False
-    if not in_order:
-        raise ValueError(f"{name} must be (lower, upper), 0 <= lower <= upper, not {bounds!r}")
-
-
-def check_dtype(name: str, dtype: Any) -> None:
-    """Raises ValueError unless the dtype is None or of floating point."""
-    try:
-        floating = dtype is None or jnp.issubdtype(dtype, jnp.floating)
-    except TypeError:
-        floating = False
-    if not floating:
-        raise ValueError(f"{name} must be a floating-point dtype or None, not {dtype!r}")
-
-
-def check_range(name: str, value: Any, upper: float = math.inf) -> None:
-    """Raises ValueError unless 0 <= value < upper, or when an array is narrower than float32.
-
-    `optax.inject_hyperparams` turns numbers into arrays of the parameters' dtype; in bfloat16
-    0.999 is 1.0, and 1 - b2 is lost.
-    """
-    if isinstance(value, jax.Array):
-        if value.dtype.itemsize < 4:
-            raise ValueError(
-                f"{name} is a {value.dtype} array and has lost digits: "
-                "give inject_hyperparams hyperparam_dtype=jnp.float32"
-            )
-        return
-    try:
-        in_range = 0.0 <= value < upper
-    except TypeError:
-        in_range = False
-    if not in_range:
-        limit = "" if upper == math.inf else f" and below {upper:g}"
-        raise ValueError(f"{name} must be at least 0{limit}, not {value!r}")
+        checks.check_range(name, value)

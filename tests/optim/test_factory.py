@@ -125,7 +125,7 @@ def test_rules_are_resolved_at_once_where_parameters_are_given():
     ({"name": "sgd", "preset": "paper"}, "'sgd' has no presets; known: .*lamb"),
     ({"name": "lamb", "preset": "papers"}, "lamb has no preset 'papers'; known: paper, author"),
     ({"name": "adam", "clip_global_norm": -1.0}, "clip_global_norm must be above 0.*not -1.0"),
-    ({"name": "adam", "stochastic_rounding": -1}, "seed must be .* not -1"),
+    ({"name": "adam", "stochastic_rounding": -1}, "stochastic_rounding must be .* not -1"),
     ({"name": "momentum", "rules": "none"}, "'none' is no preset"),
     ({"name": "momentum", "rules": [("a", {}), ("a", {})]}, "the rule 'a' is given twice"),
 ])

@@ -4,10 +4,13 @@ import collections
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 from flax import nnx
 from flax.core import freeze
 
+from lamb_tpu import optim
 from lamb_tpu.optim.parameters import (
     RULES,
     ParameterFacts,
@@ -175,3 +178,15 @@ def test_the_table_is_the_same_for_arrays_and_shapes_in_any_order():
         "b/bias  (3)    float32       3  no     no     -",
         "total: 2 leaves, 9 values; decay: 1 leaf, 6 values; adapt: 1 leaf, 6 values",
     ])
+
+
+def test_one_list_serves_the_parts_of_a_partition():
+    """A rule may match nothing where the leaves that it is for are hidden."""
+    rules = [("bias$", {"decay": False, "adapt": False}), ("", {})]
+    params = {"dense": {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}, "head": jnp.ones(2)}
+    tx = optax.partition(
+        {"slow": optim.lamb(0.1, rules=rules), "fast": optim.lamb(0.2, rules=rules)},
+        {"dense": {"kernel": "slow", "bias": "slow"}, "head": "fast"},
+    )
+    updates, _ = tx.update(params, tx.init(params), params)
+    np.testing.assert_allclose(optax.tree.norm(updates["head"]), 0.2 * 2**0.5, rtol=1e-5)
