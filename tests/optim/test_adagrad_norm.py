@@ -105,7 +105,7 @@ def test_narrow_parameters_keep_a_float32_accumulator():
 
 @pytest.mark.parametrize("arguments, message", [
     ({"initial_norm": -0.1}, "initial_norm must be at least 0, not -0.1"),
-    ({"per_layer": "yes"}, "per_layer must be one of False, True, not 'yes'"),
+    ({"per_layer": "yes"}, "per_layer must be True or False, not 'yes'"),
     ({"weight_decay": -0.1}, "weight_decay .* not -0.1"),
     ({"learning_rate": -0.1}, "learning_rate .* not -0.1"),
     ({"rules": "none"}, "rules 'none' is no preset"),

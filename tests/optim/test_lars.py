@@ -300,7 +300,7 @@ def test_mlperfs_polynomial_is_the_recorded_one():
     ({"momentum_dtype": "int32"}, "momentum_dtype .* not 'int32'"),
     ({"denominator": "update"}, "denominator must be one of gradient, decayed, mom.* not 'update'"),
     ({"accumulate": "rates"}, "accumulate must be one of steps, adapted, gradients, not 'rates'"),
-    ({"nesterov": "first"}, "nesterov must be one of False, True, not 'first'"),
+    ({"nesterov": "first"}, "nesterov must be True or False, not 'first'"),
     ({"denominator": "momentum"}, "'momentum' needs accumulate 'gradients'.* not 'steps'"),
     ({"denominator": "decayed", "l2_in_loss": True}, "l2_in_loss needs denominator 'gradient'"),
     ({"denominator": "decayed", "skip_zero": True}, "skip_zero needs .* not 'decayed'"),

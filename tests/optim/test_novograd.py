@@ -192,7 +192,7 @@ def test_an_axis_that_is_not_bound_is_an_error():
     ({"normalise": "both"}, "normalise must be one of gradient, momentum, not 'both'"),
     ({"decay": "gradient"}, "decay must be one of momentum, decoupled, not 'gradient'"),
     ({"norm": "l1"}, "norm must be one of l2, linf, not 'l1'"),
-    ({"amsgrad": "yes"}, "amsgrad must be one of False, True, not 'yes'"),
+    ({"amsgrad": "yes"}, "amsgrad must be True or False, not 'yes'"),
     ({"normalise": "momentum"}, "normalise 'momentum' needs decay 'decoupled'.* not 'momentum'"),
     ({"mu_dtype": "int8"}, "mu_dtype must be .* not 'int8'"),
     ({"nu_dtype": "int8"}, "nu_dtype must be .* not 'int8'"),
