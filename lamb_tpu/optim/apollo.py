@@ -80,8 +80,9 @@ def apollo(
 
     Projections are made again at every update from `seed`, the leaf's place in the tree, and the
     count; they are in no state. They are the same under `jit` whatever the shardings, but stacked
-    layers draw others than layers on their own would. There is no `axis_name`: inside `shard_map` a program cannot tell which side of a matrix is split, so
-    parameters must be whole there, as where gradients are averaged over replicas.
+    layers draw others than layers on their own would. There is no `axis_name`: inside
+    `shard_map` a program cannot tell which side of a matrix is split, so parameters must be whole
+    there, as where gradients are averaged over replicas.
 
     >>> tx = apollo(0.01, rank=1, scale=128.0, scaling='tensor')
     >>> params = {'kernel': jnp.ones((4, 8)), 'bias': jnp.ones(8)}
