@@ -263,10 +263,10 @@ def test_bfloat16_parameters_keep_float32_moments():
 
 def test_moments_in_the_dtype_asked_for():
     params = {"kernel": jnp.ones((2, 2))}
-    tx = optim.lamb(0.1, mu_dtype=jnp.bfloat16, nu_dtype=jnp.float16)
+    tx = optim.lamb(0.1, mu_dtype=jnp.bfloat16, nu_dtype="bfloat16")
     _, state = tx.update(params, tx.init(params), params)
     assert state.mu["kernel"].dtype == jnp.bfloat16
-    assert state.nu["kernel"].dtype == jnp.float16
+    assert state.nu["kernel"].dtype == jnp.bfloat16
 
 
 @pytest.mark.parametrize("compute", ["eager", "jit"])
