@@ -1,0 +1,313 @@
+"""Batch normalisation over groups of examples, the same on any number of devices.
+
+How many examples share their statistics is part of a large-batch recipe: few make them noisy, many
+cost communication. So it is one number, `group_size`, counted in examples of the global batch:
+smaller than a device's part it is ghost batch normalisation, equal to it local, larger the
+distributed batch normalisation of the EfficientNet paper, and None means the whole batch.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+# The EfficientNet paper takes consecutive replicas up to here and tiles of the torus above.
+_LARGEST_RING = 16
+
+
+class BatchNorm(nn.Module):
+    """Normalises each channel by the statistics of its example's group.
+
+    For a group G of examples with n positions each,
+
+        mean = sum over G of x / (|G| n),    var = sum over G of (x - mean)^2 / (|G| n),
+        y = scale (x - mean) / sqrt(var + epsilon) + bias.
+
+    Groups are runs of `group_size` consecutive examples of the global batch. Under jit that is all:
+    the program does not depend on the number of devices, and the compiler reduces over groups of
+    them. Inside shard_map or pmap, where a module sees one device's examples, name in `axis_name`
+    the mesh axes that split the batch; the numbers are the same. `replica_groups` tells which
+    devices to put next to each other.
+
+    Statistics and parameters are float32 (statistics float64 for float64 inputs); the output has
+    the input's dtype. The sums of one reading of the activations give mean and variance of each
+    example, as E[d] and E[d^2] - E[d]^2 of distances d from a pixel of it: from a point far away
+    the difference would lose the digits. Groups add the squared distances of their examples from
+    their mean. For bfloat16 both distances are from the running mean. Its values hold 8 bits, so a
+    mean that is 100 standard deviations away costs the variance a thousandth, and only while the
+    running mean has not arrived; but it is known before the activations, so the sums can be taken
+    where those are computed, and one round of communication suffices instead of two.
+
+    The running averages are those of the whole batch, whatever the groups: the mean of the groups'
+    means, and by the law of total variance the mean of their variances plus the variance of their
+    means. Both variances are biased (divided by the count), as in Flax and in TensorFlow's layer
+    with fused=False; PyTorch and TensorFlow's fused layer multiply that of the running average by
+    count / (count - 1). Parameters and collection have the names of `flax.linen.BatchNorm`.
+
+    Inside shard_map a group of several devices is best a whole number of the innermost axes: with
+    axis_name=('group', 'inner') the sums run over 'inner'. To cut an axis into groups, shard_map
+    needs check_vma=False.
+
+    Attributes:
+      group_size: examples per group; None for the whole batch.
+      use_running_average: normalise by the running averages, as in evaluation; may be given to the
+        call instead.
+      axis_name: inside shard_map or pmap the mesh axes over which the batch is split, outermost
+        first; None under jit.
+      momentum: share of a running average that stays at an update, in [0, 1]; Flax's default.
+      epsilon: added to the variance, at least 0; Flax's default.
+      scale_init: initial scale; zeros for the last normalisation of a residual branch.
+
+    References:
+      Wongpanich et al., Training EfficientNets at Supercomputer Scale, arXiv:2011.00071.
+      Hoffer et al., Train longer, generalize better, arXiv:1705.08741.
+
+    >>> x = jnp.array([[0.0], [2.0], [10.0], [14.0]])
+    >>> norm = BatchNorm(group_size=2, use_running_average=False, momentum=0.0)
+    >>> y, state = norm.apply(norm.init(jax.random.key(0), x), x, mutable="batch_stats")
+    >>> print(y.ravel().round(3))
+    [-1.  1. -1.  1.]
+    >>> print(state["batch_stats"]["mean"], state["batch_stats"]["var"], x.var())
+    [6.5] [32.75] 32.75
+    """
+
+    group_size: int | None = None
+    use_running_average: bool | None = None
+    axis_name: str | Sequence[str] | None = None
+    momentum: float = 0.99
+    epsilon: float = 1e-5
+    scale_init: nn.initializers.Initializer = nn.initializers.ones
+
+    @nn.compact
+    def __call__(self, x: jax.Array, use_running_average: bool | None = None) -> jax.Array:
+        """Normalises activations of shape (batch, ..., channels), two axes or more.
+
+        In `init` the running averages stay as they are, and the batch counts as one group.
+
+        Raises:
+          ValueError: `group_size` does not fit the batch or the mesh, `axis_name` is missing where
+            the batch is split, or an argument is out of its range.
+        """
+        use_running_average = nn.merge_param(
+            "use_running_average", self.use_running_average, use_running_average
+        )
+        if x.ndim < 2 or not jnp.issubdtype(x.dtype, jnp.floating):
+            raise ValueError(
+                f"BatchNorm takes floating-point (batch, ..., channels), not {x.dtype}{x.shape}"
+            )
+        if not 0 <= self.momentum <= 1:
+            raise ValueError(f"momentum must be in [0, 1], not {self.momentum}")
+        if not self.epsilon >= 0:
+            raise ValueError(f"epsilon must be at least 0, not {self.epsilon}")
+        dtype, channels = x.dtype, x.shape[-1]
+        # Once, so that gradients with respect to x are summed in float32 too.
+        x = x.astype(jnp.promote_types(dtype, jnp.float32))
+        running_mean = self.variable("batch_stats", "mean", jnp.zeros, channels, jnp.float32)
+        running_var = self.variable("batch_stats", "var", jnp.ones, channels, jnp.float32)
+        scale = self.param("scale", self.scale_init, (channels,), jnp.float32)
+        bias = self.param("bias", nn.initializers.zeros, (channels,), jnp.float32)
+
+        if use_running_average:
+            mean, var = running_mean.value, running_var.value
+        else:
+            if self.is_initializing():
+                groups = _Groups(len(x))
+            else:
+                groups = _groups(len(x), self.group_size, self.axis_name)
+            centre = running_mean.value[None] if dtype == jnp.bfloat16 else None
+            mean, var = _group_moments(x, groups, centre)
+            if not self.is_initializing():
+                batch_mean, batch_var = _batch_moments(mean, var, groups)
+                for running, new in ((running_mean, batch_mean), (running_var, batch_var)):
+                    new = self.momentum * running.value + (1 - self.momentum) * new
+                    running.value = new.astype(jnp.float32)
+        factor = scale * lax.rsqrt(var + self.epsilon)
+        y = (x - _per_example(mean, x)) * _per_example(factor, x) + bias
+        return y.astype(dtype)
+
+
+def replica_groups(rows: int, columns: int, replicas: int) -> list[list[int]]:
+    """Groups of replicas on a torus that are close to each other: rings, above 16 tiles.
+
+    Replica i sits in row i // columns, column i % columns. Up to 16 replicas a group is a run of
+    consecutive ones; above, as in the EfficientNet paper, a rectangle, the nearest to a square that
+    tiles the torus, which keeps the paths within a group short. The groups are `axis_index_groups`
+    for JAX's collectives. For `BatchNorm`, whose groups are consecutive examples, let them order
+    the devices: `Mesh(devices[np.array(groups)], ('group', 'inner'))`, where `devices` are those of
+    the torus row by row, or `Mesh(devices[np.concatenate(groups)], ('data',))`.
+
+    Args:
+      rows: height of the torus, in replicas.
+      columns: its width.
+      replicas: members of a group, that is `group_size` over a device's examples.
+
+    Returns:
+      One ascending list for each group; together they hold each of 0 ... rows * columns - 1 once.
+
+    Raises:
+      ValueError: an argument is no whole number of at least 1, or `replicas` does not divide the
+        torus. (A number that does has a rectangle that tiles it.)
+
+    References:
+      Wongpanich et al., Training EfficientNets at Supercomputer Scale, arXiv:2011.00071.
+
+    >>> replica_groups(2, 4, 4)
+    [[0, 1, 2, 3], [4, 5, 6, 7]]
+    >>> replica_groups(4, 12, 24)[1]  # 4 rows of 6 columns
+    [6, 7, 8, 9, 10, 11, 18, 19, 20, 21, 22, 23, 30, 31, 32, 33, 34, 35, 42, 43, 44, 45, 46, 47]
+    """
+    for name, value in (("rows", rows), ("columns", columns), ("replicas", replicas)):
+        if type(value) is not int or value < 1:
+            raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")
+    total = rows * columns
+    if total % replicas:
+        raise ValueError(
+            f"replicas is {replicas}, which does not divide the {rows} x {columns} torus; "
+            f"{_nearest(replicas, _divisors(total))} would"
+        )
+    if replicas <= _LARGEST_RING:
+        return [list(range(first, first + replicas)) for first in range(0, total, replicas)]
+    tiles = [
+        (height, replicas // height)
+        for height in _divisors(rows)
+        if replicas % height == 0 and columns % (replicas // height) == 0
+    ]
+    height, width = min(tiles, key=sum)
+    return [
+        [
+            row * columns + column
+            for row in range(top, top + height)
+            for column in range(left, left + width)
+        ]
+        for top in range(0, rows, height)
+        for left in range(0, columns, width)
+    ]
+
+
+class _Groups(NamedTuple):
+    """How the examples that a program sees fall into groups."""
+
+    rows: int  # of them in one group
+    axes: tuple[str, ...] = ()  # mesh axes over which a group's sums run
+    index_groups: list[list[int]] | None = None  # where they run over parts of those axes
+    other_axes: tuple[str, ...] = ()  # mesh axes over which, in addition, means of groups run
+
+
+def _groups(rows: int, group_size: int | None, axis_name: str | Sequence[str] | None) -> _Groups:
+    """The groups where a device, or under jit the one program, sees `rows` examples.
+
+    Raises:
+      ValueError: as in `BatchNorm.__call__`.
+    """
+    if group_size is not None and (type(group_size) is not int or group_size < 1):
+        raise ValueError(
+            f"group_size must be None or a whole number of at least 1, not {group_size!r}"
+        )
+    if axis_name is None:
+        # Otherwise "the whole batch" would quietly be one device's.
+        manual = jax.sharding.get_abstract_mesh().manual_axes
+        if manual:
+            raise ValueError(
+                f"inside shard_map or pmap over {', '.join(manual)} BatchNorm sees one device's "
+                "examples only: set axis_name to the axes that split the batch, () for none"
+            )
+        axis_name = ()
+    axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    sizes = [lax.axis_size(axis) for axis in axes]
+    devices = math.prod(sizes)
+    if group_size is None:
+        return _Groups(rows, axes)
+    batch = rows * devices
+    if batch % group_size or (rows % group_size and group_size % rows):
+        fitting = [n for n in _divisors(batch) if rows % n == 0 or n % rows == 0]
+        split = f", {rows} on each of {devices} devices" if axes else ""
+        raise ValueError(
+            f"group_size is {group_size}, which does not fit the batch of {batch} examples{split}; "
+            f"{_nearest(group_size, fitting)} would"
+        )
+    if group_size <= rows:
+        return _Groups(group_size, other_axes=axes)
+    replicas = group_size // rows
+    for inner in range(len(axes)):
+        if math.prod(sizes[inner:]) == replicas:
+            return _Groups(rows, axes[inner:], None, axes[:inner])
+    index_groups = [list(range(i, i + replicas)) for i in range(0, devices, replicas)]
+    return _Groups(rows, axes, index_groups, axes)
+
+
+def _group_moments(
+    x: jax.Array, groups: _Groups, centre: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """Mean and variance of each group, (groups, channels).
+
+    `centre`, (1, channels), is where distances are taken from; None for points near to `x`. But for
+    rounding it changes neither the result nor its derivatives, of any order, so it counts as
+    constant in them; that also spares the backward pass a round of communication.
+    """
+
+    def mean_of_group(values: jax.Array) -> jax.Array:
+        # Only here, on (batch, channels), are examples put into groups: reshaped activations
+        # would let the compiler move them between devices.
+        mean = jnp.mean(values.reshape(-1, groups.rows, values.shape[-1]), 1)
+        if not groups.axes:
+            return mean
+        try:
+            return lax.pmean(mean, groups.axes, axis_index_groups=groups.index_groups)
+        except NotImplementedError as error:
+            raise ValueError(
+                f"groups of {len(groups.index_groups[0])} devices are parts of the mesh axes "
+                f"{', '.join(groups.axes)}: give shard_map check_vma=False, or the mesh an "
+                "innermost axis of that size"
+            ) from error
+
+    positions = tuple(range(1, x.ndim - 1))
+    pixel = x[(slice(None), *(0,) * len(positions))]
+    near = lax.stop_gradient(pixel if centre is None else centre)
+    d = x - jnp.expand_dims(near, positions)
+    near_mean = jnp.mean(d, positions)
+    near_var = jnp.mean(d * d, positions) - near_mean**2
+
+    if centre is None:
+        centre = mean_of_group(near + near_mean)
+    centre = lax.stop_gradient(centre)
+    offsets = near_mean + (near - _per_example(centre, near))
+    offset = mean_of_group(offsets)
+    var = mean_of_group(near_var + offsets**2) - offset**2
+    return centre + offset, jnp.maximum(var, 0)
+
+
+def _batch_moments(
+    mean: jax.Array, var: jax.Array, groups: _Groups
+) -> tuple[jax.Array, jax.Array]:
+    """Mean and variance of the whole batch, (channels,), from those of the groups."""
+
+    def mean_of_groups(values: jax.Array) -> jax.Array:
+        mean = jnp.mean(values, 0)
+        return lax.pmean(mean, groups.other_axes) if groups.other_axes else mean
+
+    batch_mean = mean_of_groups(mean)
+    return batch_mean, mean_of_groups(var + (mean - batch_mean) ** 2)
+
+
+def _per_example(values: jax.Array, x: jax.Array) -> jax.Array:
+    """(channels,) or (groups, channels) so that it broadcasts against the examples `x`."""
+    if values.ndim == 1 or len(values) == 1:
+        return values.reshape(-1)
+    values = jnp.repeat(values, len(x) // len(values), 0)
+    return jnp.expand_dims(values, tuple(range(1, x.ndim - 1)))
+
+
+def _divisors(number: int) -> list[int]:
+    """All divisors, ascending."""
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _nearest(number: int, fitting: list[int]) -> str:
+    """The nearest of some numbers below and above another one, in words."""
+    below = [n for n in fitting if n < number]
+    above = [n for n in fitting if n > number]
+    return " or ".join(str(n) for n in [max(below, default=0), min(above, default=0)] if n)
