@@ -7,6 +7,7 @@ import runpy
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
@@ -125,7 +126,20 @@ def run_main(main: Callable[[], None], required: Sequence[str] = ()) -> None:
         app.run(call, flags_parser=lambda argv: _parse_flags(argv, required))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        _end(2)
     except KeyboardInterrupt:
         print("interrupted; nothing that was saved is lost", file=sys.stderr)
-        sys.exit(130)
+        _end(130)
+    except Exception:
+        traceback.print_exc()
+        _end(1)
+
+
+def _end(status: int) -> NoReturn:
+    # One process of several must not wait for the others, who wait for it. The launcher, which
+    # has none of JAX, is spared the import.
+    if "jax" in sys.modules:
+        from lamb_tpu import distributed
+
+        distributed.leave(status)
+    sys.exit(status)

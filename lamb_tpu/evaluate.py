@@ -14,7 +14,7 @@ import jax
 from absl import flags
 from ml_collections import ConfigDict
 
-from lamb_tpu import cli, data
+from lamb_tpu import cli, data, distributed
 from lamb_tpu.checkpoint import Checkpoints
 from lamb_tpu.errors import UserError
 from lamb_tpu.metrics import mean_metrics
@@ -74,6 +74,7 @@ def evaluate_checkpoint(
 
 def main() -> None:
     """Entry point of the command line."""
+    distributed.initialize_from_flags()
     metrics = evaluate_checkpoint(flags.FLAGS.config, flags.FLAGS.workdir, flags.FLAGS.step)
     if jax.process_index() == 0:
         print(json.dumps(metrics))
@@ -81,5 +82,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     cli.define_run_flags()
+    distributed.define_flags()
     flags.DEFINE_integer("step", None, "Completed updates of the checkpoint; default the newest.")
     cli.run_main(main, required=("config", "workdir"))

@@ -17,7 +17,7 @@ import jax
 from absl import flags
 from ml_collections import ConfigDict
 
-from lamb_tpu import cli, data, tasks
+from lamb_tpu import cli, data, distributed, tasks
 from lamb_tpu.checkpoint import Checkpoints
 from lamb_tpu.errors import UserError
 from lamb_tpu.evaluate import make_evaluator
@@ -177,9 +177,11 @@ def _means_of_finite(
 
 def main() -> None:
     """Entry point of the command line."""
+    distributed.initialize_from_flags()
     train(flags.FLAGS.config, flags.FLAGS.workdir)
 
 
 if __name__ == "__main__":
     cli.define_run_flags()
+    distributed.define_flags()
     cli.run_main(main, required=("config", "workdir"))

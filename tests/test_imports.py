@@ -37,9 +37,8 @@ def offenders(folder: str, forbidden: tuple[str, ...], allowed: tuple[str, ...] 
 TOP = tuple(
     f"lamb_tpu.{name}"
     for name in (
-        "checkpoint", "cli", "config", "evaluate", "metrics", "plots", "progress", "recipe", "run",
-        "train",
-        "workdir",
+        "checkpoint", "cli", "config", "distributed", "evaluate", "launch", "metrics", "plots",
+        "progress", "recipe", "run", "train", "workdir",
     )
 )
 

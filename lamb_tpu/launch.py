@@ -1,0 +1,352 @@
+"""Starts a run of several processes.
+
+  python -m lamb_tpu.launch --local --processes=4 --devices-per-process=2 -- \\
+      --config=configs/digits.py:smoke --workdir=DIR
+
+What stands after -- are the arguments of `python -m lamb_tpu.train`, which every process runs.
+With --local all processes run on this machine, on simulated CPU devices, and talk over loopback:
+the code of a run on many hosts, at the size of a laptop. The batch must divide over all devices,
+here 8.
+
+Process 0 writes to this terminal, the others to DIR/logs/process-1.log and so on, or to a temporary
+folder where there is no --workdir. When one fails, the others are ended, its last lines are shown,
+and its status is the launcher's. Ctrl-C and SIGTERM go to all processes, which then have
+--grace-seconds to save and end; a second Ctrl-C ends them at once.
+"""
+
+import contextlib
+import ctypes
+import dataclasses
+import importlib.util
+import os
+import pathlib
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TextIO
+
+from absl import flags
+
+from lamb_tpu import cli
+from lamb_tpu.errors import UserError
+
+# How long the others may live on when one has failed: they can do nothing without it, but a file
+# that one is writing may be completed.
+_SECONDS_AFTER_FAILURE = 3.0
+_POLL_SECONDS = 0.05
+# A process that loses another one may be seen to end before that one.
+_SETTLE_SECONDS = 0.2
+_LINES_SHOWN = 20
+_BYTES_READ = 2**20  # of a log's end
+_PR_SET_PDEATHSIG = 1  # of Linux' prctl
+_SHOW_CURSOR = "\x1b[?25h"  # a progress bar that was killed has hidden it
+
+
+def define_flags() -> None:
+    """Defines the launcher's flags."""
+    flags.DEFINE_boolean("local", False, "Run all processes on this machine. The only mode yet.")
+    flags.DEFINE_integer("processes", 2, "Processes to start.", lower_bound=1)
+    flags.DEFINE_integer(
+        "devices-per-process", 1, "Simulated CPU devices of each process.", lower_bound=1
+    )
+    flags.DEFINE_float(
+        "grace-seconds",
+        30.0,
+        "Time that the processes have to save and end after Ctrl-C or SIGTERM, before they are "
+        "killed.",
+        lower_bound=0,
+    )
+    flags.DEFINE_string("module", "lamb_tpu.train", "What each process runs, by `python -m`.")
+
+
+@dataclasses.dataclass
+class _Process:
+    """One process of the run.
+
+    Attributes:
+      index: its id in the run.
+      popen: it, the leader of a session of its own, so that what it starts can be ended with it.
+      log: where its output goes; None is the terminal.
+      log_start: bytes of earlier runs in the log.
+    """
+
+    index: int
+    popen: subprocess.Popen
+    log: pathlib.Path | None
+    log_start: int
+
+    def status(self) -> int | None:
+        """Exit status; minus the signal that ended it; None while it runs."""
+        if self.popen.returncode is None and self.popen.poll() is not None:
+            self._signal_group(signal.SIGKILL)  # what it has left behind
+        return self.popen.returncode
+
+    def signal(self, number: int) -> None:
+        """Sends a signal to the process and to all that it has started, while it runs."""
+        if self.status() is None:  # later its number may be that of a stranger
+            self._signal_group(number)
+
+    def _signal_group(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.popen.pid, number)
+
+    def end(self) -> None:
+        """Kills the process, if it runs, and all that it has started."""
+        self.signal(signal.SIGKILL)
+        self.popen.wait()
+
+    def ending(self) -> str:
+        """How it ended, in words."""
+        status = self.status()
+        if status is None:
+            return "runs"
+        if status >= 0:
+            return f"ended with status {status}"
+        return f"was ended by {signal.Signals(-status).name}"
+
+
+def run_local(
+    module: str,
+    arguments: Sequence[str],
+    num_processes: int,
+    devices_per_process: int,
+    grace_seconds: float,
+    log_folder: pathlib.Path,
+) -> int:
+    """Runs `python -m module arguments` in several processes of one job on this machine.
+
+    No process outlives this function, or, on Linux, this process, even if that is killed.
+
+    Args:
+      module: dotted name of a module that calls `lamb_tpu.distributed.initialize`.
+      arguments: of the module.
+      num_processes: at least 1.
+      devices_per_process: simulated CPU devices of each.
+      grace_seconds: time to end after a signal to this process, which all get.
+      log_folder: receives process-1.log and so on; process 0 writes where this process does.
+
+    Returns:
+      0, or the exit status of the process that failed first; 128 and the signal's number where a
+      signal ended it.
+    """
+    port = _free_port()
+    processes: list[_Process] = []
+    with _signals_received() as received:
+        try:
+            for index in range(num_processes):
+                log = log_folder / f"process-{index}.log" if index else None
+                environment = _environment(index, num_processes, devices_per_process, port)
+                processes.append(_start(index, [module, *arguments], environment, log))
+            return _supervise(processes, received, grace_seconds)
+        finally:
+            for process in processes:
+                process.end()
+            if sys.stdout.isatty():
+                print(_SHOW_CURSOR, end="", flush=True)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _environment(index: int, num_processes: int, devices: int, port: int) -> Mapping[str, str]:
+    """What `lamb_tpu.distributed.initialize` and JAX read."""
+    environment = {
+        **os.environ,
+        "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
+        "JAX_COORDINATOR_BIND_ADDRESS": f"127.0.0.1:{port}",  # open to this machine only
+        "JAX_NUM_PROCESSES": str(num_processes),
+        "JAX_PROCESS_ID": str(index),
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": str(devices),
+        # The CPU runtime sizes its thread pool by the cores it sees; with fewer threads than
+        # simulated devices the all-reduce of a step can wait for ever.
+        "NPROC": str(max(32, 4 * devices)),
+        "PYTHONUNBUFFERED": "1",  # a killed process leaves its last lines
+    }
+    if {"grpc_proxy", "https_proxy", "http_proxy"} & environment.keys():
+        environment["no_grpc_proxy"] = "127.0.0.1"  # gRPC would look for it behind the proxy
+    return environment
+
+
+def _start(
+    index: int, command: Sequence[str], environment: Mapping[str, str], log: pathlib.Path | None
+) -> _Process:
+    with contextlib.ExitStack() as stack:
+        output: TextIO | None = None
+        if log is not None:
+            output = stack.enter_context(log.open("a"))
+        popen = subprocess.Popen(
+            [sys.executable, "-m", *command],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT if output else None,
+            start_new_session=True,  # the terminal's Ctrl-C comes from us, once
+            preexec_fn=_end_with_parent(),
+        )
+        return _Process(index, popen, log, output.tell() if output else 0)
+
+
+def _end_with_parent() -> Callable[[], None] | None:
+    """What a child calls first, so that the kernel kills it when this process is gone."""
+    if sys.platform != "linux":
+        return None
+    prctl, parent = ctypes.CDLL(None).prctl, os.getpid()
+
+    def ask_kernel() -> None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # gone before it was asked
+            os._exit(1)
+
+    return ask_kernel
+
+
+@contextlib.contextmanager
+def _signals_received() -> Iterator[list[int]]:
+    """A list that receives Ctrl-C, SIGTERM and SIGHUP, which do nothing else meanwhile."""
+    received: list[int] = []
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # not under nohup
+        numbers.append(signal.SIGHUP)
+    before = [signal.signal(number, lambda got, frame: received.append(got)) for number in numbers]
+    try:
+        yield received
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
+def _supervise(processes: Sequence[_Process], received: list[int], grace_seconds: float) -> int:
+    """Waits for all to end, and sees to it that they do; returns the status of the whole."""
+    deadline = float("inf")
+    forwarded = 0
+    failed: _Process | None = None
+    while running := [process for process in processes if process.status() is None]:
+        if failed is None and any(process.status() for process in processes):
+            time.sleep(_SETTLE_SECONDS)
+            failed = _first_failed(processes)
+            deadline = min(deadline, time.monotonic() + _SECONDS_AFTER_FAILURE)
+            if not forwarded:
+                _explain(failed)
+                _signal_all(running, signal.SIGTERM)
+        for number in received[forwarded:]:
+            forwarded += 1
+            if forwarded == 1:
+                _tell(
+                    f"{signal.Signals(number).name}: the processes have {grace_seconds:g} s to "
+                    "save and end; again to kill them"
+                )
+                _signal_all(running, number)
+                deadline = min(deadline, time.monotonic() + grace_seconds)
+            else:
+                deadline = 0.0
+        if time.monotonic() >= deadline:
+            names = ", ".join(str(process.index) for process in running)
+            _tell(f"killing process {names}, which did not end in time")
+            for process in running:
+                process.end()
+            break
+        time.sleep(_POLL_SECONDS)
+    if failed is None:
+        failed = _first_failed(processes)
+        if failed is not None and not forwarded:
+            _explain(failed)
+    if failed is None:
+        return 0
+    status = failed.status()
+    return status if status > 0 else 128 - status
+
+
+def _signal_all(processes: Sequence[_Process], number: int) -> None:
+    for process in processes:
+        process.signal(number)
+        process.signal(signal.SIGCONT)  # one that was stopped would not see it
+
+
+def _first_failed(processes: Sequence[_Process]) -> _Process | None:
+    """The process whose failure is the cause of the others', as far as one can tell.
+
+    JAX aborts a process when it loses another one, so one that ended otherwise is the cause.
+    """
+    failed = [process for process in processes if process.status()]
+    return min(failed, key=lambda process: process.status() == -signal.SIGABRT, default=None)
+
+
+def _explain(process: _Process) -> None:
+    text = f"process {process.index} {process.ending()}"
+    if process.log is None:
+        _tell(f"{text}; its output is above, that of any others in the logs")
+        return
+    with process.log.open("rb") as file:
+        file.seek(max(process.log_start, os.path.getsize(process.log) - _BYTES_READ))
+        lines = file.read().decode(errors="replace").splitlines()
+    # After JAX' last message come pages of its own stack.
+    ends = [number for number, line in enumerate(lines) if line.startswith("*** Check failure")]
+    shown = lines[: ends[0] if ends else None][-_LINES_SHOWN:]
+    _tell(f"{text}; all that it wrote is in {process.log}, which ends:")
+    print("".join(f"  | {line}\n" for line in shown), end="", file=sys.stderr, flush=True)
+
+
+def _tell(text: str) -> None:
+    print(f"launch: {text}", file=sys.stderr, flush=True)
+
+
+def _log_folder(arguments: Sequence[str]) -> pathlib.Path:
+    """`logs` in the --workdir that the arguments name, or else a temporary folder."""
+    workdirs = re.findall(r"(?:^|\0)--?workdir[=\0]([^\0]+)", "\0".join(arguments))
+    if not workdirs:
+        return pathlib.Path(tempfile.mkdtemp(prefix="lamb_tpu-logs-"))
+    folder = pathlib.Path(workdirs[-1]).expanduser().absolute() / "logs"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"--workdir {folder.parent} cannot be written ({error.strerror}); give a folder that "
+            "can"
+        ) from None
+    return folder
+
+
+def _check_module(name: str) -> None:
+    try:
+        found = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        found = None
+    if found is None:
+        raise UserError(f"--module={name}: there is no such module")
+
+
+def main(arguments: Sequence[str] | None) -> None:
+    """Entry point of the command line.
+
+    Args:
+      arguments: what stood after --; None where there was no --.
+    """
+    values = flags.FLAGS
+    module, num_processes = values.module, values.processes
+    devices, grace_seconds = values["devices-per-process"].value, values["grace-seconds"].value
+    if arguments is None:
+        raise UserError(f"the arguments of {module} are missing: put them after --; see --help")
+    _check_module(module)
+    folder = _log_folder(arguments) if num_processes > 1 else pathlib.Path()
+    logs = f"; output of the others: {folder}/process-*.log" if num_processes > 1 else ""
+    _tell(f"{num_processes} process(es) of {devices} CPU device(s) on this machine{logs}")
+    sys.exit(run_local(module, arguments, num_processes, devices, grace_seconds, folder))
+
+
+if __name__ == "__main__":
+    define_flags()
+    rest = None
+    if "--" in sys.argv:
+        at = sys.argv.index("--")
+        rest = sys.argv[at + 1 :]
+        del sys.argv[at:]
+    cli.run_main(lambda: main(rest), required=("local",))

@@ -1,0 +1,279 @@
+"""The launcher: one job of several processes, none of which outlives it."""
+
+import pathlib
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from lamb_tpu import launch
+from lamb_tpu.metrics import read_records
+from tests import tiny
+
+TRAIN = (tiny.ROOT / "lamb_tpu" / "train.py").read_text()
+
+
+@pytest.fixture(autouse=True)
+def _temporary_logs(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launcher's own folders do not stay behind, of a process or of this one."""
+    folder = str(tmp_path_factory.mktemp("logs"))
+    monkeypatch.setenv("TMPDIR", folder)
+    monkeypatch.setattr(tempfile, "tempdir", folder)
+
+
+def start(*flags: str, mode: str, folder: pathlib.Path, processes: int = 2) -> subprocess.Popen:
+    """The launcher with processes that run a mode of tests/worker.py."""
+    return tiny.start(
+        "lamb_tpu.launch", "--local", f"--processes={processes}", "--module=tests.worker", *flags,
+        "--", mode, str(folder),
+    )
+
+
+def finish(process: subprocess.Popen, within: float = 60) -> SimpleNamespace:
+    began = time.monotonic()
+    try:
+        out, err = process.communicate(timeout=within)
+    finally:
+        process.kill()
+    seconds = time.monotonic() - began
+    return SimpleNamespace(status=process.returncode, out=out, err=err, seconds=seconds)
+
+
+def alive(folder: pathlib.Path) -> list[int]:
+    """Which of the processes written down in the folder are still there."""
+    found = []
+    for path in folder.iterdir():
+        try:
+            state = pathlib.Path(f"/proc/{path.name}/stat").read_text().rpartition(")")[2].split()
+        except FileNotFoundError:
+            continue
+        if state[0] != "Z":
+            found.append(int(path.name))
+    return found
+
+
+def wait_for(folder: pathlib.Path, count: int) -> None:
+    """Until so many processes have written themselves down."""
+    deadline = time.monotonic() + 30
+    while len(list(folder.iterdir())) < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_all_reduce_over_two_processes(tmp_path: pathlib.Path) -> None:
+    process = start("--devices-per-process=2", mode="all_reduce", folder=tmp_path)
+    done = finish(process)
+    assert done.status == 0, done.err
+    # Two devices of process 0 give 1 each, two of process 1 give 2 each.
+    assert "process 0 of 2, 4 devices: 6.0" in done.out
+    assert "process 1 of 2" not in done.out
+    pattern = done.err.partition("output of the others: ")[2].splitlines()[0]
+    log = pathlib.Path(pattern.replace("*", "1"))
+    assert "process 1 of 2, 4 devices: 6.0" in log.read_text()
+
+
+def test_one_process_alone(tmp_path: pathlib.Path) -> None:
+    done = finish(
+        start("--devices-per-process=3", mode="all_reduce", folder=tmp_path, processes=1)
+    )
+    assert done.status == 0 and "process 0 of 1, 3 devices: 3.0" in done.out, done.err
+    assert "output of the others" not in done.err
+
+
+def test_failure_of_one_ends_all_and_is_shown(tmp_path: pathlib.Path) -> None:
+    done = finish(start(mode="fail", folder=tmp_path, processes=3))
+    assert done.status == 3
+    assert "launch: process 1 ended with status 3" in done.err
+    assert "  | line 30\n" in done.err and "  | line 11\n" in done.err
+    assert "| line 10\n" not in done.err  # the last 20 lines
+    assert len(list(tmp_path.iterdir())) == 6 and not alive(tmp_path)
+    assert "killing" not in done.err and done.seconds < 10  # SIGTERM was enough
+
+
+def test_abort_of_another_is_not_the_cause(tmp_path: pathlib.Path) -> None:
+    done = finish(start(mode="abort", folder=tmp_path))
+    assert done.status == 128 + signal.SIGABRT
+    assert "process 1 was ended by SIGABRT" in done.err and "  | the reason\n" in done.err
+    assert "0x1 function" not in done.err  # pages of a stack without a meaning to anyone
+
+    def ended(index: int, status: int | None) -> launch._Process:
+        popen = SimpleNamespace(returncode=status, poll=lambda: status, pid=None)
+        return launch._Process(index, popen, None, 0)
+
+    processes = [ended(0, -signal.SIGABRT), ended(1, None), ended(2, 7), ended(3, 0)]
+    assert launch._first_failed(processes).index == 2
+    assert launch._first_failed(processes[:2]).index == 0
+    assert launch._first_failed(processes[3:]) is None
+
+
+def test_process_that_ignores_sigterm_is_killed(tmp_path: pathlib.Path) -> None:
+    process = start("--grace-seconds=60", mode="stubborn", folder=tmp_path)
+    done = finish(process)
+    assert done.status == 3
+    assert "killing process 0, which did not end in time" in done.err
+    assert not alive(tmp_path)
+    assert done.seconds < 12  # and not the 60 s that are for a save
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_goes_to_all_and_is_waited_for(tmp_path: pathlib.Path, number: int) -> None:
+    process = start(mode="save", folder=tmp_path)
+    wait_for(tmp_path, 2)
+    process.send_signal(number)
+    done = finish(process)
+    assert done.status == 40 + number
+    name = signal.Signals(number).name
+    assert f"saved after {name}" in done.out and f"launch: {name}: the processes have" in done.err
+    assert not alive(tmp_path)
+
+
+def test_signal_has_a_bound(tmp_path: pathlib.Path) -> None:
+    process = start("--grace-seconds=1", mode="deaf", folder=tmp_path)
+    wait_for(tmp_path, 2)
+    process.send_signal(signal.SIGTERM)
+    done = finish(process, within=20)
+    assert done.status == 128 + signal.SIGKILL
+    assert "killing process 0, 1, which did not end in time" in done.err
+    assert not alive(tmp_path)
+
+
+def test_second_ctrl_c_kills(tmp_path: pathlib.Path) -> None:
+    process = start("--grace-seconds=600", mode="deaf", folder=tmp_path)
+    wait_for(tmp_path, 2)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    done = finish(process, within=20)
+    assert done.status == 128 + signal.SIGKILL and not alive(tmp_path)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux can bind a process to its parent")
+def test_killed_launcher_leaves_no_process(tmp_path: pathlib.Path) -> None:
+    process = start(mode="deaf", folder=tmp_path)
+    wait_for(tmp_path, 2)
+    process.kill()
+    process.wait(timeout=10)
+    deadline = time.monotonic() + 5
+    while alive(tmp_path):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_process_that_leaves_does_not_wait_for_the_others(tmp_path: pathlib.Path) -> None:
+    """Its status is the launcher's; an ordinary exit would hang and be aborted."""
+    done = finish(start(mode="leave", folder=tmp_path))
+    assert done.status == 3 and "  | the reason\n" in done.err
+    assert not alive(tmp_path)
+
+
+def test_stopped_process_ends_the_others(tmp_path: pathlib.Path) -> None:
+    done = finish(start(mode="stop", folder=tmp_path))
+    assert done.status == 128 + signal.SIGABRT
+    assert "process 0 was ended by SIGABRT; its output is above" in done.err
+    assert "tasks are unhealthy (stopped sending heartbeats):\n1\n" in done.err
+    assert not alive(tmp_path)
+
+
+def test_hanging_process_ends_the_others(tmp_path: pathlib.Path) -> None:
+    done = finish(start(mode="hang", folder=tmp_path))
+    assert done.status == 1
+    assert "has come no further in 2 s since update 7" in done.err
+    assert not alive(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--", "x"], "--local is missing; see --help"),
+        (["--local"], "the arguments of lamb_tpu.train are missing: put them after --"),
+        (["--local", "--processes=0", "--", "x"], "--processes=0: 0 is not a positive integer"),
+        (["--local", "--devices-per-process=0", "--", "x"], "--devices-per-process=0: 0 is not"),
+        (["--local", "--grace-seconds=-1", "--", "x"], "--grace-seconds=-1: -1.0 is not"),
+        (["--local", "--module=lamb_tpu.trane", "--", "x"], "there is no such module"),
+        (["--local", "--config=c.py"], "Unknown command line flag 'config'"),
+        (["--local", "--", "--workdir=/dev/null/x"], "--workdir /dev/null/x cannot be written"),
+    ],
+)
+def test_mistake(arguments: list[str], message: str) -> None:
+    done = tiny.command("lamb_tpu.launch", *arguments)
+    assert done.returncode == 2 and not done.stdout
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: ") and message in line
+
+
+def test_help_teaches() -> None:
+    done = tiny.command("lamb_tpu.launch", "--help")
+    assert done.returncode == 0
+    for part in ("-- \\\n", "--processes", "--devices-per-process", "Ctrl-C", "DIR/logs"):
+        assert part in done.stdout
+
+
+def test_logs_lie_in_the_workdir_that_is_used(tmp_path: pathlib.Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    expected = two / "logs"
+    assert launch._log_folder([f"--workdir={one}", f"-workdir={two}"]) == expected
+    assert launch._log_folder(["--config", "c.py", "--workdir", str(two), "x"]) == expected
+    assert expected.is_dir() and not one.exists()
+    assert launch._log_folder([f"--config.workdir={one}"]).is_dir() and not one.exists()
+
+
+@pytest.mark.skipif("distributed.init" not in TRAIN, reason="train.py does not join processes yet")
+def test_training_by_two_processes_is_that_of_one(tmp_path: pathlib.Path) -> None:
+    """The same 12 updates on four devices, of one process and of two: metrics and parameters."""
+    arguments = [
+        "--config=configs/digits.py:smoke",
+        "--config.duration=12 steps",
+        "--config.log.every=1 steps",
+        "--config.eval.every=6 steps",
+        "--config.log.tensorboard=false",
+    ]
+    one, two = tmp_path / "one", tmp_path / "two"
+    launched = tiny.start(
+        "lamb_tpu.launch", "--local", "--processes=2", "--devices-per-process=2",
+        "--", *arguments, f"--workdir={two}",
+    )
+    done = finish(launched, within=120)
+    assert done.status == 0, done.err
+    assert "over 4 cpu device(s) in 2 process(es)" in done.out
+    single = tiny.command("lamb_tpu.train", *arguments, f"--workdir={one}", devices=4)
+    assert single.returncode == 0, single.stderr
+    assert "accuracy" not in (two / "logs" / "process-1.log").read_text()
+
+    def records(workdir: pathlib.Path, kind: str) -> list[dict]:
+        lines = read_records(workdir / "metrics.jsonl", kind)
+        return [{key: line[key] for key in line.keys() - {"kind", "seconds"}} for line in lines]
+
+    for kind, count in (("train", 12), ("eval", 2)):
+        expected = records(one, kind)
+        assert len(expected) == count
+        for found, wanted in zip(records(two, kind), expected, strict=True):
+            assert found == pytest.approx(wanted, rel=1e-5, abs=1e-7)
+    config = tiny.recipe_file(tiny.ROOT / "configs" / "digits.py").get_config("smoke")
+    config.duration, config.eval.every = "12 steps", "6 steps"
+    (state, _), (reference, _) = (tiny.restored(config, workdir) for workdir in (two, one))
+    found, wanted = tiny.arrays(state), tiny.arrays(reference)
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        scale = max(float(np.max(np.abs(value.astype(np.float64)))), 1e-30)
+        difference = np.max(np.abs(found[name].astype(np.float64) - value)) / scale
+        assert difference < 5e-6, name
+
+
+@pytest.mark.skipif("distributed.init" not in TRAIN, reason="train.py does not join processes yet")
+def test_mistake_in_a_config_is_told_once(tmp_path: pathlib.Path) -> None:
+    """Also one that is found when the processes have met: no process waits for the others."""
+    done = tiny.command(
+        "lamb_tpu.launch", "--local", "--processes=2", "--devices-per-process=2", "--",
+        "--config=configs/digits.py", "--config.batch_size=37", f"--workdir={tmp_path}",
+    )
+    assert done.returncode == 2
+    assert "error: config.batch_size is 37" in done.stderr
+    assert done.stderr.count("error: ") == 1 and "Traceback" not in done.stderr

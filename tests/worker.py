@@ -1,0 +1,145 @@
+"""What the processes run in tests of the launcher: `python -m tests.worker MODE FOLDER`.
+
+Each writes its number into FOLDER, to be looked for afterwards.
+"""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+INDEX = int(os.environ["JAX_PROCESS_ID"])
+HEARTBEAT_SECONDS = 3
+WATCHDOG_SECONDS = 2.0
+
+
+def sleep() -> None:
+    """Longer than any test waits."""
+    time.sleep(600)
+
+
+def fail() -> None:
+    """Process 1 fails while the others sleep, each with a process of its own."""
+    child = subprocess.Popen(["sleep", "600"])
+    announce(child.pid)
+    if INDEX == 1:
+        print("\n".join(f"line {number}" for number in range(1, 31)))
+        sys.exit(3)
+    sleep()
+
+
+def abort() -> None:
+    """Process 1 is aborted as JAX does it, with what it then prints."""
+    if INDEX == 1:
+        print("the reason\n*** Check failure stack trace: ***\n    @ 0x1 function", flush=True)
+        os.abort()
+    sleep()
+
+
+def stubborn() -> None:
+    """Process 0 listens to no signal but SIGKILL; process 1 fails when that is so."""
+    if INDEX == 1:
+        while not any(folder.iterdir()):
+            time.sleep(0.01)
+        sys.exit(3)
+    deaf()
+
+
+def deaf() -> None:
+    """Listens to no signal but SIGKILL."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    announce(os.getpid())
+    sleep()
+
+
+def save() -> None:
+    """Takes a second after a signal, as a save would, and ends with a status of its own."""
+
+    def receive(number: int, frame: object) -> None:
+        time.sleep(1)
+        print(f"saved after {signal.Signals(number).name}")
+        sys.exit(40 + number)
+
+    signal.signal(signal.SIGINT, receive)
+    signal.signal(signal.SIGTERM, receive)
+    announce(os.getpid())
+    sleep()
+
+
+def total() -> float:
+    """A sum over the devices of all processes: each gives 1 more than its process' number."""
+    import jax
+    import numpy as np
+    from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
+    local = np.full(jax.local_device_count(), INDEX + 1.0, np.float32)
+    values = jax.make_array_from_process_local_data(
+        NamedSharding(mesh, PartitionSpec("data")), local
+    )
+    return float(jax.jit(lambda x: x.sum())(values))
+
+
+def join() -> None:
+    """Meets the others."""
+    from lamb_tpu import distributed
+
+    distributed.initialize(heartbeat_seconds=HEARTBEAT_SECONDS)
+
+
+def all_reduce() -> None:
+    """Says what the processes sum up to."""
+    join()
+    import jax
+
+    print(f"process {INDEX} of {jax.process_count()}, {jax.device_count()} devices: {total()}")
+
+
+def leave() -> None:
+    """Process 1 fails in the middle of a run; process 0 waits for it in an all-reduce."""
+    join()
+    from lamb_tpu import distributed
+
+    total()
+    if INDEX == 1:
+        print("the reason")
+        distributed.leave(3)
+    total()
+
+
+def stop() -> None:
+    """Process 1 is stopped in the middle of a run."""
+    join()
+    total()
+    if INDEX == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    total()
+
+
+def hang() -> None:
+    """Process 1 hangs in something of its own."""
+    join()
+    from lamb_tpu import distributed
+
+    with distributed.Watchdog(WATCHDOG_SECONDS) as watchdog:
+        total()
+        watchdog.progress("update 7")
+        if INDEX == 1:
+            sleep()
+        total()
+
+
+def announce(pid: int) -> None:
+    """Writes down a process that must be gone afterwards."""
+    (folder / str(pid)).touch()
+
+
+if __name__ == "__main__":
+    folder = pathlib.Path(sys.argv[2])
+    mode = globals()[sys.argv[1]]
+    if sys.argv[1] not in ("deaf", "stubborn", "save"):  # they are ready a little later
+        announce(os.getpid())
+    mode()
