@@ -15,8 +15,6 @@ from lamb_tpu import launch
 from lamb_tpu.metrics import read_records
 from tests import tiny
 
-TRAIN = (tiny.ROOT / "lamb_tpu" / "train.py").read_text()
-
 
 @pytest.fixture(autouse=True)
 def _temporary_logs(
@@ -225,7 +223,6 @@ def test_logs_lie_in_the_workdir_that_is_used(tmp_path: pathlib.Path) -> None:
     assert launch._log_folder([f"--config.workdir={one}"]).is_dir() and not one.exists()
 
 
-@pytest.mark.skipif("distributed.init" not in TRAIN, reason="train.py does not join processes yet")
 def test_training_by_two_processes_is_that_of_one(tmp_path: pathlib.Path) -> None:
     """The same 12 updates on four devices, of one process and of two: metrics and parameters."""
     arguments = [
@@ -267,7 +264,6 @@ def test_training_by_two_processes_is_that_of_one(tmp_path: pathlib.Path) -> Non
         assert difference < 5e-6, name
 
 
-@pytest.mark.skipif("distributed.init" not in TRAIN, reason="train.py does not join processes yet")
 def test_mistake_in_a_config_is_told_once(tmp_path: pathlib.Path) -> None:
     """Also one that is found when the processes have met: no process waits for the others."""
     done = tiny.command(

@@ -13,6 +13,7 @@ from lamb_tpu import optim
 from lamb_tpu.optim.presets import PRESETS, preset
 from tests.optim import golden_lars, goldens
 from tests.optim.golden_common import Settings
+from tests.shared import shared
 
 MU, WD, C, EPS = 0.8, 0.3, 0.1, 0.05
 COMMON = {"momentum": MU, "weight_decay": WD, "coefficient": C, "eps": EPS}
@@ -278,9 +279,8 @@ def test_weight_decay_may_be_a_schedule():
 
 
 def test_mlperfs_polynomial_is_the_recorded_one():
-    entry = next((e for e in goldens.index() if e["setting"] == "poly_schedule"), None)
-    if entry is None:
-        pytest.skip("the recorded trajectories are not here")
+    shared("golden", "index.json")
+    entry = next(e for e in goldens.index() if e["setting"] == "poly_schedule")
     rate = golden_lars.learning_rate(Settings(entry["hyper"]))
     found = [rate(count) for count in range(20)]
     np.testing.assert_allclose(found, goldens.record(entry)["lr"], rtol=1e-6)
