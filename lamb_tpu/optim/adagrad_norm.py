@@ -56,8 +56,9 @@ def adagrad_norm(
       per_layer: a number :math:`b` for each layer, from the gradients of that layer alone.
       weight_decay: :math:`\lambda`, a number or a schedule of the count of completed updates.
       rules: which leaves decay, which axes stack layers, see `parameters.resolve`.
-      axis_name: the mesh axis over which each leaf is split inside `shard_map` or `pmap`, see
-        `clipping.clip_global_norm`; None under `jit`. Every leaf has to be split over it.
+      axis_name: the mesh axes over which leaves are split inside `shard_map` or `pmap`, see
+        `trust_ratio.scale_by_trust_ratio`; None under `jit`. Without `per_layer` the layers of a
+        stack must not be split.
       collect: keep each layer's ratio and norms in the state, see `readings.read`. The ratio is
         what the gradient is multiplied by, :math:`1 / b_t`.
 
@@ -89,7 +90,7 @@ def adagrad_norm(
     def step_leaf(leaf, total):
         grad = decayed(leaf.grad, leaf.weights, leaf.facts, leaf.completed)
         if per_layer:
-            newest = trust_ratio.leaf_norm(grad, leaf.facts, axis_name=axis_name)
+            newest = trust_ratio.leaf_norm(grad, leaf.facts, axis_name=leaf.axis_name)
             total = (total + newest * newest).astype(total.dtype)
         still = total == 0  # and not where it is NaN, which has to show
         ratio = jnp.where(still, 0.0, 1 / jnp.sqrt(jnp.where(still, 1.0, total)))

@@ -19,6 +19,7 @@ import optax
 from lamb_tpu.optim import checks, leafwise, parameters, trust_ratio
 from lamb_tpu.optim.leafwise import Leaf, one_minus_power
 from lamb_tpu.optim.parameters import ParameterFacts, Rules
+from lamb_tpu.optim.trust_ratio import AxisName, Readings
 
 SCALINGS = ("channel", "tensor")
 
@@ -30,7 +31,7 @@ class ApolloState(NamedTuple):
     mu: Any  # first moments of the projected gradients; of the gradient where AdamW is taken
     nu: Any  # second moments, of the same shapes
     norms: Any  # l2 norms of the last scaled gradients, size 1 on the sides; 0 before the first
-    readings: trust_ratio.Readings | None
+    readings: Readings | None
 
 
 def apollo(
@@ -47,6 +48,7 @@ def apollo(
     scale_front: bool = False,
     seed: int = 0,
     rules: Rules = parameters.DEFAULT_RULES,
+    axis_name: AxisName = None,
     collect: bool = False,
 ) -> optax.GradientTransformation:
     r"""The APOLLO optimizer; with `presets.PRESETS['apollo']['apollo_mini']`, APOLLO-Mini.
@@ -80,9 +82,9 @@ def apollo(
 
     Projections are made again at every update from `seed`, the leaf's place in the tree, and the
     count; they are in no state. They are the same under `jit` whatever the shardings, but stacked
-    layers draw others than layers on their own would. There is no `axis_name`: inside
-    `shard_map` a program cannot tell which side of a matrix is split, so parameters must be whole
-    there, as where gradients are averaged over replicas.
+    layers draw others than layers on their own would. Inside `shard_map` a program cannot tell
+    which side of a matrix is split, so matrices that adapt must be whole there, as where gradients
+    are averaged over replicas; other leaves may be split.
 
     >>> tx = apollo(0.01, rank=1, scale=128.0, scaling='tensor')
     >>> params = {'kernel': jnp.ones((4, 8)), 'bias': jnp.ones(8)}
@@ -111,6 +113,8 @@ def apollo(
       seed: of the projections.
       rules: which leaves decay, which are projected, which axes stack layers, see
         `parameters.resolve`.
+      axis_name: the mesh axes over which leaves are split inside `shard_map` or `pmap`, see
+        `trust_ratio.scale_by_trust_ratio`; none for matrices that adapt. None under `jit`.
       collect: keep `trust_ratio.Readings` in the state; there is no trust ratio, so ratios are 1.
 
     Returns:
@@ -118,7 +122,8 @@ def apollo(
       `optax.inject_hyperparams`, `rank` must be among the `static_args`.
 
     Raises:
-      ValueError: for an argument that is out of range, naming it.
+      ValueError: for an argument that is out of range, naming it; from `update`, for a matrix that
+        adapts and is split.
     """
     checks.check_choice("scaling", scaling, SCALINGS)
     checks.check_flag("scale_front", scale_front)
@@ -148,6 +153,12 @@ def apollo(
 
     def step_leaf(leaf: Leaf, mu: jax.Array, nu: jax.Array, norm: jax.Array):
         grad, facts, dtype = leaf.grad, leaf.facts, leaf.weights.dtype
+        # The whole shape of a matrix that is split is not known here, nor whether to project it.
+        if leaf.axis_name and projected_axis(grad.shape, facts, rank=0) is not None:
+            raise ValueError(
+                f"apollo needs whole matrices: axis_name must be None for {leaf.path!r}, not "
+                f"{leaf.axis_name!r}"
+            )
         axis = projected_axis(grad.shape, facts, rank)
         low = grad
         if axis is not None:
@@ -190,7 +201,8 @@ def apollo(
         return (scaled if scale_front else root * scaled), norm
 
     return leafwise.transform(
-        ApolloState, init_leaf, step_leaf, learning_rate, rules, collect=collect
+        ApolloState, init_leaf, step_leaf, learning_rate, rules,
+        axis_name=axis_name, collect=collect,
     )
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from lamb_tpu.optim import checks, trust_ratio
+from lamb_tpu.optim import checks, parameters, trust_ratio
 from lamb_tpu.optim.parameters import ParameterFacts
 from lamb_tpu.optim.trust_ratio import AxisName
 
@@ -25,9 +25,9 @@ def clip_global_norm(max_norm: float, axis_name: AxisName = None) -> optax.Gradi
 
     Args:
       max_norm: the norm above which gradients are scaled down; the LAMB authors' code has 1.0.
-      axis_name: the mesh axis, or axes, over which every leaf is split inside `shard_map` or
-        `pmap`; None under `jit`, and where gradients have been averaged over replicas. Every leaf
-        has to be split over it: one that is whole on each device counts once a device.
+      axis_name: the mesh axes over which leaves are split inside `shard_map` or `pmap`, see
+        `trust_ratio.scale_by_trust_ratio`; None under `jit`, and where gradients have been averaged
+        over replicas. The layers of a stack must not be split.
 
     Raises:
       ValueError: unless max_norm is above 0.
@@ -55,8 +55,9 @@ def global_scale(
 def global_norm(grads: optax.Updates, axis_name: AxisName = None) -> jax.Array:
     """The l2 norm of all leaves together as a scalar, float32 or float64 as they are."""
     squares: Any = jnp.float32(0.0)
-    for grad in jax.tree.leaves(grads):
-        norm = trust_ratio.leaf_norm(grad, ParameterFacts(), axis_name=axis_name)
+    for path, grad in zip(parameters.leaf_paths(grads), jax.tree.leaves(grads), strict=True):
+        axes = trust_ratio.axes_of(axis_name, path)
+        norm = trust_ratio.leaf_norm(grad, ParameterFacts(), axis_name=axes)
         squares = squares + jnp.sum(norm) ** 2
     return jnp.sqrt(squares)
 

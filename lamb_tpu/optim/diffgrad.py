@@ -74,8 +74,8 @@ def diffgrad(
       rules: which leaves decay, see `parameters.resolve`.
       clip_global_norm: the l2 norm of all gradients together above which they are scaled down to
         it before anything else; None for no clipping.
-      axis_name: the mesh axis over which each leaf is split inside `shard_map` or `pmap`, for
-        clipping and for `collect`; None under `jit`.
+      axis_name: the mesh axes over which leaves are split inside `shard_map` or `pmap`, for
+        clipping and `collect`, see `trust_ratio.scale_by_trust_ratio`; None under `jit`.
       mu_dtype: the dtype in which first moments are kept; by default that of the arithmetic.
       nu_dtype: the same for second moments. bfloat16 is too narrow for them at b2 = 0.999.
       collect: keep each layer's norms in the state, see `readings.read`.

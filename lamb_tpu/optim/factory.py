@@ -35,7 +35,8 @@ def make_optimizer(
           (regex, {'decay': ..., 'adapt': ..., 'layer_axes': ...}), so that one table serves all.
         'clip_global_norm': the l2 norm of all gradients together above which they are scaled down
           to it before anything else; the LAMB authors' code has 1.0. None for none.
-        'axis_name': the mesh axis over which every leaf is split inside `shard_map` or `pmap`.
+        'axis_name': the mesh axes over which leaves are split inside `shard_map` or `pmap`, see
+          `trust_ratio.scale_by_trust_ratio`.
         'stochastic_rounding': a seed, or True for 0, for bfloat16 parameters, see `rounding`.
         'preset': the name of arguments in `presets.PRESETS` to begin with; others override them.
       learning_rate: a number, or a schedule of the count of completed updates.
@@ -63,8 +64,6 @@ def make_optimizer(
         if key not in known:
             every = ", ".join(dict.fromkeys([*known, *common, "preset"]))
             raise ValueError(f"{name} has no argument {key!r}; known: {every}")
-    if build is apollo and common["axis_name"] is not None:  # the others act on each weight alone
-        raise ValueError(f"apollo needs whole matrices: no axis_name, not {common['axis_name']!r}")
     tx = build(learning_rate, **arguments)
     if params is not None:
         parameters.resolve(params, arguments.get("rules", parameters.DEFAULT_RULES))
@@ -82,7 +81,7 @@ def make_optimizer(
         jnp.result_type(leaf) == jnp.bfloat16 for leaf in jax.tree.leaves(params)
     ):
         raise ValueError("stochastic_rounding has no use here: no parameter is bfloat16")
-    return rounding.stochastic_rounding(tx, 0 if seed is True else seed)
+    return rounding.stochastic_rounding(tx, 0 if seed is True else seed, common["axis_name"])
 
 
 def sgd(

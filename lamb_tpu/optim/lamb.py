@@ -121,7 +121,7 @@ def lamb(
         as in timm.
       clip_global_norm: the l2 norm of all gradients together above which they are scaled down to
         it before anything else; 1.0 in the authors' code, not in the paper. None for no clipping.
-      axis_name: the mesh axis over which each leaf is split inside `shard_map` or `pmap`, see
+      axis_name: the mesh axes over which leaves are split inside `shard_map` or `pmap`, see
         `trust_ratio.scale_by_trust_ratio`; None under `jit`.
       mu_dtype: the dtype in which first moments are kept; by default that of the arithmetic.
       nu_dtype: the same for second moments. bfloat16 is too narrow for them at b2 = 0.999.
@@ -196,7 +196,7 @@ def lamb(
         kept = None
         if cautious:
             same_sign = (adam(mu, nu) * grad > 0).astype(dtype)
-            kept = jnp.maximum(trust_ratio.leaf_mean(same_sign, facts, axis_name), 1e-3)
+            kept = jnp.maximum(trust_ratio.leaf_mean(same_sign, facts, leaf.axis_name), 1e-3)
 
         def direction(mu, nu):
             value = adam(mu, nu)
@@ -209,8 +209,8 @@ def lamb(
         if facts.adapt:
             shrunk = weights - leaf.rate * decayed if decays == "decoupled" else weights
             ratio = trust_ratio.trust_ratio(
-                trust_ratio.leaf_norm(shrunk, facts, norm, axis_name),
-                trust_ratio.leaf_norm(step, facts, norm, axis_name),
+                trust_ratio.leaf_norm(shrunk, facts, norm, leaf.axis_name),
+                trust_ratio.leaf_norm(step, facts, norm, leaf.axis_name),
                 eps=ratio_eps,
                 phi_bounds=phi_bounds,
                 ratio_bounds=ratio_bounds,

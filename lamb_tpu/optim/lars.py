@@ -114,7 +114,7 @@ def lars(
         before anything else; None for no clipping.
       momentum_dtype: the dtype in which the momentum is kept, for example bfloat16; None for
         float32 (float64 for float64 leaves). Arithmetic is in float32 either way.
-      axis_name: the mesh axis over which each leaf is split inside `shard_map` or `pmap`, see
+      axis_name: the mesh axes over which leaves are split inside `shard_map` or `pmap`, see
         `trust_ratio.scale_by_trust_ratio`; None under `jit`.
       collect: keep each layer's trust ratio and norms in the state, see `readings.read`. With
         `trust_clip` the ratio is the clipped one, :math:`\min(r_t / \eta_{t-1}, 1)`.
@@ -158,8 +158,8 @@ def lars(
 
     def layer_ratio(leaf, divisor, decay):
         """The ratio of each layer, and whether neither of its norms is 0."""
-        weight_norm = trust_ratio.leaf_norm(leaf.weights, leaf.facts, norm, axis_name)
-        divisor_norm = trust_ratio.leaf_norm(divisor, leaf.facts, norm, axis_name)
+        weight_norm = trust_ratio.leaf_norm(leaf.weights, leaf.facts, norm, leaf.axis_name)
+        divisor_norm = trust_ratio.leaf_norm(divisor, leaf.facts, norm, leaf.axis_name)
         nonzero = (weight_norm > 0) & (divisor_norm > 0)
         ratio = trust_ratio.trust_ratio(
             weight_norm, divisor_norm, coefficient=coefficient, eps=eps, decay=decay,

@@ -16,7 +16,7 @@ import optax
 
 from lamb_tpu.optim import checks, clipping, parameters, trust_ratio
 from lamb_tpu.optim.parameters import ParameterFacts, Rules
-from lamb_tpu.optim.trust_ratio import AxisName, Readings
+from lamb_tpu.optim.trust_ratio import AxisName, MeshAxes, Readings
 
 
 class Leaf(NamedTuple):
@@ -29,6 +29,8 @@ class Leaf(NamedTuple):
     completed: jax.Array  # int32, (): updates before this one
     index: int  # the leaf's place in jax.tree.leaves(params)
     count: jax.Array  # int32, (): updates with this one
+    path: str  # its keys joined by '/'
+    axis_name: MeshAxes  # over which it is split, for norms and means
 
 
 InitLeaf = Callable[[jax.Array, ParameterFacts], tuple[Any, ...]]
@@ -57,7 +59,8 @@ def transform(
       learning_rate: a number, or a schedule of the count of completed updates.
       rules: see `parameters.resolve`.
       clip_global_norm: see `clipping.clip_global_norm`; None for none.
-      axis_name: the mesh axis over which each leaf is split inside `shard_map` or `pmap`.
+      axis_name: the mesh axes over which leaves are split inside `shard_map` or `pmap`, see
+        `trust_ratio.scale_by_trust_ratio`.
       collect: keep `Readings` in the state.
 
     Raises:
@@ -88,24 +91,25 @@ def transform(
         grads = treedef.flatten_up_to(updates)
         scale = None
         if clip_global_norm is not None:
-            scale = clipping.global_scale(grads, clip_global_norm, axis_name)
+            scale = clipping.global_scale(treedef.unflatten(grads), clip_global_norm, axis_name)
         buffers = [treedef.flatten_up_to(tree) for tree in state[1:-1]]
         step_size, count = at(learning_rate, state.count), optax.safe_increment(state.count)
         rows, read = [], []
-        for index, (param, grad, facts, *old) in enumerate(zip(
-            jax.tree.leaves(params), grads, jax.tree.leaves(parameters.resolve(params, rules)),
-            *buffers, strict=True,
+        for index, (path, param, grad, facts, *old) in enumerate(zip(
+            parameters.leaf_paths(params), jax.tree.leaves(params), grads,
+            jax.tree.leaves(parameters.resolve(params, rules)), *buffers, strict=True,
         )):
             dtype = trust_ratio.compute_dtype(param)
             grad, weights = grad.astype(dtype), jnp.asarray(param, dtype)
             if scale is not None:
                 grad = grad * scale.astype(dtype)
             rate = jnp.asarray(step_size, dtype)
-            leaf = Leaf(grad, weights, facts, rate, state.count, index, count)
+            axes = trust_ratio.axes_of(axis_name, path)
+            leaf = Leaf(grad, weights, facts, rate, state.count, index, count, path, axes)
             update, new, ratio = step_leaf(leaf, *old)
             rows.append((update.astype(jnp.result_type(param)), *new))
             if collect:
-                read.append(trust_ratio.leaf_readings(ratio, update, weights, facts, axis_name))
+                read.append(trust_ratio.leaf_readings(ratio, update, weights, facts, axes))
         steps, *new_buffers = columns(treedef, rows, 1 + num_buffers)
         readings: Readings | None = None
         if collect:

@@ -114,9 +114,8 @@ def novograd(
       rules: which leaves decay, which adapt, which axes stack layers, see `parameters.resolve`.
       clip_global_norm: the l2 norm of all gradients together above which they are scaled down to
         it before anything else; None for no clipping.
-      axis_name: the mesh axis over which each leaf is split inside `shard_map` or `pmap`; None
-        under `jit`. Every leaf has to be split over it: one that is whole on each device counts
-        once a device.
+      axis_name: the mesh axes over which leaves are split inside `shard_map` or `pmap`, see
+        `trust_ratio.scale_by_trust_ratio`; None under `jit`.
       mu_dtype: the dtype in which the momentum is kept; by default that of the arithmetic.
       nu_dtype: the dtype in which second moments are kept, and divided by: the implementations in
         PyTorch have float32 for float64 parameters too.
@@ -166,7 +165,7 @@ def novograd(
         return mu, nu, nu if amsgrad else None
 
     def second_moment(leaf, nu):
-        newest = trust_ratio.leaf_norm(leaf.grad, leaf.facts, norm, axis_name)
+        newest = trust_ratio.leaf_norm(leaf.grad, leaf.facts, norm, leaf.axis_name)
         if norm == "l2":
             newest = newest * newest
         average = b2 * leafwise.widen(nu) + (1 - b2) * newest

@@ -97,8 +97,9 @@ def rmsprop_tf(
       rules: which leaves decay, which axes stack layers, see `parameters.resolve`.
       clip_global_norm: the l2 norm of all gradients together above which they are scaled down to
         it before anything else; None for no clipping.
-      axis_name: the mesh axis over which each leaf is split inside `shard_map` or `pmap`, for
-        clipping, `cautious` and `collect`; None under `jit`.
+      axis_name: the mesh axes over which leaves are split inside `shard_map` or `pmap`, for
+        clipping, `cautious` and `collect`, see `trust_ratio.scale_by_trust_ratio`; None under
+        `jit`.
       momentum_dtype: the dtype in which the momentum is kept; by default that of the arithmetic.
       nu_dtype: the same for second moments.
       collect: keep each layer's norms in the state, see `readings.read`.
@@ -167,7 +168,7 @@ def rmsprop_tf(
             step = momentum * total + summand if nesterov else total
         if cautious:
             kept = (step * grad > 0).astype(dtype)
-            share = trust_ratio.leaf_mean(kept, facts, axis_name)
+            share = trust_ratio.leaf_mean(kept, facts, leaf.axis_name)
             step = step * (kept / jnp.maximum(share, 1e-3))
         if not lr_in_momentum:
             step = rate * step

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from lamb_tpu.optim import leafwise, parameters, trust_ratio
+from lamb_tpu.optim.trust_ratio import AxisName, MeshAxes
 
 
 class StochasticRoundingState(NamedTuple):
@@ -23,7 +24,7 @@ class StochasticRoundingState(NamedTuple):
 
 
 def stochastic_rounding(
-    inner: optax.GradientTransformation, seed: int = 0
+    inner: optax.GradientTransformation, seed: int = 0, axis_name: AxisName = None
 ) -> optax.GradientTransformationExtraArgs:
     r"""Runs `inner` on float32 copies, and rounds the new weights to bfloat16 stochastically.
 
@@ -38,10 +39,10 @@ def stochastic_rounding(
     transform. A sum that is not finite is rounded as usual. Leaves of float32 or wider take the
     update of `inner` as it is.
 
-    The random bits depend on `seed`, the count of updates and the leaf's place in the tree, and on
-    no mesh axis: all replicas of a weight round alike, also inside `shard_map` and `pmap`. Shards
-    of one leaf inside `shard_map` draw the same bits as each other, which leaves the mean of every
-    weight exact.
+    The random bits depend on `seed`, the count of updates, the leaf's place in the tree and, inside
+    `shard_map` or `pmap`, the device's place along the axes that `axis_name` gives for the leaf:
+    shards draw bits of their own, and all replicas of a weight round alike. Under `jit` they are
+    the same whatever the shardings.
 
     >>> tx = stochastic_rounding(optax.sgd(1.0))
     >>> params = jnp.ones(1000, jnp.bfloat16)
@@ -57,6 +58,8 @@ def stochastic_rounding(
       inner: any transform. Give `optax.inject_hyperparams`, `apply_if_finite` and
         the like inside it.
       seed: of the random bits, at least 0.
+      axis_name: the mesh axes over which leaves are split inside `shard_map` or `pmap`, see
+        `trust_ratio.scale_by_trust_ratio`; None under `jit`. To be given to `inner` too.
 
     Returns:
       A transform whose `update` needs `params`; updates are float32 for bfloat16 leaves.
@@ -93,15 +96,22 @@ def stochastic_rounding(
         key = jax.random.fold_in(jax.random.key(seed), state.count)
         treedef = jax.tree.structure(params)
         rounded = [
-            change(jax.random.fold_in(key, index), weights, update)
+            change(leaf_key(key, index, path), weights, update)
             if jnp.result_type(param) == jnp.bfloat16 else update
-            for index, (param, weights, update) in enumerate(zip(
-                jax.tree.leaves(params), jax.tree.leaves(wide), treedef.flatten_up_to(updates),
-                strict=True,
+            for index, (path, param, weights, update) in enumerate(zip(
+                parameters.leaf_paths(params), jax.tree.leaves(params), jax.tree.leaves(wide),
+                treedef.flatten_up_to(updates), strict=True,
             ))
         ]
         count = optax.safe_increment(state.count)
         return treedef.unflatten(rounded), StochasticRoundingState(count, inner_state)
+
+    def leaf_key(key: jax.Array, index: int, path: str) -> jax.Array:
+        def of_shard(key: jax.Array, axes: MeshAxes) -> jax.Array:
+            return jax.random.fold_in(key, jax.lax.axis_index(axes))
+
+        key = jax.random.fold_in(key, index)
+        return trust_ratio.over(of_shard, key, trust_ratio.axes_of(axis_name, path))
 
     def change(key: jax.Array, weights: jax.Array, update: jax.Array) -> jax.Array:
         # The difference is exact, or off by far less than half a digit of the new weight: where

@@ -12,7 +12,8 @@ that a zero-initialised tensor leaves zero by the base optimizer's plain step.
 Norms are computed in float32 whatever the dtype of the leaf (float64 for a float64 leaf), so
 float16 and bfloat16 tensors do not overflow or lose small terms. Under `jit` with shardings they
 are norms of the whole tensor by themselves. Inside `shard_map` or `pmap`, where a program sees
-its own shard only, give `axis_name`: sums are then taken over that mesh axis.
+its own shard only, `axis_name` tells over which mesh axes each leaf is split, see `AxisName`: sums
+are then taken over those.
 
 References:
   You et al., Large Batch Optimization for Deep Learning, arXiv:1904.00962: the general strategy,
@@ -21,7 +22,7 @@ References:
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -32,7 +33,11 @@ from lamb_tpu.optim import checks, parameters
 from lamb_tpu.optim.parameters import ParameterFacts, Rules
 
 NORMS = ("l2", "l1", "linf")
-AxisName = str | tuple[str, ...] | None
+# The mesh axes over which one leaf is split; None for a leaf that is whole on each device.
+MeshAxes = str | tuple[str, ...] | None
+# The same of every leaf: those axes where all have the same, or a function of the leaf's path, its
+# keys joined by '/' as rules see them. Axes that split the layers of a stack are not among them.
+AxisName = MeshAxes | Callable[[str], MeshAxes]
 
 
 class Readings(NamedTuple):
@@ -81,9 +86,11 @@ def scale_by_trust_ratio(
       phi_bounds: :math:`(\gamma_l, \gamma_u)`, the bounds on the norm of the weights.
       ratio_bounds: the bounds on the ratio; none in the papers, (0.01, 10) in DeepSpeed.
       zero_ratio: the ratio of a layer of which the weights or the update are all 0.
-      axis_name: the mesh axis, or axes, over which each leaf is split inside `shard_map` or
-        `pmap`. A leaf that is replicated over it has both norms too large by one factor, which
-        leaves the ratio right unless `eps`, `phi_bounds` or `clip_global_norm` are given.
+      axis_name: the mesh axes over which leaves are split inside `shard_map` or `pmap`; None under
+        `jit`. A name, or a tuple of them, holds for every leaf. Where some are whole on each
+        device, or leaves are split over different axes, give a function of a leaf's path, its keys
+        joined by '/', to a name, a tuple or None. Never name an axis that splits the layers of a
+        stack. Under `optax.inject_hyperparams` a function must be among the `static_args`.
       collect: keep each layer's ratio and norms in the state, see `readings.read`.
 
     Returns:
@@ -106,17 +113,18 @@ def scale_by_trust_ratio(
         require_params(params)
         treedef = jax.tree.structure(params)
         scaled, read = [], []
-        for param, update, facts in zip(
+        for param, update, facts, path in zip(
             jax.tree.leaves(params),
             treedef.flatten_up_to(updates),
             jax.tree.leaves(parameters.resolve(params, rules)),
+            parameters.leaf_paths(params),
             strict=True,
         ):
-            value = None
+            axes, value = axes_of(axis_name, path), None
             if facts.adapt:
                 value = trust_ratio(
-                    leaf_norm(param, facts, norm, axis_name),
-                    leaf_norm(update, facts, norm, axis_name),
+                    leaf_norm(param, facts, norm, axes),
+                    leaf_norm(update, facts, norm, axes),
                     coefficient=coefficient,
                     eps=eps,
                     phi_bounds=phi_bounds,
@@ -126,7 +134,7 @@ def scale_by_trust_ratio(
                 update = (value * update.astype(compute_dtype(update))).astype(update.dtype)
             scaled.append(update)
             if collect:
-                read.append(leaf_readings(value, update, param, facts, axis_name))
+                read.append(leaf_readings(value, update, param, facts, axes))
         return treedef.unflatten(scaled), TrustRatioState(
             readings_of(treedef, read) if collect else None
         )
@@ -134,8 +142,23 @@ def scale_by_trust_ratio(
     return optax.GradientTransformation(init_fn, update_fn)
 
 
+def axes_of(axis_name: AxisName, path: str) -> MeshAxes:
+    """The mesh axes over which the leaf of a path is split.
+
+    Raises ValueError for anything else than a name, a tuple of names or None.
+    """
+    axes = axis_name(path) if callable(axis_name) else axis_name
+    names = axes if isinstance(axes, tuple) else () if axes is None else (axes,)
+    if not all(isinstance(name, str) for name in names):
+        raise ValueError(
+            f"axis_name must give a mesh axis, a tuple of them or None for the parameter {path!r}, "
+            f"not {axes!r}"
+        )
+    return axes
+
+
 def leaf_norm(
-    leaf: jax.Array, facts: ParameterFacts, norm: str = "l2", axis_name: AxisName = None
+    leaf: jax.Array, facts: ParameterFacts, norm: str = "l2", axis_name: MeshAxes = None
 ) -> jax.Array:
     """The norm of each of a leaf's layers: float32, size 1 along the axes that are reduced.
 
@@ -146,21 +169,25 @@ def leaf_norm(
     axes = tuple(axis for axis in range(leaf.ndim) if axis not in facts.layer_axes)
     if norm == "linf":
         value = jnp.max(jnp.abs(leaf), axis=axes, keepdims=True, initial=0.0)
-        return _over(jax.lax.pmax, value, axis_name)
+        return over(jax.lax.pmax, value, axis_name)
     terms = jnp.abs(leaf) if norm == "l1" else leaf * leaf
-    value = _over(jax.lax.psum, _sum(terms, axes), axis_name)
+    value = over(jax.lax.psum, _sum(terms, axes), axis_name)
     return jnp.sqrt(value) if norm == "l2" else value
 
 
-def leaf_mean(leaf: jax.Array, facts: ParameterFacts, axis_name: AxisName = None) -> jax.Array:
+def leaf_mean(leaf: jax.Array, facts: ParameterFacts, axis_name: MeshAxes = None) -> jax.Array:
     """The mean of each of a leaf's layers, of values >= 0, shaped as `leaf_norm`."""
     total = leaf_norm(leaf, facts, "l1", axis_name)
     count = math.prod(leaf.shape) / math.prod(collected_shape(leaf, facts))
-    return total / (count if axis_name is None else jax.lax.psum(count, axis_name))
+    return total / over(jax.lax.psum, count, axis_name)
 
 
-def _over(collective, value: jax.Array, axis_name: AxisName) -> jax.Array:
-    if axis_name is None:
+def over(collective: Callable[..., Any], value: Any, axis_name: MeshAxes) -> Any:
+    """`collective(value, axis_name)`; the value itself where there is no axis.
+
+    Raises ValueError when `axis_name` is given where no such axis is bound.
+    """
+    if not axis_name:
         return value
     try:
         return collective(value, axis_name)
@@ -249,7 +276,7 @@ def leaf_readings(
     update: jax.Array,
     weights: jax.Array,
     facts: ParameterFacts,
-    axis_name: AxisName = None,
+    axis_name: MeshAxes = None,
 ) -> tuple[jax.Array, ...]:
     """The fields of `Readings` of one leaf; the ratio None counts as 1."""
     shape = collected_shape(weights, facts)

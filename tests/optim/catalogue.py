@@ -30,7 +30,7 @@ def _clipped_lamb(learning_rate, rules="all", axis_name=None):
 
 def _rounded_lamb(learning_rate, rules="all", axis_name=None):
     return rounding.stochastic_rounding(
-        optim.lamb(learning_rate, rules=rules, axis_name=axis_name), seed=1)
+        optim.lamb(learning_rate, rules=rules, axis_name=axis_name), seed=1, axis_name=axis_name)
 
 
 # Each algorithm once, and what is built around one.
@@ -46,6 +46,9 @@ def takes(name: str, argument: str) -> bool:
     """Whether one of `PLAIN` has an argument."""
     return argument in inspect.signature(PLAIN[name]).parameters
 
+
+# Those that take leaves split inside shard_map, whichever they are: apollo needs whole matrices.
+SPLITTING = [name for name in PLAIN if takes(name, "axis_name") and name != "apollo"]
 
 # The same with other arguments.
 TRANSFORMS: dict[str, Build] = {

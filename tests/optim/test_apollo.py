@@ -338,5 +338,24 @@ def test_from_a_config():
         config = {"name": "apollo", **preset("apollo", name)}
         state = factory.make_optimizer(config, 0.1).init(jnp.zeros((300, 400)))
         assert state.mu.shape == (rank, 400)
-    with pytest.raises(ValueError, match="axis_name"):  # split matrices are refused, not mistaken
-        factory.make_optimizer({"name": "apollo", "axis_name": "x"}, 0.1)
+
+
+def test_split_matrices_are_refused():
+    # A shard may be too narrow to be projected where the matrix is not, so every one is refused.
+    rules = [("left", {"adapt": False}), ("layers", {"layer_axes": (0,)}), ("", {})]
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    split = PartitionSpec("x")
+
+    def update(params, axis_name):
+        config = {"name": "apollo", "rank": 4, "rules": rules, "axis_name": axis_name}
+        tx = factory.make_optimizer(config, 0.1)
+        return jax.jit(jax.shard_map(
+            lambda p: tx.update(p, tx.init(p), p)[0], mesh=mesh, in_specs=split, out_specs=split,
+        ))(params)
+
+    others = {"left": jnp.ones((16, 16)), "layers": jnp.ones((8, 16)), "bias": jnp.ones(16)}
+    updates = update(others | {"w": {}}, "x")  # elementwise, so nothing needs to be whole
+    np.testing.assert_allclose(updates["bias"], -0.1, rtol=1e-4)
+    for shape in ((16, 16), (64, 8)):
+        with pytest.raises(ValueError, match="needs whole matrices: .* None for 'w', not 'x'"):
+            update(others | {"w": jnp.ones(shape)}, lambda path: "x")

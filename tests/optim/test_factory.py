@@ -106,6 +106,13 @@ def test_stochastic_rounding(name, value, seed):
     assert not isinstance(inner.init(params), rounding.StochasticRoundingState)
 
 
+def test_stochastic_rounding_gets_the_mesh_axis():
+    tx = make_optimizer({"name": "sgd", "stochastic_rounding": True, "axis_name": "x"}, 0.1)
+    params = jnp.ones(2, jnp.bfloat16)  # plain SGD alone has no use of an axis
+    with pytest.raises(ValueError, match="axis_name 'x' is not bound here"):
+        tx.update(params, tx.init(params), params)
+
+
 def test_rules_are_resolved_at_once_where_parameters_are_given():
     config = {"name": "sgd", "rules": [("kernel", {}), ("beta", {}), ("", {})]}
     shapes = jax.eval_shape(lambda: PARAMS)

@@ -60,8 +60,11 @@ def test_a_step_sees_wide_dtypes_and_updates_are_narrow_again(dtype, inner):
 
 def test_what_a_step_is_told_of_its_leaf():
     seen = []
-    tx = sums(0.5, [("^a", {"decay": False}), ("", {"layer_axes": (0,)})], seen=seen)
-    params = {"b": jnp.ones((2, 1)), "a": jnp.zeros(3)}
+    tx = sums(
+        0.5, [("^a", {"decay": False}), ("", {"layer_axes": (0,)})], seen=seen,
+        axis_name=lambda path: {"a": None, "b/kernel": ("x", "y")}[path],
+    )
+    params = {"b": {"kernel": jnp.ones((2, 1))}, "a": jnp.zeros(3)}
     state = tx.init(params)._replace(count=jnp.int32(6))
     tx.update(params, state, params)
     assert [leaf.index for leaf in seen] == [0, 1]
@@ -69,6 +72,8 @@ def test_what_a_step_is_told_of_its_leaf():
     assert [leaf.facts.layer_axes for leaf in seen] == [(), (0,)]
     assert [(int(leaf.completed), int(leaf.count)) for leaf in seen] == [(6, 7)] * 2
     assert all(leaf.rate == 0.5 for leaf in seen)
+    assert [(leaf.path, leaf.axis_name) for leaf in seen] == [
+        ("a", None), ("b/kernel", ("x", "y"))]
     np.testing.assert_array_equal(seen[1].weights, np.ones((2, 1)))
 
 

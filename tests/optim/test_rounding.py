@@ -267,6 +267,35 @@ def test_replicas_round_alike():
             every, np.broadcast_to(one, (8, *one.shape))), expected, replicas)
 
 
+def test_shards_round_on_their_own_and_whole_leaves_alike():
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    axes = {"both": ("x", "y"), "rows": "x", "whole": None}
+    specs = {"both": PartitionSpec(("x", "y")), "rows": PartitionSpec("x"),
+             "whole": PartitionSpec()}
+    # Every row is the same, so that only random bits tell shards apart.
+    params = {"both": jnp.ones((8, 256), jnp.bfloat16), "rows": jnp.ones((4, 256), jnp.bfloat16),
+              "whole": jnp.ones((1, 256), jnp.bfloat16)}
+    grads = jax.tree.map(lambda p: jnp.full(p.shape, -1e-3), params)
+
+    def update(params, grads, axis_name=None):
+        tx = stochastic_rounding(optax.sgd(1.0), axis_name=axis_name)
+        return tx.update(grads, tx.init(params), params)[0]
+
+    every = PartitionSpec(("x", "y"))  # what each of the devices has
+    found = jax.jit(jax.shard_map(
+        lambda p, g: update(p, g, axes.get), mesh=mesh, in_specs=(specs, specs), out_specs=every,
+        check_vma=False,
+    ))(params, grads)
+    assert {len(np.unique(found[name], axis=0)) for name in found} == {8, 4, 1}
+    np.testing.assert_array_equal(found["rows"][::2], found["rows"][1::2])  # replicas along y
+    np.testing.assert_array_equal(found["whole"][:1], update(params, grads)["whole"])
+    for leaf in found.values():  # two digits of 1 to choose from, and the mean is right
+        assert set(np.unique(leaf)) == {0.0, 2**-7}
+        assert abs(np.mean(leaf) - 1e-3) < 5 * 2**-7 * np.sqrt(0.128 * 0.872 / 256)
+    with pytest.raises(ValueError, match="axis_name 'x' is not bound here"):
+        update(params, grads, "x")
+
+
 def test_bad_arguments():
     with pytest.raises(ValueError, match="seed must be a whole number of at least 0, not -1"):
         stochastic_rounding(GIVEN, -1)

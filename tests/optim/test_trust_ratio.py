@@ -158,6 +158,23 @@ def test_an_axis_that_is_not_bound_is_an_error():
             trust_ratio.leaf_norm(params["w"], optim.ParameterFacts(), norm, ("x", "y"))
 
 
+@pytest.mark.parametrize("given, found", [
+    (None, None), ("x", "x"), (("x", "y"), ("x", "y")), ((), ()),
+    (lambda path: {"a/b": ("x",)}[path], ("x",)), (lambda path: None, None),
+])
+def test_axes_of_a_leaf(given, found):
+    assert trust_ratio.axes_of(given, "a/b") == found
+
+
+@pytest.mark.parametrize("given", [["x"], ("x", None), 1])
+def test_what_is_no_mesh_axis(given):
+    for axis_name in (given, lambda path: given):
+        with pytest.raises(ValueError, match="axis_name must give a mesh axis, .* 'w', not "):
+            params = {"w": jnp.ones(2)}
+            tx = optim.scale_by_trust_ratio(axis_name=axis_name)
+            tx.update(params, tx.init(params), params)
+
+
 @pytest.mark.parametrize("zero_ratio", [1.0, 0.0, 0.5])
 def test_a_norm_of_zero_gives_the_zero_ratio(zero_ratio):
     tx = optim.scale_by_trust_ratio(

@@ -1,0 +1,159 @@
+"""Inside shard_map some leaves are split, over one mesh axis or two, and others whole.
+
+Every transform takes five updates on one device, and the same on a mesh of eight, with `axis_name`
+a function of the leaf's path. What is whole has to stay equal on all devices, to the last bit.
+"""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+from lamb_tpu import optim
+from lamb_tpu.optim.factory import OPTIMIZERS
+from lamb_tpu.optim.placement import partition
+from tests.optim.catalogue import PLAIN, takes
+
+P = PartitionSpec
+RATE = optim.warmup(0.1, 10, 2)
+RULES = [("^layers", {"layer_axes": (0,)}), ("bias$", {"adapt": False, "decay": False}), ("", {})]
+MESH = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+LEAVES = {  # shape, and how it is split; what is whole has sizes that divide nothing
+    "first": {"kernel": ((16, 5), P("data")), "bias": ((24,), P(("data", "model")))},
+    "last": ((6, 16), P(None, ("data", "model"))),
+    "columns": ((5, 6), P(None, "model")),
+    "layers": ((4, 8, 3), P(None, "data")),
+    "whole": ((7, 3), P()),
+    "temperature": ((), P()),
+}
+
+
+def of_leaves(function):
+    return jax.tree.map(function, LEAVES, is_leaf=lambda x: isinstance(x, tuple))
+
+
+SPECS = of_leaves(lambda leaf: leaf[1])
+WHOLE_MATRICES = of_leaves(lambda leaf: leaf[1] if len(leaf[0]) == 1 else P())
+
+
+def draw(seed):
+    rng = np.random.default_rng(seed)
+    return of_leaves(lambda leaf: jnp.asarray(rng.standard_normal(leaf[0]), jnp.float32))
+
+
+def axes_by_path(specs):
+    """The function that `axis_name` is, written out path by path."""
+    table = {}
+    for path, spec in jax.tree_util.tree_leaves_with_path(specs):
+        names = [name for entry in spec if entry for name in np.atleast_1d(entry).tolist()]
+        table["/".join(key.key for key in path)] = tuple(names) or None
+    return table.__getitem__
+
+
+def configured(name, **arguments):
+    """An optimizer as a config makes it, collecting."""
+    def build(**others):
+        collect = {"collect": True} if takes(name, "collect") else {}
+        config = {"name": name, "rules": RULES, **collect, **arguments, **others}
+        return optim.make_optimizer(config, RATE)
+
+    return build
+
+
+# Every transform, clipping and collecting, and each other way of those to take a norm or a mean.
+BUILDS = {
+    **{name: configured(name, clip_global_norm=1.0) for name in OPTIMIZERS},
+    **{name: functools.partial(build, RATE, rules=RULES)
+       for name, build in PLAIN.items() if name not in OPTIMIZERS},
+    "apollo": configured("apollo", rank=2, clip_global_norm=1.0),  # projecting
+    "lamb, linf": configured("lamb", norm="linf", decay="decoupled"),
+    "lamb, phi": configured("lamb", norm="l1", phi_bounds=(5.0, 20.0), ratio_eps=1.0),
+    "lamb, cautious": configured("lamb", cautious=True),
+    "lars, decayed": configured("lars", preset="optax", weight_decay=0.1),
+    "lars, momentum": configured("lars", preset="lamb_paper"),
+    "lars, larc": configured("lars", preset="larc"),
+    "novograd, linf": configured("novograd", norm="linf", amsgrad=True),
+    "novograd, apex": configured("novograd", preset="apex"),
+    "rmsprop_tf, cautious": configured("rmsprop_tf", cautious=True),
+    "adagrad_norm, layers": configured("adagrad_norm", per_layer=True),
+}
+
+
+def train(step, params, state):
+    for seed in range(1, 6):
+        params, state = step(params, state, draw(seed))
+    return params, state
+
+
+def step_of(tx):
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
+@functools.cache
+def unsharded(name):
+    tx, params = BUILDS[name](), draw(0)
+    return train(jax.jit(step_of(tx)), params, tx.init(params))
+
+
+def sharded_step(tx, params, specs):
+    specs = (specs, partition(tx, params, specs))
+    return jax.jit(jax.shard_map(
+        step_of(tx), mesh=MESH, in_specs=(*specs, specs[0]), out_specs=specs, check_vma=False))
+
+
+def sharded(name, axis_name=None):
+    specs = WHOLE_MATRICES if name.startswith("apollo") else SPECS
+    tx, params = BUILDS[name](axis_name=axis_name or axes_by_path(specs)), draw(0)
+    return train(sharded_step(tx, params, specs), params, tx.init(params))
+
+
+def assert_close(found, expected, rtol=1e-6):
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(
+            a, b, rtol=rtol, atol=rtol * float(jnp.max(jnp.abs(b), initial=0.0))),
+        found, expected,
+    )
+
+
+def assert_replicas_are_equal(tree):
+    for leaf in jax.tree.leaves(tree):
+        first = {}
+        for shard in leaf.addressable_shards:
+            np.testing.assert_array_equal(
+                shard.data, first.setdefault(str(shard.index), shard.data))
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_five_updates_equal_those_of_one_device(name):
+    found = sharded(name)
+    assert_close(found, unsharded(name))
+    assert_replicas_are_equal(found)
+
+
+@pytest.mark.parametrize("name", ["sgd", "novograd", "adagrad_norm"])
+def test_a_name_for_all_leaves_counts_whole_ones_once_a_device(name):
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+        assert_close(sharded(name, ("data", "model")), unsharded(name), rtol=1e-4)
+
+
+@pytest.mark.parametrize("name, clip, count", [
+    ("lamb", None, 1), ("lamb", 1.0, 2), ("lars", None, 1), ("novograd", None, 1),
+])
+def test_norms_of_all_leaves_share_an_all_reduce(name, clip, count):
+    leaves = {str(i): jax.ShapeDtypeStruct((8, 4), jnp.float32) for i in range(10)}
+    specs = {path: P("data") if path != "0" else P() for path in leaves}
+    tx = optim.make_optimizer(
+        {"name": name, "clip_global_norm": clip, "axis_name": axes_by_path(specs)}, 0.1)
+    lowered = sharded_step(tx, leaves, specs).lower(
+        leaves, jax.eval_shape(tx.init, leaves), leaves)
+    assert lowered.as_text().count("stablehlo.all_reduce") >= 9
+    assert len(re.findall(r" all-reduce(?:-start)?\(", lowered.compile().as_text())) == count
