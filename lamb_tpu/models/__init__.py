@@ -5,13 +5,14 @@ ones), NNX or plain JAX fits alike: `linen` adapts the first, `Model(init, apply
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 
 from lamb_tpu.errors import UserError
+from lamb_tpu.models.groups import describe_groups
 from lamb_tpu.models.lenet import LeNet, LeNet5
 from lamb_tpu.models.mlp import MLP
 
@@ -25,7 +26,8 @@ class Model(NamedTuple):
       init: `(key, inputs) -> variables`; a mapping with 'params' and, where the network keeps
         statistics, further collections such as 'batch_stats'.
       apply: `(variables, inputs, *, train, key) -> (outputs, state)`; `state` holds the
-        collections other than 'params', updated when `train` is true. `key` drives dropout.
+        collections other than 'params', updated when `train` is true; of 'batch_moments', which is
+        given empty, BatchNorm makes what `norm.combine_moments` takes. `key` drives dropout.
     """
 
     init: Callable[[jax.Array, Any], Variables]
@@ -58,16 +60,54 @@ def linen(module: nn.Module) -> Model:
     return Model(init, apply)
 
 
-def build(name: str, **fields: Any) -> Model:
+def build(name: str, axis_name: Sequence[str] = (), **fields: Any) -> Model:
     """The named network with its fields set, for example `build('lenet', num_classes=10)`.
+
+    Args:
+      name: one of `MODULES`.
+      axis_name: inside shard_map or pmap the mesh axes that split the batch, outermost first; for
+        the layers that name their collectives.
+      **fields: the network's own, as in config.model.
 
     Raises:
       UserError: an unknown name or field; the message lists the known ones.
     """
+    module = _module(name, fields)
+    if axis_name and hasattr(module, "axis_name"):
+        module = module.clone(axis_name=tuple(axis_name))
+    return linen(module)
+
+
+def batch_norm_groups(config: Mapping[str, Any], batch: int, devices: int) -> tuple[int, str]:
+    """Over how many devices a group of BatchNorm is spread, and a line that tells its size.
+
+    Args:
+      config: config.model, that is the name and the fields.
+      batch: examples of one forward pass over all devices, that is of a microbatch.
+      devices: among which they are split evenly.
+
+    Returns:
+      The devices that share a group, and the line; 1 and '' where the model has no BatchNorm.
+
+    Raises:
+      UserError: as `build`.
+      ValueError: the config's group_size does not fit; the message says what would.
+    """
+    fields = dict(config)
+    module = _module(fields.pop("name"), fields)
+    if not hasattr(module, "group_size") or not getattr(module, "batch_norm", True):
+        return 1, ""
+    return describe_groups(module.group_size, batch, devices)
+
+
+def _module(name: str, fields: Mapping[str, Any]) -> nn.Module:
+    """The named module with its fields set, checked as `build` says."""
     if name not in MODULES:
         raise UserError(f"config.model.name is {name!r}; known models: {', '.join(MODULES)}")
     module = MODULES[name]
-    known = [f.name for f in dataclasses.fields(module) if f.name not in ("parent", "name")]
+    # The axes of the mesh are not the model's to choose.
+    hidden = ("parent", "name", "axis_name")
+    known = [f.name for f in dataclasses.fields(module) if f.name not in hidden]
     for key in fields:
         if key not in known:
             raise UserError(
@@ -78,4 +118,4 @@ def build(name: str, **fields: Any) -> Model:
         raise UserError(
             f"config.model.num_classes is {num_classes!r}; it must be a whole number of at least 1"
         )
-    return linen(module(**fields))
+    return module(**fields)

@@ -4,6 +4,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from lamb_tpu.models.dropout import Dropout
+
 # Keras' default, which the author's code uses; Linen's is LeCun's normal.
 _KERNEL_INIT = nn.initializers.glorot_uniform()
 
@@ -35,8 +37,6 @@ class LeNet(nn.Module):
     @nn.compact
     def __call__(self, inputs: jax.Array, train: bool) -> jax.Array:
         """Logits of shape (batch, num_classes) for images (batch, height, width, channels)."""
-        if not 0 <= self.dropout_rate < 1:
-            raise ValueError(f"dropout_rate must be in [0, 1), not {self.dropout_rate}")
         if any(size % 4 for size in inputs.shape[1:3]):
             raise ValueError(f"LeNet needs height and width divisible by 4, not {inputs.shape[1:]}")
         x = inputs
@@ -45,7 +45,7 @@ class LeNet(nn.Module):
             x = max_pool_2x2(nn.relu(conv(x)))
         x = x.reshape(x.shape[0], -1)
         x = nn.relu(nn.Dense(1024, kernel_init=_KERNEL_INIT, name="dense")(x))
-        x = nn.Dropout(self.dropout_rate, deterministic=not train)(x)
+        x = Dropout(self.dropout_rate)(x, train)
         return nn.Dense(self.num_classes, kernel_init=_KERNEL_INIT, name="output")(x)
 
 

@@ -6,17 +6,15 @@ smaller than a device's part it is ghost batch normalisation, equal to it local,
 distributed batch normalisation of the EfficientNet paper, and None means the whole batch.
 """
 
-import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-# The EfficientNet paper takes consecutive replicas up to here and tiles of the torus above.
-_LARGEST_RING = 16
+from lamb_tpu.models.groups import Groups, groups_of
 
 
 class BatchNorm(nn.Module):
@@ -30,8 +28,8 @@ class BatchNorm(nn.Module):
     Groups are runs of `group_size` consecutive examples of the global batch. Under jit that is all:
     the program does not depend on the number of devices, and the compiler reduces over groups of
     them. Inside shard_map or pmap, where a module sees one device's examples, name in `axis_name`
-    the mesh axes that split the batch; the numbers are the same. `replica_groups` tells which
-    devices to put next to each other.
+    the mesh axes that split the batch; the numbers are the same. `lamb_tpu.parallel.torus` tells
+    which devices to put next to each other.
 
     Statistics and parameters are float32 (statistics float64 for float64 inputs); the output has
     the input's dtype. The sums of one reading of the activations give mean and variance of each
@@ -47,6 +45,9 @@ class BatchNorm(nn.Module):
     means. Both variances are biased (divided by the count), as in Flax and in TensorFlow's layer
     with fused=False; PyTorch and TensorFlow's fused layer multiply that of the running average by
     count / (count - 1). Parameters and collection have the names of `flax.linen.BatchNorm`.
+
+    A batch that comes in microbatches is normalised microbatch by microbatch; for the running
+    averages see `combine_moments`.
 
     Inside shard_map a group of several devices is best a whole number of the innermost axes: with
     axis_name=('group', 'inner') the sums run over 'inner'. To cut an axis into groups, shard_map
@@ -115,132 +116,75 @@ class BatchNorm(nn.Module):
             mean, var = running_mean.value, running_var.value
         else:
             if self.is_initializing():
-                groups = _Groups(len(x))
+                groups = Groups(len(x))
             else:
-                groups = _groups(len(x), self.group_size, self.axis_name)
+                groups = groups_of(len(x), self.group_size, self.axis_name)
             centre = running_mean.value[None] if dtype == jnp.bfloat16 else None
             mean, var = _group_moments(x, groups, centre)
             if not self.is_initializing():
                 batch_mean, batch_var = _batch_moments(mean, var, groups)
-                for running, new in ((running_mean, batch_mean), (running_var, batch_var)):
-                    new = self.momentum * running.value + (1 - self.momentum) * new
-                    running.value = new.astype(jnp.float32)
+                momentum = jnp.float32(self.momentum)
+                if self.is_mutable_collection("batch_moments"):
+                    told = {"mean": batch_mean, "var": batch_var, "momentum": momentum}
+                    for name, value in told.items():
+                        self.put_variable("batch_moments", name, value.astype(jnp.float32))
+                running_mean.value = _moved(running_mean.value, batch_mean, momentum)
+                running_var.value = _moved(running_var.value, batch_var, momentum)
         factor = scale * lax.rsqrt(var + self.epsilon)
         y = (x - _per_example(mean, x)) * _per_example(factor, x) + bias
         return y.astype(dtype)
 
 
-def replica_groups(rows: int, columns: int, replicas: int) -> list[list[int]]:
-    """Groups of replicas on a torus that are close to each other: rings, above 16 tiles.
+def combine_moments(model_state: Any, moments: Any) -> Any:
+    """Running averages of all `BatchNorm`s after a batch that came in equal microbatches.
 
-    Replica i sits in row i // columns, column i % columns. Up to 16 replicas a group is a run of
-    consecutive ones; above, as in the EfficientNet paper, a rectangle, the nearest to a square that
-    tiles the torus, which keeps the paths within a group short. The groups are `axis_index_groups`
-    for JAX's collectives. For `BatchNorm`, whose groups are consecutive examples, let them order
-    the devices: `Mesh(devices[np.array(groups)], ('group', 'inner'))`, where `devices` are those of
-    the torus row by row, or `Mesh(devices[np.concatenate(groups)], ('data',))`.
+    Groups are those of the microbatches, as ghost batches of the large one. The averages become
+    those of the large batch,
+
+        momentum * old + (1 - momentum) * new,
+
+    where the new mean is the mean of the microbatches' means, and by the law of total variance the
+    new variance the mean of their variances plus the variance of their means.
 
     Args:
-      rows: height of the torus, in replicas.
-      columns: its width.
-      replicas: members of a group, that is `group_size` over a device's examples.
+      model_state: collections before the batch; from it every microbatch starts.
+      moments: the collection 'batch_moments' of the microbatches, stacked on a leading axis. A
+        `BatchNorm` writes it where `apply` is given that collection empty and as mutable.
 
     Returns:
-      One ascending list for each group; together they hold each of 0 ... rows * columns - 1 once.
+      The collections after the batch.
 
     Raises:
-      ValueError: an argument is no whole number of at least 1, or `replicas` does not divide the
-        torus. (A number that does has a rectangle that tiles it.)
-
-    References:
-      Wongpanich et al., Training EfficientNets at Supercomputer Scale, arXiv:2011.00071.
-
-    >>> replica_groups(2, 4, 4)
-    [[0, 1, 2, 3], [4, 5, 6, 7]]
-    >>> replica_groups(4, 12, 24)[1]  # 4 rows of 6 columns
-    [6, 7, 8, 9, 10, 11, 18, 19, 20, 21, 22, 23, 30, 31, 32, 33, 34, 35, 42, 43, 44, 45, 46, 47]
+      ValueError: `model_state` holds something else, for which no rule is known.
     """
-    for name, value in (("rows", rows), ("columns", columns), ("replicas", replicas)):
-        if type(value) is not int or value < 1:
-            raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")
-    total = rows * columns
-    if total % replicas:
-        raise ValueError(
-            f"replicas is {replicas}, which does not divide the {rows} x {columns} torus; "
-            f"{_nearest(replicas, _divisors(total))} would"
-        )
-    if replicas <= _LARGEST_RING:
-        return [list(range(first, first + replicas)) for first in range(0, total, replicas)]
-    tiles = [
-        (height, replicas // height)
-        for height in _divisors(rows)
-        if replicas % height == 0 and columns % (replicas // height) == 0
-    ]
-    height, width = min(tiles, key=sum)
-    return [
-        [
-            row * columns + column
-            for row in range(top, top + height)
-            for column in range(left, left + width)
-        ]
-        for top in range(0, rows, height)
-        for left in range(0, columns, width)
-    ]
 
+    def name_of(path: Any) -> str:
+        return jax.tree_util.keystr(path, simple=True, separator="/")
 
-class _Groups(NamedTuple):
-    """How the examples that a program sees fall into groups."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path({"batch_stats": moments})
+    found = {name_of(path): leaf for path, leaf in leaves}
 
-    rows: int  # of them in one group
-    axes: tuple[str, ...] = ()  # mesh axes over which a group's sums run
-    index_groups: list[list[int]] | None = None  # where they run over parts of those axes
-    other_axes: tuple[str, ...] = ()  # mesh axes over which, in addition, means of groups run
-
-
-def _groups(rows: int, group_size: int | None, axis_name: str | Sequence[str] | None) -> _Groups:
-    """The groups where a device, or under jit the one program, sees `rows` examples.
-
-    Raises:
-      ValueError: as in `BatchNorm.__call__`.
-    """
-    if group_size is not None and (type(group_size) is not int or group_size < 1):
-        raise ValueError(
-            f"group_size must be None or a whole number of at least 1, not {group_size!r}"
-        )
-    if axis_name is None:
-        # Otherwise "the whole batch" would quietly be one device's.
-        manual = jax.sharding.get_abstract_mesh().manual_axes
-        if manual:
+    def combined(path: Any, old: jax.Array) -> jax.Array:
+        name = name_of(path)
+        layer, _, kind = name.rpartition("/")
+        if kind not in ("mean", "var") or name not in found:
             raise ValueError(
-                f"inside shard_map or pmap over {', '.join(manual)} BatchNorm sees one device's "
-                "examples only: set axis_name to the axes that split the batch, () for none"
+                f"the model's state holds {name}, which is no running average of BatchNorm: it "
+                "cannot be combined over microbatches"
             )
-        axis_name = ()
-    axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
-    sizes = [lax.axis_size(axis) for axis in axes]
-    devices = math.prod(sizes)
-    if group_size is None:
-        return _Groups(rows, axes)
-    batch = rows * devices
-    if batch % group_size or (rows % group_size and group_size % rows):
-        fitting = [n for n in _divisors(batch) if rows % n == 0 or n % rows == 0]
-        split = f", {rows} on each of {devices} devices" if axes else ""
-        raise ValueError(
-            f"group_size is {group_size}, which does not fit the batch of {batch} examples{split}; "
-            f"{_nearest(group_size, fitting)} would"
-        )
-    if group_size <= rows:
-        return _Groups(group_size, other_axes=axes)
-    replicas = group_size // rows
-    for inner in range(len(axes)):
-        if math.prod(sizes[inner:]) == replicas:
-            return _Groups(rows, axes[inner:], None, axes[:inner])
-    index_groups = [list(range(i, i + replicas)) for i in range(0, devices, replicas)]
-    return _Groups(rows, axes, index_groups, axes)
+        means = found[f"{layer}/mean"]
+        mean = jnp.mean(means, 0)
+        new = mean
+        if kind == "var":
+            new = jnp.mean(found[name] + (means - mean) ** 2, 0)
+        # A trailing axis, for layers that are stacked in front of the channels.
+        return _moved(old, new, found[f"{layer}/momentum"][0][..., None])
+
+    return jax.tree_util.tree_map_with_path(combined, model_state)
 
 
 def _group_moments(
-    x: jax.Array, groups: _Groups, centre: jax.Array | None
+    x: jax.Array, groups: Groups, centre: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     """Mean and variance of each group, (groups, channels).
 
@@ -281,7 +225,7 @@ def _group_moments(
 
 
 def _batch_moments(
-    mean: jax.Array, var: jax.Array, groups: _Groups
+    mean: jax.Array, var: jax.Array, groups: Groups
 ) -> tuple[jax.Array, jax.Array]:
     """Mean and variance of the whole batch, (channels,), from those of the groups."""
 
@@ -293,21 +237,14 @@ def _batch_moments(
     return batch_mean, mean_of_groups(var + (mean - batch_mean) ** 2)
 
 
+def _moved(running: jax.Array, new: jax.Array, momentum: jax.Array) -> jax.Array:
+    """A running average after a step."""
+    return (momentum * running + (1 - momentum) * new).astype(running.dtype)
+
+
 def _per_example(values: jax.Array, x: jax.Array) -> jax.Array:
     """(channels,) or (groups, channels) so that it broadcasts against the examples `x`."""
     if values.ndim == 1 or len(values) == 1:
         return values.reshape(-1)
     values = jnp.repeat(values, len(x) // len(values), 0)
     return jnp.expand_dims(values, tuple(range(1, x.ndim - 1)))
-
-
-def _divisors(number: int) -> list[int]:
-    """All divisors, ascending."""
-    return [n for n in range(1, number + 1) if number % n == 0]
-
-
-def _nearest(number: int, fitting: list[int]) -> str:
-    """The nearest of some numbers below and above another one, in words."""
-    below = [n for n in fitting if n < number]
-    above = [n for n in fitting if n > number]
-    return " or ".join(str(n) for n in [max(below, default=0), min(above, default=0)] if n)

@@ -7,6 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from ml_collections import ConfigDict
 
 from lamb_tpu import models
 from lamb_tpu.errors import UserError
@@ -18,12 +21,86 @@ from lamb_tpu.errors import UserError
         ("lennet", {}, "config.model.name is 'lennet'; known models: lenet, lenet5, mlp"),
         ("mlp", {"depth": 3}, "config.model.depth is no field .*; known: num_classes, "),
         ("mlp", {"parent": None}, "config.model.parent is no field"),
+        ("lenet", {"group_size": 8}, "config.model.group_size is no field .*known: num_classes, "),
         ("mlp", {"num_classes": 2.0}, "config.model.num_classes is 2.0; it must be a whole number"),
     ],
 )
 def test_mistakes(name: str, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         models.build(name, **fields)
+
+
+def test_the_mesh_axes_are_no_field_of_a_config() -> None:
+    config = {"name": "mlp", "axis_name": ("data",)}
+    with pytest.raises(UserError, match="config.model.axis_name is no field .*; known: ") as caught:
+        models.batch_norm_groups(config, 64, 8)
+    assert "axis_name" not in str(caught.value).partition("known:")[2]
+
+
+@pytest.mark.parametrize("name", models.MODULES)
+def test_a_model_takes_axes_whether_or_not_it_needs_them(name: str) -> None:
+    model = models.build(name, axis_name=("data",))
+    image = jax.ShapeDtypeStruct((1, 28, 28, 1), jnp.float32)
+    assert "params" in jax.eval_shape(model.init, jax.random.key(0), image)
+
+
+def test_batch_norm_inside_shard_map_needs_the_axes() -> None:
+    x = jax.random.normal(jax.random.key(0), (8, 4))
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+
+    def logits(axis_name: tuple[str, ...]) -> jax.Array:
+        model = models.build("mlp", axis_name, batch_norm=True)
+        variables = model.init(jax.random.key(0), x)
+
+        def apply(x: jax.Array) -> jax.Array:
+            return model.apply(variables, x, train=True)[0]
+
+        run = jax.shard_map(apply, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+        return jax.jit(run)(x)
+
+    assert np.std(logits(("data",))) > 0.01  # of one example each, everything would be 0
+    with pytest.raises(ValueError, match="set axis_name to the axes that split the batch"):
+        logits(())
+
+
+@pytest.mark.parametrize("config, expected", [
+    ({"name": "lenet"}, (1, "")),
+    ({"name": "mlp"}, (1, "")),
+    ({"name": "mlp", "batch_norm": True, "group_size": 16},
+     (2, "BatchNorm: groups of 16 examples, 4 in a forward pass, 2 device(s) each")),
+])
+def test_groups_of_a_config(config: dict[str, Any], expected: tuple[int, str]) -> None:
+    assert models.batch_norm_groups(ConfigDict(config), 64, 8) == expected
+    assert models.batch_norm_groups(config, 64, 8) == expected
+
+
+def test_groups_of_a_config_that_do_not_fit() -> None:
+    config = {"name": "mlp", "batch_norm": True, "group_size": 12}
+    with pytest.raises(ValueError, match="group_size is 12, .*; 8 or 16 would"):
+        models.batch_norm_groups(config, 64, 8)
+
+
+@pytest.mark.parametrize("batch_norm", [False, True])
+def test_moments_are_told_where_their_collection_is_given(batch_norm: bool) -> None:
+    model = models.build("mlp", hidden_sizes=(3, 2), batch_norm=batch_norm)
+    x = jax.random.normal(jax.random.key(0), (4, 5))
+    variables = model.init(jax.random.key(0), x)
+    assert "batch_moments" not in variables
+    state = model.apply({**variables, "batch_moments": {}}, x, train=True)[1]
+    moments = state.get("batch_moments", {})
+    if not batch_norm:
+        assert not moments
+        return
+    hidden = x @ variables["params"]["hidden0"]["kernel"]
+    np.testing.assert_allclose(moments["norm0"]["mean"], np.mean(hidden, 0), rtol=1e-5)
+    np.testing.assert_allclose(moments["norm0"]["var"], np.var(hidden, 0), rtol=1e-5)
+    assert moments["norm1"]["momentum"] == np.float32(0.99)
+    # The running averages move as they do without.
+    _, without = model.apply(variables, x, train=True)
+    assert set(without) == {"batch_stats"}
+    jax.tree.map(np.testing.assert_array_equal, state["batch_stats"], without["batch_stats"])
+    # In evaluation there is nothing to tell.
+    assert not model.apply({**variables, "batch_moments": {}}, x, train=False)[1]["batch_moments"]
 
 
 def test_statistics_are_state_in_training_and_fixed_otherwise() -> None:

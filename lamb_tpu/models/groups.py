@@ -1,0 +1,115 @@
+"""How the examples of a batch fall into groups that share statistics, and groups into devices."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+from jax import lax
+
+
+class Groups(NamedTuple):
+    """How the examples that a program sees fall into groups.
+
+    Attributes:
+      rows: of them in one group.
+      axes: mesh axes over which a group's sums run.
+      index_groups: the groups of devices, where the sums run over parts of those axes.
+      other_axes: mesh axes over which, in addition, means of groups run.
+    """
+
+    rows: int
+    axes: tuple[str, ...] = ()
+    index_groups: list[list[int]] | None = None
+    other_axes: tuple[str, ...] = ()
+
+
+def groups_of(rows: int, group_size: int | None, axis_name: str | Sequence[str] | None) -> Groups:
+    """The groups where a device, or under jit the one program, sees `rows` examples.
+
+    Args:
+      rows: a whole number of at least 1.
+      group_size: examples per group; None for the whole batch.
+      axis_name: inside shard_map or pmap the mesh axes that split the batch, outermost first.
+
+    Raises:
+      ValueError: `group_size` does not fit, or `axis_name` is missing where the batch is split.
+    """
+    if axis_name is None:
+        # Otherwise "the whole batch" would quietly be one device's.
+        manual = jax.sharding.get_abstract_mesh().manual_axes
+        if manual:
+            raise ValueError(
+                f"inside shard_map or pmap over {', '.join(manual)} BatchNorm sees one device's "
+                "examples only: set axis_name to the axes that split the batch, () for none"
+            )
+        axis_name = ()
+    axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    sizes = [lax.axis_size(axis) for axis in axes]
+    devices = math.prod(sizes)
+    _check_group_size(group_size, rows, devices)
+    if group_size is None:
+        return Groups(rows, axes)
+    if group_size <= rows:
+        return Groups(group_size, other_axes=axes)
+    replicas = group_size // rows
+    for inner in range(len(axes)):
+        if math.prod(sizes[inner:]) == replicas:
+            return Groups(rows, axes[inner:], None, axes[:inner])
+    index_groups = [list(range(i, i + replicas)) for i in range(0, devices, replicas)]
+    return Groups(rows, axes, index_groups, axes)
+
+
+def describe_groups(group_size: int | None, batch: int, devices: int) -> tuple[int, str]:
+    """Over how many devices a group is spread, and a line that tells its size.
+
+    Args:
+      group_size: examples per group; None for the whole batch.
+      batch: examples of one forward pass over all devices, that is of a microbatch.
+      devices: among which they are split evenly.
+
+    Raises:
+      ValueError: `group_size` does not fit.
+
+    >>> describe_groups(32, 64, 8)
+    (4, 'BatchNorm: groups of 32 examples, 2 in a forward pass, 4 device(s) each')
+    >>> describe_groups(4, 64, 8)
+    (1, 'BatchNorm: groups of 4 examples, 16 in a forward pass, 2 on each device')
+    """
+    rows = batch // devices
+    _check_group_size(group_size, rows, devices)
+    size = batch if group_size is None else group_size
+    line = f"BatchNorm: groups of {size} examples, {batch // size} in a forward pass, "
+    if size < rows:
+        return 1, line + f"{rows // size} on each device"
+    return size // rows, line + f"{size // rows} device(s) each"
+
+
+def _check_group_size(group_size: int | None, rows: int, devices: int) -> None:
+    """Raises ValueError where a group neither divides a device's rows nor is a multiple of them."""
+    if group_size is None:
+        return
+    if type(group_size) is not int or group_size < 1:
+        raise ValueError(
+            f"group_size must be None or a whole number of at least 1, not {group_size!r}"
+        )
+    batch = rows * devices
+    if batch % group_size or (rows % group_size and group_size % rows):
+        fitting = [n for n in _divisors(batch) if rows % n == 0 or n % rows == 0]
+        split = f", {rows} on each of {devices} devices" if devices > 1 else ""
+        raise ValueError(
+            f"group_size is {group_size}, which does not fit the batch of {batch} examples{split}; "
+            f"{_nearest(group_size, fitting)} would"
+        )
+
+
+def _divisors(number: int) -> list[int]:
+    """All divisors, ascending."""
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _nearest(number: int, fitting: list[int]) -> str:
+    """The nearest of some numbers below and above another one, in words."""
+    below = [n for n in fitting if n < number]
+    above = [n for n in fitting if n > number]
+    return " or ".join(str(n) for n in [max(below, default=0), min(above, default=0)] if n)
