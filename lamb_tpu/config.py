@@ -12,7 +12,10 @@ from lamb_tpu.errors import UserError
 
 # Keys that may differ when a workdir is used again: where files lie and what is told, never what is
 # computed.
-FREE_KEYS = ("data.dir", "data.prepared_dir", "checkpoint.", "log.", "mesh.")
+FREE_KEYS = (
+    "data.dir", "data.prepared_dir", "eval.batch_size", "checkpoint.", "log.", "guards.", "mesh.",
+    "parallel.backend", "parallel.rules", "parallel.optimizer_state",
+)
 
 
 def base_config() -> ConfigDict:
@@ -25,6 +28,7 @@ def base_config() -> ConfigDict:
     config = ConfigDict()
     config.seed = 0
     config.batch_size = 128  # global, in examples an update
+    config.accumulation_steps = 1  # microbatches into which a device's part of the batch is cut
     config.duration = "1 epochs"
     config.data = ConfigDict()
     config.data.name = "digits"
@@ -54,9 +58,30 @@ def base_config() -> ConfigDict:
     config.schedule.min_factor = 0.0  # floor under the learning rate / peak
     config.schedule.first_step = 0  # the first update's place: 1 loses none to a rate of 0
     config.eval = ConfigDict({"every": "1 epochs", "batch_size": 1024})
-    config.checkpoint = ConfigDict({"every": "1 epochs", "keep": 3})
+    config.checkpoint = ConfigDict()
+    config.checkpoint.every = "1 epochs"
+    config.checkpoint.keep = 3  # of the newest
+    config.checkpoint.keep_every = "0 steps"  # saved at these updates too, for good; 0: none
+    # Name of an evaluation's metric, such as 'accuracy' or 'ema_accuracy': the state is saved after
+    # each evaluation too, and that of the best one so far is kept besides. '': none.
+    config.checkpoint.best = ""
+    config.checkpoint.best_mode = "max"  # max | min: which value of it is the best
     config.log = ConfigDict({"every": "10 steps", "tensorboard": True})
-    config.mesh = ConfigDict({"data": -1})
+    config.log.heartbeat_seconds = 60.0  # from line to line of each process but the first; 0: none
+    config.ema = ConfigDict({"decay": 0.0})  # of an average of the weights, evaluated too; 0: none
+    config.guards = ConfigDict()
+    config.guards.max_skipped = 0  # updates with a non-finite gradient that are left out
+    config.guards.spike_factor = 3.0  # a loss this many times the recent median is told; 0: none
+    config.guards.desync_every = "0 steps"  # compares the processes' parameters; 0: never
+    config.guards.hang_seconds = 1800.0  # without progress the process ends; 0: never
+    # The batch is split over data and fsdp. Where fsdp is not 1, ZeRO-1 and the rule 'fsdp' split
+    # over it alone, so that on a large mesh what they gather stays among neighbours.
+    config.mesh = ConfigDict({"data": -1, "fsdp": 1, "model": 1, "sequence": 1})
+    config.parallel = ConfigDict()
+    config.parallel.backend = "jit"  # jit | shard_map: who places the collectives, compiler or we
+    config.parallel.rules = ()  # (regex over paths, replicated | fsdp | mesh axis of each axis)
+    config.parallel.optimizer_state = "replicated"  # replicated | zero1: split over the data axis
+    config.parallel.gradient_dtype = "float32"  # float32 | bfloat16: what gradients are sent in
     return config.lock()
 
 
@@ -116,7 +141,15 @@ def check_keys(config: ConfigDict) -> None:
     flatten(config)
 
 
-_KINDS = {int: "a whole number", float: "a number", str: "text", bool: "True or False"}
+_CHOICES = {
+    "parallel.backend": ("jit", "shard_map"),
+    "parallel.optimizer_state": ("replicated", "zero1"),
+    "parallel.gradient_dtype": ("float32", "bfloat16"),
+    "checkpoint.best_mode": ("max", "min"),
+}
+_KINDS = {
+    int: "a whole number", float: "a number", str: "text", bool: "True or False", tuple: "a tuple",
+}
 
 
 def _compare_keys(config: Mapping[str, Any], base: Mapping[str, Any], path: str) -> None:
@@ -140,10 +173,29 @@ def _compare_keys(config: Mapping[str, Any], base: Mapping[str, Any], path: str)
 
 def check_values(config: ConfigDict) -> None:
     """Refuses numbers out of range, in a config that `check_keys` has passed."""
-    for key in ("batch_size", "eval.batch_size", "checkpoint.keep", "schedule.base_batch_size"):
-        value = flatten(config)[key]
-        if value < 1:
-            raise UserError(f"config.{key} is {value}; it must be at least 1")
+    flat = flatten(config)
+    for key in (
+        "batch_size", "eval.batch_size", "checkpoint.keep", "schedule.base_batch_size",
+        "accumulation_steps",
+    ):
+        if flat[key] < 1:
+            raise UserError(f"config.{key} is {flat[key]}; it must be at least 1")
+    for key in (
+        "guards.max_skipped", "guards.spike_factor", "guards.hang_seconds", "log.heartbeat_seconds",
+    ):
+        if not 0 <= flat[key] < math.inf:
+            raise UserError(f"config.{key} is {flat[key]}; it must be a number of at least 0")
+    for key, known in _CHOICES.items():
+        if flat[key] not in known:
+            raise UserError(f"config.{key} is {flat[key]!r}; known: {', '.join(known)}")
+    if not 0 <= config.ema.decay < 1:
+        raise UserError(f"config.ema.decay is {config.ema.decay}; it must be in [0, 1)")
+    if config.parallel.gradient_dtype != "float32" and config.parallel.backend != "shard_map":
+        raise UserError(
+            f"config.parallel.gradient_dtype is {config.parallel.gradient_dtype!r}; under "
+            "config.parallel.backend='jit' the compiler sends what it likes, so this needs "
+            "'shard_map'"
+        )
     if not 0 <= config.seed < 2**32:  # JAX' random keys keep 32 bits of it
         raise UserError(f"config.seed is {config.seed}; it must lie in 0..{2**32 - 1}")
     for key in ("start_factor", "end_factor", "min_factor"):

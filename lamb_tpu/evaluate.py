@@ -11,45 +11,82 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 
 import jax
+import numpy as np
 from absl import flags
 from ml_collections import ConfigDict
 
 from lamb_tpu import cli, data, distributed
+from lamb_tpu.best import Best
 from lamb_tpu.checkpoint import Checkpoints
 from lamb_tpu.errors import UserError
 from lamb_tpu.metrics import mean_metrics
 from lamb_tpu.parallel import mesh as mesh_lib
 from lamb_tpu.parallel import step as step_lib
+from lamb_tpu.parallel.state import TrainState
 from lamb_tpu.run import Run, prepare
 from lamb_tpu.workdir import Workdir
 
 
-def make_evaluator(run: Run) -> Callable[[step_lib.TrainState], dict[str, float]]:
+def make_evaluator(
+    run: Run, between: Callable[[], None] = lambda: None
+) -> Callable[[TrainState], dict[str, float]]:
     """A function of the state to the task's metrics over every example of the evaluation set.
 
-    Each example counts exactly once, whatever the batch size and the number of devices.
+    Each example counts exactly once, whatever the batch size and the number of devices and
+    processes. Where the state has moving averages of the weights, their metrics are there too, as
+    'ema_accuracy' beside 'accuracy'.
+
+    Args:
+      run: the run.
+      between: called before each batch, by all processes before the same ones; may raise.
     """
     eval_step = step_lib.make_eval_step(run.task, run.mesh)
+    batch_size = run.eval_batch_size
+    rows = mesh_lib.local_rows(batch_size, run.mesh)
+    # The averages may be split as the optimizer's state is; the step takes them as the weights.
+    weights = (run.abstract_state.params, run.abstract_state.model_state)
+    place = jax.jit(
+        lambda averages: averages, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, weights)
+    )
 
-    def evaluate(state: step_lib.TrainState) -> dict[str, float]:
-        batches = data.eval_batches(
-            run.eval_set, run.config.eval.batch_size, jax.process_index(), jax.process_count()
-        )
+    def evaluate(state: TrainState) -> dict[str, float]:
+        models = {"": (state.params, state.model_state)}
+        if state.ema is not None:
+            models["ema_"] = place(state.ema)
 
         def sums() -> Iterator[Mapping[str, tuple[jax.Array, jax.Array]]]:
-            for batch in batches:
-                sharded = mesh_lib.shard_batch(batch, run.mesh)
-                yield eval_step(state.params, state.model_state, sharded)
+            for batch in data.eval_batches(run.eval_set, batch_size, rows):
+                between()
+                sharded = mesh_lib.shard_batch(batch, batch_size, run.mesh)
+                yield {
+                    prefix + name: pair
+                    for prefix, model in models.items()
+                    for name, pair in eval_step(*model, sharded).items()
+                }
 
         return mean_metrics(sums())
 
     return evaluate
 
 
+def metric_names(run: Run) -> list[str]:
+    """The names of the evaluation's metrics, without computing any."""
+    batch = run.eval_set.gather(np.zeros(1, np.int64)) | {"mask": np.ones(1, np.float32)}
+    state = run.abstract_state
+    names = list(jax.eval_shape(run.task.evaluate, state.params, state.model_state, batch))
+    return names + [f"ema_{name}" for name in names if state.ema is not None]
+
+
 def evaluate_checkpoint(
-    config: ConfigDict, workdir: str | os.PathLike[str], step: int | None = None
+    config: ConfigDict, workdir: str | os.PathLike[str], step: int | str | None = None
 ) -> dict[str, float]:
-    """Metrics of the checkpoint of update `step`, or of the newest, with `step` among them.
+    """Metrics of a checkpoint, with `step`, its update, among them.
+
+    Args:
+      config: the one that the run was started with.
+      workdir: the run's.
+      step: completed updates; 'best' for the one that `config.checkpoint.best` has kept, None for
+        the newest.
 
     Raises:
       UserError: a mistake in the config, or no such checkpoint.
@@ -62,9 +99,23 @@ def evaluate_checkpoint(
         report=lambda text: print(text, file=sys.stderr),
         writing=False,
     ) as checkpoints:
-        if step is None:
+        restored = None
+        if step in (None, "best"):
             restored = checkpoints.restore_latest(run.abstract_state)
-        else:
+        if step == "best" and restored is not None:
+            state, position = restored
+            best = Best(config.checkpoint.best, config.checkpoint.best_mode)
+            best.restore(position["best"])
+            if position["eval_due"]:  # a preempted run's last evaluation was broken off
+                best.see(int(state.step), make_evaluator(run)(state))
+            step = best.step
+            if step is None:
+                raise UserError(
+                    f"--workdir {run.folder.path} has no best checkpoint: config.checkpoint.best "
+                    "named no metric, or there was no evaluation yet; give --step=UPDATE of "
+                    f"{', '.join(map(str, checkpoints.steps()))}"
+                )
+        if step not in (None, "best"):
             restored = checkpoints.restore(step, run.abstract_state)
     if restored is None:
         raise UserError(f"--workdir {run.folder.path} has no checkpoint yet")
@@ -75,7 +126,12 @@ def evaluate_checkpoint(
 def main() -> None:
     """Entry point of the command line."""
     distributed.initialize_from_flags()
-    metrics = evaluate_checkpoint(flags.FLAGS.config, flags.FLAGS.workdir, flags.FLAGS.step)
+    step = flags.FLAGS.step
+    if step is not None and step != "best":
+        if not step.isdecimal():
+            raise UserError(f"--step is {step!r}; it must be a number of updates or 'best'")
+        step = int(step)
+    metrics = evaluate_checkpoint(flags.FLAGS.config, flags.FLAGS.workdir, step)
     if jax.process_index() == 0:
         print(json.dumps(metrics))
 
@@ -83,5 +139,7 @@ def main() -> None:
 if __name__ == "__main__":
     cli.define_run_flags()
     distributed.define_flags()
-    flags.DEFINE_integer("step", None, "Completed updates of the checkpoint; default the newest.")
+    flags.DEFINE_string(
+        "step", None, "Completed updates of the checkpoint, or 'best'; default the newest."
+    )
     cli.run_main(main, required=("config", "workdir"))

@@ -18,7 +18,8 @@ def mean_metrics(
     """Adds up (sum, weight) pairs over batches and divides once.
 
     The additions are in float64 on the host, so that the number of batches leaves no trace beyond
-    the rounding inside a batch.
+    the rounding inside a batch. A metric whose weights are all 0, as those of updates that were
+    left out, has no mean and is left out.
     """
     totals: dict[str, list[float]] = {}
 
@@ -36,14 +37,14 @@ def mean_metrics(
         before = batch
     if before is not None:
         add(before)
-    return {name: total / weight for name, (total, weight) in totals.items()}
+    return {name: total / weight for name, (total, weight) in totals.items() if weight}
 
 
 class MetricsWriter:
     """Appends records to metrics.jsonl, one JSON object a line, and mirrors them to TensorBoard.
 
     The JSON lines are the record that tables and plots are made from. Each has `step` (completed
-    updates) and `kind` ('train' or 'eval').
+    updates) and `kind`: 'train', 'eval', 'layers' or 'spike'.
 
     Args:
       workdir: the folder for metrics.jsonl and tensorboard/.
@@ -51,17 +52,24 @@ class MetricsWriter:
         killed after its last checkpoint, are removed first.
       tensorboard: whether to write TensorBoard's files too.
       enabled: False writes nothing, as on every process but the first.
+      evaluated: False where the evaluation of `start_step` is still to come: its record is removed
+        too.
     """
 
     def __init__(
-        self, workdir: pathlib.Path, start_step: int, tensorboard: bool, enabled: bool = True
+        self,
+        workdir: pathlib.Path,
+        start_step: int,
+        tensorboard: bool,
+        enabled: bool = True,
+        evaluated: bool = True,
     ) -> None:
         self.path = workdir / "metrics.jsonl"
         self._file = self._tensorboard = None
         if not enabled:
             return
         if self.path.exists():
-            _remove_records_after(self.path, start_step)
+            _remove_records_after(self.path, start_step, evaluated)
         self._file = self.path.open("a")
         if tensorboard:
             self._tensorboard = SummaryWriter(
@@ -110,8 +118,11 @@ def read_records(path: pathlib.Path, kind: str | None = None) -> list[dict[str, 
     return [record for record in records if kind is None or record["kind"] == kind]
 
 
-def _remove_records_after(path: pathlib.Path, step: int) -> None:
-    kept = [record for record in read_records(path) if record["step"] <= step]
+def _remove_records_after(path: pathlib.Path, step: int, evaluated: bool) -> None:
+    def remains(record: Mapping[str, Any]) -> bool:
+        return record["step"] < step + (record["kind"] != "eval" or evaluated)
+
+    kept = [record for record in read_records(path) if remains(record)]
     replacement = path.with_suffix(".jsonl.new")
     replacement.write_text("".join(json.dumps(record) + "\n" for record in kept))
     replacement.replace(path)

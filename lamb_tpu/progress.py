@@ -91,7 +91,7 @@ class RunProgress:
             self._bar.update(self._task, completed=step)
 
     def update(self, step: int, values: Mapping[str, Any]) -> None:
-        """Shows that `step` updates are complete, with the latest metrics, `loss` among them."""
+        """Shows that `step` updates are complete, with the latest metrics; `loss` is the bar's."""
         if self._start is None or not (self._bar or self._told):
             return
         began, first = self._start
@@ -100,7 +100,7 @@ class RunProgress:
         speed = f"{rate * self._batch_size:,.0f} examples/s" if rate else ""
         if self._bar:
             # The rest would push rate and time out of 80 columns.
-            loss = format_values({"loss": values["loss"]})
+            loss = format_values({"loss": values["loss"]}) if "loss" in values else ""
             self._bar.update(self._task, completed=step, rate=speed, values=loss)
         elif now - self._last_line >= _SECONDS_BETWEEN_LINES:
             self._last_line = now

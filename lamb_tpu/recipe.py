@@ -15,6 +15,7 @@ from ml_collections import ConfigDict
 from lamb_tpu.config import base_config
 from lamb_tpu.errors import UserError
 from lamb_tpu.optim import durations, factory, parameters, scaling, schedules
+from lamb_tpu.optim.trust_ratio import AxisName
 
 SCALINGS = (*scaling.SCALING_RULES, "random_matrix", "legw")
 
@@ -41,6 +42,7 @@ class Recipe:
       learning_rate: learning rate of update t (the first is t = 0).
       weight_decay: the optimizer's, scaled to the batch size; None: as the config has it.
       eval_every, checkpoint_every, log_every: intervals in updates; may be fractions.
+      keep_every, desync_every: the same; 0: never.
     """
 
     batch_size: int
@@ -53,18 +55,28 @@ class Recipe:
     eval_every: float
     checkpoint_every: float
     log_every: float
+    keep_every: float
+    desync_every: float
 
     @functools.cached_property
     def learning_rates(self) -> np.ndarray:
         """The learning rate of every update, (total_steps,): for logs, without work on a device."""
         return np.asarray(jax.jit(self.learning_rate)(np.arange(self.total_steps)))
 
+    def epoch(self, step: int) -> float:
+        """Epochs that are complete after `step` updates."""
+        return step * self.batch_size / self.num_examples
+
     def is_due(self, every: float, step: int) -> bool:
         """Whether a multiple of `every` falls on update `step` (counted from 1), or it is the last.
+
+        Nothing is ever due at an interval of 0.
 
         With fractional intervals (an epoch is rarely a whole number of updates) the k-th event
         comes at the first whole update at or after k intervals.
         """
+        if not every:
+            return False
         # A hair above the multiple, against rounding of k * every.
         tolerance = 1e-9
         passed = math.floor(step / every + tolerance) > math.floor((step - 1) / every + tolerance)
@@ -72,7 +84,7 @@ class Recipe:
 
     def describe(self) -> str:
         """Two lines for the terminal."""
-        epochs = self.total_steps * self.batch_size / self.num_examples
+        epochs = self.epoch(self.total_steps)
         warmup_epochs = self.warmup_steps * self.batch_size / self.num_examples
         return (
             f"run: {self.total_steps:,} updates of {self.batch_size:,} examples = {epochs:.4g} "
@@ -140,6 +152,8 @@ def resolve(config: ConfigDict, num_examples: int) -> Recipe:
         eval_every=intervals["eval.every"],
         checkpoint_every=intervals["checkpoint.every"],
         log_every=max(1.0, intervals["log.every"]),
+        keep_every=steps("checkpoint.keep_every"),
+        desync_every=steps("guards.desync_every"),
     )
 
 
@@ -231,9 +245,15 @@ def _weight_decay(config: ConfigDict, num_examples: int, peak: float) -> float |
 
 
 def resolve_optimizer(
-    config: ConfigDict, recipe: Recipe, params: Any = None
+    config: ConfigDict, recipe: Recipe, params: Any = None, axis_name: AxisName = None
 ) -> tuple[optax.GradientTransformation, parameters.Rules]:
     """The config's optimizer with the recipe's learning rate, and the rules it works by.
+
+    Args:
+      config: a recipe.
+      recipe: the same, resolved.
+      params: the parameters, or their shapes and dtypes.
+      axis_name: inside shard_map the mesh axes over which each parameter's update is split.
 
     Raises:
       UserError: an unknown optimizer or field, or a value that it refuses; with `params`, one that
@@ -245,7 +265,9 @@ def resolve_optimizer(
         fields["weight_decay"] = recipe.weight_decay
     with naming("config.optimizer"):
         if fields.get("axis_name") is not None:
-            raise UserError("axis_name has no meaning in a config: the trainer runs under jit")
+            raise UserError("axis_name has no meaning in a config: config.parallel decides it")
+        if axis_name is not None:
+            fields["axis_name"] = axis_name
         tx = factory.make_optimizer(fields, recipe.learning_rate, params)
     return tx, fields.get("rules", parameters.DEFAULT_RULES)
 

@@ -1,8 +1,9 @@
-"""Everything a run needs before its first update, checked; `train` and `evaluate` start here."""
+"""Everything a run needs before its first update, checked; train, evaluate and plan start here."""
 
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -12,8 +13,11 @@ from ml_collections import ConfigDict
 
 from lamb_tpu import config as config_lib
 from lamb_tpu import data, models, tasks
+from lamb_tpu.errors import UserError
 from lamb_tpu.optim import parameters
 from lamb_tpu.parallel import mesh as mesh_lib
+from lamb_tpu.parallel import rules as rules_lib
+from lamb_tpu.parallel import state as state_lib
 from lamb_tpu.parallel import step as step_lib
 from lamb_tpu.recipe import Recipe, naming, resolve, resolve_optimizer
 from lamb_tpu.workdir import Workdir
@@ -25,65 +29,153 @@ class Run:
 
     Attributes:
       config: the config.
-      folder: the workdir.
+      folder: the workdir; None for a run that is only planned.
       mesh: over all devices.
       task: the learning problem, with its model.
       train_set, eval_set: the data.
       recipe: durations in updates, and the learning rate.
       tx: the optimizer.
+      layout: where parameters and moments live.
       init: makes the state before the first update from a random key.
       abstract_state: its shapes, dtypes and shardings.
       table: the table of parameter facts.
+      normalisation: a line about the groups of BatchNorm; '' for a model without.
     """
 
     config: ConfigDict
-    folder: Workdir
+    folder: Workdir | None
     mesh: Mesh
     task: tasks.Task
     train_set: data.Source
     eval_set: data.Source
     recipe: Recipe
     tx: optax.GradientTransformation
-    init: Callable[[jax.Array], step_lib.TrainState]
-    abstract_state: step_lib.TrainState
+    layout: state_lib.Layout
+    init: Callable[[jax.Array], state_lib.TrainState]
+    abstract_state: state_lib.TrainState
     table: str
+    normalisation: str
+
+    @property
+    def shardings(self) -> state_lib.TrainState:
+        """Where each array of the state lives."""
+        return jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state)
+
+    @property
+    def eval_batch_size(self) -> int:
+        """The config's, rounded up to what the mesh divides; no metric depends on it."""
+        parts = mesh_lib.num_batch_shards(self.mesh)
+        return -(-self.config.eval.batch_size // parts) * parts
+
+    def first_state(self) -> state_lib.TrainState:
+        """The state before the first update, made where it will stay."""
+        key = jax.random.key(self.config.seed)
+        return jax.jit(self.init, out_shardings=self.shardings)(key)
+
+    def make_train_step(self) -> step_lib.Update:
+        """The step that trains, `(state, batch) -> (state, sums)`, compiled at its first call."""
+        config, parallel = self.config, self.config.parallel
+        narrow = parallel.gradient_dtype != "float32"
+        return step_lib.make_train_step(
+            self.task,
+            self.tx,
+            self.layout,
+            self.shardings,
+            parallel.backend,
+            parallel.gradient_dtype if narrow else None,
+            accumulation_steps=config.accumulation_steps,
+            ema_decay=config.ema.decay,
+            skip_nonfinite=config.guards.max_skipped > 0,
+        )
+
+    def shard_batch(self, batch: data.Batch) -> dict[str, jax.Array]:
+        """A training batch over the mesh, from this process' rows of it."""
+        return mesh_lib.shard_batch(batch, self.config.batch_size, self.mesh)
+
+    def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes, dtypes and shardings of a training batch."""
+        rows, sharding = self.config.batch_size, mesh_lib.batch_sharding(self.mesh)
+        return {
+            name: jax.ShapeDtypeStruct((rows, *spec.shape), spec.dtype, sharding=sharding)
+            for name, spec in self.train_set.element_spec.items()
+        }
 
     def describe(self) -> str:
         """What was resolved, for the person at the terminal."""
-        config, devices = self.config, jax.devices()
+        config, state, places = self.config, self.abstract_state, self.shardings
+        devices = self.mesh.devices.flat
         shape = ", ".join(f"{axis}={size}" for axis, size in self.mesh.shape.items())
-        return (
-            f"workdir: {self.folder.path}\n"
+        lines = [
             f"mesh: {shape} over {len(devices)} {devices[0].device_kind} device(s) "
-            f"in {jax.process_count()} process(es)\n"
+            f"in {len({device.process_index for device in devices})} process(es), "
+            f"collectives by {config.parallel.backend}",
+            rules_lib.describe(
+                state.params, places.params, config.parallel.rules,
+                {
+                    "optimizer state": (state.opt_state, places.opt_state),
+                    "averages": (state.ema, places.ema),
+                },
+            ),
             f"data: {config.data.name}, {config.data.train_split} {len(self.train_set):,} and "
-            f"{config.data.eval_split} {len(self.eval_set):,} examples\n"
-            f"{self.recipe.describe()}\n"
-            f"model: {config.model.name}, optimizer: {config.optimizer.name}\n"
-            f"{self.table}"
-        )
+            f"{config.data.eval_split} {len(self.eval_set):,} examples",
+            self.recipe.describe(),
+            f"model: {config.model.name}, optimizer: {config.optimizer.name}",
+        ]
+        if self.normalisation:
+            lines.append(self.normalisation)
+        if self.folder is not None:
+            lines.insert(0, f"workdir: {self.folder.path}")
+        if config.accumulation_steps > 1:
+            rows = config.batch_size // config.accumulation_steps
+            lines.append(f"accumulation: {config.accumulation_steps} microbatches of {rows:,}")
+        if self.eval_batch_size != config.eval.batch_size:
+            lines.append(
+                f"evaluation: config.eval.batch_size is {config.eval.batch_size:,}; batches of "
+                f"{self.eval_batch_size:,}, which the devices divide"
+            )
+        return "\n".join([*lines, self.table])
 
 
-def prepare(config: ConfigDict, workdir: str | os.PathLike[str]) -> Run:
+def prepare(
+    config: ConfigDict,
+    workdir: str | os.PathLike[str] | None,
+    devices: Sequence[jax.Device] | None = None,
+) -> Run:
     """Checks all that a user can have got wrong, cheapest first, and builds the parts.
 
     Compiles nothing, and writes nothing but the workdir's folder itself and, where it is not yet
     there, the prepared data set.
+
+    Args:
+      config: a recipe, see `lamb_tpu.config.base_config`.
+      workdir: of the run; None for one that is only planned.
+      devices: of the mesh; None: all there are.
 
     Raises:
       UserError: a mistake in the config, the workdir or the data.
     """
     config_lib.check_keys(config)
     config_lib.check_values(config)
-    task = tasks.build(model=models.build(**config.model), **config.task)
-    mesh = mesh_lib.make_mesh(config.mesh)
-    mesh_lib.check_divides("config.batch_size", config.batch_size, mesh)
-    mesh_lib.check_divides("config.eval.batch_size", config.eval.batch_size, mesh)
+    named = config.parallel.backend == "shard_map"
+    mesh = mesh_lib.make_mesh(config.mesh, devices)
+    group_replicas, normalisation = _check_batch(config, mesh)
+    if group_replicas > 1:
+        mesh = mesh_lib.make_mesh(config.mesh, devices, group_replicas)
+    if named and set(mesh.shape) - set(mesh_lib.BATCH_AXES):
+        raise UserError(
+            "config.parallel.backend is 'shard_map', which splits the batch alone; "
+            "config.mesh.model and config.mesh.sequence need 'jit'"
+        )
+    axes = mesh_lib.batch_axes(mesh) if named else ()
+    task = tasks.build(model=models.build(axis_name=axes, **config.model), **config.task)
     # Durations and the optimizer need the size of the data, which may take a download: any size
     # will do to find a mistake in them first.
     resolve_optimizer(config, resolve(config, num_examples=10**6))
-    folder = Workdir(workdir)
-    folder.check(config)
+    for number, rule in enumerate(config.parallel.rules):
+        rules_lib.check_rule(number, rule)
+    folder = None if workdir is None else Workdir(workdir)
+    if folder is not None:
+        folder.check(config)
 
     with naming("config.data"):
         train_set, eval_set = (
@@ -96,16 +188,50 @@ def prepare(config: ConfigDict, workdir: str | os.PathLike[str]) -> Run:
             for split in (config.data.train_split, config.data.eval_split)
         )
     recipe = resolve(config, len(train_set))
-    tx, rules = resolve_optimizer(config, recipe)
-    example = train_set.gather(np.zeros(1, np.int64))
     with naming("config.model"):
         task.check(train_set)
-    init = step_lib.make_init(task, tx, example)
+    example = train_set.gather(np.zeros(1, np.int64))
+    tx, rules = resolve_optimizer(config, recipe)
+    params = _abstract(task, tx, example, config).params
+    tx, _ = resolve_optimizer(config, recipe, params)
     with naming("config.optimizer"):
-        abstract_state = step_lib.abstract_state(init, mesh)
-    resolve_optimizer(config, recipe, abstract_state.params)
-    table = parameters.table(abstract_state.params, rules)
-    folder.check_parameters(table)
-    return Run(
-        config, folder, mesh, task, train_set, eval_set, recipe, tx, init, abstract_state, table
+        facts = parameters.resolve(params, rules)
+    layout = state_lib.make_layout(
+        params, mesh, facts, config.parallel.rules, config.parallel.optimizer_state
     )
+    if named:
+        tx, _ = resolve_optimizer(config, recipe, params, layout.axis_name)
+    init = state_lib.make_init(task, tx, example, config.ema.decay > 0)
+    abstract = jax.eval_shape(init, jax.random.key(0))
+    places = state_lib.state_shardings(abstract, tx, layout)
+    if named:
+        with naming("config.optimizer"):
+            state_lib.check_update(tx, abstract.params, abstract.opt_state, layout)
+    table = parameters.table(params, rules)
+    if folder is not None:
+        folder.check_parameters(table)
+    return Run(
+        config, folder, mesh, task, train_set, eval_set, recipe, tx, layout, init,
+        state_lib.with_shardings(abstract, places), table, normalisation,
+    )
+
+
+def _check_batch(config: ConfigDict, mesh: Mesh) -> tuple[int, str]:
+    """Refuses a batch that does not divide; over how many devices a group of BatchNorm is spread,
+    and the line about it.
+    """
+    parts, steps = mesh_lib.num_batch_shards(mesh), config.accumulation_steps
+    over = f"the {parts} devices of the data axis"
+    mesh_lib.check_divides("config.batch_size", config.batch_size, parts, over)
+    if steps > 1:
+        over += f" in config.accumulation_steps={steps} microbatches"
+        mesh_lib.check_divides("config.batch_size", config.batch_size, parts * steps, over)
+    with naming("config.model"):
+        return models.batch_norm_groups(config.model, config.batch_size // steps, parts)
+
+
+def _abstract(
+    task: tasks.Task, tx: optax.GradientTransformation, example: Any, config: ConfigDict
+) -> state_lib.TrainState:
+    with naming("config.optimizer"):
+        return jax.eval_shape(state_lib.make_init(task, tx, example), jax.random.key(0))

@@ -72,12 +72,13 @@ def test_differences_leave_free_keys_out() -> None:
     free = tiny.digits(
         data__dir="elsewhere", data__prepared_dir="x", checkpoint__every="3 steps",
         checkpoint__keep=1, log__every="9 steps", log__tensorboard=True, mesh__data=8,
+        eval__batch_size=8,
     )
     assert config_lib.differences(old, config_lib.flatten(free)) == []
-    other = tiny.digits(seed=1, data__train_split="test", eval__batch_size=8)
+    other = tiny.digits(seed=1, data__train_split="test", eval__every="2 steps")
     assert config_lib.differences(old, config_lib.flatten(other)) == [
         "data.train_split: 'train[:256]' there, 'test' now",
-        "eval.batch_size: 128 there, 8 now",
+        "eval.every: '6 steps' there, '2 steps' now",
         "seed: 0 there, 1 now",
     ]
     assert config_lib.differences(old, old | {"new": 1}) == ["new: None there, 1 now"]

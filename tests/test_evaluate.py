@@ -1,6 +1,6 @@
 """Every example counts once, whatever the batch size and the number of devices."""
 
-import dataclasses
+import json
 import pathlib
 import shutil
 from typing import Any
@@ -9,18 +9,133 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh
+from ml_collections import ConfigDict
 
 from lamb_tpu import data, models
+from lamb_tpu.checkpoint import Checkpoints
 from lamb_tpu.errors import UserError
 from lamb_tpu.evaluate import evaluate_checkpoint, make_evaluator
 from lamb_tpu.metrics import read_records
-from lamb_tpu.parallel.step import TrainState
-from lamb_tpu.run import Run, prepare
+from lamb_tpu.parallel.state import TrainState
+from lamb_tpu.run import prepare
 from lamb_tpu.tasks import build
+from lamb_tpu.train import train
 from tests import tiny
 
-NUM_EXAMPLES = 360
+NUM_EXAMPLES = 997  # a prime: no batch but one example divides it
+
+
+def config(**changes: Any) -> ConfigDict:
+    """A short run with averages of the weights, on batches that 1, 2, 3, 4 and 8 devices divide."""
+    return tiny.digits(
+        batch_size=96, data__eval_split=f"train[:{NUM_EXAMPLES}]", ema__decay=0.5, **changes
+    )
+
+
+@pytest.fixture(scope="module")
+def averaged(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    workdir = tmp_path_factory.mktemp("averaged")
+    train(config(), workdir, quiet=True)
+    return workdir
+
+
+def counted(params: Any, num_examples: int = NUM_EXAMPLES) -> tuple[int, float]:
+    """Right answers and mean loss of the network by NumPy, in float64."""
+    layers = {name: {k: np.float64(v) for k, v in layer.items()} for name, layer in params.items()}
+    examples = data.load("digits", f"train[:{num_examples}]").arrays
+    x = examples["image"].reshape(num_examples, -1) / 16.0
+    x = np.maximum(x @ layers["hidden0"]["kernel"] + layers["hidden0"]["bias"], 0)
+    logits = x @ layers["output"]["kernel"] + layers["output"]["bias"]
+    chosen = logits[np.arange(num_examples), examples["label"]]
+    losses = np.log(np.exp(logits).sum(axis=1)) - chosen
+    return int((logits.argmax(axis=1) == examples["label"]).sum()), float(losses.mean())
+
+
+def assert_counted(metrics: dict[str, float], state: TrainState, num_examples: int) -> None:
+    assert metrics.keys() == {"accuracy", "loss", "ema_accuracy", "ema_loss"}
+    for prefix, params in (("", state.params), ("ema_", state.ema[0])):
+        right, loss = counted(params, num_examples)
+        assert metrics[f"{prefix}accuracy"] == right / num_examples
+        assert metrics[f"{prefix}loss"] == pytest.approx(loss, rel=1e-6)
+
+
+def test_averages_and_weights_are_not_the_same(averaged: pathlib.Path) -> None:
+    """Or the tests below could take one for the other."""
+    state, _ = tiny.restored(config(), averaged)
+    assert counted(state.params)[0] != counted(state.ema[0])[0]
+
+
+@pytest.mark.parametrize("num_devices", [1, 3, 8])
+def test_every_example_counts_once_on_any_devices(averaged: pathlib.Path, num_devices: int) -> None:
+    for batch_size in (7, 64, 360, 997, 1024, 4000):
+        settings = config(eval__batch_size=batch_size)
+        run = prepare(settings, averaged, jax.devices()[:num_devices])
+        with Checkpoints(run.folder.checkpoints, 1, writing=False) as checkpoints:
+            state, _ = checkpoints.restore(12, run.abstract_state)
+        assert_counted(make_evaluator(run)(state), state, NUM_EXAMPLES)
+
+
+@pytest.mark.parametrize("per_process", [1, 2])
+def test_every_example_counts_once_on_two_processes(
+    averaged: pathlib.Path, tmp_path: pathlib.Path, per_process: int
+) -> None:
+    """Of 5 examples in batches of 4 or more the second process has none in the last batch."""
+    state, _ = tiny.restored(config(), averaged)
+    launched = tiny.command(
+        "lamb_tpu.launch", "--local", "--processes=2", f"--devices-per-process={per_process}",
+        "--module=tests.job", "--", "evaluate", str(tmp_path), str(averaged),
+    )
+    assert launched.returncode == 0, launched.stderr
+    one, two = (json.loads((tmp_path / f"{index}.json").read_text()) for index in (0, 1))
+    assert one == two and len(one) == 7
+    for num_examples, batch_size, metrics in one:
+        assert_counted(metrics, state, num_examples)
+
+
+def test_averages_that_are_split(averaged: pathlib.Path) -> None:
+    """Under ZeRO-1 no device has them whole."""
+    run = prepare(config(parallel__optimizer_state="zero1"), averaged)
+    with Checkpoints(run.folder.checkpoints, 1, writing=False) as checkpoints:
+        state, _ = checkpoints.restore(12, run.abstract_state)
+    kernel = state.ema[0]["hidden0"]["kernel"]
+    assert not kernel.is_fully_replicated
+    assert_counted(make_evaluator(run)(state), state, NUM_EXAMPLES)
+
+
+def test_batch_size_is_rounded_up_and_told(averaged: pathlib.Path) -> None:
+    run = prepare(config(eval__batch_size=100), averaged)
+    assert run.eval_batch_size == 104
+    assert "config.eval.batch_size is 100; batches of 104" in run.describe()
+    assert "config.eval.batch_size" not in prepare(config(), averaged).describe()
+
+
+def test_between_is_called_before_every_batch(averaged: pathlib.Path) -> None:
+    class Stop(Exception):
+        pass
+
+    calls = []
+
+    def between() -> None:
+        calls.append(len(calls))
+        if len(calls) == 3:
+            raise Stop
+
+    run = prepare(config(eval__batch_size=400), averaged)
+    state, _ = tiny.restored(config(), averaged)
+    with pytest.raises(Stop):
+        make_evaluator(run, between)(state)
+    calls.clear()
+    assert make_evaluator(run, lambda: calls.append(0))(state)["accuracy"]
+    assert len(calls) == 3
+
+
+def test_averages_are_evaluated_in_training_and_afterwards(averaged: pathlib.Path) -> None:
+    records = read_records(averaged / "metrics.jsonl", "eval")
+    newest = evaluate_checkpoint(config(eval__batch_size=50), averaged)
+    assert records[-1]["step"] == newest["step"] == 12
+    assert records[-1]["ema_accuracy"] == newest["ema_accuracy"]
+    assert records[-1]["ema_loss"] == pytest.approx(newest["ema_loss"], rel=1e-6)
+    assert records[0]["ema_loss"] != records[1]["ema_loss"]
 
 
 def model() -> models.Model:
@@ -34,58 +149,26 @@ def model() -> models.Model:
     return models.Model(lambda key, inputs: {"params": {}}, apply)
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """An evaluation whose every example matters: the right ones lie at the end."""
-    # Example i has the pixel i % 251 + 1; the last 100 are right, and the first 260 wrong.
-    image = (np.arange(NUM_EXAMPLES) % 251 + 1).astype(np.uint8).reshape(-1, 1, 1, 1)
-    label = np.where(np.arange(NUM_EXAMPLES) >= 260, 0, 1).astype(np.int32)
-    source = data.ArraySource("made", {"image": image, "label": label}, num_classes=2)
-    prepared = prepare(tiny.digits(), tmp_path_factory.mktemp("run"))
+def test_padding_that_gives_nan_does_not_leak() -> None:
     task = build("classification", model(), input_std=1.0)
-    return dataclasses.replace(prepared, task=task, eval_set=source)
-
-
-def expected() -> dict[str, float]:
-    logit = np.log((np.arange(NUM_EXAMPLES) % 251 + 1) * 1e3)
-    right = np.where(np.arange(NUM_EXAMPLES) >= 260, logit, 0.0)
-    return {
-        "loss": float(np.mean(np.logaddexp(logit, 0) - right)),
-        "accuracy": 100 / NUM_EXAMPLES,
-    }
-
-
-@pytest.mark.parametrize(
-    "batch_size, num_devices", [(8, 8), (64, 8), (1024, 8), (360, 8), (64, 1), (7, 1), (359, 1)]
-)
-def test_metrics_depend_on_nothing_else(run: Run, batch_size: int, num_devices: int) -> None:
-    config = tiny.digits(eval__batch_size=batch_size)
-    mesh = Mesh(np.array(jax.devices()[:num_devices]), ("data",), axis_types=(AxisType.Auto,))
-    state = TrainState(jnp.int32(0), {}, {}, (), jax.random.key(0))
-    metrics = make_evaluator(dataclasses.replace(run, config=config, mesh=mesh))(state)
-    assert metrics["accuracy"] == expected()["accuracy"]  # sums of ones are exact
-    assert metrics["loss"] == pytest.approx(expected()["loss"], rel=1e-6)
-
-
-def test_padding_that_gives_nan_does_not_leak(run: Run) -> None:
     batch = {
         "image": np.array([3, 0, 0, 5], np.uint8).reshape(4, 1, 1, 1),
         "label": np.array([1, 0, 1, 0], np.int32), "mask": np.array([1, 0, 0, 1], np.float32),
     }
-    logits, _ = run.task.model.apply({}, batch["image"].astype(np.float32), train=False)
+    logits, _ = task.model.apply({}, batch["image"].astype(np.float32), train=False)
     assert not np.isfinite(np.asarray(logits)[1]).all()
-    sums = run.task.evaluate({}, {}, batch)
+    sums = task.evaluate({}, {}, batch)
     losses = [np.logaddexp(np.log(3e3), 0), np.logaddexp(np.log(5e3), 0) - np.log(5e3)]
     assert float(sums["loss"][0]) == pytest.approx(sum(losses), rel=1e-6)
     assert [float(x) for x in (sums["loss"][1], *sums["accuracy"])] == [2, 1, 2]
 
 
 def test_checkpoints_give_the_metrics_of_the_run(trained: pathlib.Path) -> None:
-    config = tiny.digits()
+    settings = tiny.digits()
     records = read_records(trained / "metrics.jsonl", "eval")
-    newest = evaluate_checkpoint(config, trained)
+    newest = evaluate_checkpoint(settings, trained)
     assert newest == {"step": 12, **{k: records[-1][k] for k in ("accuracy", "loss")}}
-    before = evaluate_checkpoint(config, trained, step=8)
+    before = evaluate_checkpoint(settings, trained, step=8)
     assert before["step"] == 8 and before["loss"] > newest["loss"]
 
 

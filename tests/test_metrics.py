@@ -18,6 +18,14 @@ def test_sums_and_weights_are_divided_once() -> None:
     assert mean_metrics(batches) == {"loss": 2.5}  # and not (2 + 4) / 2
 
 
+def test_metric_without_weight_is_left_out() -> None:
+    left_out = {"loss": (jnp.float32(0), jnp.float32(0)), "skipped": (jnp.float32(1), 1.0)}
+    update = {"loss": (jnp.float32(6), jnp.float32(3)), "skipped": (jnp.float32(0), 1.0)}
+    assert mean_metrics([left_out, update]) == {"loss": 2.0, "skipped": 0.5}
+    assert mean_metrics([left_out]) == {"skipped": 1.0}
+    assert mean_metrics([]) == {}
+
+
 def test_totals_are_in_float64() -> None:
     batches = [{"n": (jnp.float32(2**24), jnp.float32(1))}, {"n": (jnp.float32(1), jnp.float32(0))}]
     assert mean_metrics(batches) == {"n": 2**24 + 1}
@@ -65,6 +73,19 @@ def test_records_after_the_checkpoint_are_removed(tmp_path: pathlib.Path) -> Non
     assert [(r["step"], r["from"]) for r in records] == [(s, 0) for s in (1, 2, 3, 4)] + [
         (5, 4), (6, 4)
     ]
+
+
+def test_evaluation_still_to_come_is_removed_too(tmp_path: pathlib.Path) -> None:
+    for evaluated in (True, False):
+        with MetricsWriter(tmp_path, 0, tensorboard=False) as writer:
+            for step in (1, 2, 3):
+                for kind in ("spike", "train", "layers", "eval"):
+                    writer.write(step, kind, {})
+        with MetricsWriter(tmp_path, 2, tensorboard=False, evaluated=evaluated):
+            pass
+        records = [(r["step"], r["kind"]) for r in read_records(tmp_path / "metrics.jsonl")]
+        assert records[-1] == (2, "eval" if evaluated else "layers")
+        assert len(records) == 7 + evaluated and (1, "eval") in records
 
 
 def test_damaged_line_is_named(tmp_path: pathlib.Path) -> None:

@@ -60,10 +60,15 @@ def test_thirty_epochs_have_thirty_evaluations() -> None:
         (1 / 3, 2, [1, 2]),
         (0.1 + 0.2, 3, [1, 2, 3]),
         (2.5, 10, [3, 5, 8, 10]),
+        (0.0, 3, []),
     ],
 )
 def test_due(every: float, total: int, steps: list[int]) -> None:
     assert due(mnist(duration=f"{total} steps"), every) == steps
+
+
+def test_epochs_of_updates() -> None:
+    assert mnist().epoch(1024) == pytest.approx(1024 * 1024 / 60_000)
 
 
 def test_intervals_of_an_exact_division_do_not_slip() -> None:
@@ -73,10 +78,13 @@ def test_intervals_of_an_exact_division_do_not_slip() -> None:
 
 def test_units_of_intervals() -> None:
     recipe = mnist(
-        eval__every="10 percent", checkpoint__every="2048 examples", log__every="0.001 epochs"
+        eval__every="10 percent", checkpoint__every="2048 examples", log__every="0.001 epochs",
+        guards__desync_every="5120 examples", checkpoint__keep_every="50 percent",
     )
     assert (recipe.eval_every, recipe.checkpoint_every) == (175.8, 2.0)
     assert recipe.log_every == 1.0  # never more than once an update
+    assert recipe.desync_every == 5.0 and mnist().desync_every == 0
+    assert recipe.keep_every == 879.0 and mnist().keep_every == 0
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,10 @@ MISTAKES = [
     ("batch_size", -8, r"config\.batch_size is -8; it must be at least 1"),
     ("batch_size", "abc", r"config\.batch_size is 'abc'; it must be a whole number"),
     ("batch_size", True, r"config\.batch_size is True; it must be a whole number"),
-    ("eval.batch_size", 100, r"config\.eval\.batch_size is 100, .*96 or 104 would"),
+    ("eval.batch_size", 0, r"config\.eval\.batch_size is 0; it must be at least 1"),
+    ("guards.desync_every", "10", r"config\.guards\.desync_every: '10' is not a duration"),
+    ("guards.max_skipped", -1, r"config\.guards\.max_skipped is -1; .*at least 0"),
+    ("guards.spike_factor", float("nan"), r"config\.guards\.spike_factor is nan; .*at least 0"),
     ("eval", None, r"config\.eval is None; it must be a ConfigDict"),
     ("seed", -1, r"config\.seed is -1; it must lie in 0\.\.4294967295"),
     ("seed", 2**32, r"config\.seed is 4294967296; it must lie in"),
@@ -80,9 +83,26 @@ MISTAKES = [
     ("data.dirr", "x", r"config\.data\.dirr is unknown; config\.data has: .*dir"),
     ("data.train_split", "trainn", r"config\.data: .*split 'trainn'.*train \(1,437\)"),
     ("data.eval_split", "test[:0]", r"config\.data: .*'test\[:0\]' holds no example"),
-    ("mesh.data", 3, r"config\.mesh\.data is 3; it must be -1 or the number of devices, 8"),
-    ("mesh.data", "x", r"config\.mesh\.data is 'x'; it must be -1 or"),
-    ("mesh", ConfigDict({"data": 4, "model": 2}), r"has the axes data, model; .*alone"),
+    ("mesh.data", 3, r"config\.mesh is data=3, .* there are 8 device\(s\); the sizes must"),
+    ("mesh.data", "x", r"config\.mesh\.data is 'x'; it must be a whole number"),
+    ("mesh.model", 3, r"config\.mesh is data=-1, .*model=3, .* and there are 8 device"),
+    ("mesh.model", 2, r"config\.mesh\.model is 2, but nothing is split over that axis"),
+    ("mesh", ConfigDict({"model": 2}), r"config\.mesh has the axes model; it must have data"),
+    ("mesh.tensor", 2, r"config\.mesh has the axes .*tensor; it .* may have fsdp, model, seq"),
+    ("accumulation_steps", 0, r"config\.accumulation_steps is 0; it must be at least 1"),
+    ("accumulation_steps", 3, r"batch_size is 64, .* 8 devices .*steps=3 .*; 48 or 72 would"),
+    ("parallel.backend", "pmap", r"config\.parallel\.backend is 'pmap'; known: jit, shard_map"),
+    ("parallel.optimizer_state", "zero3", r"optimizer_state is 'zero3'; known: replicated, zero1"),
+    ("parallel.gradient_dtype", "float16", r"gradient_dtype is 'float16'; known: float32, bfl"),
+    ("parallel.gradient_dtype", "bfloat16", r"'bfloat16'; under .*backend='jit' .*'shard_map'"),
+    ("parallel.rules", "fsdp", r"config\.parallel\.rules is 'fsdp'; it must be a tuple"),
+    ("parallel.rules", (("out", "fsdp"), ("k",)), r"parallel\.rules\[1\] is \('k',\); .*a pair"),
+    ("parallel.rules", (("(", "fsdp"),), r"parallel\.rules\[0\] has the regex '\(', which is none"),
+    ("parallel.rules", (("kernel", "zero"),), r"rules\[0\] splits by 'zero'; it must be one of"),
+    ("parallel.rules", (("kernel", ("x",)),), r"rules\[0\] names the mesh axis 'x'; known: data"),
+    ("parallel.rules", (("conv", "fsdp"),), r"rules\[0\] with the regex 'conv' matches nothing"),
+    ("parallel.rules", (("output/bias", "fsdp"),), r"rules\[0\] splits 'output/bias' of shape"),
+    ("ema.decay", 1.0, r"config\.ema\.decay is 1\.0; it must be in \[0, 1\)"),
     ("schedule.staircase", 1, r"config\.schedule\.staircase is 1; it must be True or False"),
     ("schedule.boundaries", 3, r"config\.schedule\.boundaries is 3; it must be text"),
     ("schedule.first_step", 0.5, r"config\.schedule\.first_step is 0\.5; .*a whole number"),
@@ -104,6 +124,23 @@ def test_mistake_is_named(
         prepare(config, tmp_path)
     assert "\n" not in str(error.value)
     assert not list(tmp_path.iterdir())
+
+
+def test_shard_map_splits_the_batch_alone(tmp_path: pathlib.Path) -> None:
+    config = tiny.digits(mesh__model=2, parallel__backend="shard_map")
+    with pytest.raises(UserError, match="backend is 'shard_map', .* config.mesh.model .* 'jit'"):
+        prepare(config, tmp_path)
+
+
+def test_devices_may_be_given_and_no_folder() -> None:
+    config = tiny.digits(batch_size=48, eval__batch_size=100, parallel__optimizer_state="zero1")
+    run = prepare(config, None, jax.devices()[:3])
+    assert run.mesh.size == 3 and run.folder is None
+    assert run.eval_batch_size == 102 and "batches of 102" in run.describe()
+    # 64 x 16 and 16 x 10, of which 3 divides nothing
+    assert "optimizer state: 9.457 KiB, 9.457 KiB a device" in run.describe()
+    batch = run.abstract_batch()
+    assert batch["image"].shape == (48, 8, 8, 1) and batch["image"].sharding.mesh == run.mesh
 
 
 def test_constant_decay_has_no_end(tmp_path: pathlib.Path) -> None:

@@ -24,8 +24,6 @@ from absl import flags
 from configs import mnist_lenet
 from lamb_tpu import cli
 from lamb_tpu.metrics import read_records
-from lamb_tpu.parallel import mesh as mesh_lib
-from lamb_tpu.parallel import step as step_lib
 from lamb_tpu.run import Run, prepare
 from lamb_tpu.train import train
 
@@ -61,12 +59,8 @@ def bare_step(run: Run) -> float:
 
     As in the trainer, no more than two updates are under way: with many queued a CPU is slower.
     """
-    state = jax.jit(run.init, out_shardings=mesh_lib.replicated(run.mesh))(
-        jax.random.key(run.config.seed)
-    )
-    step = step_lib.make_train_step(run.task, run.tx, run.mesh)
-    batch = run.train_set.gather(np.arange(run.config.batch_size))
-    batch = mesh_lib.shard_batch(batch, run.mesh)
+    state, step = run.first_state(), run.make_train_step()
+    batch = run.shard_batch(run.train_set.gather(np.arange(run.config.batch_size)))
     for _ in range(2):
         state, metrics = step(state, batch)
     jax.block_until_ready(metrics)

@@ -2,14 +2,12 @@
 
   python -m experiments.bench.update_tpu --write
 
-No TPU is needed: the compiler is a library, the extra `tpu`. It compiles `tx.update` together with
+No TPU is needed: the compiler is a library. It compiles `tx.update` together with
 `optax.apply_updates`, buffers donated, in float32, for one core of a TPU v3, and tells how long it
 expects that to take, what is read and written, and how much memory is needed on top.
 """
 
 import importlib.metadata
-import importlib.util
-import os
 import pathlib
 from typing import NamedTuple
 
@@ -17,16 +15,13 @@ import jax
 import jax.numpy as jnp
 import optax
 from absl import flags
-from jax.experimental import topologies
 
 from experiments.bench import bert
 from experiments.bench.bert import STACKED, Target
-from experiments.bench.hlo_cost import program_cost
-from lamb_tpu import cli, optim
-from lamb_tpu.errors import UserError
+from lamb_tpu import cli, optim, topology
+from lamb_tpu.hlo import program_cost
 
-TOPOLOGY = "v3:2x2x1"  # the smallest that the compiler knows: four chips of two cores
-CLOCK_HZ = 940e6
+SLICE = topology.topology("v3-8")  # the smallest: four chips of two cores
 BYTES_PER_SECOND = 450e9  # of one core
 
 
@@ -69,28 +64,12 @@ CONTENDERS = {
 }
 
 
-def tpu_core() -> jax.Device:
-    """A device for which programs can be compiled, though not run."""
-    if importlib.util.find_spec("libtpu") is None:
-        raise UserError(
-            "the TPU compiler is not installed; it comes with the extra tpu: "
-            ".venv/bin/pip install -e '.[tpu]'"
-        )
-    # The compiler must neither look for a TPU nor ask Google's cloud where it runs.
-    jax.config.update("jax_platforms", "cpu")
-    os.environ.update(
-        TPU_SKIP_MDS_QUERY="1", TPU_WORKER_HOSTNAMES="localhost", TPU_ACCELERATOR_TYPE="v3-8",
-        ALLOW_MULTIPLE_LIBTPU_LOAD="1",
-    )
-    return topologies.get_topology_desc(TOPOLOGY, platform="tpu").devices[0]
-
-
 def estimate(contender: Contender, core: jax.Device, num_layers: int, width: int) -> Estimate:
     """Compiles one contender."""
     compiled = bert.compile_update(contender.tx, num_layers, width, contender.stacked, core)
     cost = program_cost(compiled.as_text())
     return Estimate(
-        1e3 * cost.cycles / CLOCK_HZ,
+        1e3 * cost.cycles / SLICE.generation.clock,
         compiled.cost_analysis()["bytes accessed"] / 1e9,
         contender.words * 4 * bert.num_values(num_layers, width) / 1e9,
         cost.fusions,
@@ -146,7 +125,7 @@ def targets(estimates: dict[str, Estimate]) -> list[Target]:
 
 def main() -> None:
     """Compiles every contender, prints the tables and writes them if asked."""
-    values, core = flags.FLAGS, tpu_core()
+    values, core = flags.FLAGS, topology.devices(SLICE)[0]
     estimates = {
         name: estimate(contender, core, values.layers, values.width)
         for name, contender in CONTENDERS.items()

@@ -24,10 +24,11 @@ from rich.progress import (
 
 from lamb_tpu import data
 from lamb_tpu.errors import UserError
+from lamb_tpu.guards import Diverged
 from lamb_tpu.metrics import read_records
 from lamb_tpu.progress import format_seconds
 from lamb_tpu.recipe import resolve
-from lamb_tpu.train import Diverged, train
+from lamb_tpu.train import train
 from lamb_tpu.workdir import Workdir
 
 RECORDS = "records.jsonl"

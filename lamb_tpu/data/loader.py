@@ -4,6 +4,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+
 from lamb_tpu.data.order import global_indices
 from lamb_tpu.data.source import Batch, Source
 from lamb_tpu.data.stream import run_ahead
@@ -14,19 +16,19 @@ class TrainLoader:
     """Endless iterator over this process's share of the training batches.
 
     Batch number `b` holds the global positions `[b * B, (b + 1) * B)` of the stream described in
-    `order.py`, B being the global batch size; process `p` of `P` gathers the p-th of P equal
-    contiguous parts. Batches straddle epochs, so nothing is dropped or repeated, and the
-    examples of batch `b` do not depend on the number of processes.
+    `order.py`, B being the global batch size; a process gathers those of its rows. Batches
+    straddle epochs, so nothing is dropped or repeated, and the examples of batch `b` and their
+    order do not depend on the processes.
 
     Args:
       source: where the examples come from.
-      global_batch_size: examples in a batch over all processes; divisible by `process_count`.
+      global_batch_size: examples in a batch over all processes.
       seed: of the order, 0 to 2**64 - 1.
-      process_index: 0 to `process_count - 1`.
-      process_count: number of processes that share each batch.
+      rows: places within a batch, each in 0 ... `global_batch_size - 1`, whose examples this
+        process gathers, in this order; None for all of them.
 
     Raises:
-      UserError: a size does not divide, or is out of range.
+      UserError: a size or the seed is out of range.
     """
 
     def __init__(
@@ -34,17 +36,16 @@ class TrainLoader:
         source: Source,
         global_batch_size: int,
         seed: int,
-        process_index: int = 0,
-        process_count: int = 1,
+        rows: np.ndarray | None = None,
     ):
-        check_shares(global_batch_size, process_index, process_count)
+        if global_batch_size < 1:
+            raise UserError(f"the global batch size must be at least 1, found {global_batch_size}")
         if not 0 <= seed < 2**64:
             raise UserError(f"seed must lie in 0..2**64-1, found {seed}")
         self._source = source
         self._batch_size = global_batch_size
         self._seed = seed
-        self._process_index = process_index
-        self._process_count = process_count
+        self._rows = slice(None) if rows is None else rows
         self._next_batch = 0
         self._ahead: Iterator[Batch] | None = None
 
@@ -52,7 +53,7 @@ class TrainLoader:
         return self
 
     def __next__(self) -> Batch:
-        """This process's share: every field of the source, stacked to (B / P, *shape)."""
+        """This process's rows: every field of the source, stacked to (rows, *shape)."""
         if self._source.in_memory:
             batch = self._fetch(self._next_batch)
         else:
@@ -90,22 +91,6 @@ class TrainLoader:
         }
 
     def _fetch(self, number: int) -> Batch:
-        share = self._batch_size // self._process_count
-        start = number * self._batch_size + self._process_index * share
-        return self._source.gather(
-            global_indices(self._seed, start, start + share, len(self._source))
-        )
-
-
-def check_shares(batch_size: int, process_index: int, process_count: int) -> None:
-    """Raises UserError unless each of `process_count` processes gets an equal, non-empty share."""
-    if not 0 <= process_index < process_count:
-        raise UserError(
-            f"process_index must lie in 0..process_count-1, found {process_index} of "
-            f"{process_count}"
-        )
-    if batch_size < 1 or batch_size % process_count:
-        raise UserError(
-            f"the global batch size must be a multiple of the {process_count} process(es), "
-            f"found {batch_size}"
-        )
+        start = number * self._batch_size
+        indices = global_indices(self._seed, start, start + self._batch_size, len(self._source))
+        return self._source.gather(indices[self._rows])

@@ -1,33 +1,109 @@
 """The device mesh, and batches as global arrays over it."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from lamb_tpu.errors import UserError
+from lamb_tpu.parallel import torus
 
 DATA_AXIS = "data"
+# The axes that split a batch, outermost first. State is split over the innermost of them, so that
+# on a large mesh its gathers stay among neighbours.
+BATCH_AXES = (DATA_AXIS, "fsdp")
+AXES = (*BATCH_AXES, "model", "sequence")
 
 
-def make_mesh(shape: Mapping[str, int]) -> Mesh:
-    """A mesh over all devices, with the one axis 'data'; its size is -1 or their number.
+def make_mesh(
+    shape: Mapping[str, int],
+    devices: Sequence[jax.Device] | None = None,
+    group_replicas: int = 1,
+) -> Mesh:
+    """A mesh over all devices, neighbours on the physical torus next to each other.
 
-    The axis is Auto: the compiler places the collectives.
+    The axes are Auto: the compiler places the collectives. Several slices lie one after the other
+    along the data axis, whose collectives then cross the slower network between them.
+
+    Args:
+      shape: size of 'data' and, where they are not 1, of 'fsdp' (which splits the batch too, and
+        state), 'model' and 'sequence'; one of them may be -1, which takes what is left. Axes of
+        size 1 other than 'data' are not in the mesh.
+      devices: what to put into it; None: all there are.
+      group_replicas: devices of one group of BatchNorm: above 16, consecutive groups along the
+        data axis are tiles of the torus.
 
     Raises:
-      UserError: another axis, or another size.
+      UserError: an unknown or missing axis, or sizes that do not multiply to the devices.
     """
-    devices = jax.device_count()
-    if set(shape) != {DATA_AXIS}:
-        raise UserError(f"config.mesh has the axes {', '.join(shape)}; it must have 'data' alone")
-    if type(shape[DATA_AXIS]) is not int or shape[DATA_AXIS] not in (-1, devices):
+    devices = list(jax.devices() if devices is None else devices)
+    sizes = _sizes(shape, len(devices))
+    names = tuple(axis for axis in AXES if sizes[axis] > 1 or axis == DATA_AXIS)
+    lengths = [sizes[axis] for axis in names]
+    slices = len({getattr(device, "slice_index", 0) for device in devices})
+    if slices > 1:
+        if sizes[DATA_AXIS] % slices:
+            raise UserError(
+                f"config.mesh.data is {sizes[DATA_AXIS]}; the {slices} slices lie along that axis "
+                f"and must divide it"
+            )
+        across = [slices if axis == DATA_AXIS else 1 for axis in names]
+        within = [length // count for length, count in zip(lengths, across, strict=True)]
+        array = mesh_utils.create_hybrid_device_mesh(within, across, devices)
+    elif group_replicas > torus.LARGEST_RING and len(lengths) == 1:
+        array = np.array(torus.order(devices, group_replicas))
+    else:
+        # Where an axis is no product of the torus' own, it has to be cut out of them.
+        array = mesh_utils.create_device_mesh(lengths, devices, allow_split_physical_axes=True)
+    return Mesh(array, names, axis_types=(AxisType.Auto,) * len(names))
+
+
+def _sizes(shape: Mapping[str, int], num_devices: int) -> dict[str, int]:
+    """The size of each axis of `AXES`."""
+    if set(shape) - set(AXES) or DATA_AXIS not in shape:
         raise UserError(
-            f"config.mesh.data is {shape[DATA_AXIS]!r}; it must be -1 or the number of devices, "
-            f"{devices}"
+            f"config.mesh has the axes {', '.join(shape)}; it must have data and may have "
+            f"{', '.join(AXES[1:])}"
         )
-    return jax.make_mesh((devices,), (DATA_AXIS,), axis_types=(AxisType.Auto,))
+    sizes = {axis: shape.get(axis, 1) for axis in AXES}
+    for axis, size in sizes.items():
+        if type(size) is not int or (size < 1 and size != -1):
+            raise UserError(
+                f"config.mesh.{axis} is {size!r}; it must be a whole number of at least 1, or -1 "
+                "for what the other axes leave"
+            )
+    free = [axis for axis, size in sizes.items() if size == -1]
+    if len(free) > 1:
+        raise UserError(
+            f"config.mesh.{free[0]} and config.mesh.{free[1]} are both -1; only one axis can take "
+            "what the others leave"
+        )
+    fixed = math.prod(size for size in sizes.values() if size != -1)
+    if num_devices % fixed or (not free and fixed != num_devices):
+        asked = ", ".join(f"{axis}={size}" for axis, size in shape.items())
+        raise UserError(
+            f"config.mesh is {asked} and there are {num_devices} device(s); the sizes must "
+            "multiply to their number, or one of them be -1 and the others divide it"
+        )
+    return sizes | {axis: num_devices // fixed for axis in free}
+
+
+def batch_axes(mesh: Mesh) -> tuple[str, ...]:
+    """The mesh's axes over which a batch is split, outermost first."""
+    return tuple(axis for axis in BATCH_AXES if axis in mesh.shape)
+
+
+def state_axis(mesh: Mesh) -> str:
+    """The axis over which ZeRO-1 and FSDP split."""
+    return batch_axes(mesh)[-1]
+
+
+def num_batch_shards(mesh: Mesh) -> int:
+    """Into how many parts a batch is split."""
+    return math.prod(mesh.shape[axis] for axis in batch_axes(mesh))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
@@ -36,26 +112,48 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """The leading axis is split over the data axis."""
-    return NamedSharding(mesh, PartitionSpec(DATA_AXIS))
+    """The leading axis is split over the batch axes."""
+    return NamedSharding(mesh, PartitionSpec(batch_axes(mesh)))
 
 
-def check_divides(key: str, batch_size: int, mesh: Mesh) -> None:
-    """Refuses a global batch that the data axis does not divide, naming the config's `key`."""
-    parts = mesh.shape[DATA_AXIS]
-    if batch_size % parts:
-        below, above = batch_size // parts * parts, -(-batch_size // parts) * parts
+def check_divides(key: str, size: int, parts: int, of: str) -> None:
+    """Refuses a number of examples that `parts` does not divide, naming the config's `key`."""
+    if size % parts:
+        below, above = size // parts * parts, -(-size // parts) * parts
         near = f"{below} or {above}" if below else f"{above}"
-        raise UserError(
-            f"{key} is {batch_size}, which does not divide over the {parts} devices of the data "
-            f"axis; {near} would"
-        )
+        raise UserError(f"{key} is {size}, which does not divide over {of}; {near} would")
 
 
-def shard_batch(batch: Mapping[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
-    """This process' rows of a batch, (rows, ...) each, as global arrays over the data axis."""
-    sharding = batch_sharding(mesh)
-    return {
-        name: jax.make_array_from_process_local_data(sharding, value)
-        for name, value in batch.items()
-    }
+def local_rows(batch_size: int, mesh: Mesh) -> np.ndarray:
+    """The rows of a global batch that this process' devices hold, ascending, each once.
+
+    Where the mesh follows a torus they need not lie together, and where an axis that does not
+    split the batch crosses processes, several hold the same rows.
+    """
+    devices = batch_sharding(mesh).addressable_devices_indices_map((batch_size,))
+    held = {rows.indices(batch_size) for (rows,) in devices.values()}
+    return np.concatenate([np.arange(*bounds) for bounds in sorted(held)])
+
+
+def shard_batch(
+    batch: Mapping[str, np.ndarray], batch_size: int, mesh: Mesh
+) -> dict[str, jax.Array]:
+    """A global batch over the batch axes, from this process' rows of it.
+
+    Args:
+      batch: fields of shape (rows, ...), of the rows that `local_rows` gives.
+      batch_size: rows of the global batch.
+      mesh: over all devices.
+    """
+    sharding, rows = batch_sharding(mesh), local_rows(batch_size, mesh)
+
+    def place(value: np.ndarray) -> jax.Array:
+        def part(index: tuple[slice, ...]) -> np.ndarray:
+            start = np.searchsorted(rows, index[0].start or 0)
+            stop = batch_size if index[0].stop is None else index[0].stop
+            return value[start : start + stop - (index[0].start or 0)]
+
+        shape = (batch_size, *value.shape[1:])
+        return jax.make_array_from_callback(shape, sharding, part)
+
+    return {name: place(value) for name, value in batch.items()}

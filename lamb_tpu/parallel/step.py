@@ -1,106 +1,156 @@
-"""The training and evaluation steps under jit, and the state that they carry."""
+"""The training step, written once for jit, shard_map and pmap, and the evaluation step."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
-from lamb_tpu.parallel.mesh import batch_sharding, replicated
+from lamb_tpu.parallel import accumulation, placements
+from lamb_tpu.parallel.mesh import batch_axes, batch_sharding, replicated
+from lamb_tpu.parallel.state import Layout, TrainState
 from lamb_tpu.tasks import Sums, Task
 
 Batch = Mapping[str, jax.Array]
+Update = Callable[[TrainState, Batch], tuple[TrainState, Sums]]
+BACKENDS = ("jit", "shard_map")
 
 
-@flax.struct.dataclass
-class TrainState:
-    """What one update turns into the next; all of it is in a checkpoint.
+def make_update(
+    task: Task,
+    tx: optax.GradientTransformation,
+    placement: placements.Compiled | placements.Named,
+    *,
+    accumulation_steps: int = 1,
+    ema_decay: float = 0.0,
+    skip_nonfinite: bool = False,
+) -> Update:
+    """One update as a function of the rows that a program sees: `(state, batch) -> (state, sums)`.
 
-    Attributes:
-      step: completed updates, int32 scalar; the one clock of a run.
-      params: the model's parameters.
-      model_state: its other collections, such as BatchNorm's running averages.
-      opt_state: the optimizer's state.
-      key: typed random key, constant; update t draws from `fold_in(key, t)`.
-    """
-
-    step: jax.Array
-    params: Any
-    model_state: Any
-    opt_state: optax.OptState
-    key: jax.Array
-
-
-def make_init(
-    task: Task, tx: optax.GradientTransformation, batch: Mapping[str, Any]
-) -> Callable[[jax.Array], TrainState]:
-    """A function of a random key to the state before the first update.
+    The loss is a sum; sums and weights are added over microbatches and devices and divided once, so
+    the update does not depend on their numbers. The metrics are pairs (sum, weight) too: the
+    task's, `loss`, `grad_norm` (l2, over all parameters, before any clipping) and `param_norm` (l2,
+    after the update), the last two of weight 1.
 
     Args:
-      task: the learning problem.
-      tx: the optimizer.
-      batch: arrays in whose shapes and dtypes batches come.
-    """
-
-    def init(key: jax.Array) -> TrainState:
-        init_key, train_key = jax.random.split(key)
-        zeros = {name: jnp.zeros(value.shape, value.dtype) for name, value in batch.items()}
-        model_state = dict(task.init(init_key, zeros))
-        params = model_state.pop("params")
-        return TrainState(jnp.int32(0), params, model_state, tx.init(params), train_key)
-
-    return init
-
-
-def abstract_state(init: Callable[[jax.Array], TrainState], mesh: Mesh) -> TrainState:
-    """Shapes, dtypes and shardings of the state, without computing it."""
-    sharding = replicated(mesh)
-    return jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        jax.eval_shape(init, jax.random.key(0)),
-    )
-
-
-def make_train_step(
-    task: Task, tx: optax.GradientTransformation, mesh: Mesh
-) -> Callable[[TrainState, Batch], tuple[TrainState, Sums]]:
-    """One update under jit: `(state, batch) -> (state, sums)`; the state's buffers are donated.
-
-    The loss is a sum over the global batch; sum and weight are divided once, so the update does not
-    depend on the number of devices. The metrics are pairs (sum, weight) too: the task's, `loss`,
-    `grad_norm` (l2, over all parameters, before any clipping) and `param_norm` (l2, after the
-    update), the last two of weight 1.
+      task: the learning problem. Inside shard_map its model's BatchNorm names the batch axes.
+      tx: the optimizer. Inside shard_map with `axis_name=layout.axis_name`.
+      placement: how the update communicates.
+      accumulation_steps: microbatches that a device's rows are cut into.
+      ema_decay: d of the moving average e <- d_t e + (1 - d_t) x of parameters and model state,
+        with d_t = min(d, (1 + t) / (10 + t)) after t updates as in TensorFlow, whose EfficientNet
+        recipes have 0.9999.
+      skip_nonfinite: leave an update out whose gradient is not finite: parameters, model state,
+        average and the optimizer's floating-point state stay, its counts and the step go on, so
+        that all clocks agree; its metrics are pairs of 0. Adds the metric `skipped`.
     """
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Sums]:
-        key = jax.random.fold_in(state.key, state.step)
+        rows = len(next(iter(batch.values())))
+        grads, weight, model_state, sums = accumulation.gradients(
+            task,
+            placement.whole_params(state.params),
+            state.model_state,
+            batch,
+            jax.random.fold_in(state.key, state.step),
+            placement.positions(rows),
+            accumulation_steps,
+            placement.num_shards,
+            placement.batch_sharding,
+        )
+        grads = placement.reduce(grads)
+        weight, sums = placement.add((weight, sums))
+        grads = jax.tree.map(lambda g, p: (g / weight).astype(p.dtype), grads, state.params)
+        old = placement.parts(state.params)
+        updates, opt_state = tx.update(grads, state.opt_state, old)
+        params = optax.apply_updates(old, updates)
+        norm, one = placement.norm(grads), jnp.ones((), jnp.float32)
+        sums = {**sums, "grad_norm": (norm, one), "param_norm": (placement.norm(params), one)}
+        ema = state.ema
+        if ema is not None:
+            ema = _average(ema_decay, state.step, ema, (params, model_state))
+        skipped = state.skipped
+        if skip_nonfinite:
+            finite = jnp.isfinite(norm)
 
-        def mean_loss(params: Any) -> tuple[jax.Array, Any]:
-            loss, (model_state, sums) = task.loss(params, state.model_state, batch, key)
-            total, weight = loss
-            return total / weight, (model_state, {**sums, "loss": loss})
+            def kept(new: jax.Array, before: jax.Array) -> jax.Array:
+                floating = jnp.issubdtype(new.dtype, jnp.floating)
+                return jnp.where(finite, new, before) if floating else new
 
-        grads, (model_state, sums) = jax.grad(mean_loss, has_aux=True)(state.params)
-        updates, opt_state = tx.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
-        one = jnp.ones((), jnp.float32)
-        sums = {
-            **sums,
-            "grad_norm": (optax.tree.norm(grads), one),
-            "param_norm": (optax.tree.norm(params), one),
-        }
-        return TrainState(state.step + 1, params, model_state, opt_state, state.key), sums
+            params, model_state, opt_state, ema = jax.tree.map(
+                kept,
+                (params, model_state, opt_state, ema),
+                (old, state.model_state, state.opt_state, state.ema),
+            )
+            sums = jax.tree.map(lambda x: jnp.where(finite, x, jnp.zeros_like(x)), sums)
+            sums["skipped"] = (1 - finite.astype(jnp.float32), one)
+            skipped = skipped + 1 - finite.astype(jnp.int32)
+        params = placement.from_parts(params)
+        new = TrainState(state.step + 1, params, model_state, opt_state, state.key, ema, skipped)
+        return new, sums
 
-    whole, split = replicated(mesh), batch_sharding(mesh)
+    return train_step
+
+
+def _average(decay: float, step: jax.Array, ema: Any, values: Any) -> Any:
+    decay = jnp.minimum(decay, (1.0 + step) / (10.0 + step))
+
+    def moved(average: jax.Array, value: jax.Array) -> jax.Array:
+        if not jnp.issubdtype(value.dtype, jnp.floating):
+            return value
+        # At least float32, in which a bfloat16 average would never move at 0.9999.
+        difference = value.astype(jnp.float32) - average.astype(jnp.float32)
+        return (average + (1 - decay) * difference).astype(average.dtype)
+
+    return jax.tree.map(moved, ema, values)
+
+
+def make_train_step(
+    task: Task,
+    tx: optax.GradientTransformation,
+    layout: Layout,
+    shardings: TrainState,
+    backend: str = "jit",
+    gradient_dtype: Any = None,
+    **options: Any,
+) -> Update:
+    """One update over all devices, compiled at its first call; the state's buffers are donated.
+
+    Args:
+      task: the learning problem; see `make_update`.
+      tx: the optimizer; see `make_update`.
+      layout: where parameters and moments live.
+      shardings: of the state, see `state.state_shardings`.
+      backend: 'jit' (the compiler places the collectives) or 'shard_map' (the program names them).
+      gradient_dtype: under shard_map, what gradients are sent in.
+      **options: of `make_update`.
+    """
+    mesh = layout.mesh
+    batch, whole = batch_sharding(mesh), replicated(mesh)
+    if backend == "jit":
+        update = make_update(task, tx, placements.Compiled(layout), **options)
+    else:
+        placement = placements.Named(layout, gradient_dtype)
+        specs = jax.tree.map(lambda sharding: sharding.spec, shardings)
+        # Without check_vma, under which gradients of what is replicated would arrive summed
+        # already, one all-reduce each and in their own dtype, and BatchNorm could not cut an axis.
+        update = jax.shard_map(
+            make_update(task, tx, placement, **options),
+            mesh=mesh,
+            in_specs=(specs, PartitionSpec(batch_axes(mesh))),
+            out_specs=(specs, PartitionSpec()),
+            check_vma=False,
+        )
     return jax.jit(
-        train_step, in_shardings=(whole, split), out_shardings=(whole, whole), donate_argnums=0
+        update, in_shardings=(shardings, batch), out_shardings=(shardings, whole), donate_argnums=0
     )
 
 
 def make_eval_step(task: Task, mesh: Mesh) -> Callable[[Any, Any, Batch], Sums]:
-    """`(params, model_state, batch) -> {metric: (sum, weight)}` over the batch's unmasked rows."""
-    whole, split = replicated(mesh), batch_sharding(mesh)
-    return jax.jit(task.evaluate, in_shardings=(whole, whole, split), out_shardings=whole)
+    """`(params, model_state, batch) -> {metric: (sum, weight)}` over the batch's unmasked rows.
+
+    Parameters may be split in any way.
+    """
+    return jax.jit(task.evaluate, out_shardings=replicated(mesh))

@@ -1,6 +1,5 @@
-"""The step: the same parameters on one device and on eight, and those of a step by hand."""
+"""The step: one function, the same parameters under jit, shard_map and pmap on any devices."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -11,99 +10,203 @@ import pytest
 from jax.sharding import AxisType, Mesh
 from ml_collections import ConfigDict
 
-from lamb_tpu import data
-from lamb_tpu.metrics import mean_metrics
+from lamb_tpu import data, models, tasks
+from lamb_tpu.optim import parameters
 from lamb_tpu.parallel import mesh as mesh_lib
+from lamb_tpu.parallel import placements
+from lamb_tpu.parallel import state as state_lib
 from lamb_tpu.parallel import step as step_lib
-from lamb_tpu.run import Run, prepare
+from lamb_tpu.run import prepare
 from tests import tiny
+from tests.parallel.nets import BATCH_NORM, DROPOUT, LAMB, LARS, difference, trained
 
-LENET = ConfigDict({"name": "lenet"})
-MOMENTUM = ConfigDict({"name": "momentum", "learning_rate": 0.1, "momentum": 0.9})
-
-
-def mesh_of(num_devices: int) -> Mesh:
-    return Mesh(np.array(jax.devices()[:num_devices]), ("data",), axis_types=(AxisType.Auto,))
+NUM_STEPS = 20
+NETS = {"batch_norm": BATCH_NORM, "dropout": DROPOUT}
+OPTIMIZERS = {"lamb": LAMB, "lars": LARS}
 
 
-def batches(run: Run) -> Iterator[dict[str, np.ndarray]]:
-    return data.TrainLoader(run.train_set, run.config.batch_size, run.config.seed)
+@pytest.fixture(scope="module")
+def on_one() -> Any:
+    """The state after `NUM_STEPS` updates on one device, of each network and optimizer."""
+    return {
+        (net, name): trained(
+            1, NUM_STEPS, duration="20 steps", model=NETS[net], optimizer=OPTIMIZERS[name]
+        )
+        for net in NETS
+        for name in OPTIMIZERS
+    }
 
 
-def trained(run: Run, num_devices: int, num_steps: int) -> tuple[Any, list[dict[str, float]]]:
-    mesh = mesh_of(num_devices)
-    state = jax.jit(run.init, out_shardings=mesh_lib.replicated(mesh))(jax.random.key(0))
-    step = step_lib.make_train_step(run.task, run.tx, mesh)
-    metrics = []
-    for batch, _ in zip(batches(run), range(num_steps)):
-        state, values = step(state, mesh_lib.shard_batch(batch, mesh))
-        metrics.append(mean_metrics([values]))
-    return state, metrics
+PLACES = {
+    "jit": {},
+    "shard_map": {"parallel__backend": "shard_map"},
+    "jit zero1": {"parallel__optimizer_state": "zero1"},
+    "shard_map zero1": {
+        "parallel__backend": "shard_map", "parallel__optimizer_state": "zero1",
+    },
+    "jit fsdp": {
+        "mesh__data": 2, "mesh__fsdp": 4, "parallel__rules": (("hidden./kernel", "fsdp"),),
+        "parallel__optimizer_state": "zero1",
+    },
+    "shard_map fsdp": {
+        "mesh__data": 2, "mesh__fsdp": 4, "parallel__rules": (("hidden./kernel", "fsdp"),),
+        "parallel__backend": "shard_map", "parallel__optimizer_state": "zero1",
+    },
+    "jit tensor": {
+        "mesh__model": 2,
+        "parallel__rules": (("hidden0/kernel", (None, "model")), ("hidden1/kernel", ("model",))),
+        "parallel__optimizer_state": "zero1",
+    },
+}
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{}, {"optimizer": MOMENTUM}, {"model": LENET}],
-    ids=["lamb", "momentum", "lamb with dropout"],
-)
-def test_eight_devices_give_what_one_gives(tmp_path, changes: dict[str, Any]) -> None:
-    run = prepare(tiny.digits(duration="24 steps", **changes), tmp_path)
-    (one, metrics_one), (eight, metrics_eight) = (trained(run, n, 24) for n in (1, 8))
-    start = tiny.arrays(jax.jit(run.init)(jax.random.key(0)).params)
-    moved, found, expected = 0.0, tiny.arrays(eight.params), tiny.arrays(one.params)
-    for name, value in expected.items():
-        scale = np.abs(value).max()
-        np.testing.assert_allclose(found[name], value, atol=2e-4 * scale, err_msg=name)
-        moved = max(moved, np.abs(value - start[name]).max() / scale)
-    assert moved > 0.05  # or else they agree because nothing happened
-    assert int(one.step) == int(eight.step) == 24
-    for of_one, of_eight in zip(metrics_one, metrics_eight, strict=True):
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("net", NETS)
+@pytest.mark.parametrize("place", PLACES)
+def test_eight_devices_give_what_one_gives(
+    on_one: Any, place: str, net: str, optimizer: str
+) -> None:
+    expected, sums_one, _ = on_one[net, optimizer]
+    found, sums, run = trained(
+        8, NUM_STEPS, duration="20 steps", model=NETS[net], optimizer=OPTIMIZERS[optimizer],
+        **PLACES[place],
+    )
+    assert difference(found.params, expected.params) < 1e-6
+    if net == "batch_norm":
+        assert difference(found.model_state, expected.model_state) < 1e-6
+    assert difference(found.opt_state, expected.opt_state) < 1e-5
+    start = jax.jit(run.init)(jax.random.key(0)).params
+    assert difference(expected.params, start) > 0.05  # or they agree because nothing happened
+    for of_one, of_eight in zip(sums_one, sums, strict=True):
+        assert of_one.keys() == of_eight.keys()
         for name in of_one:
-            np.testing.assert_allclose(of_eight[name], of_one[name], rtol=1e-3, err_msg=name)
-    assert metrics_one[-1]["loss"] < 0.9 * metrics_one[0]["loss"]
+            np.testing.assert_allclose(of_eight[name], of_one[name], rtol=1e-5, err_msg=name)
+    assert sums[-1]["loss"][0] < sums[0]["loss"][0]
 
 
-def test_gradient_is_that_of_a_step_by_hand(tmp_path) -> None:
+def test_whole_batch_norm_is_another_run(on_one: Any) -> None:
+    expected, _, _ = on_one["batch_norm", "lamb"]
+    model = ConfigDict({**BATCH_NORM.to_dict(), "group_size": None})
+    found, _, _ = trained(8, NUM_STEPS, duration="20 steps", model=model, optimizer=LAMB)
+    assert difference(found.params, expected.params) > 1e-3
+
+
+@pytest.mark.parametrize("net", NETS)
+def test_the_same_function_runs_under_pmap(on_one: Any, net: str) -> None:
+    expected, _, run = on_one[net, "lamb"]
+    mesh = Mesh(np.array(jax.devices()), ("data",), axis_types=(AxisType.Auto,))
+    config = run.config
+    task = tasks.build(model=models.build(axis_name=("data",), **config.model), **config.task)
+    facts = parameters.resolve(run.abstract_state.params, "no_bias_no_norm")
+    layout = state_lib.make_layout(run.abstract_state.params, mesh, facts)
+    update = jax.pmap(
+        step_lib.make_update(task, run.tx, placements.Named(layout)), axis_name="data"
+    )
+    state = jax.jit(run.init)(jax.random.key(run.config.seed))
+    state = jax.tree.map(lambda x: jnp.broadcast_to(x, (8, *x.shape)), state)
+    loader = data.TrainLoader(run.train_set, config.batch_size, config.seed)
+    for batch, _ in zip(loader, range(NUM_STEPS)):
+        parts = {name: value.reshape(8, -1, *value.shape[1:]) for name, value in batch.items()}
+        state, _ = update(state, parts)
+    for device in (0, 5):
+        found = jax.tree.map(lambda x: x[device], state.params)
+        assert difference(found, expected.params) < 1e-6
+
+
+def test_gradient_is_that_of_a_step_by_hand() -> None:
     sgd = ConfigDict({"name": "sgd", "learning_rate": 1.0})
+    changes = dict(optimizer=sgd, schedule__warmup="0 steps", schedule__decay="constant")
+    for backend in step_lib.BACKENDS:
+        after, sums, run = trained(8, 1, parallel__backend=backend, **changes)
+        before = jax.jit(run.init)(jax.random.key(0)).params
+        batch = next(data.TrainLoader(run.train_set, 64, 0))
+
+        def loss(params: Any) -> jax.Array:
+            x = jnp.asarray(batch["image"], jnp.float32).reshape(64, -1) / 16
+            x = jnp.maximum(x @ params["hidden0"]["kernel"] + params["hidden0"]["bias"], 0)
+            logits = x @ params["output"]["kernel"] + params["output"]["bias"]
+            chosen = jnp.take_along_axis(logits, batch["label"][:, None], axis=1)[:, 0]
+            return jnp.mean(jax.nn.logsumexp(logits, axis=1) - chosen)
+
+        value, grads = jax.value_and_grad(loss)(before)
+        expected = tiny.arrays(optax.apply_updates(before, jax.tree.map(jnp.negative, grads)))
+        for name, leaf in tiny.arrays(after.params).items():
+            np.testing.assert_allclose(leaf, expected[name], atol=1e-6, err_msg=name)
+        total, weight = sums[0]["loss"]
+        np.testing.assert_allclose(total / weight, value, rtol=1e-6)
+        np.testing.assert_allclose(sums[0]["grad_norm"][0], optax.tree.norm(grads), rtol=1e-5)
+        norm = optax.tree.norm(after.params)
+        np.testing.assert_allclose(sums[0]["param_norm"][0], norm, rtol=1e-6)
+
+
+def test_gradients_may_be_sent_in_bfloat16() -> None:
+    changes = dict(model=DROPOUT, parallel__backend="shard_map")
+    exact, _, _ = trained(8, 1, **changes, schedule__warmup="0 steps")
+    for state in ("replicated", "zero1"):
+        narrow, _, _ = trained(
+            8, 1, **changes, schedule__warmup="0 steps", parallel__gradient_dtype="bfloat16",
+            parallel__optimizer_state=state,
+        )
+        assert 1e-6 < difference(narrow.params, exact.params) < 1e-2
+
+
+def test_abstract_state_is_that_of_the_state() -> None:
+    _, _, run = trained(8, 0, ema__decay=0.9, parallel__optimizer_state="zero1")
+    step, batch = run.make_train_step(), next(data.TrainLoader(run.train_set, 64, 0))
+    for state in (run.first_state(), step(run.first_state(), run.shard_batch(batch))[0]):
+        facts = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, leaf.sharding), state)
+        assert facts == jax.tree.map(
+            lambda leaf: (leaf.shape, leaf.dtype, leaf.sharding), run.abstract_state
+        )
+
+
+@pytest.mark.parametrize("place", ["jit", "shard_map zero1"])
+def test_average_of_the_weights(place: str) -> None:
+    run = prepare(tiny.digits(model=BATCH_NORM, ema__decay=0.2, **PLACES[place]), None)
+    state, step = run.first_state(), run.make_train_step()
+    average = jax.device_get((state.params, state.model_state))
+    loader = data.TrainLoader(run.train_set, 64, 0)
+    for done in range(4):
+        state, _ = step(state, run.shard_batch(next(loader)))
+        decay = min(0.2, (1 + done) / (10 + done))
+        values = jax.device_get((state.params, state.model_state))
+        average = jax.tree.map(lambda e, x: decay * e + (1 - decay) * x, average, values)
+    assert difference(state.ema, average) < 1e-6
+    assert difference(state.ema[0], state.params) > 1e-4
+
+
+@pytest.mark.parametrize("place", ["jit", "shard_map zero1"])
+def test_update_that_is_not_finite_is_left_out(place: str) -> None:
     run = prepare(
-        tiny.digits(optimizer=sgd, schedule__warmup="0 steps", schedule__decay="constant"), tmp_path
+        tiny.digits(model=BATCH_NORM, guards__max_skipped=2, ema__decay=0.5, **PLACES[place]), None
     )
-    before = jax.jit(run.init)(jax.random.key(0)).params
-    after, metrics = trained(run, 8, 1)
-    batch = next(batches(run))
-
-    def loss(params: Any) -> jax.Array:
-        x = jnp.asarray(batch["image"], jnp.float32).reshape(64, -1) / 16
-        x = jnp.maximum(x @ params["hidden0"]["kernel"] + params["hidden0"]["bias"], 0)
-        logits = x @ params["output"]["kernel"] + params["output"]["bias"]
-        chosen = jnp.take_along_axis(logits, batch["label"][:, None], axis=1)[:, 0]
-        return jnp.mean(jax.nn.logsumexp(logits, axis=1) - chosen)
-
-    value, grads = jax.value_and_grad(loss)(before)
-    expected = tiny.arrays(optax.apply_updates(before, jax.tree.map(jnp.negative, grads)))
-    for name, leaf in tiny.arrays(after.params).items():
-        np.testing.assert_allclose(leaf, expected[name], atol=1e-6, err_msg=name)
-    np.testing.assert_allclose(metrics[0]["loss"], value, rtol=1e-6)
-    np.testing.assert_allclose(metrics[0]["grad_norm"], optax.tree.norm(grads), rtol=1e-5)
-    np.testing.assert_allclose(metrics[0]["param_norm"], optax.tree.norm(after.params), rtol=1e-6)
-
-
-def test_abstract_state_is_that_of_the_state(tmp_path) -> None:
-    run = prepare(tiny.digits(), tmp_path)
-    state = jax.jit(run.init, out_shardings=mesh_lib.replicated(run.mesh))(jax.random.key(0))
-    facts = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, leaf.sharding), state)
-    assert facts == jax.tree.map(
-        lambda leaf: (leaf.shape, leaf.dtype, leaf.sharding), run.abstract_state
-    )
-    assert int(state.step) == 0
+    step = run.make_train_step()
+    batches = [batch for batch, _ in zip(data.TrainLoader(run.train_set, 64, 0), range(2))]
+    state, _ = step(run.first_state(), run.shard_batch(batches[0]))
+    before = jax.device_get(state.replace(key=None))
+    # One example of one device suffices.
+    spoilt = {**batches[1], "image": batches[1]["image"].astype(np.float32)}
+    spoilt["image"][17] = np.inf
+    state, sums = step(state, run.shard_batch(spoilt))
+    assert int(state.skipped) == 1 and int(state.step) == 2
+    tiny.assert_equal(state.params, before.params)
+    tiny.assert_equal(state.model_state, before.model_state)
+    tiny.assert_equal(state.ema, before.ema)
+    tiny.assert_equal(state.opt_state.nu, before.opt_state.nu)
+    assert int(state.opt_state.count) == 2
+    sums = jax.device_get(sums)
+    assert sums.pop("skipped") == (1, 1)
+    assert all(pair == (0, 0) for pair in sums.values())
+    state, sums = step(state, run.shard_batch(batches[1]))
+    assert int(state.skipped) == 1 and jax.device_get(sums["skipped"]) == (0, 1)
+    assert difference(state.params, before.params) > 1e-4
 
 
-def test_key_decides_the_first_parameters(tmp_path) -> None:
+def test_key_decides_the_first_parameters(tmp_path: Any) -> None:
     init = jax.jit(prepare(tiny.digits(), tmp_path).init)
-    kernels = [tiny.arrays(init(jax.random.key(seed)).params) for seed in (0, 0, 1)]
-    name = "['hidden0']['kernel']"
-    assert (kernels[0][name] == kernels[1][name]).all()
-    assert (kernels[0][name] != kernels[2][name]).any()
+    kernels = [init(jax.random.key(seed)).params["hidden0"]["kernel"] for seed in (0, 0, 1)]
+    np.testing.assert_array_equal(kernels[0], kernels[1])
+    assert not np.array_equal(kernels[0], kernels[2])
 
 
 class Noise:
@@ -115,11 +218,13 @@ class Noise:
 
 
 def test_each_update_draws_from_its_own_key() -> None:
-    mesh, tx = mesh_of(8), optax.sgd(0.0)
-    params = {"w": jnp.zeros(2)}
-    state = step_lib.TrainState(jnp.int32(5), params, {}, tx.init(params), jax.random.key(3))
-    state = jax.device_put(state, mesh_lib.replicated(mesh))
-    step = step_lib.make_train_step(Noise(), tx, mesh)
+    mesh, tx, params = mesh_lib.make_mesh({"data": -1}), optax.sgd(0.0), {"w": jnp.zeros(2)}
+    done, skipped, key = jnp.int32(5), jnp.int32(0), jax.random.key(3)
+    state = state_lib.TrainState(done, params, {}, tx.init(params), key, None, skipped)
+    layout = state_lib.make_layout(params, mesh, parameters.resolve(params, "all"))
+    shardings = state_lib.state_shardings(state, tx, layout)
+    state = jax.device_put(state, shardings)
+    step = step_lib.make_train_step(Noise(), tx, layout, shardings)
     for completed in (5, 6, 7):
         state, metrics = step(state, {"image": jnp.zeros(8)})
         expected = jax.random.uniform(jax.random.fold_in(jax.random.key(3), completed))

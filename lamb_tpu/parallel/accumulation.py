@@ -1,0 +1,94 @@
+"""Gradients of a large batch from microbatches: sums and weights, added in float32."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding
+
+from lamb_tpu.models.dropout import example_positions
+from lamb_tpu.models.norm import combine_moments
+from lamb_tpu.tasks import Sums, Task
+
+Batch = Mapping[str, jax.Array]
+# What BatchNorm tells of a microbatch, see `lamb_tpu.models.norm`.
+_MOMENTS = "batch_moments"
+
+
+def gradients(
+    task: Task,
+    params: Any,
+    model_state: Any,
+    batch: Batch,
+    key: jax.Array,
+    positions: jax.Array,
+    steps: int = 1,
+    num_shards: int = 1,
+    sharding: NamedSharding | None = None,
+) -> tuple[Any, jax.Array, Any, Sums]:
+    """The gradient of the loss' sum over a batch, not divided by its weight.
+
+    Row r of microbatch j is row j * n + r of each shard, n being the shard's rows in a microbatch,
+    so that no example moves between devices. Examples are weighted as in one large batch, also
+    where microbatches have unequal weights.
+
+    A microbatch is a batch to BatchNorm: its groups are those of the microbatch, as ghost batches
+    of the large one. Groups that fit into a shard's rows of a microbatch are therefore the same
+    for every number of microbatches and devices. The running averages become those of the large
+    batch, by the law of total variance.
+
+    Args:
+      task: the learning problem.
+      params: its parameters.
+      model_state: the model's other collections.
+      batch: fields of shape (rows, ...).
+      key: random key of this update.
+      positions: of the rows in the global batch, (rows,); with `key` they decide dropout.
+      steps: number of microbatches.
+      num_shards: into how many equal runs of rows the batch is split over devices, under jit; 1
+        where a device sees its own rows only.
+      sharding: of a batch, under jit.
+
+    Returns:
+      (gradients, in float32 at least where there are several microbatches; the loss' weight; the
+      new model state; metric sums with `loss` among them).
+    """
+
+    def of(part: Batch, places: jax.Array, collections: Any) -> tuple[Any, Any]:
+        def loss_sum(params: Any) -> tuple[jax.Array, Any]:
+            with example_positions(places):
+                loss, (state, sums) = task.loss(params, collections, part, key)
+            return loss[0], (loss[1], state, {**sums, "loss": loss})
+
+        return jax.grad(loss_sum, has_aux=True)(params)
+
+    if steps == 1:
+        grads, (weight, state, sums) = of(batch, positions, model_state)
+        return grads, weight, state, sums
+
+    def cut(field: jax.Array) -> jax.Array:
+        rows = field.shape[0] // (num_shards * steps)
+        field = field.reshape(num_shards, steps, rows, *field.shape[1:])
+        field = jnp.moveaxis(field, 1, 0).reshape(steps, num_shards * rows, *field.shape[3:])
+        if sharding is None:
+            return field
+        spec = jax.sharding.PartitionSpec(None, *sharding.spec)
+        return lax.with_sharding_constraint(field, sharding.update(spec=spec))
+
+    def step(totals: Any, part: tuple[Batch, jax.Array]) -> tuple[Any, Any]:
+        grads, (weight, state, sums) = of(*part, {**model_state, _MOMENTS: {}})
+        totals = jax.tree.map(lambda total, x: total + x, totals, (grads, weight, sums))
+        return totals, state.get(_MOMENTS, {})
+
+    parts = jax.tree.map(cut, (dict(batch), positions))
+    first = jax.tree.map(lambda field: field[0], parts)
+    grads, (weight, _, sums) = jax.eval_shape(lambda: of(*first, {**model_state, _MOMENTS: {}}))
+
+    def zeros(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        return jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32))
+
+    start = jax.tree.map(zeros, (grads, weight, sums))
+    (grads, weight, sums), moments = lax.scan(step, start, parts)
+    return grads, weight, combine_moments(model_state, moments), sums

@@ -1,0 +1,220 @@
+"""Sums, scatters and gathers of whole trees inside shard_map, in few operations.
+
+A gradient has hundreds of leaves. One collective for each would pay its latency as often, and the
+TPU compiler turns the scatter of a small array into an all-reduce of the whole. So leaves are laid
+side by side in buckets: each device's part of every leaf lies in one entry along the first axis,
+and scattering or gathering those entries is one operation on large, contiguous pieces.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+# Large enough that latency does not count, small enough that the first bucket is on its way while
+# the backward pass still computes the last.
+BUCKET_BYTES = 64 * 2**20
+# The TPU compiler keeps a reduce-scatter of an array (parts, rows, lanes) whose parts are an even
+# number of tiles, of 8 rows by 128 lanes. Of others, and of flat arrays, it makes an all-reduce and
+# a slice.
+_LANES = 256
+_TILES = 8 * _LANES
+# A device's part of fewer values is not worth filling up to tiles.
+_FEW = 4 * _TILES
+
+
+def all_reduce(tree: Any, axes: Sequence[str], dtype: Any = None) -> Any:
+    """The sum of every leaf over mesh axes; the compiler combines the operations.
+
+    Args:
+      tree: arrays, the same shapes on each device.
+      axes: mesh axes of the surrounding shard_map or pmap.
+      dtype: what floating-point leaves are sent and added in; None: their own.
+
+    Returns:
+      The sums, in the leaves' own dtypes.
+    """
+    sums = lax.psum(jax.tree.map(lambda x: _narrowed(x, dtype), tree), tuple(axes))
+    return jax.tree.map(lambda total, x: total.astype(x.dtype), sums, tree)
+
+
+def reduce_scatter(
+    leaves: Sequence[jax.Array], axes: Sequence[int], name: str, dtype: Any = None
+) -> list[jax.Array]:
+    """This device's part of the sum of each array over a mesh axis.
+
+    Goes in two phases, over runs of neighbours and then over those in the same place of each run.
+    Together they send as little as one phase would, (n - 1) / n of the arrays, and the TPU compiler
+    keeps them where it replaces a scatter over a whole slice by an all-reduce.
+
+    Args:
+      leaves: arrays, the same shapes on each device.
+      axes: of each array, the one along which it is split; the mesh axis divides it.
+      name: the mesh axis.
+      dtype: what they are sent and added in; None: their own.
+
+    Returns:
+      Arrays of the same dtypes, 1/n as long along their axis on a mesh axis of size n.
+    """
+    parts = lax.axis_size(name)
+
+    def run(bucket: list[jax.Array], cuts: list[int]) -> list[jax.Array]:
+        rows = [
+            _rows(_narrowed(leaf, dtype), axis, parts)
+            for leaf, axis in zip(bucket, cuts, strict=True)
+        ]
+        local = _scatter(_pack(rows), name, parts)
+        pieces = _unpack(local, [matrix.shape[1] for matrix in rows])
+        return [
+            piece.reshape(_part_shape(leaf.shape, axis, parts)).astype(leaf.dtype)
+            for piece, leaf, axis in zip(pieces, bucket, cuts, strict=True)
+        ]
+
+    return _in_buckets(run, leaves, axes, 1)
+
+
+def _scatter(packed: jax.Array, name: str, parts: int) -> jax.Array:
+    """(1, rows, lanes): the sum over devices of this device's entry of (parts, rows, lanes)."""
+    _, rows, lanes = packed.shape
+    near = max(k for k in range(1, math.isqrt(parts) + 1) if parts % k == 0)
+    if near == 1 or lanes != _LANES:
+        return lax.psum_scatter(packed, name, scatter_dimension=0, tiled=True)
+    far = parts // near
+    runs = [[run * near + place for place in range(near)] for run in range(far)]
+    # Device (run, place) is left with the entries of its place in every run, then with its own.
+    packed = packed.reshape(far, near, rows, lanes).swapaxes(0, 1)
+    packed = packed.reshape(near, far * rows, lanes)
+    packed = lax.psum_scatter(
+        packed, name, scatter_dimension=0, tiled=True, axis_index_groups=runs
+    )
+    return lax.psum_scatter(
+        packed.reshape(far, rows, lanes), name, scatter_dimension=0, tiled=True,
+        axis_index_groups=[list(places) for places in zip(*runs)],
+    )
+
+
+def all_gather(leaves: Sequence[jax.Array], axes: Sequence[int], name: str) -> list[jax.Array]:
+    """Whole arrays from each device's part of them.
+
+    Args:
+      leaves: this device's parts, the same shapes on each device.
+      axes: of each array, the one along which it is split.
+      name: the mesh axis over which it is.
+
+    Returns:
+      Arrays n times as long along their axis, on a mesh axis of size n.
+    """
+    parts = lax.axis_size(name)
+
+    def run(bucket: list[jax.Array], cuts: list[int]) -> list[jax.Array]:
+        packed = _pack([leaf.reshape(1, -1) for leaf in bucket])
+        packed = lax.all_gather(packed, name, axis=0, tiled=True)
+        columns = _unpack(packed, [leaf.size for leaf in bucket])
+        return [
+            _from_rows(rows, leaf.shape, axis, parts)
+            for rows, leaf, axis in zip(columns, bucket, cuts, strict=True)
+        ]
+
+    return _in_buckets(run, leaves, axes, parts)
+
+
+def local_part(leaf: jax.Array, axis: int, name: str) -> jax.Array:
+    """This device's part of an array that each device holds whole, without communication."""
+    size = leaf.shape[axis] // lax.axis_size(name)
+    return lax.dynamic_slice_in_dim(leaf, lax.axis_index(name) * size, size, axis)
+
+
+def _in_buckets(
+    run: Callable[[list[jax.Array], list[int]], list[jax.Array]],
+    leaves: Sequence[jax.Array],
+    axes: Sequence[int],
+    copies: int,
+) -> list[jax.Array]:
+    """Runs on some leaves of one dtype at a time and puts the results into their order.
+
+    `copies` is how often a leaf's size counts, where the bucket holds as many parts of it.
+    """
+    buckets: dict[Any, list[list[int]]] = {}
+    filled: dict[Any, int] = {}
+    for index, leaf in enumerate(leaves):
+        size = copies * leaf.size * leaf.dtype.itemsize
+        own = buckets.setdefault(leaf.dtype, [])
+        if not own or filled[leaf.dtype] + size > BUCKET_BYTES:
+            own.append([])
+            filled[leaf.dtype] = 0
+        own[-1].append(index)
+        filled[leaf.dtype] += size
+    results: dict[int, jax.Array] = {}
+    for own in buckets.values():
+        for indices in own:
+            found = run([leaves[i] for i in indices], [axes[i] for i in indices])
+            results.update(zip(indices, found, strict=True))
+    return [results[index] for index in range(len(leaves))]
+
+
+def _narrowed(x: jax.Array, dtype: Any) -> jax.Array:
+    return x if dtype is None or not jnp.issubdtype(x.dtype, jnp.floating) else x.astype(dtype)
+
+
+def _pack(rows: Sequence[jax.Array]) -> jax.Array:
+    """(parts, rows, lanes) that holds matrices (parts, values) one after the other, filled up.
+
+    Large ones begin with a tile each, so that cutting them out again moves whole tiles.
+    """
+    many, few = _large_and_small([matrix.shape[1] for matrix in rows])
+    blocks = [rows[i] for i in many]
+    if few:
+        blocks.append(jnp.concatenate([rows[i] for i in few], 1))
+    if sum(matrix.shape[1] for matrix in rows) < _FEW:
+        return blocks[0][:, None]
+    return jnp.concatenate([_tiled(block) for block in blocks], 1)
+
+
+def _unpack(packed: jax.Array, lengths: Sequence[int]) -> list[jax.Array]:
+    """The matrices (parts, length) that `_pack` put into (parts, rows, lanes)."""
+    many, few = _large_and_small(lengths)
+    found: dict[int, jax.Array] = {}
+    start = 0
+    if sum(lengths) < _FEW:
+        rest = packed[:, 0]
+    else:
+        for index in many:
+            stop = start + -(-lengths[index] // _TILES) * _TILES // _LANES
+            block = packed[:, start:stop].reshape(len(packed), -1)
+            found[index], start = block[:, : lengths[index]], stop
+        rest = packed[:, start:].reshape(len(packed), -1)
+    at = 0
+    for index in few:
+        found[index] = rest[:, at : at + lengths[index]]
+        at += lengths[index]
+    return [found[index] for index in range(len(lengths))]
+
+
+def _large_and_small(lengths: Sequence[int]) -> tuple[list[int], list[int]]:
+    large = [index for index, length in enumerate(lengths) if length >= _FEW]
+    return large, [index for index in range(len(lengths)) if index not in large]
+
+
+def _tiled(matrix: jax.Array) -> jax.Array:
+    parts, length = matrix.shape
+    return jnp.pad(matrix, ((0, 0), (0, -length % _TILES))).reshape(parts, -1, _LANES)
+
+
+def _part_shape(shape: tuple[int, ...], axis: int, parts: int) -> tuple[int, ...]:
+    return (*shape[:axis], shape[axis] // parts, *shape[axis + 1 :])
+
+
+def _rows(leaf: jax.Array, axis: int, parts: int) -> jax.Array:
+    """(parts, values of a part): row i is the i-th part of an array that is cut along `axis`."""
+    before = math.prod(leaf.shape[:axis])
+    return jnp.moveaxis(leaf.reshape(before, parts, -1), 1, 0).reshape(parts, -1)
+
+
+def _from_rows(rows: jax.Array, part: tuple[int, ...], axis: int, parts: int) -> jax.Array:
+    """The array whose i-th part, of shape `part`, is row i."""
+    before = math.prod(part[:axis])
+    whole = jnp.moveaxis(rows.reshape(parts, before, -1), 0, 1)
+    return whole.reshape(*part[:axis], parts * part[axis], *part[axis + 1 :])

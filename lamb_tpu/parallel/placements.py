@@ -1,0 +1,155 @@
+"""How one step communicates: left to the compiler under jit, or named inside shard_map.
+
+The step in `step.py` is written once against the five things that differ. Under jit it sees whole
+arrays, and communication is a matter of shardings. Inside shard_map, or pmap, it sees one device's
+part of the batch and says itself what is summed, scattered and gathered.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding
+
+from lamb_tpu.optim import clipping
+from lamb_tpu.parallel import collectives
+from lamb_tpu.parallel import mesh as mesh_lib
+from lamb_tpu.parallel.state import Layout
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """The compiler places the collectives, as the shardings of the layout demand."""
+
+    layout: Layout
+
+    @property
+    def num_shards(self) -> int:
+        """Into how many parts the batch that the step sees is split."""
+        return mesh_lib.num_batch_shards(self.layout.mesh)
+
+    @property
+    def batch_sharding(self) -> NamedSharding | None:
+        """Of that batch; None where a device sees its own rows only."""
+        return mesh_lib.batch_sharding(self.layout.mesh)
+
+    def positions(self, rows: int) -> jax.Array:
+        """The places in the global batch of the rows that the step sees, (rows,)."""
+        return jnp.arange(rows, dtype=jnp.int32)
+
+    def whole_params(self, params: Any) -> Any:
+        """Parameters as the model needs them."""
+        return params
+
+    def add(self, sums: Any) -> Any:
+        """Sums over all examples, from those of the rows that the step sees."""
+        return sums
+
+    def reduce(self, grads: Any) -> Any:
+        """The same of gradients, placed as the optimizer's state."""
+        return lax.with_sharding_constraint(grads, self.layout.moments)
+
+    def parts(self, params: Any) -> Any:
+        """Parameters placed as the optimizer's state."""
+        return lax.with_sharding_constraint(params, self.layout.moments)
+
+    def from_parts(self, params: Any) -> Any:
+        """Parameters back where they live."""
+        return lax.with_sharding_constraint(params, self.layout.params)
+
+    def norm(self, tree: Any) -> jax.Array:
+        """The l2 norm of all leaves of a tree that is placed as the optimizer's state."""
+        return clipping.global_norm(tree)
+
+
+@dataclasses.dataclass(frozen=True)
+class Named:
+    """The step names its collectives, inside shard_map over the batch axes of the mesh.
+
+    A leaf that is split is sent as one part of a few flat buckets, see `collectives`; leaves that
+    are whole everywhere are summed together.
+
+    Attributes:
+      layout: split over the state axis at most.
+      gradient_dtype: what gradients are sent and added in; None: their own.
+    """
+
+    layout: Layout
+    gradient_dtype: Any = None
+    num_shards: int = 1
+    batch_sharding: NamedSharding | None = None
+
+    @property
+    def _axes(self) -> tuple[str, ...]:
+        return mesh_lib.batch_axes(self.layout.mesh)
+
+    @property
+    def _state_axis(self) -> str:
+        return mesh_lib.state_axis(self.layout.mesh)
+
+    def positions(self, rows: int) -> jax.Array:
+        return lax.axis_index(self._axes) * rows + jnp.arange(rows, dtype=jnp.int32)
+
+    def whole_params(self, params: Any) -> Any:
+        # Leaf by leaf, so that the compiler may gather each where it is first used.
+        def gather(leaf: jax.Array, axis: int) -> jax.Array:
+            if axis < 0:
+                return leaf
+            return lax.all_gather(leaf, self._state_axis, axis=axis, tiled=True)
+
+        return jax.tree.map(gather, params, self._split(self.layout.params))
+
+    def add(self, sums: Any) -> Any:
+        return collectives.all_reduce(sums, self._axes)
+
+    def reduce(self, grads: Any) -> Any:
+        leaves, treedef = jax.tree.flatten(grads)
+        axes = jax.tree.leaves(self._split(self.layout.moments))
+        split = [index for index, axis in enumerate(axes) if axis >= 0]
+        whole = [index for index, axis in enumerate(axes) if axis < 0]
+        parts = collectives.reduce_scatter(
+            [leaves[i] for i in split], [axes[i] for i in split], self._state_axis,
+            self.gradient_dtype,
+        )
+        outer = self._axes[:-1]
+        if outer:
+            parts = collectives.all_reduce(parts, outer, self.gradient_dtype)
+        sums = collectives.all_reduce([leaves[i] for i in whole], self._axes, self.gradient_dtype)
+        placed = dict(zip(split + whole, parts + sums, strict=True))
+        return treedef.unflatten([placed[i] for i in range(len(leaves))])
+
+    def parts(self, params: Any) -> Any:
+        def part(leaf: jax.Array, axis: int, held: int) -> jax.Array:
+            if axis < 0 or held >= 0:
+                return leaf
+            return collectives.local_part(leaf, axis, self._state_axis)
+
+        return jax.tree.map(
+            part, params, self._split(self.layout.moments), self._split(self.layout.params)
+        )
+
+    def from_parts(self, params: Any) -> Any:
+        leaves, treedef = jax.tree.flatten(params)
+        axes = jax.tree.leaves(self._split(self.layout.moments))
+        held = jax.tree.leaves(self._split(self.layout.params))
+        missing = [i for i in range(len(leaves)) if axes[i] >= 0 and held[i] < 0]
+        gathered = collectives.all_gather(
+            [leaves[i] for i in missing], [axes[i] for i in missing], self._state_axis
+        )
+        for index, leaf in zip(missing, gathered, strict=True):
+            leaves[index] = leaf
+        return treedef.unflatten(leaves)
+
+    def norm(self, tree: Any) -> jax.Array:
+        return clipping.global_norm(tree, self.layout.axis_name)
+
+    def _split(self, shardings: Any) -> Any:
+        """The axis along which each leaf is split over the state axis; -1 where it is whole."""
+        return jax.tree.map(
+            lambda sharding: next(
+                (i for i, entry in enumerate(sharding.spec) if entry == self._state_axis), -1
+            ),
+            shardings,
+        )

@@ -1,0 +1,241 @@
+"""Which parameters are split over which axes of the mesh: rules by path, and where state goes."""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from lamb_tpu.errors import UserError
+from lamb_tpu.optim import parameters
+from lamb_tpu.optim.parameters import ParameterFacts
+from lamb_tpu.parallel import mesh as mesh_lib
+
+KINDS = ("replicated", "fsdp")
+# A regex over '/'-joined paths, and how what it finds is split.
+Rule = tuple[str, str | Sequence[str | None]]
+
+
+def partition_params(params: Any, rules: Sequence[Rule], mesh: Mesh, facts: Any) -> Any:
+    """A `NamedSharding` for every parameter.
+
+    The first rule whose regex is found in a parameter's path decides; without one the parameter is
+    replicated. It is split as 'replicated' (not at all), 'fsdp' (over the state axis, along the
+    first of its axes that divides, none of those that stack layers) or by a list with the mesh
+    axis of each of its axes, or None. A mesh axis that is not in the mesh has size 1.
+
+    Args:
+      params: arrays or `jax.ShapeDtypeStruct`s.
+      rules: see above.
+      mesh: over all devices.
+      facts: the parameters' `ParameterFacts`.
+
+    Raises:
+      UserError: a rule is no rule, matches no parameter or does not divide one that it decides; an
+        axis of the mesh splits nothing.
+    """
+    used: set[int] = set()
+    decided: set[int] = set()
+    rules = [check_rule(number, rule) for number, rule in enumerate(rules)]
+
+    def place(name: str, leaf: Any, fact: ParameterFacts) -> NamedSharding:
+        found = [i for i, (pattern, _) in enumerate(rules) if pattern.search(name)]
+        decided.update(found)
+        if not found:
+            return mesh_lib.replicated(mesh)
+        used.add(found[0])
+        split, where = rules[found[0]][1], f"config.parallel.rules[{found[0]}]"
+        if split == "fsdp":
+            axis = divisible_axis(leaf.shape, mesh, fact)
+            if axis is None and leaf.ndim > len(fact.layer_axes):
+                parts = mesh.shape[mesh_lib.state_axis(mesh)]
+                raise UserError(
+                    f"{where} splits {name!r} of shape {leaf.shape}, of which no axis divides "
+                    f"over {parts} devices; let an earlier rule make it 'replicated'"
+                )
+            spec = split_spec(PartitionSpec(), axis, mesh)
+        else:
+            spec = _spec([] if split == "replicated" else split, leaf.shape, mesh, where, name)
+        return NamedSharding(mesh, spec)
+
+    names = jax.tree.unflatten(jax.tree.structure(params), parameters.leaf_paths(params))
+    shardings = jax.tree.map(place, names, params, facts)
+    for number, (pattern, _) in enumerate(rules):
+        if number not in used:
+            why = "only parameters that earlier rules decide" if number in decided else "nothing"
+            raise UserError(
+                f"config.parallel.rules[{number}] with the regex {pattern.pattern!r} matches {why}"
+            )
+    _check_mesh_is_used(shardings, mesh)
+    return shardings
+
+
+def check_rule(number: int, rule: Any) -> tuple[re.Pattern, Any]:
+    """The rule with its regex compiled.
+
+    Raises:
+      UserError: it is no rule.
+    """
+    where = f"config.parallel.rules[{number}]"
+    if isinstance(rule, str) or not isinstance(rule, Sequence) or len(rule) != 2:
+        raise UserError(f"{where} is {rule!r}; it must be a pair (regex, how to split)")
+    pattern, split = rule
+    try:
+        pattern = re.compile(pattern)
+    except (re.error, TypeError) as error:
+        raise UserError(f"{where} has the regex {rule[0]!r}, which is none ({error})") from None
+    if isinstance(split, str) and split in KINDS:
+        return pattern, split
+    if isinstance(split, str) or not isinstance(split, Sequence):
+        raise UserError(
+            f"{where} splits by {split!r}; it must be one of {', '.join(KINDS)} or a list with a "
+            "mesh axis or None for each axis of the parameter"
+        )
+    for axis in split:
+        if axis is not None and axis not in mesh_lib.AXES:
+            raise UserError(
+                f"{where} names the mesh axis {axis!r}; known: {', '.join(mesh_lib.AXES)}"
+            )
+    named = [axis for axis in split if axis is not None]
+    if len(set(named)) < len(named):
+        raise UserError(f"{where} names a mesh axis twice: {list(split)}")
+    return pattern, split
+
+
+def _spec(
+    split: Sequence[str | None], shape: tuple[int, ...], mesh: Mesh, where: str, name: str
+) -> PartitionSpec:
+    if len(split) > len(shape):
+        raise UserError(
+            f"{where} has {len(split)} axes and {name!r} has the shape {shape}; give one for each "
+            "axis of the parameter"
+        )
+    axes = [axis if axis in mesh.shape else None for axis in split]
+    for axis, size in zip(axes, shape, strict=False):
+        if axis is not None and size % mesh.shape[axis]:
+            raise UserError(
+                f"{where} splits {name!r} of shape {shape} over the mesh axis {axis!r} of size "
+                f"{mesh.shape[axis]}, which does not divide {size}"
+            )
+    return _trimmed(axes)
+
+
+def _trimmed(axes: list[Any]) -> PartitionSpec:
+    # As `jit` gives back what it places; specs that end in None are not equal to those.
+    while axes and axes[-1] is None:
+        axes.pop()
+    return PartitionSpec(*axes)
+
+
+def _check_mesh_is_used(shardings: Any, mesh: Mesh) -> None:
+    named = {
+        axis
+        for sharding in jax.tree.leaves(shardings)
+        for entry in sharding.spec
+        for axis in (entry if isinstance(entry, tuple) else (entry,))
+    }
+    for axis in set(mesh.shape) - set(mesh_lib.BATCH_AXES) - named:
+        raise UserError(
+            f"config.mesh.{axis} is {mesh.shape[axis]}, but nothing is split over that axis; make "
+            "it 1, or give config.parallel.rules that name it"
+        )
+
+
+def divisible_axis(
+    shape: tuple[int, ...], mesh: Mesh, facts: ParameterFacts, taken: Sequence[Any] = ()
+) -> int | None:
+    """The first axis of a parameter that divides over the state axis; None where there is none.
+
+    Args:
+      shape: of the parameter.
+      mesh: over all devices.
+      facts: the parameter's; axes that stack layers are left whole, so that each layer's norm is
+        taken over all devices.
+      taken: what its axes are split over already.
+    """
+    parts = mesh.shape[mesh_lib.state_axis(mesh)]
+    for axis, size in enumerate(shape):
+        free = axis >= len(taken) or taken[axis] is None
+        if free and axis not in facts.layer_axes and size % parts == 0 and size:
+            return axis
+    return None
+
+
+def split_spec(spec: PartitionSpec, axis: int | None, mesh: Mesh) -> PartitionSpec:
+    """The spec with `axis` split over the state axis besides; None leaves it."""
+    if axis is None:
+        return spec
+    axes = list(spec) + [None] * (axis + 1 - len(spec))
+    axes[axis] = mesh_lib.state_axis(mesh)
+    return _trimmed(axes)
+
+
+def zero1(params: Any, params_sharding: Any, mesh: Mesh, facts: Any) -> Any:
+    """Where the optimizer's state of each parameter lives under ZeRO-1: shardings like `params`.
+
+    Each is split over the state axis along the first of its axes that divides and is not split
+    already; one that has none, as a bias of odd length, stays where the parameter is.
+    """
+
+    def place(leaf: Any, sharding: NamedSharding, fact: ParameterFacts) -> NamedSharding:
+        state = mesh_lib.state_axis(mesh)
+        if state in sharding.spec:
+            return sharding
+        axis = divisible_axis(leaf.shape, mesh, fact, sharding.spec)
+        return sharding.update(spec=split_spec(sharding.spec, axis, mesh))
+
+    return jax.tree.map(place, params, params_sharding, facts)
+
+
+def bytes_per_device(tree: Any, shardings: Any) -> int:
+    """What one device holds of a tree of arrays or `jax.ShapeDtypeStruct`s, in bytes."""
+    return sum(
+        math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf, sharding in zip(jax.tree.leaves(tree), jax.tree.leaves(shardings), strict=True)
+    )
+
+
+def describe(
+    params: Any, shardings: Any, rules: Sequence[Rule], state: Mapping[str, tuple[Any, Any]]
+) -> str:
+    """Lines for the terminal: what each rule splits how, and the bytes of each kind.
+
+    Args:
+      params: the parameters.
+      shardings: theirs.
+      rules: by which they were made.
+      state: what else a device holds, name -> (tree, shardings).
+    """
+    groups: dict[str, list[tuple[Any, Any]]] = {}
+    for path, leaf, sharding in zip(
+        parameters.leaf_paths(params), jax.tree.leaves(params), jax.tree.leaves(shardings),
+        strict=True,
+    ):
+        decides = next((rule for rule in rules if re.search(rule[0], path)), None)
+        by = f"by the rule {decides[0]!r}" if decides else "by no rule"
+        split = ", ".join(str(entry) if entry else "-" for entry in sharding.spec)
+        how = f"split ({split})" if split else "replicated"
+        groups.setdefault(f"{how} {by}" if rules else how, []).append((leaf, sharding))
+    lines = [
+        _line(f"{len(members)} parameter(s) {name}", *zip(*members))
+        for name, members in groups.items()
+    ]
+    for name, (tree, places) in state.items():
+        if jax.tree.leaves(tree):
+            lines.append(_line(name, tree, places))
+    return "\n".join(lines)
+
+
+def _line(name: str, tree: Any, shardings: Any) -> str:
+    total = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+    return f"{name}: {_size(total)}, {_size(bytes_per_device(tree, shardings))} a device"
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:.4g} GiB"

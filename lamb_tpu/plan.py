@@ -1,0 +1,319 @@
+"""Compiles a recipe's training step for a TPU slice, without a TPU, and tells what it would take.
+
+  python -m lamb_tpu.plan --config=configs/digits.py:batch=4096 --topology=v3-2048
+
+It builds the very step that lamb_tpu.train runs, mesh, sharding, optimizer and all, and gives it to
+the TPU compiler, which runs on any Linux machine with x86-64 (`make setup` installs it, as does the
+extra tpu). Large models take it minutes. Then you read:
+
+- whether the step fits into a device's memory, and what takes how much of it;
+- what the devices send each other: each kind of collective, among how many devices, how much;
+- how long the compiler expects a step to take. The network is NOT in that estimate, nor are input,
+  evaluation and checkpoints: it is a lower bound.
+
+A step that does not fit is a result like any other: it is told with the sizes, and the exit status
+is 0. The data set is looked at for its shapes, so it has to be there, or is prepared first.
+
+Change anything with --config.KEY=VALUE: --config.mesh.model=4, --config.parallel.backend=shard_map.
+"""
+
+import contextlib
+import dataclasses
+import importlib.metadata
+import json
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import jax
+from absl import flags
+from ml_collections import ConfigDict
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from lamb_tpu import cli, hlo, traffic
+from lamb_tpu import topology as topology_lib
+from lamb_tpu.run import Run, prepare
+
+T = TypeVar("T")
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes of one device.
+
+    Attributes:
+      arguments: the state and the batch.
+      outputs: the new state and the metrics.
+      aliased: of the outputs, what takes the place of arguments.
+      temporaries: everything between, on the chip's own memory too.
+      program: the compiled code.
+      peak: the most that the arrays need at a time; not all of them live at once.
+    """
+
+    arguments: int
+    outputs: int
+    aliased: int
+    temporaries: int
+    program: int
+    peak: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What the compiler says of a training step; counts and bytes are of one device and one step.
+
+    Attributes:
+      topology: the slice.
+      mesh: sizes of its axes.
+      hosts: machines that the slice has.
+      batch_size: global, in examples.
+      backend: config.parallel.backend.
+      compile_seconds: here.
+      fits: whether the program fits into a device's memory.
+      needed: bytes that it takes, as far as the compiler tells; None where it does not.
+      message: the compiler's words where it does not fit.
+      memory: by kind; None where it does not fit, as all that follows.
+      flops: of matrix products and convolutions; loops count as often as they run.
+      cycles: the compiler's estimate, without the network.
+      collectives: what is sent.
+      notes: what could not be told, and why.
+    """
+
+    topology: topology_lib.Topology
+    mesh: dict[str, int]
+    hosts: int
+    batch_size: int
+    backend: str
+    compile_seconds: float
+    fits: bool
+    needed: float | None
+    message: str = ""
+    memory: Memory | None = None
+    flops: int | None = None
+    cycles: int | None = None
+    collectives: tuple[traffic.Row, ...] | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def seconds(self) -> float | None:
+        """The estimated cycles as time."""
+        return None if self.cycles is None else self.cycles / self.topology.generation.clock
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it as JSON has it."""
+        generation, rows = self.topology.generation, self.collectives
+        return {
+            "topology": self.topology.name,
+            "devices": self.topology.num_devices,
+            "hosts": self.hosts,
+            "mesh": self.mesh,
+            "batch_size": self.batch_size,
+            "backend": self.backend,
+            "fits": self.fits,
+            "message": self.message,
+            "device_bytes": generation.hbm,
+            "usable_bytes": round(generation.usable),
+            "needed_bytes": self.needed,
+            "memory_bytes": self.memory and dataclasses.asdict(self.memory),
+            "flops": self.flops,
+            "peak_flops_per_second": generation.peak,
+            "cycles": self.cycles,
+            "milliseconds_without_network": self.seconds and 1e3 * self.seconds,
+            "collectives": None if rows is None else [row._asdict() for row in rows],
+            "compile_seconds": self.compile_seconds,
+            "notes": self.notes,
+            "versions": {name: importlib.metadata.version(name) for name in ("jax", "libtpu")},
+        }
+
+    def describe(self) -> str:
+        """All of it for the person at the terminal."""
+        mesh = ", ".join(f"{axis}={size}" for axis, size in self.mesh.items())
+        usable = self.topology.generation.usable
+        lines = [
+            f"{self.topology.name}: {self.topology.num_devices:,} devices on {self.hosts:,} "
+            f"host(s), mesh {mesh}, collectives by {self.backend}",
+            f"step: a batch of {self.batch_size:,}, compiled in {self.compile_seconds:.0f} s by "
+            f"libtpu {importlib.metadata.version('libtpu')}",
+        ]
+        if not self.fits:
+            needed = "" if self.needed is None else f"the step needs {_size(self.needed)}, "
+            lines.append(f"DOES NOT FIT: {needed}a device has {_size(usable)}")
+            return "\n".join([*lines, f"the compiler's words: {self.message.splitlines()[0]}"])
+        kinds = ", ".join(
+            f"{name} {_size(size)}" for name, size in dataclasses.asdict(self.memory).items()
+        )
+        lines += [
+            f"fits: the step needs {_size(self.needed)}, a device has {_size(usable)}",
+            f"memory: {kinds}",
+        ]
+        if self.cycles is not None:
+            clock = self.topology.generation.clock
+            lines.append(
+                f"time: {1e3 * self.seconds:.3g} ms without the network, by the compiler's "
+                f"estimate ({self.cycles:,} cycles at {clock / 1e6:,.0f} MHz)"
+            )
+        if self.flops:
+            share = ""
+            if self.cycles:
+                share = self.flops / self.seconds / self.topology.generation.peak
+                share = f", {share:.1%} of the bfloat16 peak in that time"
+            lines.append(f"arithmetic: {self.flops:.3g} operations of matrix products{share}")
+        lines += [f"not known: {note}" for note in self.notes]
+        if self.collectives is not None:
+            lines += ["collectives, of one device in one step:", *_table(self.collectives)]
+        return "\n".join(lines)
+
+
+def make_plan(
+    config: ConfigDict, name: str, waiting: Callable[[str], Any] = contextlib.nullcontext
+) -> Plan:
+    """Compiles the training step of a config for a slice.
+
+    From here on JAX runs on the CPU alone.
+
+    Args:
+      config: a recipe, see `lamb_tpu.config.base_config`.
+      name: of the slice, such as 'v3-2048'.
+      waiting: gives a context, from what is being waited for, to be entered for as long.
+
+    Raises:
+      UserError: a mistake in the config, an unknown name, no TPU compiler.
+    """
+    slice_ = topology_lib.topology(name)
+    devices = topology_lib.devices(slice_)
+    run = prepare(config, None, devices)
+    start = time.monotonic()
+    with waiting(
+        f"compiling the training step for {len(devices):,} devices; large models take minutes"
+    ):
+        compiled, message = compile_step(run)
+    plan = Plan(
+        topology=slice_,
+        mesh=dict(run.mesh.shape),
+        hosts=len({device.process_index for device in devices}),
+        batch_size=config.batch_size,
+        backend=config.parallel.backend,
+        compile_seconds=round(time.monotonic() - start, 1),
+        fits=compiled is not None,
+        needed=_needed(message),
+        message=message,
+    )
+    if compiled is None:
+        return plan
+    sizes, text, notes = compiled.memory_analysis(), compiled.as_text(), []
+    cost = _read(hlo.program_cost, text, notes)
+    found = _read(traffic.collectives, text, notes)
+    return dataclasses.replace(
+        plan,
+        needed=sizes.peak_memory_in_bytes,
+        memory=Memory(
+            sizes.argument_size_in_bytes,
+            sizes.output_size_in_bytes,
+            sizes.alias_size_in_bytes,
+            sizes.temp_size_in_bytes,
+            sizes.generated_code_size_in_bytes,
+            sizes.peak_memory_in_bytes,
+        ),
+        flops=_read(hlo.matrix_flops, text, notes),
+        cycles=cost and cost.cycles,
+        collectives=None if found is None else tuple(traffic.table(found)),
+        notes=tuple(dict.fromkeys(notes)),
+    )
+
+
+def compile_step(run: Run) -> tuple[jax.stages.Compiled | None, str]:
+    """The compiled training step, or None and what the compiler says where memory is too small."""
+    lowered = run.make_train_step().lower(run.abstract_state, run.abstract_batch())
+    try:
+        return lowered.compile(), ""
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return None, str(error)
+
+
+def _needed(message: str) -> float | None:
+    """Bytes that a program would take, from the compiler's out-of-memory message.
+
+    >>> _needed("the total memory required for HLO temporaries (24.00G) exceeds available HBM")
+    25769803776.0
+    >>> _needed("Used 16.50G of 15.48G hbm. Exceeded hbm capacity by 1.02G.")
+    17716740096.0
+    """
+    found = re.search(r"(?:temporaries \(|Used )([\d.]+)([KMGT]?)", message)
+    return float(found[1]) * 2 ** (10 * " KMGT".index(found[2] or " ")) if found else None
+
+
+def _read(reader: Callable[[str], T], text: str, notes: list[str]) -> T | None:
+    """What a reader of HLO finds; a note where the program does not tell it."""
+    try:
+        return reader(text)
+    except ValueError as error:
+        notes.append(str(error))
+        return None
+
+
+def _size(size: float) -> str:
+    """
+    >>> _size(1536), _size(15.48 * 2**30), _size(7)
+    ('1.5 KiB', '15.48 GiB', '7 B')
+    """
+    unit = 0
+    while size >= 1024 and unit < len(_UNITS) - 1:
+        size, unit = size / 1024, unit + 1
+    return f"{size:.4g} {_UNITS[unit]}"
+
+
+def _table(rows: tuple[traffic.Row, ...]) -> list[str]:
+    cells = [("kind", "among", "dtype", "count", "puts in", "gets out", "sends at least")]
+    cells += [
+        (row.kind, f"{row.group_size:,}", row.dtype, f"{row.count:,}", _size(row.operand_bytes),
+         _size(row.result_bytes), _size(row.sent_bytes))
+        for row in rows
+    ]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    left = (0, 2)
+    return [
+        "  " + "  ".join(
+            cell.ljust(width) if column in left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in cells
+    ]
+
+
+@contextlib.contextmanager
+def _waiting(text: str) -> Iterator[None]:
+    """Tells on stderr what is waited for, with the seconds where it is a terminal."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        print(text, file=sys.stderr, flush=True)
+        yield
+        return
+    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True) as progress:
+        progress.add_task(text, total=None)
+        yield
+
+
+def main() -> None:
+    """Entry point of the command line."""
+    plan = make_plan(flags.FLAGS.config, flags.FLAGS.topology, _waiting)
+    print(json.dumps(plan.as_json(), indent=2) if flags.FLAGS.json else plan.describe())
+
+
+if __name__ == "__main__":
+    cli.define_config_flag()
+    flags.DEFINE_string(
+        "topology",
+        None,
+        "The slice: v2, v3, v4 or v5p, a hyphen and its cores, or v5e (v5litepod) or v6e, a hyphen "
+        "and its chips; for example v3-2048 or v5e-256. A name that does not exist lists those "
+        "that do.",
+    )
+    flags.DEFINE_bool("json", False, "Print one JSON object instead, and nothing else on stdout.")
+    cli.run_main(main, required=("config", "topology"))

@@ -1,0 +1,87 @@
+"""What a step with BatchNorm sends: sums over its groups, and nothing is gathered."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from lamb_tpu.models.norm import BatchNorm
+from lamb_tpu.traffic import collectives
+
+BATCH = 32
+KEY = jax.random.key(0)
+
+
+def mesh_of(shape: Sequence[int]) -> Mesh:
+    names = ("data",) if len(shape) == 1 else ("group", "inner")
+    return jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(shape))
+
+
+class Network(nn.Module):
+    """Two convolutions, each with a normalisation."""
+
+    group_size: int | None
+    axis_name: Any = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for channels in (8, 16):
+            x = nn.Conv(channels, (3, 3), use_bias=False, dtype=x.dtype)(x)
+            x = nn.relu(BatchNorm(self.group_size, False, self.axis_name)(x))
+        return nn.Dense(10, dtype=x.dtype)(x.mean((1, 2)))
+
+
+def compiled_step(mesh: Mesh, group_size: int | None, dtype: Any, shard_map: bool) -> str:
+    """The compiled program of a training step, 4 examples on a device."""
+    names = mesh.axis_names
+    network = Network(group_size, names if shard_map else None)
+    x = jnp.zeros((4 * mesh.size, 8, 8, 3), dtype)
+    variables = jax.eval_shape(Network(None).init, KEY, x)
+
+    def step(variables: Any, x: jax.Array) -> Any:
+        def loss(params: Any) -> Any:
+            out, state = network.apply({**variables, "params": params}, x, mutable="batch_stats")
+            return jnp.sum(out.astype(jnp.float32) ** 2), state
+
+        grads, state = jax.grad(loss, has_aux=True)(variables["params"])
+        if shard_map:
+            grads = jax.lax.psum(grads, names)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, variables["params"], grads), state
+
+    specs = (P(), P(names))
+    if shard_map:
+        step = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
+    whole, split = (NamedSharding(mesh, spec) for spec in specs)
+    step = jax.jit(step, in_shardings=(whole, split), out_shardings=whole)
+    return step.lower(variables, x).compile().as_text()
+
+
+@pytest.mark.parametrize("shape, shard_map", [((8,), False), ((4, 2), False), ((8,), True)])
+@pytest.mark.parametrize("group_size, dtype", [
+    (4, jnp.float32), (8, jnp.float32), (16, jnp.float32), (None, jnp.float32),
+    (2, jnp.bfloat16), (8, jnp.bfloat16),
+])
+def test_compiled_step_reduces_over_the_groups_and_gathers_nothing(
+    group_size: int | None, dtype: Any, shape: Sequence[int], shard_map: bool
+) -> None:
+    program = compiled_step(mesh_of(shape), group_size, dtype, shard_map)
+    found = [(one.kind, [list(group) for group in one.groups]) for one in collectives(program)]
+    assert {kind for kind, _ in found} == {"all-reduce"}
+    replicas = (group_size or BATCH) // 4
+    if replicas < 2:
+        # Gradients and running averages, the variances of which need the means before.
+        assert all(groups == [[*range(8)]] for _, groups in found)
+        assert len(found) <= 5
+        return
+    own = [[*range(i, i + replicas)] for i in range(0, 8, replicas)]
+    across = [[*range(i, 8, replicas)] for i in range(replicas)]
+    assert all(groups in (own, across, [[*range(8)]]) for _, groups in found)
+    # In each layer one round backward, and forward one for bfloat16, two for float32.
+    rounds = 2 * (2 if dtype == jnp.bfloat16 else 3)
+    count = sum(groups == own for _, groups in found)
+    assert rounds <= count <= rounds + (0 if group_size else 2)

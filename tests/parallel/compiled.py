@@ -1,0 +1,46 @@
+"""Plans of several placements of one step, for the tests: `python -m tests.parallel.compiled`.
+
+A process of its own, because the one of the tests simulates CPU devices. Prints a JSON object.
+"""
+
+import json
+
+from ml_collections import ConfigDict
+
+from lamb_tpu.plan import make_plan
+from tests import tiny
+
+TOPOLOGY = "v5e-16"
+GROUP_DEVICES = 2
+ROWS = 8  # of each device
+MODEL = ConfigDict(
+    {
+        "name": "mlp", "hidden_sizes": (512, 1024), "batch_norm": True,
+        "group_size": GROUP_DEVICES * ROWS,
+    }
+)
+NAMED = {"parallel__backend": "shard_map"}
+ZERO1 = {"parallel__optimizer_state": "zero1"}
+BFLOAT16 = {"parallel__gradient_dtype": "bfloat16"}
+PLACES = {
+    "jit": {},
+    "shard_map": NAMED,
+    "bfloat16": NAMED | BFLOAT16,
+    "zero1": NAMED | ZERO1,
+    "zero1 bfloat16": NAMED | ZERO1 | BFLOAT16,
+    "inner zero1": NAMED | ZERO1 | {"mesh__fsdp": 4},
+    "accumulated": NAMED | {"accumulation_steps": 4, "model__group_size": ROWS // 4},
+}
+
+
+def main() -> None:
+    """Compiles them all."""
+    found = {}
+    for name, changes in PLACES.items():
+        config = tiny.digits(model=MODEL, batch_size=16 * ROWS, **changes)
+        found[name] = make_plan(config, TOPOLOGY).as_json()
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""Networks and tasks for the tests of the step: BatchNorm, dropout, unequal weights."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from ml_collections import ConfigDict
+
+from lamb_tpu import data
+from lamb_tpu.parallel import state as state_lib
+from lamb_tpu.run import Run, prepare
+from tests import tiny
+
+BATCH_NORM = ConfigDict(
+    {"name": "mlp", "hidden_sizes": (24, 16), "batch_norm": True, "group_size": 8}
+)
+DROPOUT = ConfigDict({"name": "mlp", "hidden_sizes": (24, 16), "dropout_rate": 0.3})
+LAMB = ConfigDict({"name": "lamb", "learning_rate": 0.02, "rules": "no_bias_no_norm"})
+LARS = ConfigDict(
+    {"name": "lars", "learning_rate": 2.0, "momentum": 0.9, "rules": "no_bias_no_norm"}
+)
+
+
+def trained(
+    num_devices: int, num_steps: int, **changes: Any
+) -> tuple[state_lib.TrainState, list[dict[str, Any]], Run]:
+    """The state after some updates of `tiny.digits(**changes)`, each update's sums, and the run."""
+    run = prepare(tiny.digits(**changes), None, jax.devices()[:num_devices])
+    state, step, sums = run.first_state(), run.make_train_step(), []
+    loader = data.TrainLoader(run.train_set, run.config.batch_size, run.config.seed)
+    for batch, _ in zip(loader, range(num_steps)):
+        state, found = step(state, run.shard_batch(batch))
+        sums.append(jax.device_get(found))
+    return state, sums, run
+
+
+def difference(found: Any, expected: Any) -> float:
+    """The largest difference of two trees' leaves, each relative to the leaf's largest value."""
+    found, expected = tiny.arrays(found), tiny.arrays(expected)
+    assert found.keys() == expected.keys() and found
+    return max(
+        np.abs(found[name] - value).max() / max(np.abs(value).max(), 1e-30)
+        for name, value in expected.items()
+    )
+
+
+class WeightedSum:
+    """A task whose examples have weights of their own: sum of w (x . p - y)^2 over sum of w."""
+
+    def init(self, key: jax.Array, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {"params": {"p": jax.random.normal(key, (4,))}}
+
+    def loss(self, params: Any, model_state: Any, batch: Any, key: jax.Array) -> Any:
+        errors = optax.l2_loss(batch["x"] @ params["p"], batch["y"])
+        loss = jnp.sum(batch["w"] * errors), jnp.sum(batch["w"])
+        return loss, (model_state, {"error": loss})

@@ -1,0 +1,108 @@
+"""Scatters and gathers in buckets: the sums and arrays that NumPy gives, in few operations."""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+
+from lamb_tpu.parallel import collectives
+
+# Shapes and the axis along which each is cut into 8, and into 6 where it is: large ones that fill
+# tiles and such that do not, and small ones.
+LEAVES = [((48, 5), 0), ((96, 7, 24), 2), ((24, 24 * 401), 1), ((48,), 0), ((3, 48 * 1024), 1)]
+
+
+def over(num_devices: int, run: Any, *trees: Any, out: Any = PartitionSpec()) -> Any:
+    mesh = Mesh(np.array(jax.devices()[:num_devices]), ("data",))
+    spec = PartitionSpec("data")
+    mapped = jax.shard_map(
+        lambda *trees: run(*jax.tree.map(lambda x: x[0], trees)),
+        mesh=mesh, in_specs=(spec,) * len(trees), out_specs=out, check_vma=False,
+    )
+    return jax.jit(mapped), mapped
+
+
+def values(num_devices: int, dtype: Any = jnp.float32) -> list[jax.Array]:
+    rng = np.random.default_rng(0)
+    return [
+        jnp.asarray(rng.integers(-4, 5, (num_devices, *shape)), dtype) for shape, _ in LEAVES
+    ]
+
+
+AXES = [axis for _, axis in LEAVES]
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 3, 6, 8])
+def test_scatter_is_each_devices_part_of_the_sum(num_devices: int) -> None:
+    trees = values(num_devices)
+    specs = [PartitionSpec(*[None] * axis, "data") for axis in AXES]
+    run, _ = over(
+        num_devices, lambda x: collectives.reduce_scatter(x, AXES, "data"), trees, out=specs
+    )
+    for found, each in zip(run(trees), trees, strict=True):
+        np.testing.assert_array_equal(found, np.asarray(each).sum(0))
+
+
+@pytest.mark.parametrize("num_devices", [1, 3, 8])
+def test_gather_undoes_cutting(num_devices: int) -> None:
+    trees = [jnp.broadcast_to(leaf[:1], leaf.shape) for leaf in values(num_devices)]
+
+    def there_and_back(leaves: list[jax.Array]) -> list[jax.Array]:
+        parts = [
+            collectives.local_part(leaf, axis, "data")
+            for leaf, axis in zip(leaves, AXES, strict=True)
+        ]
+        for part, leaf in zip(parts, leaves, strict=True):
+            assert part.size * num_devices == leaf.size
+        return collectives.all_gather(parts, AXES, "data")
+
+    run, _ = over(num_devices, there_and_back, trees)
+    for found, each in zip(run(trees), trees, strict=True):
+        np.testing.assert_array_equal(found, each[0])
+
+
+def test_sums_keep_dtypes_and_may_be_narrow() -> None:
+    tree = {"a": values(8)[0], "n": jnp.arange(8, dtype=jnp.int32)}
+    run, _ = over(8, lambda t: collectives.all_reduce(t, ["data"]), tree)
+    np.testing.assert_array_equal(run(tree)["a"], np.asarray(tree["a"]).sum(0))
+    assert run(tree)["n"] == 28 and run(tree)["n"].dtype == jnp.int32
+
+    third = {"a": jnp.full((8, 3), 1 / 3), "n": tree["n"]}
+    run, _ = over(8, lambda t: collectives.all_reduce(t, ["data"], jnp.bfloat16), third)
+    assert run(third)["a"].dtype == jnp.float32 and run(third)["n"] == 28
+    assert run(third)["a"][0] == 8 * jnp.float32(jnp.bfloat16(1 / 3))
+    scatter, _ = over(
+        8, lambda t: collectives.reduce_scatter([t], [0], "data", jnp.bfloat16)[0],
+        jnp.full((8, 16), 1 / 3), out=PartitionSpec("data"),
+    )
+    found = scatter(jnp.full((8, 16), 1 / 3))
+    assert found.dtype == jnp.float32 and found[0] == 8 * jnp.float32(jnp.bfloat16(1 / 3))
+
+
+def operations(text: str) -> list[str]:
+    return re.findall(r'stablehlo\.(all_reduce|reduce_scatter|all_gather)"', text)
+
+
+def test_operations_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    trees = values(8)
+    specs = [PartitionSpec(*[None] * axis, "data") for axis in AXES]
+
+    def scatter(leaves: list[jax.Array]) -> list[jax.Array]:
+        return collectives.reduce_scatter(leaves, AXES, "data")
+
+    run, _ = over(8, scatter, trees, out=specs)
+    assert operations(run.lower(trees).as_text()) == ["reduce_scatter"] * 2
+    # Values of two dtypes cannot share a bucket, nor do leaves that are too large together.
+    mixed = [leaf.astype(jnp.bfloat16) if i == 0 else leaf for i, leaf in enumerate(trees)]
+    run, _ = over(8, scatter, mixed, out=specs)
+    assert operations(run.lower(mixed).as_text()) == ["reduce_scatter"] * 3
+    monkeypatch.setattr(collectives, "BUCKET_BYTES", 4 * 24 * 24 * 401)
+    run, _ = over(8, scatter, trees, out=specs)
+    # Two small leaves in one phase, one that is as large as a bucket, a small and a large one.
+    assert len(operations(run.lower(trees).as_text())) == 1 + 2 + 2
+    for found, each in zip(run(trees), trees, strict=True):
+        np.testing.assert_array_equal(found, np.asarray(each).sum(0))

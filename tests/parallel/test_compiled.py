@@ -1,0 +1,123 @@
+"""What the TPU compiler makes of the step: which collectives, among whom, and no byte too many."""
+
+import importlib.util
+import json
+from typing import Any
+
+import pytest
+
+from tests import tiny
+from tests.parallel.compiled import GROUP_DEVICES, PLACES
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="no TPU compiler here"
+)
+
+DEVICES = 16
+# Digits into two hidden layers with scale and bias each, and ten classes.
+PARAMETERS = 64 * 512 + 512 * 1024 + 1024 * 10 + 2 * (512 + 1024) + 10
+GRADIENT = 4 * PARAMETERS
+SHARE = (DEVICES - 1) / DEVICES
+
+
+@pytest.fixture(scope="module")
+def plans() -> dict[str, Any]:
+    done = tiny.command("tests.parallel.compiled")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def rows(plan: dict[str, Any], kind: str, dtype: str = "") -> list[dict[str, Any]]:
+    return [
+        row for row in plan["collectives"] if row["kind"] == kind and dtype in ("", row["dtype"])
+    ]
+
+
+def sent(found: list[dict[str, Any]]) -> int:
+    return sum(row["sent_bytes"] for row in found)
+
+
+def of_groups(plan: dict[str, Any]) -> dict[str, Any]:
+    """BatchNorm's all-reduces, which are among few devices."""
+    [row] = [row for row in rows(plan, "all-reduce") if row["group_size"] == GROUP_DEVICES]
+    return row
+
+
+@pytest.mark.parametrize("name", ["jit", "shard_map"])
+def test_groups_of_batch_norm_are_grouped_all_reduces(plans: dict[str, Any], name: str) -> None:
+    row = of_groups(plans[name])
+    assert row["dtype"] == "f32"
+    # Forward and backward of two layers, a few vectors of 512 and 1,024 channels at most.
+    assert 4 <= row["count"] <= 12
+    assert row["operand_bytes"] <= 4 * 6 * (512 + 1024)
+    # Groups that fit into a device's rows need none.
+    assert not [
+        row for row in rows(plans["accumulated"], "all-reduce") if row["group_size"] < DEVICES
+    ]
+
+
+@pytest.mark.parametrize("name", ["jit", "shard_map", "bfloat16", "accumulated"])
+def test_gradient_is_one_all_reduce_and_no_byte_more(plans: dict[str, Any], name: str) -> None:
+    plan, least = plans[name], 2 * SHARE * GRADIENT
+    assert {row["kind"] for row in plan["collectives"]} == {"all-reduce"}
+    whole = [row for row in rows(plan, "all-reduce") if row["group_size"] == DEVICES]
+    if name == "bfloat16":
+        [narrow] = [row for row in whole if row["dtype"] == "bf16"]
+        assert narrow["count"] == 1 and narrow["sent_bytes"] == pytest.approx(least / 2, rel=1e-3)
+        whole.remove(narrow)
+        # What is left are the running averages and metrics.
+        assert sent(whole) < 0.03 * least
+    else:
+        assert {row["dtype"] for row in whole} == {"f32"}
+        # jit sums BatchNorm's own gradients within its groups first, and then across them.
+        assert (0.99 if name == "jit" else 1.0) * least <= sent(whole) < 1.03 * least
+    # Besides the gradient the averages of two BatchNorms, of each microbatch.
+    assert sum(row["count"] for row in whole) <= (9 if name == "accumulated" else 3)
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero1 bfloat16"])
+def test_zero1_is_reduce_scatter_and_all_gather(plans: dict[str, Any], name: str) -> None:
+    plan, width = plans[name], 2 if "bfloat16" in name else 4
+    scatters = rows(plan, "reduce-scatter", "bf16" if width == 2 else "f32")
+    [gather] = rows(plan, "all-gather", "f32")
+    assert rows(plan, "reduce-scatter") == scatters
+    assert {row["kind"] for row in plan["collectives"]} == {
+        "reduce-scatter", "all-gather", "all-reduce"
+    }
+    # Runs of 4 neighbours, then those in the same place of each of the 4 runs.
+    assert [(row["group_size"], row["count"]) for row in scatters] == [(4, 2)]
+    least = SHARE * width * PARAMETERS
+    # Filling up to whole tiles counts in a network as small as this.
+    assert least <= sent(scatters) < 1.04 * least
+    assert gather["count"] == 1 and gather["group_size"] == DEVICES
+    assert SHARE * GRADIENT <= gather["sent_bytes"] < 1.04 * SHARE * GRADIENT
+    # All-reduces are left for norms, metrics and the ten values that 16 does not divide.
+    whole = [row for row in rows(plan, "all-reduce") if row["group_size"] == DEVICES]
+    assert sent(whole) < 0.03 * SHARE * GRADIENT
+
+
+def test_zero1_over_an_inner_axis(plans: dict[str, Any]) -> None:
+    """Scattered and gathered among 4 neighbours; across the 4 such groups a quarter is added up."""
+    plan = plans["inner zero1"]
+    [scatter], [gather] = rows(plan, "reduce-scatter"), rows(plan, "all-gather")
+    assert (scatter["group_size"], scatter["count"]) == (2, 2)  # in its two phases
+    assert (gather["group_size"], gather["count"]) == (4, 1)
+    for row in (scatter, gather):
+        assert 0.75 * GRADIENT <= row["sent_bytes"] < 0.78 * GRADIENT
+    across = [row for row in rows(plan, "all-reduce") if row["sent_bytes"] > 0.1 * GRADIENT]
+    assert [row["group_size"] for row in across] == [4]
+    quarter = 2 * 0.75 * GRADIENT / 4
+    assert quarter <= sent(across) < 1.1 * quarter
+
+
+def test_zero1_saves_what_was_computed(plans: dict[str, Any]) -> None:
+    moments = 2 * GRADIENT
+    saved = plans["shard_map"]["memory_bytes"]["arguments"]
+    saved -= plans["zero1"]["memory_bytes"]["arguments"]
+    # Layouts of a sixteenth of a matrix may need some padding.
+    assert 0.97 * SHARE * moments < saved <= 1.01 * SHARE * moments
+
+
+def test_every_placement_fits(plans: dict[str, Any]) -> None:
+    assert plans.keys() == PLACES.keys()
+    assert all(plan["fits"] and not plan["notes"] for plan in plans.values())

@@ -1,0 +1,89 @@
+"""The state of a run: where every array of it lives, and what that saves."""
+
+from typing import Any
+
+import jax
+import pytest
+from ml_collections import ConfigDict
+
+from lamb_tpu.errors import UserError
+from lamb_tpu.optim import parameters
+from lamb_tpu.parallel import mesh as mesh_lib
+from lamb_tpu.parallel import rules as rules_lib
+from lamb_tpu.parallel import state as state_lib
+from lamb_tpu.run import Run, prepare
+from tests import tiny
+
+MODEL = ConfigDict({"name": "mlp", "hidden_sizes": (64, 32), "batch_norm": True})
+ZERO1 = {"parallel__optimizer_state": "zero1"}
+
+
+def run_of(num_devices: int, **changes: Any) -> Run:
+    return prepare(tiny.digits(model=MODEL, **changes), None, jax.devices()[:num_devices])
+
+
+def held(tree: Any) -> int:
+    """Bytes of a tree on the first device, as they lie there."""
+    return sum(
+        shard.data.nbytes
+        for leaf in jax.tree.leaves(tree)
+        for shard in leaf.addressable_shards
+        if shard.device == jax.devices()[0]
+    )
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 8])
+def test_zero1_holds_what_was_computed(num_devices: int) -> None:
+    run = run_of(num_devices, **ZERO1)
+    state = run.first_state()
+    found = held(state.opt_state)
+    assert found == rules_lib.bytes_per_device(state.opt_state, run.shardings.opt_state)
+    # Of every tensor but the 10 of the output's bias, which 8 does not divide, an equal part.
+    split = 64 * 64 + 64 * 32 + 32 * 10 + 2 * (64 + 32)
+    last = 10 if num_devices == 8 else 10 // num_devices
+    assert found == 2 * 4 * (split // num_devices + last) + 4
+    whole = run_of(num_devices)
+    assert held(whole.first_state().opt_state) == 2 * 4 * (split + 10) + 4
+    assert held(state.params) == held(whole.first_state().params)
+
+
+def test_fsdp_splits_parameters_and_all_that_follows_them() -> None:
+    rules = (("hidden0/kernel", "fsdp"),)
+    state = run_of(8, parallel__rules=rules, ema__decay=0.9).first_state()
+    for tree in (state.params, state.opt_state.mu, state.opt_state.nu, state.ema[0]):
+        shards = tree["hidden0"]["kernel"].addressable_shards
+        assert {shard.data.shape for shard in shards} == {(8, 64)}
+        assert tree["hidden1"]["kernel"].addressable_shards[0].data.shape == (64, 32)
+
+
+def test_average_is_split_as_the_optimizers_state() -> None:
+    state = run_of(8, ema__decay=0.9, **ZERO1).first_state()
+    assert held(state.ema[0]) < held(state.params) / 7
+    tiny.assert_equal(state.ema, (state.params, state.model_state))
+
+
+def test_axis_of_each_update() -> None:
+    run = run_of(8, **ZERO1)
+    names = {path: run.layout.axis_name(path) for path in parameters.leaf_paths(run.layout.params)}
+    assert names.pop("output/bias") is None
+    assert set(names.values()) == {"data"} and "hidden0/kernel" in names
+    inner = run_of(8, mesh__data=2, mesh__fsdp=4, **ZERO1)
+    assert inner.layout.axis_name("hidden0/kernel") == "fsdp"
+    mesh = mesh_lib.make_mesh({"data": -1})
+    params = run.abstract_state.params
+    facts = parameters.resolve(params, "all")
+    layout = state_lib.make_layout(params, mesh, facts)
+    assert layout.axis_name("hidden0/kernel") is None
+
+
+def test_state_does_not_depend_on_where_it_lives() -> None:
+    states = [run_of(n, **changes).first_state() for n, changes in ((1, {}), (8, ZERO1))]
+    tiny.assert_equal(states[0], states[1])
+
+
+def test_optimizer_that_needs_whole_matrices() -> None:
+    optimizer = ConfigDict({"name": "apollo", "learning_rate": 0.01, "rank": 4})
+    run_of(8, optimizer=optimizer, **ZERO1)
+    run_of(8, optimizer=optimizer, parallel__backend="shard_map")
+    with pytest.raises(UserError, match="config.optimizer: apollo .*hidden0/kernel"):
+        run_of(8, optimizer=optimizer, parallel__backend="shard_map", **ZERO1)
