@@ -92,7 +92,7 @@ def evaluate_checkpoint(
       UserError: a mistake in the config, or no such checkpoint.
     """
     Workdir(workdir).read_config()  # refuses a folder without a run, before it is made one
-    run = prepare(config, workdir)
+    run = prepare(config, workdir, training=False)
     with Checkpoints(
         run.folder.checkpoints,
         config.checkpoint.keep,

@@ -140,6 +140,7 @@ def prepare(
     config: ConfigDict,
     workdir: str | os.PathLike[str] | None,
     devices: Sequence[jax.Device] | None = None,
+    training: bool = True,
 ) -> Run:
     """Checks all that a user can have got wrong, cheapest first, and builds the parts.
 
@@ -150,6 +151,8 @@ def prepare(
       config: a recipe, see `lamb_tpu.config.base_config`.
       workdir: of the run; None for one that is only planned.
       devices: of the mesh; None: all there are.
+      training: False for an evaluation, which may have devices that the training batch does not
+        divide over.
 
     Raises:
       UserError: a mistake in the config, the workdir or the data.
@@ -158,8 +161,9 @@ def prepare(
     config_lib.check_values(config)
     named = config.parallel.backend == "shard_map"
     mesh = mesh_lib.make_mesh(config.mesh, devices)
-    group_replicas, normalisation = _check_batch(config, mesh)
-    if group_replicas > 1:
+    normalisation = ""
+    if training:
+        group_replicas, normalisation = _check_batch(config, mesh)
         mesh = mesh_lib.make_mesh(config.mesh, devices, group_replicas)
     if named and set(mesh.shape) - set(mesh_lib.BATCH_AXES):
         raise UserError(
@@ -200,6 +204,7 @@ def prepare(
         params, mesh, facts, config.parallel.rules, config.parallel.optimizer_state
     )
     if named:
+        rules_lib.check_named(layout.params, mesh, facts)
         tx, _ = resolve_optimizer(config, recipe, params, layout.axis_name)
     init = state_lib.make_init(task, tx, example, config.ema.decay > 0)
     abstract = jax.eval_shape(init, jax.random.key(0))

@@ -143,6 +143,13 @@ def test_devices_may_be_given_and_no_folder() -> None:
     assert batch["image"].shape == (48, 8, 8, 1) and batch["image"].sharding.mesh == run.mesh
 
 
+def test_evaluation_needs_no_training_batch() -> None:
+    with pytest.raises(UserError, match="batch_size is 64, .* over the 3 devices"):
+        prepare(tiny.digits(), None, jax.devices()[:3])
+    run = prepare(tiny.digits(), None, jax.devices()[:3], training=False)
+    assert run.eval_batch_size == 129
+
+
 def test_constant_decay_has_no_end(tmp_path: pathlib.Path) -> None:
     config = tiny.digits(schedule__decay="constant", schedule__end_factor=0.5)
     with pytest.raises(UserError, match=r"config\.schedule\.end_factor is 0\.5, .*'constant'"):

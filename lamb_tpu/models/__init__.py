@@ -42,7 +42,11 @@ MODULES: dict[str, type[nn.Module]] = {
 
 
 def linen(module: nn.Module) -> Model:
-    """Adapts a Linen module whose `__call__` takes `(inputs, train: bool)`."""
+    """Adapts a Linen module whose `__call__` takes `(inputs, train: bool)`.
+
+    Let it drop values by `models.dropout.Dropout`: inside shard_map and in microbatches the mask of
+    `nn.Dropout` would be the same for every part of the batch.
+    """
 
     def init(key: jax.Array, inputs: Any) -> Variables:
         return module.init(key, inputs, train=False)

@@ -172,6 +172,31 @@ def split_spec(spec: PartitionSpec, axis: int | None, mesh: Mesh) -> PartitionSp
     return _trimmed(axes)
 
 
+def check_named(shardings: Any, mesh: Mesh, facts: Any) -> None:
+    """Refuses parameters that the step inside shard_map cannot put together again.
+
+    Raises:
+      UserError: one is split over another axis than the state axis, or between layers that it
+        stacks, whose norms the program could not tell apart.
+    """
+    state = mesh_lib.state_axis(mesh)
+    for path, sharding, fact in zip(
+        parameters.leaf_paths(shardings), jax.tree.leaves(shardings), jax.tree.leaves(facts),
+        strict=True,
+    ):
+        for axis, entry in enumerate(sharding.spec):
+            if entry not in (None, state):
+                raise UserError(
+                    f"config.parallel.rules splits {path!r} over {entry!r}; under "
+                    f"config.parallel.backend='shard_map' it can be split over {state!r} alone"
+                )
+            if entry and axis in fact.layer_axes:
+                raise UserError(
+                    f"config.parallel.rules splits {path!r} along axis {axis}, which stacks "
+                    "layers; that needs config.parallel.backend='jit'"
+                )
+
+
 def zero1(params: Any, params_sharding: Any, mesh: Mesh, facts: Any) -> Any:
     """Where the optimizer's state of each parameter lives under ZeRO-1: shardings like `params`.
 

@@ -120,3 +120,18 @@ def test_description_counts_what_a_device_holds() -> None:
     ) == 4 * (16 * 24 * 40 + 16 * 40 + 40 * 10 + 10)
 
 
+@pytest.mark.parametrize(
+    "rules, mesh, message",
+    [
+        ([("output/kernel", ["data"])], {"data": 2, "fsdp": 4},
+         r"'output/kernel' over 'data'; .*'shard_map' it can be split over 'fsdp' alone"),
+        ([("layers/bias", ["data"])], DATA, r"'layers/bias' along axis 0, which stacks layers"),
+    ],
+)
+def test_rules_that_shard_map_cannot_follow(rules: list, mesh: dict, message: str) -> None:
+    mesh, facts = mesh_lib.make_mesh(mesh), parameters.resolve(params(), FACTS)
+    shardings = rules_lib.partition_params(params(), rules, mesh, facts)
+    with pytest.raises(UserError, match=message):
+        rules_lib.check_named(shardings, mesh, facts)
+    fine = rules_lib.partition_params(params(), [("output/kernel", "fsdp")], mesh, facts)
+    rules_lib.check_named(fine, mesh, facts)
