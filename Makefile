@@ -3,9 +3,11 @@
 #   make demo            the batch-scaling study on handwritten digits (under 3 minutes on 2 cores)
 #   make test            the tests                                     (under 15 minutes on 2 cores)
 #   make test-all        the tests with those marked long
+#   make test-faults     runs killed at 20 random moments, with a table of them
 #   make bench FLAGS=--data_dir=FOLDER   the benchmarks; FOLDER has MNIST's original files. Rows of
 #                        PyTorch need the extra bench: .venv/bin/pip install -e '.[bench]'
-#   make bench-tpu       the TPU compiler's estimates, without a TPU; needs the extra tpu
+#   make bench-distribution   one run on 1 to 8 devices and 1 to 4 processes: differences, traffic
+#   make bench-tpu       the TPU compiler's estimates, without a TPU; on Linux with x86-64
 #   make test PYTHON=python3.12          another interpreter
 
 PYTHON ?= python3
@@ -13,7 +15,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.ready-$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 
-.PHONY: setup demo test test-all bench bench-tpu clean
+.PHONY: setup demo test test-all test-faults bench bench-distribution bench-tpu clean
 
 setup: $(STAMP)
 
@@ -33,9 +35,16 @@ test: setup
 test-all: setup
 	$(RUN) -m pytest -q
 
+test-faults: setup
+	$(RUN) -m pytest -q -s tests/test_faults.py -m long
+
 bench: setup
 	$(RUN) -m experiments.bench.update_speed --write
 	$(RUN) -m experiments.bench.train_loop --write $(FLAGS)
+	$(RUN) -m experiments.bench.save_stall --write
+
+bench-distribution: setup
+	$(RUN) -m experiments.bench.distribution --write $(FLAGS)
 
 bench-tpu: setup
 	$(RUN) -m experiments.bench.update_tpu --write

@@ -1,10 +1,13 @@
 """Checkpoints of a run: the train state and the data position, saved and restored together."""
 
+import copy
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
 from lamb_tpu import checksums
@@ -27,6 +30,8 @@ class Checkpoints:
       keep: how many of the newest to keep.
       report: called with a sentence when a damaged checkpoint is passed over.
       writing: False for a mere reader, which must not clear away what a run beside it is saving.
+      keep_besides: whether to keep the checkpoint of an update that is no longer one of the newest;
+        asked again at each save.
     """
 
     def __init__(
@@ -35,6 +40,7 @@ class Checkpoints:
         keep: int,
         report: Callable[[str], None] = print,
         writing: bool = True,
+        keep_besides: Callable[[int], bool] = lambda step: False,
     ) -> None:
         self.directory = directory.resolve()
         self._report = report
@@ -42,14 +48,24 @@ class Checkpoints:
         context = ocp.Context()
         # A function and not a method, which Orbax would copy together with this object.
         context.asynchronous.post_finalization_callback = lambda: self._seal()
+        # As one file: by itself Orbax would write every number as an array.
+        context.checkpointables.registry = ocp.handlers.local_registry()
+        context.checkpointables.registry.add(
+            ocp.handlers.JsonHandler, checkpointable_name="position"
+        )
         self._checkpointer = ocp.training.Checkpointer(
             self.directory,
             # The trainer decides when to save; Orbax' default would save continuously.
             save_decision_policy=_SAVE.FixedIntervalPolicy(1),
-            preservation_policy=_KEEP.LatestN(keep),
+            preservation_policy=_KEEP.AnyPreservationPolicy(
+                [_KEEP.LatestN(keep), _Chosen(keep_besides)]
+            ),
             cleanup_tmp_directories=writing,
             context=context,
         )
+        # Orbax asks JAX too whether a preemption has come, with the update as the number of the
+        # poll. That would spoil the numbers by which `Preemption` lets all processes stop at once.
+        self._checkpointer._manager.reached_preemption = lambda step: False
 
     def steps(self) -> list[int]:
         """Completed updates of the checkpoints on disk, ascending."""
@@ -57,6 +73,8 @@ class Checkpoints:
 
     def save(self, step: int, state: Any, position: dict[str, Any]) -> None:
         """Starts saving `state` (a pytree of arrays) and `position` (JSON-able) as update `step`.
+
+        Both may be changed, or donated, as soon as the call is over.
 
         Checkpoints of this and of later updates, which can only be damaged ones that a resumed run
         has passed over, are removed first: they would count among those to keep.
@@ -66,11 +84,15 @@ class Checkpoints:
         self._checkpointer.wait()  # for the save before, whose checksums go by `_saving`
         self._saving = step
         self._checkpointer.save_checkpointables_async(
-            step, {"state": state, "position": position}
+            # Orbax copies the arrays, but reads what is JSON later, in its thread.
+            step, {"state": state, "position": copy.deepcopy(position)}
         )
 
     def _seal(self) -> None:
-        """Adds the checksums, in Orbax' thread, when all is written but the name not yet given."""
+        """Adds the checksums, in Orbax' thread, when all is written but the name not yet given.
+
+        Orbax calls it on process 0, after a barrier behind the last write of every process.
+        """
         if jax.process_index() == 0:
             for folder in self.directory.glob(f"{self._saving}.*"):
                 checksums.write(folder)
@@ -90,7 +112,7 @@ class Checkpoints:
             there = ", ".join(map(str, self.steps())) or "none"
             raise UserError(f"{self.directory} has no checkpoint of update {step}; it has: {there}")
         try:
-            damage = checksums.find_damage(self.directory / str(step))
+            damage = self._find_damage(step)
             if damage is None:
                 loaded = self._checkpointer.load_checkpointables(
                     step, {"state": abstract_state, "position": None}
@@ -101,6 +123,14 @@ class Checkpoints:
         raise UserError(
             f"the checkpoint of update {step} in {self.directory} cannot be read ({damage})"
         )
+
+    def _find_damage(self, step: int) -> str | None:
+        """What process 0 finds; all processes must come to the same conclusion."""
+        damage = None
+        if jax.process_index() == 0:
+            damage = checksums.find_damage(self.directory / str(step))
+        damaged = multihost_utils.broadcast_one_to_all(np.bool_(damage is not None))
+        return (damage or "process 0 finds it damaged") if damaged else None
 
     def restore_latest(self, abstract_state: Any) -> tuple[Any, dict[str, Any]] | None:
         """The newest checkpoint that can be read, or None when there is none at all.
@@ -132,3 +162,14 @@ class Checkpoints:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+class _Chosen:
+    """Orbax' form of a function of the update."""
+
+    def __init__(self, keeps: Callable[[int], bool]) -> None:
+        self._keeps = keeps
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        del context
+        return [self._keeps(checkpoint.step) for checkpoint in checkpoints]

@@ -4,19 +4,21 @@ import itertools
 import os
 import re
 import runpy
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import NoReturn
 
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
-from lamb_tpu.errors import UserError
+from lamb_tpu.errors import Preempted, UserError
 
 
-def define_run_flags() -> None:
-    """Defines --config and --workdir; call before `run_main`."""
+def define_config_flag() -> None:
+    """Defines --config; call before `run_main`."""
     flags.disclaim_key_flags()  # they are the program's: its --help shows them
     config_flags.DEFINE_config_file(
         "config",
@@ -25,6 +27,11 @@ def define_run_flags() -> None:
         "--config.optimizer.learning_rate=0.002.",
         lock_config=True,
     )
+
+
+def define_run_flags() -> None:
+    """Defines --config and --workdir; call before `run_main`."""
+    define_config_flag()
     flags.DEFINE_string(
         "workdir",
         None,
@@ -109,7 +116,8 @@ def _check_overrides(argv: list[str], config: ConfigDict) -> None:
 def run_main(main: Callable[[], None], required: Sequence[str] = ()) -> None:
     """Parses the command line, runs `main()` and exits.
 
-    A `UserError` is printed as one sentence, without a traceback, and exits with status 2.
+    A `UserError` is printed as one sentence, without a traceback, and exits with status 2. SIGTERM
+    ends what has no handling of its own at once, like Ctrl-C, but with status 75: start it again.
 
     Args:
       main: reads its flags from `absl.flags.FLAGS`.
@@ -120,19 +128,39 @@ def run_main(main: Callable[[], None], required: Sequence[str] = ()) -> None:
         del argv
         if not flags.FLAGS["verbosity"].present:
             logging.set_verbosity(logging.WARNING)  # Orbax tells a great deal at INFO
+        _hush_libtpu()
         main()
 
+    signal.signal(signal.SIGTERM, _end_preempted)
     try:
         app.run(call, flags_parser=lambda argv: _parse_flags(argv, required))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         _end(2)
+    except Preempted as preempted:
+        print(preempted, file=sys.stderr)
+        # All processes of a run are preempted together, so here they may wait for each other.
+        sys.exit(os.EX_TEMPFAIL)
     except KeyboardInterrupt:
         print("interrupted; nothing that was saved is lost", file=sys.stderr)
         _end(130)
     except Exception:
         traceback.print_exc()
         _end(1)
+
+
+def _hush_libtpu() -> None:
+    """Where libtpu is installed and there is no TPU, as for planning, spares its complaints."""
+    # JAX sets this when it is imported and finds no TPU; it tries libtpu all the same.
+    if "jax" in sys.modules and os.environ.get("TPU_SKIP_MDS_QUERY") == "1":
+        os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v3-8")
+        os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+
+
+def _end_preempted(number: int, frame: FrameType | None) -> NoReturn:
+    del frame
+    signal.signal(number, signal.SIG_DFL)  # the second one ends the process
+    raise Preempted("preempted; nothing that was saved is lost, start the same command again")
 
 
 def _end(status: int) -> NoReturn:

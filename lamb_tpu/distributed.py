@@ -258,8 +258,8 @@ class Watchdog:
             watchdog.progress("update 7")
 
     Args:
-      limit_seconds: the longest time from one progress to the next; compiling, an evaluation and
-        the wait for the slowest process lie in between.
+      limit_seconds: the longest time from one progress to the next; compiling, a save and the
+        wait for the slowest process lie in between. 0: for ever.
     """
 
     def __init__(self, limit_seconds: float) -> None:
@@ -273,7 +273,8 @@ class Watchdog:
     def __enter__(self) -> "Watchdog":
         self._process = jax.process_index()
         self.progress("its start")
-        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+        if self._limit:
+            threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
         return self
 
     def __exit__(self, *exception: object) -> None:

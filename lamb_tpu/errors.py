@@ -1,4 +1,4 @@
-"""The one exception for mistakes a user can make and mend."""
+"""The exceptions that are messages to the user: a mistake, and a run that was asked to end."""
 
 
 class UserError(Exception):
@@ -6,4 +6,12 @@ class UserError(Exception):
 
     The message names the key or path, the value found and what would be right. Command-line
     entry points print it without a traceback and exit with status 2.
+    """
+
+
+class Preempted(BaseException):
+    """The run was asked to end by SIGTERM and will resume when it is started again.
+
+    Command-line entry points print the message and exit with status 75, `os.EX_TEMPFAIL`. Like
+    KeyboardInterrupt it is no Exception: what handles failures must not take it for one.
     """

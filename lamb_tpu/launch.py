@@ -11,7 +11,8 @@ here 8.
 Process 0 writes to this terminal, the others to DIR/logs/process-1.log and so on, or to a temporary
 folder where there is no --workdir. When one fails, the others are ended, its last lines are shown,
 and its status is the launcher's. Ctrl-C and SIGTERM go to all processes, which then have
---grace-seconds to save and end; a second Ctrl-C ends them at once.
+--grace-seconds to save and end; a second Ctrl-C ends them at once. Status 75 says that the run was
+preempted and resumes when it is started again.
 """
 
 import contextlib
@@ -132,7 +133,7 @@ def run_local(
 
     Returns:
       0, or the exit status of the process that failed first; 128 and the signal's number where a
-      signal ended it.
+      signal ended it. `os.EX_TEMPFAIL` where the processes were preempted.
     """
     port = _free_port()
     processes: list[_Process] = []
@@ -233,7 +234,9 @@ def _supervise(processes: Sequence[_Process], received: list[int], grace_seconds
         if failed is None and any(process.status() for process in processes):
             time.sleep(_SETTLE_SECONDS)
             failed = _first_failed(processes)
-            deadline = min(deadline, time.monotonic() + _SECONDS_AFTER_FAILURE)
+            # Preempted processes end by themselves, after their last save.
+            seconds = grace_seconds if _is_preempted(failed) else _SECONDS_AFTER_FAILURE
+            deadline = min(deadline, time.monotonic() + seconds)
             if not forwarded:
                 _explain(failed)
                 _signal_all(running, signal.SIGTERM)
@@ -261,8 +264,16 @@ def _supervise(processes: Sequence[_Process], received: list[int], grace_seconds
             _explain(failed)
     if failed is None:
         return 0
+    if _is_preempted(failed):
+        _tell("preempted; start the same command again to resume")
+        return os.EX_TEMPFAIL
     status = failed.status()
     return status if status > 0 else 128 - status
+
+
+def _is_preempted(process: _Process) -> bool:
+    """Whether it has saved and ended, or was asked to end before it could listen."""
+    return process.status() in (os.EX_TEMPFAIL, -signal.SIGTERM)
 
 
 def _signal_all(processes: Sequence[_Process], number: int) -> None:
@@ -274,13 +285,20 @@ def _signal_all(processes: Sequence[_Process], number: int) -> None:
 def _first_failed(processes: Sequence[_Process]) -> _Process | None:
     """The process whose failure is the cause of the others', as far as one can tell.
 
-    JAX aborts a process when it loses another one, so one that ended otherwise is the cause.
+    JAX aborts a process when it loses another one, so one that ended otherwise is the cause; and
+    a preemption is the cause of nothing else.
     """
     failed = [process for process in processes if process.status()]
-    return min(failed, key=lambda process: process.status() == -signal.SIGABRT, default=None)
+    return min(
+        failed,
+        key=lambda process: (process.status() == -signal.SIGABRT, _is_preempted(process)),
+        default=None,
+    )
 
 
 def _explain(process: _Process) -> None:
+    if _is_preempted(process):
+        return
     text = f"process {process.index} {process.ending()}"
     if process.log is None:
         _tell(f"{text}; its output is above, that of any others in the logs")

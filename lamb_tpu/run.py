@@ -39,7 +39,7 @@ class Run:
       init: makes the state before the first update from a random key.
       abstract_state: its shapes, dtypes and shardings.
       table: the table of parameter facts.
-      normalisation: a line about the groups of BatchNorm; '' for a model without.
+      batch_norm: a line about the groups of BatchNorm; '' for a model without.
     """
 
     config: ConfigDict
@@ -54,7 +54,7 @@ class Run:
     init: Callable[[jax.Array], state_lib.TrainState]
     abstract_state: state_lib.TrainState
     table: str
-    normalisation: str
+    batch_norm: str
 
     @property
     def shardings(self) -> state_lib.TrainState:
@@ -121,8 +121,8 @@ class Run:
             self.recipe.describe(),
             f"model: {config.model.name}, optimizer: {config.optimizer.name}",
         ]
-        if self.normalisation:
-            lines.append(self.normalisation)
+        if self.batch_norm:
+            lines.append(self.batch_norm)
         if self.folder is not None:
             lines.insert(0, f"workdir: {self.folder.path}")
         if config.accumulation_steps > 1:
@@ -161,9 +161,9 @@ def prepare(
     config_lib.check_values(config)
     named = config.parallel.backend == "shard_map"
     mesh = mesh_lib.make_mesh(config.mesh, devices)
-    normalisation = ""
+    batch_norm = ""
     if training:
-        group_replicas, normalisation = _check_batch(config, mesh)
+        group_replicas, batch_norm = _check_batch(config, mesh)
         mesh = mesh_lib.make_mesh(config.mesh, devices, group_replicas)
     if named and set(mesh.shape) - set(mesh_lib.BATCH_AXES):
         raise UserError(
@@ -217,7 +217,7 @@ def prepare(
         folder.check_parameters(table)
     return Run(
         config, folder, mesh, task, train_set, eval_set, recipe, tx, layout, init,
-        state_lib.with_shardings(abstract, places), table, normalisation,
+        state_lib.with_shardings(abstract, places), table, batch_norm,
     )
 
 

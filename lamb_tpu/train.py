@@ -8,7 +8,6 @@ of parameter facts and the versions that ran. Any key of the config can be overr
 """
 
 import collections
-import math
 import os
 import time
 from typing import Any
@@ -18,24 +17,23 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from lamb_tpu import cli, data, distributed, tasks
+from lamb_tpu.best import Best
 from lamb_tpu.checkpoint import Checkpoints
-from lamb_tpu.errors import UserError
-from lamb_tpu.evaluate import make_evaluator
+from lamb_tpu.desync import make_desync_check
+from lamb_tpu.errors import Preempted
+from lamb_tpu.evaluate import make_evaluator, metric_names
+from lamb_tpu.guards import Guards
+from lamb_tpu.heartbeat import Heartbeat
 from lamb_tpu.metrics import MetricsWriter, mean_metrics
 from lamb_tpu.optim import readings
 from lamb_tpu.parallel import mesh as mesh_lib
-from lamb_tpu.parallel import step as step_lib
+from lamb_tpu.preemption import Preemption
 from lamb_tpu.progress import RunProgress, format_seconds, format_values
-from lamb_tpu.recipe import Recipe
 from lamb_tpu.run import prepare
 
 # How many updates the host may run ahead of the devices: enough to hide the host's work, few
 # enough that batches do not pile up in device memory.
 _STEPS_IN_FLIGHT = 2
-
-
-class Diverged(UserError):
-    """The loss, the gradient or the parameters are no longer finite."""
 
 
 def train(
@@ -45,6 +43,9 @@ def train(
     quiet: bool = False,
 ) -> dict[str, float]:
     """Runs, or resumes, the recipe `config` in the folder `workdir`.
+
+    SIGTERM is answered by a checkpoint of the last completed update; only before the first one is
+    nothing saved, because the seed gives that state again.
 
     Args:
       config: a recipe, see `lamb_tpu.config.base_config`.
@@ -57,7 +58,8 @@ def train(
 
     Raises:
       UserError: a mistake in the config, the data or the workdir, found before anything compiles;
-        or `Diverged`.
+        or `guards.Diverged`.
+      Preempted: SIGTERM has come, and all is saved.
     """
     began = time.monotonic()
     run = prepare(config, workdir)
@@ -66,113 +68,181 @@ def train(
     progress = RunProgress(label, recipe.total_steps, recipe.batch_size, is_first, quiet)
     progress.message(run.describe())
 
+    best = Best(config.checkpoint.best, config.checkpoint.best_mode)
+    best.check(metric_names(run))
     loader = data.TrainLoader(
         run.train_set,
         config.batch_size,
         config.seed,
-        process_index=jax.process_index(),
-        process_count=jax.process_count(),
+        mesh_lib.local_rows(config.batch_size, mesh),
     )
     with (
         folder.hold(is_first),
-        Checkpoints(folder.checkpoints, config.checkpoint.keep, progress.warn) as checkpoints,
+        Preemption() as preemption,
+        distributed.Watchdog(config.guards.hang_seconds) as watchdog,
+        Checkpoints(
+            folder.checkpoints,
+            config.checkpoint.keep,
+            progress.warn,
+            keep_besides=lambda step: step == best.step or recipe.is_due(recipe.keep_every, step),
+        ) as checkpoints,
     ):
         restored = checkpoints.restore_latest(run.abstract_state)
         if restored is None:
-            key = jax.random.key(config.seed)
-            state = jax.jit(run.init, out_shardings=mesh_lib.replicated(mesh))(key)
-            seconds_before = 0.0
+            state, position = run.first_state(), {}
         else:
             state, position = restored
             loader.restore(position["loader"])
-            seconds_before = position["seconds"]
+            best.restore(position["best"])
             progress.message(f"resumed from the checkpoint of update {int(state.step)}")
-        first_step = step = int(state.step)
+        first_step = saved_step = step = int(state.step)
+        seconds_before = position.get("seconds", 0.0)
+        # What a preempted run had in hand: metrics of updates since its last record, and an
+        # evaluation that was broken off.
+        unlogged: list[tasks.Sums] = position.get("unlogged", [])
+        eval_due: bool = position.get("eval_due", False)
         if is_first and step < recipe.total_steps:
-            folder.write_receipt(config, run.table, {"mesh": dict(mesh.shape), "from_step": step})
-        writer = MetricsWriter(folder.path, first_step, config.log.tensorboard, is_first)
+            facts = {
+                "mesh": dict(mesh.shape), "batch_norm": run.batch_norm, "from_step": step,
+            }
+            folder.write_receipt(config, run.table, facts)
+        writer = MetricsWriter(
+            folder.path, first_step, config.log.tensorboard, is_first, evaluated=not eval_due
+        )
 
-        train_step = step_lib.make_train_step(run.task, run.tx, mesh)
-        evaluate = make_evaluator(run)
+        def last_checkpoint() -> str:
+            checkpoints.close()
+            saved = checkpoints.steps()
+            return str(checkpoints.directory / str(saved[-1])) if saved else "not yet written"
+
+        guards = Guards(
+            config.guards, recipe.learning_rates, int(state.skipped), last_checkpoint, progress.warn
+        )
+        guards.restore(position.get("guards", []))
+
+        def copied(state: Any) -> dict[str, Any]:
+            return {"params": state.params, **state.model_state}
+
+        def seconds() -> float:
+            return seconds_before + time.monotonic() - start
+
+        def go_on(completed: str) -> None:
+            watchdog.progress(completed)
+            preemption.poll()
+
+        def look() -> None:
+            """Fetches the metrics of the updates since the last look and passes judgement."""
+            fetched = jax.device_get(unseen)
+            for spike_step, spike in guards.look(fetched).items():
+                writer.write(spike_step, "spike", spike)
+                progress.message(
+                    f"update {spike_step}: loss spike of {spike['loss']:.4g}, the recent median is "
+                    f"{spike['median']:.4g}"
+                )
+            unlogged.extend(jax.tree.map(float, sums) for _, sums in fetched)
+            unseen.clear()
+
+        def save() -> None:
+            position = {
+                "loader": loader.state(),
+                "seconds": seconds(),
+                "unlogged": unlogged,
+                "eval_due": eval_due,
+                "best": best.state(),
+                "guards": guards.state(),
+            }
+            checkpoints.save(step, state, position)
+
+        check_copies = make_desync_check(copied(run.abstract_state), mesh)
+        train_step = run.make_train_step()
+        evaluate = make_evaluator(run, between=lambda: go_on("a batch of the evaluation"))
         start = time.monotonic()
         in_flight: collections.deque[Any] = collections.deque()
-        unlogged: list[tuple[int, tasks.Sums]] = []
+        unseen: list[tuple[int, tasks.Sums]] = []
+        save_due = False
         eval_metrics: dict[str, float] = {}
 
-        with progress, writer:
-            while step < recipe.total_steps:
-                batch = mesh_lib.shard_batch(next(loader), mesh)
-                state, metrics = train_step(state, batch)
-                step += 1
-                unlogged.append((step, metrics))
-                in_flight.append(metrics)
-                if len(in_flight) > _STEPS_IN_FLIGHT:
-                    jax.block_until_ready(in_flight.popleft())
-                if step == first_step + 1:
-                    jax.block_until_ready(metrics)
-                    progress.start(step, time.monotonic() - began)
+        with progress, writer, Heartbeat(config.log.heartbeat_seconds, step) as heartbeat:
+            try:
+                while True:
+                    if eval_due:
+                        eval_metrics = evaluate(state)
+                        eval_due = False
+                        best.see(step, eval_metrics)
+                        epoch = recipe.epoch(step)
+                        writer.write(step, "eval", {**eval_metrics, "epoch": epoch})
+                        progress.message(
+                            f"update {step} (epoch {epoch:.4g}): {format_values(eval_metrics)}"
+                        )
+                    if save_due:
+                        save()
+                        saved_step = step
+                    if step == recipe.total_steps:
+                        break
+                    go_on(f"update {step}")
 
-                seconds = seconds_before + time.monotonic() - start
-                epoch = step * recipe.batch_size / recipe.num_examples
-                save = recipe.is_due(recipe.checkpoint_every, step)
-                # A state is saved only after its metrics were seen to be finite.
-                if save or recipe.is_due(recipe.log_every, step):
-                    values = _means_of_finite(unlogged, recipe, checkpoints)
-                    writer.write(
-                        step,
-                        "train",
-                        {**values, "epoch": epoch, "updates": len(unlogged), "seconds": seconds},
+                    batch = run.shard_batch(next(loader))
+                    state, metrics = train_step(state, batch)
+                    heartbeat.step = step = step + 1
+                    unseen.append((step, metrics))
+                    in_flight.append(metrics)
+                    if len(in_flight) > _STEPS_IN_FLIGHT:
+                        jax.block_until_ready(in_flight.popleft())
+                    if step == first_step + 1:
+                        jax.block_until_ready(metrics)
+                        progress.start(step, time.monotonic() - began)
+
+                    eval_due = recipe.is_due(recipe.eval_every, step)
+                    save_due = (
+                        recipe.is_due(recipe.checkpoint_every, step)
+                        or recipe.is_due(recipe.keep_every, step)
+                        or (eval_due and config.checkpoint.best != "")
                     )
-                    layers = readings.scalars(state.opt_state)
-                    if layers:
-                        writer.write(step, "layers", layers)
-                    progress.update(step, values)
-                    unlogged = []
-                if recipe.is_due(recipe.eval_every, step):
+                    # What is saved has been compared, and its metrics were seen to be finite.
+                    if recipe.desync_every and (
+                        save_due or recipe.is_due(recipe.desync_every, step)
+                    ):
+                        check_copies(copied(state), step)
+                    if save_due or recipe.is_due(recipe.log_every, step):
+                        look()
+                        values = mean_metrics(unlogged)
+                        values["learning_rate"] = float(recipe.learning_rates[step - 1])
+                        if "skipped" in values:
+                            values["skipped"] = guards.skipped
+                        counts = {
+                            "epoch": recipe.epoch(step),
+                            "updates": len(unlogged),
+                            "seconds": seconds(),
+                        }
+                        writer.write(step, "train", values | counts)
+                        layers = readings.scalars(state.opt_state)
+                        if layers:
+                            writer.write(step, "layers", layers)
+                        progress.update(step, values)
+                        unlogged = []
+
+                if first_step == recipe.total_steps and not eval_metrics:
                     eval_metrics = evaluate(state)
-                    writer.write(step, "eval", {**eval_metrics, "epoch": epoch})
+                    progress.message(f"the run was already complete: {format_values(eval_metrics)}")
+                else:
                     progress.message(
-                        f"update {step} (epoch {epoch:.4g}): {format_values(eval_metrics)}"
+                        f"{step} updates in {format_seconds(seconds())}: "
+                        f"{format_values(eval_metrics)}"
                     )
-                if save:
-                    position = {"loader": loader.state(), "seconds": seconds}
-                    checkpoints.save(step, state, position)
-
-            if first_step == recipe.total_steps:
-                eval_metrics = evaluate(state)
-                progress.message(f"the run was already complete: {format_values(eval_metrics)}")
-            else:
-                seconds = seconds_before + time.monotonic() - start
-                progress.message(
-                    f"{step} updates in {format_seconds(seconds)}: {format_values(eval_metrics)}"
-                )
+            except Preempted:
+                if not step:
+                    raise Preempted(
+                        "preempted before the first update; start the same command again"
+                    ) from None
+                if step > saved_step:
+                    if recipe.desync_every:
+                        check_copies(copied(state), step)
+                    look()
+                    save()
+                raise Preempted(
+                    f"preempted at update {step}, saved; start the same command again to resume"
+                ) from None
     return eval_metrics
-
-
-def _means_of_finite(
-    unlogged: list[tuple[int, tasks.Sums]], recipe: Recipe, checkpoints: Checkpoints
-) -> dict[str, float]:
-    """The metrics over some updates, sums over weights, with the last one's learning rate.
-
-    Raises:
-      Diverged: one of them is not finite.
-    """
-    fetched = jax.device_get(unlogged)
-    for step, sums in fetched:
-        for name, (total, _) in sums.items():
-            if not math.isfinite(total):
-                checkpoints.close()
-                saved = checkpoints.steps()
-                raise Diverged(
-                    f"{name} became {float(total)} at update {step}, at the learning rate "
-                    f"{recipe.learning_rates[step - 1]:.4g}; the last checkpoint is "
-                    f"{checkpoints.directory / str(saved[-1]) if saved else 'not yet written'}. "
-                    "Try, in a new --workdir, a lower config.optimizer.learning_rate, a longer "
-                    "config.schedule.warmup or config.optimizer.clip_global_norm"
-                )
-    last_step, _ = fetched[-1]
-    means = mean_metrics(sums for _, sums in fetched)
-    return {**means, "learning_rate": float(recipe.learning_rates[last_step - 1])}
 
 
 def main() -> None:

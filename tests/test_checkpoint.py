@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import multihost_utils
 
 from lamb_tpu import checksums
 from lamb_tpu.checkpoint import Checkpoints
@@ -80,6 +81,31 @@ def test_only_so_many_are_kept(tmp_path: pathlib.Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"3", "4"}
 
 
+def test_others_are_kept_besides(tmp_path: pathlib.Path) -> None:
+    best = 3
+    with Checkpoints(tmp_path, 2, keep_besides=lambda step: step in (1, best)) as checkpoints:
+        for step in (1, 2, 3, 4, 5, 6):
+            checkpoints.save(step, state(step), position(step))
+        checkpoints.close()
+        assert checkpoints.steps() == [1, 3, 5, 6]
+        best = 6  # it is asked anew each time
+        checkpoints.save(7, state(7), position(7))
+        checkpoints.close()
+        checkpoints.save(8, state(8), position(8))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "6", "7", "8"]
+
+
+def test_saving_does_not_ask_for_preemptions(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Orbax would, with the update as the number of the poll; see `Preemption`."""
+    asked: list[int] = []
+    monkeypatch.setattr(multihost_utils, "reached_preemption_sync_point", asked.append)
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(1, state(1), position(1))
+    assert asked == []
+
+
 def test_none_yet_and_an_unknown_one(tmp_path: pathlib.Path, saved: pathlib.Path) -> None:
     with Checkpoints(tmp_path / "new", keep=1) as checkpoints:
         assert checkpoints.restore_latest(ABSTRACT) is None and checkpoints.steps() == []
@@ -111,7 +137,7 @@ def test_damage_to_any_file_is_noticed(
     folder: pathlib.Path, damage: Callable[[pathlib.Path], None], capfd: pytest.CaptureFixture
 ) -> None:
     names = files(folder)
-    assert len(names) > 10 and any(name.startswith("state/ocdbt.process_0/d/") for name in names)
+    assert len(names) >= 10 and any(name.startswith("state/ocdbt.process_0/d/") for name in names)
     for name in names:
         file = folder / "5" / name
         whole = file.read_bytes()
@@ -175,11 +201,14 @@ def test_saved_is_the_state_at_the_call(tmp_path: pathlib.Path) -> None:
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree
     )
     with Checkpoints(tmp_path, keep=10) as checkpoints:
+        where: dict[str, list[int]] = {"at": []}
         for step in range(1, 4):
-            checkpoints.save(step, tree, {"at": step})
+            checkpoints.save(step, tree, where)
+            where["at"].append(step)
             for _ in range(10):
                 tree = bump(tree)
         checkpoints.close()
         for step in range(1, 4):
-            found = np.asarray(checkpoints.restore(step, abstract)[0]["weights"])
-            assert (found == 10 * (step - 1)).all()
+            found, position = checkpoints.restore(step, abstract)
+            assert (np.asarray(found["weights"]) == 10 * (step - 1)).all()
+            assert position["at"] == list(range(1, step))

@@ -1,7 +1,10 @@
 """The command line: mistakes in one sentence, overrides, help."""
 
 import json
+import os
 import pathlib
+import subprocess
+import sys
 
 import pytest
 
@@ -25,7 +28,8 @@ def refused(module: str, *arguments: str, devices: int = 1) -> str:
     [
         ([RECIPE, "--config.optimizer.collect=True"],
          "what the config file leaves at its default has to be added there first"),
-        ([RECIPE, "--config.batchsize=3"], "config.batchsize is unknown; config has: batch_size, "),
+        ([RECIPE, "--config.batchsize=3"],
+         "config.batchsize is unknown; config has: accumulation_steps, batch_size, "),
         (["--config", "configs/digitz.py"], "the file 'configs/digitz.py', which does not exist"),
         ([RECIPE + ":bath=3"], "'bath=3' has the unknown key 'bath'; known: optimizer, batch"),
         ([RECIPE, "--config.batch_size=abc"], "--config.batch_size=abc: invalid literal for int()"),
@@ -79,6 +83,19 @@ def test_diverged_run_exits_with_a_sentence(tmp_path: pathlib.Path) -> None:
     assert "at update" in line and "the last checkpoint is not yet written" in line
 
 
+def test_preempted_before_there_is_anything_to_save(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "recipe.py"
+    file.write_text(
+        "import os, signal\ndef get_config(argument=None):\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+    )
+    done = tiny.command("lamb_tpu.train", f"--config={file}", f"--workdir={tmp_path / 'run'}")
+    assert done.returncode == os.EX_TEMPFAIL == 75
+    assert done.stderr == (
+        "preempted; nothing that was saved is lost, start the same command again\n"
+    )
+
+
 def test_evaluate(copy: pathlib.Path, tmp_path: pathlib.Path) -> None:
     """Prints the newest checkpoint's metrics as JSON, and refuses what is not there."""
     file = tmp_path / "recipe.py"
@@ -92,6 +109,8 @@ def test_evaluate(copy: pathlib.Path, tmp_path: pathlib.Path) -> None:
     assert metrics["step"] == 8 and 0 < metrics["accuracy"] < 1
     line = refused("lamb_tpu.evaluate", *arguments, "--step=9")
     assert "has no checkpoint of update 9; it has: 4, 8, 12" in line
+    line = refused("lamb_tpu.evaluate", *arguments, "--step=last")
+    assert "--step is 'last'; it must be a number of updates or 'best'" in line
     empty = refused("lamb_tpu.evaluate", RECIPE, f"--workdir={tmp_path / 'none'}")
     assert "holds no run: config.json is missing" in empty
     assert not (tmp_path / "none").exists()
@@ -104,3 +123,17 @@ def test_help_teaches() -> None:
         "--config.optimizer.learning_rate=0.002",
     ):
         assert part in done.stdout
+
+
+def test_libtpu_says_nothing_where_there_is_no_tpu() -> None:
+    code = "import jax; from lamb_tpu import cli; cli.run_main(lambda: print(jax.devices()))"
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("JAX_", "TPU_"))
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tiny.ROOT, env=environment, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    assert done.stdout.strip()

@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -253,6 +254,13 @@ def test_watchdog_lets_live_what_goes_on() -> None:
     )
     assert done.returncode == 0 and done.stdout == "complete\n", done.stderr
     assert seconds > 2.7
+
+
+def test_watchdog_without_a_limit() -> None:
+    threads = threading.active_count()
+    with distributed.Watchdog(0.0) as watchdog:
+        watchdog.progress("update 3")
+        assert threading.active_count() == threads
 
 
 def test_watchdog_ends_what_hangs() -> None:

@@ -1,6 +1,9 @@
-"""A run killed by SIGKILL, twice, ends as one that was left alone: bit for bit on one machine."""
+"""A run ended by SIGKILL and SIGTERM ends as one left alone: bit for bit on one machine."""
 
+import os
 import pathlib
+import re
+import signal
 import subprocess
 import time
 from collections.abc import Callable
@@ -25,23 +28,28 @@ def last_logged(workdir: pathlib.Path) -> int:
     return read_records(metrics)[-1]["step"] if metrics.exists() and metrics.stat().st_size else 0
 
 
-def kill_when(workdir: pathlib.Path, condition: Callable[[], bool]) -> str:
-    """Starts the run, kills it as soon as the condition holds, and returns what it printed."""
+def kill_when(
+    workdir: pathlib.Path, condition: Callable[[], bool], number: int = signal.SIGKILL
+) -> tuple[str, str]:
+    """Starts the run, kills it as soon as the condition holds; what it printed, and as errors."""
     process = tiny.start("lamb_tpu.train", *ARGUMENTS, f"--workdir={workdir}")
     deadline = time.monotonic() + 120
     while not condition():
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.001)
-    process.kill()
-    out, _ = process.communicate()
-    assert process.returncode == -9
-    return out
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == {signal.SIGKILL: -9, signal.SIGTERM: os.EX_TEMPFAIL}[number]
+    return out, err
 
 
 @pytest.fixture(scope="module")
 def workdirs(tmp_path_factory: pytest.TempPathFactory) -> tuple[pathlib.Path, pathlib.Path, list]:
-    """An uninterrupted run, one killed twice, and what the latter printed, start by start."""
+    """An uninterrupted run, one killed four times, and what that printed, start by start.
+
+    Of the two starts ended by SIGTERM there is what they told as an error.
+    """
     whole, killed = (tmp_path_factory.mktemp(name) for name in ("whole", "killed"))
     done = tiny.command("lamb_tpu.train", *ARGUMENTS, f"--workdir={whole}")
     assert done.returncode == 0, done.stderr
@@ -53,9 +61,15 @@ def workdirs(tmp_path_factory: pytest.TempPathFactory) -> tuple[pathlib.Path, pa
     def in_a_save() -> bool:
         return last_logged(killed) >= 200 and any(checkpoints.glob("*.orbax-checkpoint-tmp*"))
 
-    printed = [kill_when(killed, between_saves)]
+    def is_set_up() -> bool:
+        return (killed / "run.jsonl").exists()
+
+    # While it compiles: before the first update, or after it.
+    printed = [kill_when(killed, is_set_up, signal.SIGTERM)[1]]
+    printed.append(kill_when(killed, between_saves)[0])
     assert checkpoints.is_dir()
-    printed.append(kill_when(killed, in_a_save))
+    printed.append(kill_when(killed, in_a_save)[0])
+    printed += kill_when(killed, lambda: last_logged(killed) >= 268, signal.SIGTERM)
     last: subprocess.CompletedProcess = tiny.command(
         "lamb_tpu.train", *ARGUMENTS, f"--workdir={killed}"
     )
@@ -65,15 +79,18 @@ def workdirs(tmp_path_factory: pytest.TempPathFactory) -> tuple[pathlib.Path, pa
 
 
 def test_each_start_resumes_from_a_checkpoint(workdirs) -> None:
-    _, killed, (first, second, third) = workdirs
-    assert "resumed" not in first
+    _, killed, (early, first, second, third, late, fourth) = workdirs
+    update = re.fullmatch(r"preempted (at update 1, saved|before the first update); .*\n", early)[1]
+    assert ("resumed from the checkpoint of update 1\n" in first) == update.startswith("at")
     resumed = [
         int(text.partition("resumed from the checkpoint of update ")[2].split()[0])
-        for text in (second, third)
+        for text in (second, third, fourth)
     ]
     assert 0 < resumed[0] <= 67 + 15 and 150 <= resumed[1] < 400
-    assert all(step % 15 == 0 for step in resumed)
-    assert len((killed / "run.jsonl").read_text().splitlines()) == 3
+    assert all(step % 15 == 0 for step in resumed[:2])
+    # Nothing is lost.
+    assert resumed[2] >= 268 and late.startswith(f"preempted at update {resumed[2]}, saved; start")
+    assert len((killed / "run.jsonl").read_text().splitlines()) == 5
     assert not list((killed / "checkpoints").glob("*tmp*"))
 
 

@@ -1,5 +1,6 @@
 """The launcher: one job of several processes, none of which outlives it."""
 
+import os
 import pathlib
 import signal
 import subprocess
@@ -130,6 +131,27 @@ def test_signal_goes_to_all_and_is_waited_for(tmp_path: pathlib.Path, number: in
     name = signal.Signals(number).name
     assert f"saved after {name}" in done.out and f"launch: {name}: the processes have" in done.err
     assert not alive(tmp_path)
+
+
+def test_preempted_processes_may_save(tmp_path: pathlib.Path) -> None:
+    """Longer than the others of one that fails may live on."""
+    done = finish(start(mode="preempted", folder=tmp_path))
+    assert done.status == os.EX_TEMPFAIL and done.seconds > 4
+    assert "launch: preempted; start the same command again to resume" in done.err
+    assert "killing" not in done.err and "ended with status" not in done.err
+
+
+def test_preempted_before_they_could_listen(tmp_path: pathlib.Path) -> None:
+    process = start(mode="fail", folder=tmp_path, processes=1)
+    wait_for(tmp_path, 2)
+    process.send_signal(signal.SIGTERM)
+    done = finish(process)
+    assert done.status == os.EX_TEMPFAIL and "launch: preempted; start" in done.err
+
+
+def test_failure_counts_more_than_a_preemption(tmp_path: pathlib.Path) -> None:
+    done = finish(start(mode="fail_at_the_end", folder=tmp_path))
+    assert done.status == 3 and "process 1 ended with status 3" in done.err
 
 
 def test_signal_has_a_bound(tmp_path: pathlib.Path) -> None:

@@ -1,8 +1,11 @@
 """The story of a run: what it writes, how it resumes, how it ends badly."""
 
+import itertools
 import json
+import os
 import pathlib
 import shutil
+import signal
 from typing import Any
 
 import jax
@@ -10,9 +13,12 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
-from lamb_tpu.errors import UserError
+from lamb_tpu.errors import Preempted, UserError
+from lamb_tpu.evaluate import evaluate_checkpoint
+from lamb_tpu.guards import Diverged
 from lamb_tpu.metrics import MetricsWriter, read_records
-from lamb_tpu.train import Diverged, train
+from lamb_tpu.preemption import Preemption
+from lamb_tpu.train import train
 from lamb_tpu.workdir import Workdir
 from tests import tiny
 
@@ -127,6 +133,136 @@ def test_records_are_neither_doubled_nor_lost(
         train(tiny.digits(), tmp_path, quiet=True)
     train(tiny.digits(), tmp_path, quiet=True)
     assert without_seconds(tmp_path) == without_seconds(trained)
+
+
+def preempt_at(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """SIGTERM comes just before the next run polls for the `number`th time."""
+    poll, numbers = Preemption.poll, itertools.count(1)
+
+    def signalled(self: Preemption) -> None:
+        if next(numbers) == number:
+            os.kill(os.getpid(), signal.SIGTERM)
+        poll(self)
+
+    monkeypatch.setattr(Preemption, "poll", signalled)
+
+
+def checkpoints(workdir: pathlib.Path) -> list[int]:
+    return sorted(int(path.name) for path in (workdir / "checkpoints").iterdir())
+
+
+def test_preempted_run_goes_on_as_if_nothing_had_happened(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ended by SIGTERM again and again, and once by a failure, it writes what one start writes.
+
+    There is a poll before each update and before each of the three batches of an evaluation.
+    """
+    config = tiny.digits(log__every="5 steps", checkpoint__best="loss", checkpoint__best_mode="min")
+    whole, workdir = tmp_path / "whole", tmp_path / "preempted"
+    train(config, whole, quiet=True)
+    for poll, step, saved in [
+        (1, 0, []),  # before the first update there is nothing to save
+        (3, 2, [2]),  # before the first record
+        (1, 2, [2]),  # before any update: it is saved already
+        (3, 4, [2, 4]),  # just after a checkpoint of its own
+        (4, 6, [2, 4, 6]),  # in the evaluation after update 6
+        (3, 6, [2, 4, 6]),  # in the same one again
+    ]:
+        with monkeypatch.context() as patch:
+            preempt_at(patch, poll)
+            message = f"^preempted at update {step}, saved; start" if step else "^preempted before"
+            with pytest.raises(Preempted, match=message):
+                train(config, workdir, quiet=True)
+        assert checkpoints(workdir) == saved
+    assert not read_records(workdir / "metrics.jsonl", "eval")
+    interrupt_at(monkeypatch, 8, "train")
+    with pytest.raises(Interrupted):
+        train(config, workdir, quiet=True)
+    # The evaluation is there now, but update 6 is still the last one saved.
+    assert [r["step"] for r in read_records(workdir / "metrics.jsonl", "eval")] == [6]
+    with monkeypatch.context() as patch:
+        preempt_at(patch, 3 + 6 + 2)  # in the last evaluation
+        with pytest.raises(Preempted, match="^preempted at update 12, saved"):
+            train(config, workdir, quiet=True)
+    train(config, workdir, quiet=True)
+    assert without_seconds(workdir) == without_seconds(whole)
+    (found, where), (expected, position) = (tiny.restored(config, w) for w in (workdir, whole))
+    tiny.assert_equal(found, expected)
+    assert where["loader"] == position["loader"]
+    # The state of update 12 was saved before its evaluation.
+    best = min(read_records(whole / "metrics.jsonl", "eval"), key=lambda record: record["loss"])
+    assert best["step"] == 12 and where["best"]["step"] == 6
+    assert evaluate_checkpoint(config, workdir, "best")["step"] == 12
+    steps = [r["step"] for r in read_records(workdir / "metrics.jsonl", "train")]
+    assert steps == [4, 5, 6, 8, 10, 12]
+
+
+def test_preempted_complete_run(copy: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = tiny.fingerprint(copy)
+    preempt_at(monkeypatch, 2)
+    with pytest.raises(Preempted, match="at update 12, saved"):
+        train(tiny.digits(), copy, quiet=True)
+    assert tiny.fingerprint(copy) == before
+
+
+def test_preempted_run_that_diverges_is_not_saved(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = {"log__every": "12 steps", "checkpoint__every": "12 steps"}
+    preempt_at(monkeypatch, 5)
+    with pytest.raises(Diverged, match="at update 2"):
+        train(diverging(3e38, **changes), tmp_path, quiet=True)
+    assert checkpoints(tmp_path) == []
+
+
+@pytest.mark.parametrize("best, preempted", [("accuracy", False), ("loss", False), ("loss", True)])
+def test_best_checkpoint_and_those_for_good_are_kept(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, best: str, preempted: bool
+) -> None:
+    # The largest loss is that of the first evaluation, so it lasts to the end.
+    config = tiny.digits(
+        checkpoint__keep=1, checkpoint__every="6 steps", checkpoint__keep_every="5 steps",
+        checkpoint__best=best, eval__every="2 steps",
+    )
+    if preempted:
+        with monkeypatch.context() as patch:
+            preempt_at(patch, 13)
+            with pytest.raises(Preempted, match="at update 6"):
+                train(config, tmp_path, quiet=True)
+    train(config, tmp_path, quiet=True)
+    evaluations = read_records(tmp_path / "metrics.jsonl", "eval")
+    expected = max(evaluations, key=lambda record: record[best])
+    assert best != "loss" or expected["step"] == 2
+    assert checkpoints(tmp_path) == sorted({5, 10, 12, expected["step"]})
+    metrics = evaluate_checkpoint(config, tmp_path, "best")
+    assert metrics["step"] == expected["step"]
+    assert metrics[best] == pytest.approx(expected[best], rel=1e-6)
+
+
+def test_no_best_checkpoint(copy: pathlib.Path) -> None:
+    with pytest.raises(UserError, match="has no best checkpoint.*--step=UPDATE of 4, 8, 12"):
+        evaluate_checkpoint(tiny.digits(), copy, "best")
+
+
+@pytest.mark.parametrize("key, value, message", [
+    ("best", "acuracy", "config.checkpoint.best is 'acuracy'; .* metrics are: accuracy, loss"),
+    ("best", "ema_loss", "config.checkpoint.best is 'ema_loss'; .* metrics are: accuracy, loss"),
+    ("best_mode", "most", "config.checkpoint.best_mode is 'most'; known: max, min"),
+    ("keep_every", "5 stops", "config.checkpoint.keep_every: '5 stops' "),
+])
+def test_mistake_about_checkpoints(
+    tmp_path: pathlib.Path, key: str, value: str, message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        train(tiny.digits(**{f"checkpoint__{key}": value}), tmp_path / "new", quiet=True)
+    assert not (tmp_path / "new" / "checkpoints").exists()
+
+
+def test_averages_have_a_best_too(tmp_path: pathlib.Path) -> None:
+    config = tiny.digits(ema__decay=0.5, checkpoint__best="ema_accuracy", duration="2 steps")
+    train(config, tmp_path, quiet=True)
+    assert evaluate_checkpoint(config, tmp_path, "best")["step"] == 2
 
 
 def damage(workdir: pathlib.Path, step: int) -> None:

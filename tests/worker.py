@@ -38,6 +38,19 @@ def abort() -> None:
     sleep()
 
 
+def preempted() -> None:
+    """Process 0 has saved and ends; process 1 needs longer."""
+    if INDEX == 1:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(4)
+    sys.exit(os.EX_TEMPFAIL)
+
+
+def fail_at_the_end() -> None:
+    """Process 0 has saved and ends; process 1 fails."""
+    sys.exit(3 if INDEX == 1 else os.EX_TEMPFAIL)
+
+
 def stubborn() -> None:
     """Process 0 listens to no signal but SIGKILL; process 1 fails when that is so."""
     if INDEX == 1:

@@ -1,0 +1,128 @@
+"""What a checkpoint costs the loop: how long the call takes, and the updates while it is written.
+
+  python -m experiments.bench.save_stall
+
+A LAMB update of a state of random numbers, its buffers donated as in the trainer, alternating:
+updates alone, updates while a checkpoint is written in the background, and a save that is waited
+for. The loop stands still during the call of the save, in which the state is copied off the device;
+the writing, compressing and checksumming that follow share the cores with the updates only where,
+as here, the device is the CPU.
+"""
+
+import os
+import pathlib
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from absl import flags
+
+from lamb_tpu import cli, optim
+from lamb_tpu.checkpoint import Checkpoints
+
+_NUM_LEAVES = 24
+
+
+def make_state(megabytes: int) -> tuple[Any, Callable[[Any], Any]]:
+    """Parameters and both moments, together of that size, and the donating update."""
+    width = int((megabytes * 2**20 / 4 / 3 / _NUM_LEAVES) ** 0.5)
+    keys = jax.random.split(jax.random.key(0), _NUM_LEAVES)
+    params = {f"kernel{i}": jax.random.normal(key, (width, width)) for i, key in enumerate(keys)}
+    tx = optim.lamb(0.001, rules=[(".*", {})])
+
+    def step(state: Any) -> Any:
+        params, opt_state = state
+        grads = jax.tree.map(jnp.sin, params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    return (params, tx.init(params)), jax.jit(step, donate_argnums=0)
+
+
+def timed(step: Callable[[Any], Any], state: Any) -> tuple[Any, float]:
+    """The next state, and the seconds to it."""
+    start = time.monotonic()
+    state = jax.block_until_ready(step(state))
+    return state, time.monotonic() - start
+
+
+def measure(directory: pathlib.Path) -> dict[str, list[float]]:
+    """Seconds, by what was timed; the first round, in which all is compiled, is left out."""
+    values = flags.FLAGS
+    state, step = make_state(values.megabytes)
+    seconds: dict[str, list[float]] = {
+        name: [] for name in ("alone", "call", "written", "beside", "waited")
+    }
+    with Checkpoints(directory, keep=1) as checkpoints:
+        for number in range(values.rounds + 1):
+            if number == 1:
+                for times in seconds.values():
+                    times.clear()
+            for _ in range(values.steps):
+                state, one = timed(step, state)
+                seconds["alone"].append(one)
+
+            start = time.monotonic()
+            checkpoints.save(2 * number, state, {})
+            seconds["call"].append(time.monotonic() - start)
+            # A checkpoint has its name when it is complete.
+            while not (directory / str(2 * number)).exists():
+                state, one = timed(step, state)
+                seconds["beside"].append(one)
+            seconds["written"].append(time.monotonic() - start)
+            checkpoints.close()
+
+            start = time.monotonic()
+            checkpoints.save(2 * number + 1, state, {})
+            checkpoints.close()
+            seconds["waited"].append(time.monotonic() - start)
+    return seconds
+
+
+def main() -> None:
+    """Measures, prints the table and writes it if asked."""
+    values = flags.FLAGS
+    with tempfile.TemporaryDirectory(dir=values.directory) as directory:
+        seconds = measure(pathlib.Path(directory))
+    update, call, written, beside, waited = (
+        statistics.median(seconds[name])
+        for name in ("alone", "call", "written", "beside", "waited")
+    )
+    rows = [
+        ("update alone", update, 1.0),
+        ("call of the save, in which the loop stands still", call, call / update),
+        ("update while the checkpoint is written", beside, beside / update),
+        ("from the call until it is complete", written, written / update),
+        ("save that is waited for", waited, waited / update),
+    ]
+    lines = [
+        f"State of {values.megabytes} MB of random float32, LAMB, jax {jax.__version__}, "
+        f"{jax.device_count()} x {jax.devices()[0].device_kind}, {os.cpu_count()} cores. Medians "
+        f"of {values.rounds} rounds; {len(seconds['beside'])} updates fell beside a save.",
+        *([values.note] if values.note else []),
+        "",
+        "| what | ms | updates alone |",
+        "|---|--:|--:|",
+        *(f"| {what} | {1000 * time_:.1f} | {ratio:.2f} |" for what, time_, ratio in rows),
+        "",
+        f"The call takes {call / waited:.3f} of a save that is waited for.",
+    ]
+    text = "\n".join(lines) + "\n"
+    print(text, end="")
+    if values.write:
+        pathlib.Path(__file__).with_suffix(".md").write_text(text)
+
+
+if __name__ == "__main__":
+    flags.DEFINE_integer("megabytes", 300, "Size of the state.", lower_bound=1)
+    flags.DEFINE_integer("steps", 10, "Updates alone in a round.", lower_bound=1)
+    flags.DEFINE_integer("rounds", 5, "Rounds that count.", lower_bound=1)
+    flags.DEFINE_string("directory", None, "Where to save; else the system's temporary folder.")
+    flags.DEFINE_string("note", "", "What else ran on the machine, for the table.")
+    flags.DEFINE_bool("write", False, "Whether to write save_stall.md beside this file.")
+    cli.run_main(main)

@@ -1,0 +1,55 @@
+"""A line from each process now and then: the first has a progress bar, the others would be mute."""
+
+import os
+import pathlib
+import socket
+import threading
+import time
+
+import jax
+
+
+class Heartbeat:
+    """Prints where this process is, in every process but the first.
+
+    One line: process, host, update, updates a second since the last line, resident memory. Use as a
+    context manager, and set `step`.
+
+    Args:
+      every_seconds: from line to line; 0: none.
+      step: completed updates.
+    """
+
+    def __init__(self, every_seconds: float, step: int) -> None:
+        self._every = every_seconds
+        self._over = threading.Event()
+        self.step = step
+
+    def __enter__(self) -> "Heartbeat":
+        if self._every and jax.process_index():
+            self._who = f"process {jax.process_index()} of {jax.process_count()}"
+            threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._over.set()
+
+    def _beat(self) -> None:
+        when, before = time.monotonic(), self.step
+        while not self._over.wait(self._every):
+            now, step = time.monotonic(), self.step
+            print(
+                f"{self._who} on {socket.gethostname()}: update {step}, "
+                f"{(step - before) / (now - when):.4g} updates/s{_resident()}",
+                flush=True,
+            )
+            when, before = now, step
+
+
+def _resident() -> str:
+    """', 1.23 GiB resident', or nothing where the system does not tell."""
+    try:
+        pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return ""
+    return f", {pages * os.sysconf('SC_PAGE_SIZE') / 2**30:.2f} GiB resident"
