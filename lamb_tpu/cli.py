@@ -29,15 +29,10 @@ def define_config_flag() -> None:
     )
 
 
-def define_run_flags() -> None:
-    """Defines --config and --workdir; call before `run_main`."""
+def define_run_flags(workdir: str) -> None:
+    """Defines --config and --workdir, with the help text of the latter; call before `run_main`."""
     define_config_flag()
-    flags.DEFINE_string(
-        "workdir",
-        None,
-        "Folder for checkpoints, metrics and the resolved config. A folder that already holds a "
-        "run of the same config is resumed.",
-    )
+    flags.DEFINE_string("workdir", None, workdir)
 
 
 def _parse_flags(argv: list[str], required: Sequence[str]) -> list[str]:

@@ -70,8 +70,8 @@ def base_config() -> ConfigDict:
     config.log.heartbeat_seconds = 60.0  # from line to line of each process but the first; 0: none
     config.ema = ConfigDict({"decay": 0.0})  # of an average of the weights, evaluated too; 0: none
     config.guards = ConfigDict()
-    config.guards.max_skipped = 0  # updates with a non-finite gradient that are left out
-    config.guards.spike_factor = 3.0  # a loss this many times the recent median is told; 0: none
+    config.guards.max_skipped = 0  # of a run's updates, left out where the gradient is not finite
+    config.guards.spike_factor = 10.0  # a loss this many times the recent median is told; 0: none
     config.guards.desync_every = "0 steps"  # compares the processes' parameters; 0: never
     config.guards.hang_seconds = 1800.0  # without progress the process ends; 0: never
     # The batch is split over data and fsdp. Where fsdp is not 1, ZeRO-1 and the rule 'fsdp' split
@@ -80,7 +80,7 @@ def base_config() -> ConfigDict:
     config.parallel = ConfigDict()
     config.parallel.backend = "jit"  # jit | shard_map: who places the collectives, compiler or we
     config.parallel.rules = ()  # (regex over paths, replicated | fsdp | mesh axis of each axis)
-    config.parallel.optimizer_state = "replicated"  # replicated | zero1: split over the data axis
+    config.parallel.optimizer_state = "replicated"  # replicated | zero1: split over fsdp, or data
     config.parallel.gradient_dtype = "float32"  # float32 | bfloat16: what gradients are sent in
     return config.lock()
 

@@ -162,6 +162,8 @@ def _detect(
 
 def _check(address: str | None, count: int | None, index: int | None) -> None:
     values = {"coordinator_address": address, "num_processes": count, "process_id": index}
+    if count is not None and count < 1:
+        raise UserError(f"num_processes is {count}; it must be at least 1")
     missing = [f"--{name}" for name, value in values.items() if value is None]
     if missing:
         known = ", ".join(f"{name} {value}" for name, value in values.items() if value is not None)
@@ -169,11 +171,9 @@ def _check(address: str | None, count: int | None, index: int | None) -> None:
             f"this is one process of several ({known}), but {' and '.join(missing)} cannot be "
             "found; give what is missing, or start the run with lamb_tpu.launch, srun or mpirun"
         )
-    if count < 1 or not 0 <= index < count:
+    if not 0 <= index < count:
         raise UserError(
             f"process_id is {index} and num_processes {count}; ids must lie in 0..{count - 1}"
-            if count > 0
-            else f"num_processes is {count}; it must be at least 1"
         )
     if not re.fullmatch(r".+:\d+", address) or not 0 < _split(address)[1] < 2**16:
         raise UserError(f"coordinator_address is {address!r}; it must be HOST:PORT")

@@ -46,7 +46,8 @@ def make_evaluator(
     # The averages may be split as the optimizer's state is; the step takes them as the weights.
     weights = (run.abstract_state.params, run.abstract_state.model_state)
     place = jax.jit(
-        lambda averages: averages, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, weights)
+        lambda averages: jax.tree.map(lambda e, x: e.astype(x.dtype), averages, weights),
+        out_shardings=jax.tree.map(lambda leaf: leaf.sharding, weights),
     )
 
     def evaluate(state: TrainState) -> dict[str, float]:
@@ -104,15 +105,17 @@ def evaluate_checkpoint(
             restored = checkpoints.restore_latest(run.abstract_state)
         if step == "best" and restored is not None:
             state, position = restored
-            best = Best(config.checkpoint.best, config.checkpoint.best_mode)
-            best.restore(position["best"])
+            kept = position["best"]
+            best = Best(kept["metric"], kept["mode"])
+            best.restore(kept)
             if position["eval_due"]:  # a preempted run's last evaluation was broken off
                 best.see(int(state.step), make_evaluator(run)(state))
             step = best.step
             if step is None:
                 raise UserError(
-                    f"--workdir {run.folder.path} has no best checkpoint: config.checkpoint.best "
-                    "named no metric, or there was no evaluation yet; give --step=UPDATE of "
+                    f"--workdir {run.folder.path} has no best checkpoint: the run's "
+                    "config.checkpoint.best named no metric, or it has had no evaluation yet; give "
+                    "--step=UPDATE of "
                     f"{', '.join(map(str, checkpoints.steps()))}"
                 )
         if step not in (None, "best"):
@@ -137,7 +140,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    cli.define_run_flags()
+    cli.define_run_flags(workdir="Folder of the run.")
     distributed.define_flags()
     flags.DEFINE_string(
         "step", None, "Completed updates of the checkpoint, or 'best'; default the newest."

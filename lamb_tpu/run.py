@@ -75,21 +75,28 @@ class Run:
     def make_train_step(self) -> step_lib.Update:
         """The step that trains, `(state, batch) -> (state, sums)`, compiled at its first call."""
         config, parallel = self.config, self.config.parallel
-        narrow = parallel.gradient_dtype != "float32"
         return step_lib.make_train_step(
             self.task,
             self.tx,
             self.layout,
             self.shardings,
             parallel.backend,
-            parallel.gradient_dtype if narrow else None,
+            parallel.gradient_dtype,
             accumulation_steps=config.accumulation_steps,
             ema_decay=config.ema.decay,
             skip_nonfinite=config.guards.max_skipped > 0,
         )
 
+    def local_rows(self) -> np.ndarray:
+        """The rows of a training batch that this process reads, in the order of `shard_batch`."""
+        order = mesh_lib.microbatch_order(
+            self.config.batch_size, mesh_lib.num_batch_shards(self.mesh),
+            self.config.accumulation_steps,
+        )
+        return order[mesh_lib.local_rows(self.config.batch_size, self.mesh)]
+
     def shard_batch(self, batch: data.Batch) -> dict[str, jax.Array]:
-        """A training batch over the mesh, from this process' rows of it."""
+        """A training batch over the mesh, from the rows of it that `local_rows` tells."""
         return mesh_lib.shard_batch(batch, self.config.batch_size, self.mesh)
 
     def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -226,7 +233,9 @@ def _check_batch(config: ConfigDict, mesh: Mesh) -> tuple[int, str]:
     and the line about it.
     """
     parts, steps = mesh_lib.num_batch_shards(mesh), config.accumulation_steps
-    over = f"the {parts} devices of the data axis"
+    over = f"the {parts} devices of config.mesh"
+    if "model" in mesh.shape or "sequence" in mesh.shape:
+        over = f"the {parts} parts into which config.mesh splits it"
     mesh_lib.check_divides("config.batch_size", config.batch_size, parts, over)
     if steps > 1:
         over += f" in config.accumulation_steps={steps} microbatches"

@@ -26,7 +26,6 @@ from lamb_tpu.guards import Guards
 from lamb_tpu.heartbeat import Heartbeat
 from lamb_tpu.metrics import MetricsWriter, mean_metrics
 from lamb_tpu.optim import readings
-from lamb_tpu.parallel import mesh as mesh_lib
 from lamb_tpu.preemption import Preemption
 from lamb_tpu.progress import RunProgress, format_seconds, format_values
 from lamb_tpu.run import prepare
@@ -74,7 +73,7 @@ def train(
         run.train_set,
         config.batch_size,
         config.seed,
-        mesh_lib.local_rows(config.batch_size, mesh),
+        run.local_rows(),
     )
     with (
         folder.hold(is_first),
@@ -252,6 +251,9 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    cli.define_run_flags()
+    cli.define_run_flags(
+        workdir="Folder for checkpoints, metrics and the resolved config. A folder that already "
+        "holds a run of the same config is resumed."
+    )
     distributed.define_flags()
     cli.run_main(main, required=("config", "workdir"))

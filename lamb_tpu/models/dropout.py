@@ -69,8 +69,8 @@ class Dropout(nn.Module):
         Raises:
           ValueError: `rate` is out of its range, or there is not one position for each row.
         """
-        if not 0 <= self.rate < 1:
-            raise ValueError(f"the rate of dropout must be in [0, 1), not {self.rate}")
+        if type(self.rate) not in (int, float) or not 0 <= self.rate < 1:
+            raise ValueError(f"the rate of dropout must be in [0, 1), not {self.rate!r}")
         if not train or self.rate == 0:
             return x
         positions = _positions.get()

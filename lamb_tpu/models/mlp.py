@@ -34,6 +34,8 @@ class MLP(nn.Module):
         sizes = self.hidden_sizes
         if isinstance(sizes, str) or not all(type(size) is int and size > 0 for size in sizes):
             raise ValueError(f"hidden_sizes must be whole numbers of at least 1, not {sizes!r}")
+        if type(self.batch_norm) is not bool:
+            raise ValueError(f"batch_norm must be True or False, not {self.batch_norm!r}")
         if self.group_size is not None and not self.batch_norm:
             raise ValueError(f"group_size is {self.group_size!r}; it needs batch_norm=True")
         x = inputs.reshape(inputs.shape[0], -1)

@@ -31,12 +31,13 @@ def gradients(
     """The gradient of the loss' sum over a batch, not divided by its weight.
 
     Row r of microbatch j is row j * n + r of each shard, n being the shard's rows in a microbatch,
-    so that no example moves between devices. Examples are weighted as in one large batch, also
-    where microbatches have unequal weights.
+    so that no example moves between devices; in the order of `mesh.microbatch_order` it is a run
+    of consecutive examples. Examples are weighted as in one large batch, also where microbatches
+    have unequal weights.
 
     A microbatch is a batch to BatchNorm: its groups are those of the microbatch, as ghost batches
-    of the large one. Groups that fit into a shard's rows of a microbatch are therefore the same
-    for every number of microbatches and devices. The running averages become those of the large
+    of the large one, and the same for every number of devices. Groups that divide a microbatch are
+    also the same for every number of microbatches. The running averages become those of the large
     batch, by the law of total variance.
 
     Args:

@@ -35,10 +35,10 @@ def all_reduce(tree: Any, axes: Sequence[str], dtype: Any = None) -> Any:
       dtype: what floating-point leaves are sent and added in; None: their own.
 
     Returns:
-      The sums, in the leaves' own dtypes.
+      The sums, in the wider of that and the leaves' own dtypes.
     """
-    sums = lax.psum(jax.tree.map(lambda x: _narrowed(x, dtype), tree), tuple(axes))
-    return jax.tree.map(lambda total, x: total.astype(x.dtype), sums, tree)
+    sums = lax.psum(jax.tree.map(lambda x: _sent(x, dtype), tree), tuple(axes))
+    return jax.tree.map(_wider, sums, tree)
 
 
 def reduce_scatter(
@@ -57,19 +57,19 @@ def reduce_scatter(
       dtype: what they are sent and added in; None: their own.
 
     Returns:
-      Arrays of the same dtypes, 1/n as long along their axis on a mesh axis of size n.
+      Arrays 1/n as long along their axis on a mesh axis of size n, in the wider dtype.
     """
     parts = lax.axis_size(name)
 
     def run(bucket: list[jax.Array], cuts: list[int]) -> list[jax.Array]:
         rows = [
-            _rows(_narrowed(leaf, dtype), axis, parts)
+            _rows(_sent(leaf, dtype), axis, parts)
             for leaf, axis in zip(bucket, cuts, strict=True)
         ]
         local = _scatter(_pack(rows), name, parts)
         pieces = _unpack(local, [matrix.shape[1] for matrix in rows])
         return [
-            piece.reshape(_part_shape(leaf.shape, axis, parts)).astype(leaf.dtype)
+            _wider(piece.reshape(_part_shape(leaf.shape, axis, parts)), leaf)
             for piece, leaf, axis in zip(pieces, bucket, cuts, strict=True)
         ]
 
@@ -155,8 +155,12 @@ def _in_buckets(
     return [results[index] for index in range(len(leaves))]
 
 
-def _narrowed(x: jax.Array, dtype: Any) -> jax.Array:
+def _sent(x: jax.Array, dtype: Any) -> jax.Array:
     return x if dtype is None or not jnp.issubdtype(x.dtype, jnp.floating) else x.astype(dtype)
+
+
+def _wider(received: jax.Array, own: jax.Array) -> jax.Array:
+    return received.astype(jnp.promote_types(received.dtype, own.dtype))
 
 
 def _pack(rows: Sequence[jax.Array]) -> jax.Array:

@@ -33,8 +33,8 @@ def make_mesh(
         state), 'model' and 'sequence'; one of them may be -1, which takes what is left. Axes of
         size 1 other than 'data' are not in the mesh.
       devices: what to put into it; None: all there are.
-      group_replicas: devices of one group of BatchNorm: above 16, consecutive groups along the
-        data axis are tiles of the torus.
+      group_replicas: devices of one group of BatchNorm. Where there are several, and no axis but
+        those of the batch, they lie as `torus.order` has them.
 
     Raises:
       UserError: an unknown or missing axis, or sizes that do not multiply to the devices.
@@ -53,8 +53,8 @@ def make_mesh(
         across = [slices if axis == DATA_AXIS else 1 for axis in names]
         within = [length // count for length, count in zip(lengths, across, strict=True)]
         array = mesh_utils.create_hybrid_device_mesh(within, across, devices)
-    elif group_replicas > torus.LARGEST_RING and len(lengths) == 1:
-        array = np.array(torus.order(devices, group_replicas))
+    elif group_replicas > 1 and set(names) <= set(BATCH_AXES):
+        array = np.array(torus.order(devices, group_replicas)).reshape(lengths)
     else:
         # Where an axis is no product of the torus' own, it has to be cut out of them.
         array = mesh_utils.create_device_mesh(lengths, devices, allow_split_physical_axes=True)
@@ -133,6 +133,19 @@ def local_rows(batch_size: int, mesh: Mesh) -> np.ndarray:
     devices = batch_sharding(mesh).addressable_devices_indices_map((batch_size,))
     held = {rows.indices(batch_size) for (rows,) in devices.values()}
     return np.concatenate([np.arange(*bounds) for bounds in sorted(held)])
+
+
+def microbatch_order(batch_size: int, num_shards: int, steps: int) -> np.ndarray:
+    """Which example of a global batch lies at each place of the array that is split over a mesh.
+
+    Every shard is cut into `steps` microbatches. With the examples in this order microbatch j is
+    the j-th run of consecutive examples, whatever the number of shards, and no example has to move
+    between devices.
+
+    >>> microbatch_order(8, 2, 2)
+    array([0, 1, 4, 5, 2, 3, 6, 7])
+    """
+    return np.arange(batch_size).reshape(steps, num_shards, -1).swapaxes(0, 1).ravel()
 
 
 def shard_batch(

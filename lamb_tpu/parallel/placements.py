@@ -35,9 +35,12 @@ class Compiled:
         """Of that batch; None where a device sees its own rows only."""
         return mesh_lib.batch_sharding(self.layout.mesh)
 
-    def positions(self, rows: int) -> jax.Array:
-        """The places in the global batch of the rows that the step sees, (rows,)."""
-        return jnp.arange(rows, dtype=jnp.int32)
+    def positions(self, rows: int, steps: int) -> jax.Array:
+        """The places in the global batch of the rows that the step sees, (rows,).
+
+        They are in the order of `mesh.microbatch_order`.
+        """
+        return jnp.asarray(mesh_lib.microbatch_order(rows, self.num_shards, steps), jnp.int32)
 
     def whole_params(self, params: Any) -> Any:
         """Parameters as the model needs them."""
@@ -89,8 +92,12 @@ class Named:
     def _state_axis(self) -> str:
         return mesh_lib.state_axis(self.layout.mesh)
 
-    def positions(self, rows: int) -> jax.Array:
-        return lax.axis_index(self._axes) * rows + jnp.arange(rows, dtype=jnp.int32)
+    def positions(self, rows: int, steps: int) -> jax.Array:
+        within = rows // steps
+        microbatch = mesh_lib.num_batch_shards(self.layout.mesh) * within
+        starts = jnp.arange(steps, dtype=jnp.int32)[:, None] * microbatch
+        here = lax.axis_index(self._axes) * within + jnp.arange(within, dtype=jnp.int32)
+        return (starts + here).ravel()
 
     def whole_params(self, params: Any) -> Any:
         # Leaf by leaf, so that the compiler may gather each where it is first used.

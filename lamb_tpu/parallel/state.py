@@ -26,7 +26,8 @@ class TrainState:
       model_state: its other collections, such as BatchNorm's running averages.
       opt_state: the optimizer's state.
       key: typed random key, constant; update t draws from `fold_in(key, t)`.
-      ema: moving averages of parameters and model state, as a pair; None without.
+      ema: moving averages of parameters and model state, as a pair, in float32 at least; None
+        without.
       skipped: updates that were left out because their gradient was not finite, int32 scalar.
     """
 
@@ -115,11 +116,18 @@ def make_init(
         zeros = {name: jnp.zeros(value.shape, value.dtype) for name, value in batch.items()}
         model_state = dict(task.init(init_key, zeros))
         params = model_state.pop("params")
-        ema = (params, model_state) if average else None
+        ema = jax.tree.map(_widened, (params, model_state)) if average else None
         zero = jnp.zeros((), jnp.int32)
         return TrainState(zero, params, model_state, tx.init(params), train_key, ema, zero)
 
     return init
+
+
+def _widened(leaf: jax.Array) -> jax.Array:
+    # An average of bfloat16 weights that is kept in bfloat16 never moves at 0.9999.
+    if not jnp.issubdtype(leaf.dtype, jnp.floating):
+        return leaf
+    return leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
 
 
 def state_shardings(

@@ -15,7 +15,6 @@ from lamb_tpu.tasks import Sums, Task
 
 Batch = Mapping[str, jax.Array]
 Update = Callable[[TrainState, Batch], tuple[TrainState, Sums]]
-BACKENDS = ("jit", "shard_map")
 
 
 def make_update(
@@ -38,7 +37,8 @@ def make_update(
       task: the learning problem. Inside shard_map its model's BatchNorm names the batch axes.
       tx: the optimizer. Inside shard_map with `axis_name=layout.axis_name`.
       placement: how the update communicates.
-      accumulation_steps: microbatches that a device's rows are cut into.
+      accumulation_steps: microbatches that a device's rows are cut into. The rows of a batch are
+        in the order of `mesh.microbatch_order`.
       ema_decay: d of the moving average e <- d_t e + (1 - d_t) x of parameters and model state,
         with d_t = min(d, (1 + t) / (10 + t)) after t updates as in TensorFlow, whose EfficientNet
         recipes have 0.9999.
@@ -55,7 +55,7 @@ def make_update(
             state.model_state,
             batch,
             jax.random.fold_in(state.key, state.step),
-            placement.positions(rows),
+            placement.positions(rows, accumulation_steps),
             accumulation_steps,
             placement.num_shards,
             placement.batch_sharding,
@@ -100,9 +100,7 @@ def _average(decay: float, step: jax.Array, ema: Any, values: Any) -> Any:
     def moved(average: jax.Array, value: jax.Array) -> jax.Array:
         if not jnp.issubdtype(value.dtype, jnp.floating):
             return value
-        # At least float32, in which a bfloat16 average would never move at 0.9999.
-        difference = value.astype(jnp.float32) - average.astype(jnp.float32)
-        return (average + (1 - decay) * difference).astype(average.dtype)
+        return average + (1 - decay).astype(average.dtype) * (value.astype(average.dtype) - average)
 
     return jax.tree.map(moved, ema, values)
 

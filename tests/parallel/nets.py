@@ -30,7 +30,9 @@ def trained(
     """The state after some updates of `tiny.digits(**changes)`, each update's sums, and the run."""
     run = prepare(tiny.digits(**changes), None, jax.devices()[:num_devices])
     state, step, sums = run.first_state(), run.make_train_step(), []
-    loader = data.TrainLoader(run.train_set, run.config.batch_size, run.config.seed)
+    loader = data.TrainLoader(
+        run.train_set, run.config.batch_size, run.config.seed, run.local_rows()
+    )
     for batch, _ in zip(loader, range(num_steps)):
         state, found = step(state, run.shard_batch(batch))
         sums.append(jax.device_get(found))

@@ -75,14 +75,22 @@ def test_dropout_and_ghost_batches_are_those_of_one_batch(
         np.testing.assert_allclose(sums[-1][name], (total, weight), rtol=1e-5, err_msg=name)
 
 
-def test_groups_are_those_of_a_microbatch() -> None:
-    # A group as large as it can be: the microbatch of 16, which the large batch has as ghost batch.
-    whole, _, _ = trained(1, 6, model=ConfigDict({**BATCH_NORM.to_dict(), "group_size": 16}))
-    model = ConfigDict({**BATCH_NORM.to_dict(), "group_size": None})
-    found, _, _ = trained(1, 6, model=model, accumulation_steps=4)
-    assert difference(found.params, whole.params) < 1e-6
-    assert difference(found.model_state, whole.model_state) < 1e-6
-    other, _, _ = trained(1, 6, model=model)
+@pytest.mark.parametrize("num_devices, place", PLACES)
+@pytest.mark.parametrize("group_size", [None, 8])
+def test_groups_are_those_of_a_microbatch_on_any_devices(
+    group_size: int | None, num_devices: int, place: dict[str, Any]
+) -> None:
+    """Microbatches of 16: as many groups of one, or two, over several devices as the batch has."""
+    def model(size: int | None) -> ConfigDict:
+        return ConfigDict({**BATCH_NORM.to_dict(), "dropout_rate": 0.2, "group_size": size})
+
+    whole, _, _ = trained(1, 4, model=model(group_size or 16))
+    found, _, _ = trained(
+        num_devices, 4, model=model(group_size), accumulation_steps=4, **place
+    )
+    assert difference(found.params, whole.params) < 2e-6
+    assert difference(found.model_state, whole.model_state) < 2e-6
+    other, _, _ = trained(1, 4, model=model(None))
     assert difference(found.params, other.params) > 1e-4
 
 

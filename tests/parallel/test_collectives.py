@@ -71,6 +71,10 @@ def test_sums_keep_dtypes_and_may_be_narrow() -> None:
     np.testing.assert_array_equal(run(tree)["a"], np.asarray(tree["a"]).sum(0))
     assert run(tree)["n"] == 28 and run(tree)["n"].dtype == jnp.int32
 
+    narrow = {"a": jnp.full((8, 3), 1 + 2**-7, jnp.bfloat16)}
+    run, _ = over(8, lambda t: collectives.all_reduce(t, ["data"], jnp.float32), narrow)
+    assert run(narrow)["a"].dtype == jnp.float32 and run(narrow)["a"][0] == 8 * (1 + 2**-7)
+
     third = {"a": jnp.full((8, 3), 1 / 3), "n": tree["n"]}
     run, _ = over(8, lambda t: collectives.all_reduce(t, ["data"], jnp.bfloat16), third)
     assert run(third)["a"].dtype == jnp.float32 and run(third)["n"] == 28

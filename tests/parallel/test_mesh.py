@@ -86,10 +86,25 @@ def test_large_groups_of_batch_norm_are_tiles(monkeypatch: pytest.MonkeyPatch) -
         for column in range(16)
     ]
     monkeypatch.setattr(mesh_lib, "Mesh", lambda devices, names, axis_types: (devices, names))
-    array, _ = mesh_lib.make_mesh({"data": -1}, chips, group_replicas=64)
-    for start in range(0, 256, 64):
-        coords = np.array([device.coords[:2] for device in array[start : start + 64]])
-        assert (np.ptp(coords, axis=0) == 7).all()  # 8 x 8
+    for shape in ({"data": -1}, {"data": -1, "fsdp": 4}):
+        array, names = mesh_lib.make_mesh(shape, chips, group_replicas=64)
+        assert names == tuple(shape) and array.size == 256
+        for group in array.reshape(4, 64):
+            coords = np.array([device.coords[:2] for device in group])
+            assert (np.ptp(coords, axis=0) == 7).all()  # 8 x 8
+    # Small ones are runs of neighbours.
+    array, _ = mesh_lib.make_mesh({"data": -1}, chips, group_replicas=8)
+    coords = np.array([device.coords for device in array])
+    assert (np.abs(np.diff(coords, axis=0)).sum(1) == 1).all()
+
+
+def test_microbatches_are_runs_of_examples_on_any_devices() -> None:
+    for shards in (1, 2, 4):
+        order = mesh_lib.microbatch_order(24, shards, 3).reshape(shards, 3, -1)
+        assert sorted(order.ravel().tolist()) == list(range(24))
+        for number in range(3):
+            run = order[:, number].ravel().tolist()
+            assert run == list(range(8 * number, 8 * number + 8))
 
 
 def test_batch_is_split_over_the_batch_axes() -> None:
