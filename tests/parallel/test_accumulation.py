@@ -88,8 +88,9 @@ def test_groups_are_those_of_a_microbatch_on_any_devices(
     found, _, _ = trained(
         num_devices, 4, model=model(group_size), accumulation_steps=4, **place
     )
-    assert difference(found.params, whole.params) < 2e-6
-    assert difference(found.model_state, whole.model_state) < 2e-6
+    # The first updates of LAMB enlarge what rounding leaves; other groups differ by a half.
+    assert difference(found.params, whole.params) < 1e-5
+    assert difference(found.model_state, whole.model_state) < 1e-5
     other, _, _ = trained(1, 4, model=model(None))
     assert difference(found.params, other.params) > 1e-4
 
