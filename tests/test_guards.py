@@ -233,7 +233,9 @@ def test_spike_of_a_run_is_written_down(
         return shard_batch(run, batch)
 
     monkeypatch.setattr(Run, "shard_batch", shard)
-    config = tiny.digits(duration="48 steps", optimizer__learning_rate=0.001)
+    config = tiny.digits(
+        duration="48 steps", optimizer__learning_rate=0.001, guards__spike_factor=3.0
+    )
     train(config, tmp_path)
     (spike,) = read_records(tmp_path / "metrics.jsonl", "spike")
     losses = [r["loss"] for r in read_records(tmp_path / "metrics.jsonl", "train")]

@@ -125,8 +125,8 @@ def test_a_batch_that_does_not_divide() -> None:
     done = tiny.command("lamb_tpu.plan", "--config=configs/digits.py", "--topology=v3-2048")
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr == (
-        "error: config.batch_size is 32, which does not divide over the 2048 devices of the data "
-        "axis; 2048 would\n"
+        "error: config.batch_size is 32, which does not divide over the 2048 devices of "
+        "config.mesh; 2048 would\n"
     )
 
 
