@@ -4,6 +4,7 @@
 #   make test            the tests                                     (under 15 minutes on 2 cores)
 #   make test-all        the tests with those marked long
 #   make test-faults     runs killed at 20 random moments, with a table of them
+#   make test-interchange  BERT beside transformers under PyTorch; installs both
 #   make bench FLAGS=--data_dir=FOLDER   the benchmarks; FOLDER has MNIST's original files. Rows of
 #                        PyTorch need the extra bench: .venv/bin/pip install -e '.[bench]'
 #   make bench-distribution   one run on 1 to 8 devices and 1 to 4 processes: differences, traffic
@@ -15,7 +16,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.ready-$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 
-.PHONY: setup demo test test-all test-faults bench bench-distribution bench-tpu clean
+.PHONY: setup demo test test-all test-faults test-interchange bench bench-distribution bench-tpu clean
 
 setup: $(STAMP)
 
@@ -37,6 +38,10 @@ test-all: setup
 
 test-faults: setup
 	$(RUN) -m pytest -q -s tests/test_faults.py -m long
+
+test-interchange: setup
+	$(RUN) -m pip install --quiet --editable '.[interchange]'
+	$(RUN) -m pytest -q tests/interchange
 
 bench: setup
 	$(RUN) -m experiments.bench.update_speed --write

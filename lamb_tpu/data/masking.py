@@ -1,0 +1,101 @@
+"""Masked language modelling: which tokens of an example are predicted, and what stands there."""
+
+import numpy as np
+
+from lamb_tpu.data.hashing import below, uniform, words
+
+_ORDER, _KIND, _TOKEN = range(3)  # what a random word is for
+_KEEP_BELOW, _RANDOM_BELOW = 0.1, 0.2  # 10 % stay, 10 % become random, the rest the mask
+
+
+def mask_tokens(
+    ids: np.ndarray,
+    is_text: np.ndarray,
+    is_head: np.ndarray,
+    keys: np.ndarray,
+    *,
+    mask_id: int,
+    vocabulary_size: int,
+    max_predictions: int,
+    probability: float = 0.15,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Masks examples as `create_pretraining_data.py` of BERT does.
+
+    Of an example of n tokens, special ones counted, `round(n * probability)` are predicted, at
+    least one and at most `max_predictions`. Words, or single tokens, are taken in random order;
+    a word of more tokens than are still wanted is passed over. A token that is predicted becomes
+    [MASK] in 80 %, stays in 10 %, and becomes any token of the vocabulary in 10 %.
+
+    Args:
+      ids: int32 (examples, length), special tokens and padding included.
+      is_text: bool, same shape: neither special nor padding.
+      is_head: bool, same shape: the token begins a word; its other tokens follow it. True
+        everywhere masks single tokens. The first of each run of text is a head by itself.
+      keys: uint64 (examples,): the masking of an example is a function of its key.
+      mask_id: of [MASK].
+      vocabulary_size: for the random tokens.
+      max_predictions: places for predictions.
+      probability: share of the tokens that are predicted.
+
+    Returns:
+      masked ids int32 (examples, length); and (examples, max_predictions) each: positions int32
+      in ascending order, original ids int32, and weights float32, 1 for a prediction. Places
+      without a prediction hold 0.
+    """
+    num_examples, length = ids.shape
+    rows, columns = np.arange(num_examples)[:, None], np.arange(length)
+    chosen = _choose(is_text, is_head, keys, max_predictions, probability)
+    kind = uniform(words(_KIND, keys[:, None], columns))
+    random_ids = below(words(_TOKEN, keys[:, None], columns), vocabulary_size)
+    replaced = np.where(kind < _RANDOM_BELOW, random_ids, mask_id)
+    masked = np.where(chosen & (kind >= _KEEP_BELOW), replaced, ids).astype(np.int32)
+
+    # Chosen columns first, each kind in ascending order.
+    positions = np.argsort(~chosen, axis=1, kind="stable")[:, :max_predictions]
+    weights = chosen[rows, positions]
+    positions = np.where(weights, positions, 0)
+    targets = np.where(weights, ids[rows, positions], 0)
+    missing = ((0, 0), (0, max_predictions - positions.shape[1]))
+    return (
+        masked,
+        np.pad(positions, missing).astype(np.int32),
+        np.pad(targets, missing).astype(np.int32),
+        np.pad(weights, missing).astype(np.float32),
+    )
+
+
+def _choose(
+    is_text: np.ndarray,
+    is_head: np.ndarray,
+    keys: np.ndarray,
+    max_predictions: int,
+    probability: float,
+) -> np.ndarray:
+    num_examples, length = is_text.shape
+    rows, columns = np.arange(num_examples)[:, None], np.arange(length)
+    # The special tokens: [CLS], and a separator behind each run of text.
+    before = np.pad(is_text, ((0, 0), (1, 0)))[:, :-1]
+    specials = 1 + (is_text & ~before).sum(1)
+    wanted = np.rint((is_text.sum(1) + specials) * probability).astype(np.int64)
+    wanted = np.clip(wanted, 1, max_predictions)
+
+    heads = is_text & (is_head | ~before)
+    head_of = np.maximum.accumulate(np.where(heads, columns, 0), axis=1)
+    sizes = np.zeros(is_text.shape, np.int64)
+    np.add.at(sizes, (np.broadcast_to(rows, is_text.shape)[is_text], head_of[is_text]), 1)
+    random_order = words(_ORDER, keys[:, None], columns) >> np.uint64(1)
+    # What is no head comes last.
+    order = np.argsort(random_order | ((~heads).astype(np.uint64) << np.uint64(63)), axis=1)
+    sizes_in_order = np.take_along_axis(sizes, order, axis=1)
+    taken_in_order = np.zeros(is_text.shape, bool)
+    taken = np.zeros(num_examples, np.int64)
+    for rank in range(heads.sum(1).max(initial=0)):
+        size = sizes_in_order[:, rank]
+        fits = (size > 0) & (taken + size <= wanted)
+        taken_in_order[:, rank] = fits
+        taken += np.where(fits, size, 0)
+        if np.all(taken == wanted):
+            break
+    taken_heads = np.zeros(is_text.shape, bool)
+    np.put_along_axis(taken_heads, order, taken_in_order, axis=1)
+    return is_text & np.take_along_axis(taken_heads, head_of, axis=1)

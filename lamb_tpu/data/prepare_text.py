@@ -1,0 +1,148 @@
+"""The command that turns raw text into shards of WordPiece ids, once, before pre-training.
+
+    python -m lamb_tpu.data.prepare_text --input='books/**/*.md' --vocab=vocab.txt --output=DIR
+
+A run that was killed continues where it was when the same command is started again.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from rich.progress import Progress as Bar
+
+from lamb_tpu.data.text.preparation import Progress, Settings, prepare_text
+from lamb_tpu.data.text.reader import DOCUMENT_RULES
+from lamb_tpu.data.text.sentences import SENTENCE_RULES
+from lamb_tpu.errors import UserError
+
+_SECONDS_BETWEEN_LINES = 10.0
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:
+        raise UserError(f"{message}; see --help")
+
+
+class _Shown:
+    """A bar on a terminal, lines at most every ten seconds elsewhere: bytes, rate, time left."""
+
+    def __init__(self) -> None:
+        self._start = self._last_line = time.monotonic()
+        columns = (
+            TextColumn("text"), BarColumn(bar_width=None), DownloadColumn(),
+            TransferSpeedColumn(), TextColumn("left"), TimeRemainingColumn(),
+        )
+        self._console = Console(highlight=False, soft_wrap=True)
+        terminal = self._console.is_terminal
+        # rich forgets updates of 30 s ago otherwise, and a shard can take longer
+        self._bar = Bar(*columns, console=self._console, speed_estimate_period=1e9,
+                        disable=not terminal)
+        self._task = None
+
+    def __enter__(self) -> "_Shown":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._bar.stop()
+
+    def __call__(self, progress: Progress) -> None:
+        if self._task is None:
+            self._task = self._bar.add_task("text", completed=progress.done)
+            if progress.resumed:
+                self.tell(f"{progress.resumed / 1e6:,.1f} MB were done by an earlier run")
+        self._bar.update(self._task, completed=progress.done, total=progress.total)
+        now = time.monotonic()
+        fresh = progress.done - progress.resumed
+        if fresh and self._bar.disable and now - self._last_line >= _SECONDS_BETWEEN_LINES:
+            self._last_line = now
+            rate = fresh / (now - self._start)
+            self.tell(
+                f"{progress.done / 1e6:,.1f} of {progress.total / 1e6:,.1f} MB; "
+                f"{rate / 1e6:.2f} MB/s, {(progress.total - progress.done) / rate:,.0f} s left"
+            )
+
+    def tell(self, text: str) -> None:
+        self._console.print(text, markup=False)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; returns 0, 2 for a mistake told in one sentence, or 130 for Ctrl-C."""
+    try:
+        return _run(_parse(arguments))
+    except (UserError, OSError) as error:  # of the system: a full disk, a folder of others
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; start the same command again to continue", file=sys.stderr)
+        return 130
+
+
+def _run(options: argparse.Namespace) -> int:
+    settings = Settings(
+        vocab=options.vocab,
+        train_vocab=options.train_vocab,
+        cased=options.cased,
+        documents=options.documents,
+        sentences=options.sentences,
+        shard_bytes=options.shard_bytes,
+        data_dir=options.data_dir,
+    )
+    with _Shown() as shown:
+        manifest = prepare_text(
+            options.input, options.output, settings, options.processes, shown
+        )
+    counts = manifest["counts"]
+    shown.tell(
+        f"{options.output} holds {counts['documents']:,} documents, {counts['sentences']:,} "
+        f"sentences and {counts['tokens']:,} tokens in {len(manifest['shards']):,} shards; "
+        f"{counts['unknown_tokens'] / counts['tokens']:.2%} of the tokens are unknown"
+    )
+    for key, text in (
+        ("empty_documents", "documents were empty and are left out"),
+        ("broken_lines", "lines are not UTF-8; what could not be read in them is left out"),
+        ("cut_sentences", "sentences were too long and are cut"),
+    ):
+        if counts[key]:
+            print(f"warning: {counts[key]:,} {text}", file=sys.stderr)
+    return 0
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = _Parser(
+        prog="python -m lamb_tpu.data.prepare_text", description=__doc__.partition("\n")[0],
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--input", action="append", required=True, metavar="GLOB",
+        help="files of text, ** for folders below; may be given again; or tfds:NAME[/CONFIG]"
+        "[:SPLIT], a prepared TFDS set with a feature `text`, an example a document")
+    add("--output", required=True, metavar="DIR", help="folder to write")
+    add("--vocab", metavar="FILE", help="vocab.txt: a token a line")
+    add("--train-vocab", type=int, metavar="N",
+        help="instead of --vocab: make a vocabulary of N tokens from the inputs")
+    add("--cased", action="store_true", help="keep case and accents")
+    add("--documents", default="file", metavar="|".join(DOCUMENT_RULES),
+        help="what a document is: a file (the default), what stands between blank lines (as the "
+        "original BERT code has it), or what follows a line `= Title =` (WikiText)")
+    add("--sentences", default="split", metavar="|".join(SENTENCE_RULES),
+        help="what a sentence is: a part of a line, found by rules (the default), or a line")
+    add("--shard-bytes", type=int, default=16 * 2**20, metavar="N",
+        help="text a shard, about; one process makes a shard (default: %(default)s)")
+    add("--processes", type=int, metavar="N", help="at work together (default: one a core)")
+    add("--data-dir", metavar="DIR", help="folder of prepared TFDS sets")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Text: documents -> sentences -> WordPiece ids -> ArrayRecord shards, and reading those."""

@@ -1,0 +1,390 @@
+"""Text in, shards of token ids out: in parallel, and continued where it was killed."""
+
+import concurrent.futures
+import concurrent.futures.process
+import contextlib
+import fcntl
+import hashlib
+import json
+import multiprocessing
+import os
+import pathlib
+import signal
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import tokenizers
+
+from lamb_tpu.data.text import shards
+from lamb_tpu.data.text.reader import (
+    DOCUMENT_RULES,
+    TFDS_PREFIX,
+    Piece,
+    cut_files,
+    cut_tfds,
+    find_files,
+    read_piece,
+    read_tfds,
+    tfds_builder,
+)
+from lamb_tpu.data.text.sentences import SENTENCE_RULES, sentences
+from lamb_tpu.data.text.vocabulary import Vocabulary
+from lamb_tpu.data.text.wordpiece import make_tokenizer, train_vocabulary
+from lamb_tpu.errors import UserError
+
+_SETTINGS = "settings.json"  # there until the manifest is
+_LOCK = ".preparing"
+_COUNTS = (
+    "documents", "empty_documents", "sentences", "cut_sentences", "tokens", "unknown_tokens",
+    "broken_lines",
+)
+_BATCH = 1000  # sentences tokenized together
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the output depends on, besides the inputs.
+
+    Attributes:
+      vocab: path of a `vocab.txt`; None trains one.
+      train_vocab: number of tokens of the vocabulary to train; None reads `vocab`.
+      cased: keep case and accents.
+      documents: what a document is, one of `reader.DOCUMENT_RULES`.
+      sentences: what a sentence is, one of `sentences.SENTENCE_RULES`.
+      shard_bytes: text a shard, about.
+      data_dir: folder of prepared TFDS sets; None is TFDS's own.
+    """
+
+    vocab: str | None = None
+    train_vocab: int | None = None
+    cased: bool = False
+    documents: str = "file"
+    sentences: str = "split"
+    shard_bytes: int = 16 * 2**20
+    data_dir: str | None = None
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a preparation is: bytes of text, of which `resumed` were done by an earlier run."""
+
+    done: int
+    resumed: int
+    total: int
+
+
+def prepare_text(
+    inputs: Sequence[str],
+    output: str | pathlib.Path,
+    settings: Settings,
+    processes: int | None = None,
+    report: Callable[[Progress], None] = lambda progress: None,
+) -> dict[str, Any]:
+    """Prepares text once, or returns the manifest of an output that is complete.
+
+    The output is the same, byte for byte, for every number of processes, and when a killed run is
+    started again: a shard is a function of the inputs and settings, is written under another
+    name and renamed when it is whole.
+
+    Args:
+      inputs: patterns of files, or one `tfds:NAME[/CONFIG][:SPLIT]`.
+      output: the folder of shards, vocabulary and manifest.
+      settings: see there.
+      processes: at work together; None for as many as there are cores.
+      report: called with the progress at the start and after each shard.
+
+    Returns:
+      The manifest: `settings`, `inputs` and `shards` with their sha256, `vocabulary`, `counts`.
+
+    Raises:
+      UserError: bad settings or inputs, or `output` holds something else.
+    """
+    _check(settings, processes)
+    if "://" in str(output):
+        raise UserError(f"--output={output} must be a local or mounted folder")
+    folder = pathlib.Path(output).expanduser()
+    if folder.is_file():
+        raise UserError(f"--output={output} is a file; it must be a folder")
+    with _locked(folder):
+        pieces, files = _plan(inputs, settings)
+        identity = _identity(files, settings)
+        if (folder / shards.MANIFEST).exists():
+            manifest = json.loads((folder / shards.MANIFEST).read_text())
+            _compare(folder, {key: manifest.get(key) for key in identity}, identity)
+            return manifest
+        if (folder / _SETTINGS).exists():
+            _compare(folder, json.loads((folder / _SETTINGS).read_text()), identity)
+        elif [path for path in folder.iterdir() if path.name != _LOCK]:
+            raise UserError(
+                f"--output={output} is not empty and was not begun by this command; give another "
+                "folder"
+            )
+        else:
+            _write_json(folder / _SETTINGS, identity)
+        groups = _group(pieces, settings.shard_bytes)
+        vocabulary = _vocabulary(folder, groups, settings)
+        names = [f"text-{i:05}-of-{len(groups):05}.array_record" for i in range(len(groups))]
+        jobs = {
+            name: (folder / name, group, settings) for name, group in zip(names, groups)
+        }
+        _work(jobs, folder, processes, report)
+        manifest = _manifest(folder, names, identity, vocabulary)
+        _write_json(folder / shards.MANIFEST, manifest)
+        for name in names:
+            _done(folder / name).unlink()
+        (folder / _SETTINGS).unlink()
+        return manifest
+
+
+def _check(settings: Settings, processes: int | None) -> None:
+    for flag, value, known in (
+        ("documents", settings.documents, DOCUMENT_RULES),
+        ("sentences", settings.sentences, SENTENCE_RULES),
+    ):
+        if value not in known:
+            raise UserError(f"--{flag}={value} is unknown; known are {', '.join(known)}")
+    if (settings.vocab is None) == (settings.train_vocab is None):
+        raise UserError("give one of --vocab=FILE and --train-vocab=N")
+    for flag, number in (
+        ("processes", processes),
+        ("shard-bytes", settings.shard_bytes),
+        ("train-vocab", settings.train_vocab),
+    ):
+        if number is not None and number < 1:
+            raise UserError(f"--{flag}={number} must be at least 1")
+
+
+def _plan(inputs: Sequence[str], settings: Settings) -> tuple[list[Piece], dict[str, str]]:
+    """The pieces of all inputs, and their files: name in the manifest -> path."""
+    sets = [item for item in inputs if item.startswith(TFDS_PREFIX)]
+    if sets and len(inputs) > 1:
+        raise UserError(f"--input={sets[0]} must be the only input")
+    if sets:
+        builder, split = tfds_builder(sets[0], settings.data_dir)
+        paths = [str(path) for path in builder.info.splits[split].filepaths]
+        pieces = cut_tfds(sets[0], settings.data_dir, settings.shard_bytes)
+    else:
+        paths = find_files(inputs)
+        pieces = cut_files(paths, settings.documents, settings.shard_bytes)
+    # Without what lies above all of them, so that a manifest is the same on every machine.
+    root = os.path.dirname(paths[0]) if len(paths) == 1 else os.path.commonpath(paths)
+    return pieces, {os.path.relpath(path, root): path for path in paths}
+
+
+def _identity(files: dict[str, str], settings: Settings) -> dict[str, Any]:
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        sums = pool.map(_sha256, files.values())
+    described = asdict(settings)
+    del described["data_dir"]
+    described["vocab"] = settings.vocab and _sha256(settings.vocab)
+    return {
+        "settings": {"format": shards.FORMAT, **described, "tokenizers": tokenizers.__version__},
+        "inputs": [
+            {"name": name, "bytes": os.path.getsize(path), "sha256": digest}
+            for (name, path), digest in zip(files.items(), sums)
+        ],
+    }
+
+
+def _compare(folder: pathlib.Path, found: dict[str, Any], identity: dict[str, Any]) -> None:
+    found_settings, settings = found.get("settings") or {}, identity["settings"]
+    for key, value in settings.items():
+        if found_settings.get(key) != value:
+            raise UserError(
+                f"--output={folder} was begun with {key} = {found_settings.get(key)!r}, this "
+                f"command has {value!r}; delete the folder or give another"
+            )
+    if found.get("inputs") != identity["inputs"]:
+        raise UserError(
+            f"--output={folder} was begun from other input files, or they have changed; delete "
+            "the folder or give another"
+        )
+
+
+def _group(pieces: Iterable[Piece], shard_bytes: int) -> list[list[Piece]]:
+    groups: list[list[Piece]] = [[]]
+    size = 0
+    for piece in pieces:
+        if groups[-1] and size + piece.num_bytes > shard_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(piece)
+        size += piece.num_bytes
+    return groups
+
+
+def _vocabulary(
+    folder: pathlib.Path, groups: list[list[Piece]], settings: Settings
+) -> Vocabulary:
+    path = folder / shards.VOCABULARY
+    if path.exists():
+        return Vocabulary.read(path)
+    if settings.vocab is not None:
+        vocabulary = Vocabulary.read(settings.vocab)
+    else:
+
+        def read() -> Iterator[str]:
+            for group in groups:
+                for lines in _documents(group, settings, Counter()):
+                    yield from sentences(lines, settings.sentences, Counter())
+
+        vocabulary = train_vocabulary(read, settings.train_vocab, settings.cased)
+    part = folder / f".{shards.VOCABULARY}.part"
+    vocabulary.write(part)
+    part.rename(path)
+    return vocabulary
+
+
+def _work(
+    jobs: dict[str, tuple],
+    folder: pathlib.Path,
+    processes: int | None,
+    report: Callable[[Progress], None],
+) -> None:
+    sizes = {name: sum(piece.num_bytes for piece in job[1]) for name, job in jobs.items()}
+    todo = [
+        name
+        for name in jobs
+        if not (_done(folder / name).exists() and (folder / name).exists())
+    ]
+    resumed = sum(sizes.values()) - sum(sizes[name] for name in todo)
+    done = resumed
+    report(Progress(done, resumed, sum(sizes.values())))
+    count = min(processes or os.cpu_count() or 1, len(todo))
+    with contextlib.ExitStack() as stack:
+        if count > 1:
+            # A process a core, each with one thread; spawned, because ArrayRecord has threads.
+            os.environ["TOKENIZERS_PARALLELISM"] = "false"
+            pool = stack.enter_context(
+                concurrent.futures.ProcessPoolExecutor(
+                    count, multiprocessing.get_context("spawn"), _start_worker
+                )
+            )
+            stack.callback(pool.shutdown, wait=True, cancel_futures=True)
+            futures = {pool.submit(_prepare_shard, *jobs[name]): name for name in todo}
+            finished = concurrent.futures.as_completed(futures)
+            names = (futures[future] for future in finished if future.result() is None)
+        else:
+            names = (name for name in todo if _prepare_shard(*jobs[name]) is None)
+        try:
+            for name in names:
+                done += sizes[name]
+                report(Progress(done, resumed, sum(sizes.values())))
+        except concurrent.futures.process.BrokenProcessPool as error:
+            raise UserError(
+                "a process was killed, perhaps for want of memory; start the same command again, "
+                f"with fewer than --processes={count} or smaller --shard-bytes"
+            ) from error
+
+
+def _start_worker() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends the others
+    parent = multiprocessing.parent_process()
+
+    def follow() -> None:
+        parent.join()
+        os._exit(1)  # it was killed: nobody waits for this process any more
+
+    threading.Thread(target=follow, daemon=True).start()
+
+
+def _prepare_shard(path: pathlib.Path, pieces: list[Piece], settings: Settings) -> None:
+    """Writes one shard and, beside it, what it holds: the second says that the first is whole."""
+    vocabulary = Vocabulary.read(path.parent / shards.VOCABULARY)
+    counts = Counter[str]()
+    part = path.with_name(f".{path.name}.part")
+    documents = _tokenize(pieces, settings, vocabulary, counts)
+    shards.write_shard(part, documents, shards.id_dtype(len(vocabulary)))
+    part.rename(path)
+    described = {
+        "name": path.name,
+        "bytes": path.stat().st_size,
+        "sha256": _sha256(path),
+        "counts": {key: counts[key] for key in _COUNTS},
+    }
+    _write_json(_done(path), described)
+
+
+def _tokenize(
+    pieces: list[Piece], settings: Settings, vocabulary: Vocabulary, counts: Counter[str]
+) -> Iterator[list[list[int]]]:
+    tokenizer = make_tokenizer(vocabulary, settings.cased)
+    for lines in _documents(pieces, settings, counts):
+        texts = list(sentences(lines, settings.sentences, counts))
+        document = []
+        for start in range(0, len(texts), _BATCH):
+            batch = texts[start : start + _BATCH]
+            for encoded in tokenizer.encode_batch_fast(batch, add_special_tokens=False):
+                ids = encoded.ids
+                if ids:  # nothing is left of, say, control characters
+                    document.append(ids)
+                    counts["tokens"] += len(ids)
+                    counts["unknown_tokens"] += ids.count(vocabulary.unknown_id)
+        counts["sentences"] += len(document)
+        if document:
+            yield document
+        else:
+            counts["documents"] -= 1
+            counts["empty_documents"] += 1
+
+
+def _documents(
+    pieces: list[Piece], settings: Settings, counts: Counter[str]
+) -> Iterator[list[str]]:
+    for piece in pieces:
+        if piece.path.startswith(TFDS_PREFIX):
+            yield from read_tfds(piece, settings.data_dir, counts)
+        else:
+            yield from read_piece(piece, settings.documents, counts)
+
+
+def _manifest(
+    folder: pathlib.Path, names: list[str], identity: dict[str, Any], vocabulary: Vocabulary
+) -> dict[str, Any]:
+    described = [json.loads(_done(folder / name).read_text()) for name in names]
+    counts = {key: sum(item["counts"][key] for item in described) for key in _COUNTS}
+    if not counts["tokens"]:
+        raise UserError(f"the inputs of --output={folder} hold no text")
+    return {
+        **identity,
+        "vocabulary": {
+            "name": shards.VOCABULARY,
+            "size": len(vocabulary),
+            "sha256": _sha256(folder / shards.VOCABULARY),
+        },
+        "counts": counts,
+        "shards": described,
+    }
+
+
+@contextlib.contextmanager
+def _locked(folder: pathlib.Path) -> Iterator[None]:
+    """Holds a lock in the folder, which the system frees even if the process is killed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / _LOCK, "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(f"--output={folder} is being prepared by another process") from error
+        yield
+
+
+def _done(path: pathlib.Path) -> pathlib.Path:
+    return path.with_suffix(".done.json")
+
+
+def _write_json(path: pathlib.Path, value: Any) -> None:
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    part.rename(path)
+
+
+def _sha256(path: str | os.PathLike) -> str:
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror})") from error

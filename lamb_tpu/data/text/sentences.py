@@ -1,0 +1,76 @@
+"""Lines of text to sentences, by rules."""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+SENTENCE_RULES = ("split", "lines")
+MAX_CHARACTERS = 2000  # of a sentence; more is no sentence, and costs the tokenizer much memory
+
+_CLOSING = "\"'”’»)\\]"
+_OPENING = "\"'“‘«([_*"
+_END = re.compile(rf"[.!?…]+[{_CLOSING}_*]*\s+|[。！？]+[{_CLOSING}」』]*\s*")
+_ABBREVIATIONS = frozenset(
+    "mr mrs ms messrs mme mlle dr prof rev hon st sr jr gen col capt lieut lt sgt maj gov sen rep "
+    "esq no nos vol vols fig figs art ch chap p pp cf vs viz etc e.g i.e jan feb mar apr jun jul "
+    "aug sep sept oct nov dec mt ft".split()
+)
+
+
+def sentences(lines: Iterable[str], rule: str, counts: Counter[str]) -> Iterator[str]:
+    """The sentences of a document, none of them empty.
+
+    A sentence never goes beyond its line. Under the rule `split` a line is cut after `.`, `!`,
+    `?` or an ellipsis, with the quotes and brackets that close behind it, where white space and
+    then a capital letter or a digit follow, except after initials and common English
+    abbreviations; and after the full stops of Chinese and Japanese. Under `lines` a line is a
+    sentence, as the original BERT code has its input.
+
+    Args:
+      lines: of a document.
+      rule: one of `SENTENCE_RULES`.
+      counts: `cut_sentences` is raised by one for each sentence of more than `MAX_CHARACTERS`,
+        which is cut at white space, or where it has none at that length.
+    """
+    for line in lines:
+        for sentence in _split(line) if rule == "split" else [line.strip()]:
+            if len(sentence) > MAX_CHARACTERS:
+                counts["cut_sentences"] += 1
+                yield from _cut(sentence)
+            elif sentence:
+                yield sentence
+
+
+def _split(line: str) -> Iterator[str]:
+    start = 0
+    for match in _END.finditer(line):
+        if _ends_sentence(line, start, match):
+            yield line[start : match.end()].strip()
+            start = match.end()
+    yield line[start:].strip()
+
+
+def _ends_sentence(line: str, start: int, match: re.Match[str]) -> bool:
+    if match[0][0] in "。！？":
+        return True
+    following = line[match.end() : match.end() + 4].lstrip(_OPENING)
+    if following and not (following[0].isupper() or following[0].isdigit()):
+        return following[0].isalpha() and not following[0].islower()  # letters without case
+    if match[0].strip() != ".":
+        return True
+    before = line[max(start, match.start() - 20) : match.start()].split()
+    word = before[-1].lstrip(_OPENING) if before else ""
+    # "I." ends a sentence about as often as not; other single capitals are initials.
+    initial = len(word) == 1 and word.isupper() and word != "I"
+    return not initial and word.lower() not in _ABBREVIATIONS
+
+
+def _cut(sentence: str) -> Iterator[str]:
+    start = 0
+    while len(sentence) - start > MAX_CHARACTERS:
+        space = sentence.rfind(" ", start, start + MAX_CHARACTERS + 1)
+        stop = space if space > start else start + MAX_CHARACTERS
+        yield sentence[start:stop]
+        start = stop + (stop == space)
+    if start < len(sentence):
+        yield sentence[start:]

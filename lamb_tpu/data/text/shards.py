@@ -1,0 +1,190 @@
+"""Shards of token ids with the bounds of documents and sentences: how they are written and read.
+
+A record is a part of one document: little-endian uint32 `continues` (1 where the part continues
+the document of the record before), uint32 number of sentences, their uint32 lengths in tokens,
+then the ids, uint16 where the vocabulary allows. Parts are short, so that an example read by
+index costs little also where documents are books.
+"""
+
+import hashlib
+import json
+import pathlib
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from array_record.python.array_record_data_source import ArrayRecordDataSource
+from array_record.python.array_record_module import ArrayRecordReader, ArrayRecordWriter
+
+from lamb_tpu.data.text.vocabulary import Vocabulary
+from lamb_tpu.errors import UserError
+
+MANIFEST = "manifest.json"
+VOCABULARY = "vocab.txt"
+FORMAT = 1
+IN_MEMORY_BYTES = 2**30  # token ids up to this size are held in memory by default
+_RECORD_TOKENS = 8192
+_READ_CHUNK = 256  # records read together when shards are opened
+# One record a group is what makes reading by index fast; level 1 is a fifth smaller than none.
+_WRITER_OPTIONS = "group_size:1,zstd:1"
+
+
+def id_dtype(vocabulary_size: int) -> np.dtype:
+    """The dtype of ids in a record."""
+    return np.dtype("<u2" if vocabulary_size <= 2**16 else "<u4")
+
+
+def write_shard(
+    path: str | pathlib.Path, documents: Iterable[Sequence[Sequence[int]]], dtype: np.dtype
+) -> None:
+    """Writes documents, each its sentences' ids, none of them empty, to one ArrayRecord file."""
+    writer = ArrayRecordWriter(str(path), _WRITER_OPTIONS)
+    for sentences in documents:
+        part: list[Sequence[int]] = []
+        num_tokens, continues = 0, 0
+        for sentence in sentences:
+            if part and num_tokens + len(sentence) > _RECORD_TOKENS:
+                writer.write(_encode(continues, part, dtype))
+                part, num_tokens, continues = [], 0, 1
+            part.append(sentence)
+            num_tokens += len(sentence)
+        if part:
+            writer.write(_encode(continues, part, dtype))
+    writer.close()
+
+
+class TokenShards:
+    """All tokens of a prepared folder, in one row: documents one after the other.
+
+    Attributes:
+      folder: where they lie.
+      manifest: its manifest, as written by the preparation.
+      fingerprint: 12 hexadecimal digits of the manifest, the same wherever the folder lies.
+      vocabulary: of the folder.
+      sentence_starts: int64 (sentences + 1,): the token at which each sentence begins; the last
+        one is the number of tokens.
+      document_starts: int64 (documents + 1,): the sentence at which each document begins.
+    """
+
+    def __init__(self, folder: str | pathlib.Path, in_memory: bool | None = None) -> None:
+        """Opens a folder and reads the bounds of all sentences.
+
+        Args:
+          folder: the output of the preparation.
+          in_memory: hold all ids in memory; None does so up to `IN_MEMORY_BYTES`.
+
+        Raises:
+          UserError: the folder is not prepared, or a file of it is missing, extra or damaged.
+        """
+        self.folder = pathlib.Path(folder)
+        content = _read(self.folder)
+        self.manifest = json.loads(content)
+        self.fingerprint = hashlib.sha256(content).hexdigest()[:12]
+        self.vocabulary = Vocabulary.read(self.folder / VOCABULARY)
+        self._dtype = id_dtype(len(self.vocabulary))
+        paths = _check_shards(self.folder, self.manifest)
+        num_tokens = self.manifest["counts"]["tokens"]
+        if in_memory is None:
+            in_memory = num_tokens * self._dtype.itemsize <= IN_MEMORY_BYTES
+        lengths: list[np.ndarray] = []
+        counts: list[int] = []  # sentences of each document
+        parts: list[np.ndarray] = []
+        record_tokens: list[int] = []
+        for path in paths:
+            for record in _records(path):
+                continues, sentence_lengths, ids = self._decode(record)
+                lengths.append(sentence_lengths)
+                record_tokens.append(len(ids))
+                if continues:
+                    counts[-1] += len(sentence_lengths)
+                else:
+                    counts.append(len(sentence_lengths))
+                if in_memory:
+                    parts.append(ids)
+        self.sentence_starts = _starts(np.concatenate([np.zeros(0, np.int64), *lengths]))
+        self.document_starts = _starts(np.array(counts, np.int64))
+        self._record_starts = _starts(np.array(record_tokens, np.int64))
+        found = (len(counts), len(self.sentence_starts) - 1, int(self.sentence_starts[-1]))
+        stated = self.manifest["counts"]
+        expected = (stated["documents"], stated["sentences"], stated["tokens"])
+        if found != expected:
+            raise UserError(
+                f"{self.folder} holds {found} documents, sentences and tokens, its {MANIFEST} says "
+                f"{expected}: a shard is damaged; prepare the text again"
+            )
+        self._tokens = np.concatenate([np.zeros(0, self._dtype), *parts]) if in_memory else None
+        self._files = None if in_memory else ArrayRecordDataSource([str(path) for path in paths])
+
+    @property
+    def document_token_starts(self) -> np.ndarray:
+        """int64 (documents + 1,): the token at which each document begins."""
+        return self.sentence_starts[self.document_starts]
+
+    def read(self, places: np.ndarray) -> np.ndarray:
+        """The ids, int32, at `places` (int64, any shape) of the row of all tokens."""
+        if self._tokens is not None:
+            return self._tokens[places].astype(np.int32)
+        record_of = np.searchsorted(self._record_starts, places, side="right") - 1
+        wanted, which = np.unique(record_of, return_inverse=True)
+        if not len(wanted):
+            return np.zeros(places.shape, np.int32)
+        ids = [self._decode(item)[2] for item in self._files.__getitems__(wanted.tolist())]
+        offsets = _starts(np.array([len(item) for item in ids], np.int64))[:-1]
+        shift = (offsets - self._record_starts[wanted])[which.reshape(places.shape)]
+        return np.concatenate(ids)[places + shift].astype(np.int32)
+
+    def _decode(self, record: bytes) -> tuple[bool, np.ndarray, np.ndarray]:
+        continues, count = np.frombuffer(record, "<u4", 2)
+        lengths = np.frombuffer(record, "<u4", count, offset=8).astype(np.int64)
+        return bool(continues), lengths, np.frombuffer(record, self._dtype, offset=8 + 4 * count)
+
+
+def _encode(continues: int, sentences: Sequence[Sequence[int]], dtype: np.dtype) -> bytes:
+    header = np.array([continues, len(sentences), *map(len, sentences)], "<u4")
+    ids = np.concatenate([np.asarray(sentence, dtype) for sentence in sentences])
+    return header.tobytes() + ids.tobytes()
+
+
+def _starts(lengths: np.ndarray) -> np.ndarray:
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
+
+
+def _read(folder: pathlib.Path) -> bytes:
+    try:
+        content = (folder / MANIFEST).read_bytes()
+        manifest = json.loads(content)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{folder} is no prepared text, for its {MANIFEST} cannot be read; make one with "
+            "python -m lamb_tpu.data.prepare_text, or start it again if it was interrupted"
+        ) from error
+    if manifest.get("settings", {}).get("format") != FORMAT:
+        raise UserError(f"{folder} was prepared in another format; prepare the text again")
+    return content
+
+
+def _check_shards(folder: pathlib.Path, manifest: dict) -> list[pathlib.Path]:
+    listed = {item["name"]: item for item in manifest["shards"]}
+    present = {path.name: path for path in folder.glob("*.array_record")}
+    for name, item in listed.items():
+        if name not in present:
+            raise UserError(f"{folder / name} is missing, though {MANIFEST} lists it")
+        size = present[name].stat().st_size
+        if size != item["bytes"]:
+            raise UserError(
+                f"{folder / name} has {size:,} bytes, {MANIFEST} says {item['bytes']:,}: it is "
+                "damaged; prepare the text again"
+            )
+    for name in present:
+        if name not in listed:
+            raise UserError(f"{folder / name} is not listed in {MANIFEST}; take it away")
+    vocabulary = hashlib.sha256((folder / VOCABULARY).read_bytes()).hexdigest()
+    if vocabulary != manifest["vocabulary"]["sha256"]:
+        raise UserError(f"{folder / VOCABULARY} is not the one that {MANIFEST} names")
+    return [present[name] for name in listed]
+
+
+def _records(path: pathlib.Path) -> Iterable[bytes]:
+    reader = ArrayRecordReader(str(path))
+    for start in range(0, reader.num_records(), _READ_CHUNK):
+        yield from reader.read(start, min(start + _READ_CHUNK, reader.num_records()))
+    reader.close()

@@ -1,0 +1,58 @@
+"""The tokens of a WordPiece vocabulary and their ids: all that training needs to know of text."""
+
+import pathlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from lamb_tpu.errors import UserError
+
+SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+CONTINUES = "##"  # before a token that is the rest of a word
+
+
+class Vocabulary:
+    """The tokens of a `vocab.txt`, one a line; the number of the line, from 0, is the id.
+
+    Attributes:
+      tokens: all of them, in the order of their ids.
+      ids: token -> id.
+      continues: bool (size,): the token is the rest of a word, written with `##`.
+      pad_id, unknown_id, cls_id, sep_id, mask_id: of the special tokens.
+    """
+
+    def __init__(self, tokens: Sequence[str], path: str = "the vocabulary") -> None:
+        """Raises UserError, naming `path`: a special token is missing, or a token stands twice."""
+        self.tokens = list(tokens)
+        self.ids = {token: number for number, token in enumerate(self.tokens)}
+        missing = [token for token in SPECIAL_TOKENS if token not in self.ids]
+        if missing:
+            raise UserError(
+                f"{path} is no vocabulary of BERT's, a token a line: it has no {', '.join(missing)}"
+            )
+        if len(self.ids) != len(self.tokens):
+            twice = next(token for n, token in enumerate(self.tokens) if self.ids[token] != n)
+            raise UserError(f"{path} has the token {twice!r} twice; each must stand once")
+        self.continues = np.array([token.startswith(CONTINUES) for token in self.tokens])
+        self.pad_id, self.unknown_id, self.cls_id, self.sep_id, self.mask_id = (
+            self.ids[token] for token in SPECIAL_TOKENS
+        )
+
+    @classmethod
+    def read(cls, path: str | pathlib.Path) -> "Vocabulary":
+        """Reads a `vocab.txt`. Raises UserError as the constructor, and where there is no file."""
+        try:
+            text = pathlib.Path(path).read_text(encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"the vocabulary {path} cannot be read ({error.strerror})") from error
+        except UnicodeDecodeError as error:
+            raise UserError(f"the vocabulary {path} is not UTF-8 ({error})") from error
+        # Only "\n" ends a line: a token may be another of Unicode's white space characters.
+        return cls([line.rstrip("\r") for line in text.removesuffix("\n").split("\n")], str(path))
+
+    def write(self, path: str | pathlib.Path) -> None:
+        """Writes a `vocab.txt`."""
+        pathlib.Path(path).write_text("".join(f"{token}\n" for token in self.tokens), "utf-8")
+
+    def __len__(self) -> int:
+        return len(self.tokens)

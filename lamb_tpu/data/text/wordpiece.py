@@ -1,0 +1,81 @@
+"""WordPiece with BERT's normaliser, and vocabularies for it, by Hugging Face `tokenizers`."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+
+from lamb_tpu.data.text.vocabulary import CONTINUES, SPECIAL_TOKENS, Vocabulary
+from lamb_tpu.errors import UserError
+
+_MAX_WORD_CHARACTERS = 200  # longer words become [UNK], as in the original code
+_MAX_CHARACTERS = 1000  # of a vocabulary that is trained; rarer ones become [UNK]
+
+
+def make_tokenizer(vocabulary: Vocabulary, cased: bool) -> Tokenizer:
+    """A tokenizer that splits as the original BERT code does and adds no special tokens.
+
+    Text that reads `[MASK]` is punctuation around a word, as it is in the original.
+
+    Args:
+      vocabulary: the ids.
+      cased: keep case and accents; otherwise both are removed.
+    """
+    model = models.WordPiece(
+        vocabulary.ids,
+        unk_token=SPECIAL_TOKENS[1],
+        continuing_subword_prefix=CONTINUES,
+        max_input_chars_per_word=_MAX_WORD_CHARACTERS,
+    )
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=not cased)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    return tokenizer
+
+
+def train_vocabulary(
+    read: Callable[[], Iterable[str]], size: int, cased: bool
+) -> Vocabulary:
+    """A vocabulary of at most `size` tokens for a text: special tokens, characters, then pieces.
+
+    The trainer of `tokenizers` numbers the characters in an order that changes from run to run,
+    and its choice among pieces of equal count with it. Here the characters are given to it
+    already numbered, so that the same text gives the same vocabulary.
+
+    Args:
+      read: gives the text, in parts; called twice.
+      size: number of tokens.
+      cased: as in `make_tokenizer`.
+
+    Raises:
+      UserError: `size` has no room for the special tokens and the characters of the text.
+    """
+    tokenizer = make_tokenizer(Vocabulary(SPECIAL_TOKENS), cased)
+    given = [*SPECIAL_TOKENS, *_characters(read(), tokenizer)]
+    if len(given) > size:
+        raise UserError(
+            f"--train-vocab={size} is too few: the special tokens and single characters of this "
+            f"text are {len(given):,}"
+        )
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=size, special_tokens=given, limit_alphabet=0, show_progress=False
+    )
+    tokenizer.train_from_iterator(read(), trainer)
+    ids = tokenizer.get_vocab()
+    return Vocabulary(sorted(ids, key=ids.__getitem__))
+
+
+def _characters(parts: Iterable[str], tokenizer: Tokenizer) -> list[str]:
+    """The most frequent characters of a text, and `##` with those that stand within words."""
+    words = Counter[str]()
+    for part in parts:
+        words.update(tokenizer.normalizer.normalize_str(part).split())
+    frequencies, within = Counter[str](), set[str]()
+    for text, count in words.items():
+        for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(text):
+            for character in word:
+                frequencies[character] += count
+            within.update(word[1:])
+    by_frequency = sorted(frequencies, key=lambda item: (-frequencies[item], item))
+    kept = sorted(by_frequency[:_MAX_CHARACTERS])
+    return kept + [CONTINUES + character for character in kept if character in within]

@@ -1,0 +1,35 @@
+"""Rules by path for BERT's parameters: optimizers' facts, and the split over the axis 'model'."""
+
+from typing import Any
+
+# For config.optimizer.rules: the exclusions of the preset 'bert' (biases and LayerNorm neither
+# decay nor adapt), and for `scan_layers` the axis that stacks layers, so that every layer has its
+# own trust ratio.
+PARAMETERS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("(^|/)(bias|scale)$", {"decay": False, "adapt": False}),
+    ("", {}),
+)
+PARAMETERS_SCANNED: tuple[tuple[str, dict[str, Any]], ...] = (
+    (
+        "^encoder/layers/.*(bias|scale)$",
+        {"decay": False, "adapt": False, "layer_axes": (0,)},
+    ),
+    ("^encoder/layers/", {"layer_axes": (0,)}),
+    *PARAMETERS,
+)
+
+# For config.parallel.rules: each device of the axis 'model' has some of the heads and some of the
+# intermediate units, so an encoder layer sums twice over that axis. The number of heads must divide
+# over it. Embeddings are split by hidden unit, as the 30,522 words of the published vocabulary
+# divide over 2, 3 and 6 alone.
+_ENCODER: tuple[tuple[str, tuple[str | None, ...]], ...] = (
+    ("(query|key|value|intermediate)/kernel$", (None, "model")),
+    ("(query|key|value|intermediate)/bias$", ("model",)),
+    ("^encoder/.*output/kernel$", ("model", None)),
+)
+_EMBEDDINGS = (("^embeddings/(word|position|token_type)$", (None, "model")),)
+TENSOR_PARALLEL = (*_ENCODER, *_EMBEDDINGS)
+TENSOR_PARALLEL_SCANNED = (
+    *((pattern, (None, *split)) for pattern, split in _ENCODER),
+    *_EMBEDDINGS,
+)

@@ -1,0 +1,226 @@
+"""A Transformer encoder as BERT has it: post-LayerNorm, layers unrolled or scanned."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from lamb_tpu.models.dropout import Dropout
+
+# Axes of a mesh.
+HEADS_AXIS, SEQUENCE_AXIS = "model", "sequence"
+GELUS = ("erf", "tanh")
+REMATS = ("none", "dots", "full")
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerConfig:
+    """What every layer shares.
+
+    Attributes:
+      hidden_size: width of the activations between layers.
+      num_heads: heads of attention, each of hidden_size / num_heads.
+      intermediate_size: width between the two dense layers that follow attention.
+      dropout_rate: share dropped of each sub-layer's output, and of the embeddings.
+      attention_dropout_rate: share dropped of the attention probabilities.
+      gelu: 'erf', the exact one, or 'tanh', its approximation.
+      layer_norm_eps: added to the variance.
+      initializer_range: standard deviation of the normal that matrices are drawn from, before it is
+        cut at two of them.
+      dtype: of the activations. Parameters, softmax and the statistics of LayerNorm are float32.
+    """
+
+    hidden_size: int = 768
+    num_heads: int = 12
+    intermediate_size: int = 3072
+    dropout_rate: float = 0.1
+    attention_dropout_rate: float = 0.1
+    gelu: str = "erf"
+    layer_norm_eps: float = 1e-12
+    initializer_range: float = 0.02
+    dtype: str = "bfloat16"
+
+    def matrix_init(self) -> nn.initializers.Initializer:
+        """Draws matrices and embeddings."""
+        return nn.initializers.truncated_normal(self.initializer_range)
+
+    def dense(self, size: int, name: str, dtype: Any = None) -> nn.Dense:
+        """A dense layer with bias; `dtype` other than the activations' where it is given."""
+        return nn.Dense(
+            size, dtype=dtype or self.dtype, kernel_init=self.matrix_init(), name=name
+        )
+
+    def layer_norm(self, name: str) -> nn.LayerNorm:
+        """LayerNorm over the last axis."""
+        # The mean of squares less the squared mean would lose the variance to rounding.
+        return nn.LayerNorm(
+            epsilon=self.layer_norm_eps, dtype=self.dtype, use_fast_variance=False, name=name
+        )
+
+    def activation(self, x: jax.Array) -> jax.Array:
+        """GELU."""
+        return nn.gelu(x, approximate=self.gelu == "tanh")
+
+
+def split_sequence(x: jax.Array, heads: bool = False) -> jax.Array:
+    """Splits activations over the axis 'sequence' where the mesh in force has one.
+
+    That is the mesh of `jax.set_mesh`; its other axes split as they will. Between two layers each
+    device has a part of every sequence, and in attention some of the heads for all of it, so that
+    the compiler exchanges tokens for heads and back (all-to-all).
+
+    Args:
+      x: (batch, length, ...); with `heads` (batch, length, heads, width).
+      heads: split the heads rather than the length, over the axis 'model' too.
+
+    References:
+      Jacobs et al., DeepSpeed Ulysses, 2023.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if SEQUENCE_AXIS not in mesh.axis_names:
+        return x
+    free = PartitionSpec.UNCONSTRAINED
+    if heads:
+        axes = tuple(axis for axis in (HEADS_AXIS, SEQUENCE_AXIS) if axis in mesh.axis_names)
+        spec = PartitionSpec(free, None, axes, None)
+    else:
+        spec = PartitionSpec(free, SEQUENCE_AXIS, *(free,) * (x.ndim - 2))
+    return jax.lax.with_sharding_constraint(x, spec)
+
+
+class SelfAttention(nn.Module):
+    """Attention of all heads from every token to every token of the same example."""
+
+    config: LayerConfig
+
+    @nn.compact
+    def __call__(self, x: jax.Array, mask: jax.Array, train: bool) -> jax.Array:
+        """(batch, length, hidden) from the same; `mask` as in `Encoder`."""
+        config = self.config
+        heads = (*x.shape[:2], config.num_heads, config.hidden_size // config.num_heads)
+        query, key, value = (
+            split_sequence(config.dense(config.hidden_size, name)(x).reshape(heads), heads=True)
+            for name in ("query", "key", "value")
+        )
+        mask = mask[:, None, None, :]
+        if train and config.attention_dropout_rate:
+            # jax.nn.dot_product_attention does not let its probabilities be dropped.
+            scores = jnp.einsum(
+                "bqnh,bknh->bnqk", query, key, preferred_element_type=jnp.float32
+            ) * heads[-1] ** -0.5
+            # Finite, so that an example that is all padding gives no NaN.
+            scores = jnp.where(mask, scores, -0.7 * jnp.finfo(scores.dtype).max)
+            probabilities = nn.softmax(scores).astype(value.dtype)
+            probabilities = Dropout(config.attention_dropout_rate)(probabilities, train)
+            mixed = jnp.einsum("bnqk,bknh->bqnh", probabilities, value)
+        else:
+            mixed = jax.nn.dot_product_attention(query, key, value, mask=mask)
+        mixed = split_sequence(mixed.reshape(x.shape))
+        return config.dense(config.hidden_size, "output")(mixed)
+
+
+class EncoderLayer(nn.Module):
+    """Attention, then two dense layers; each with dropout, the residual and LayerNorm after it.
+
+    References:
+      Vaswani et al., Attention Is All You Need, 2017.
+    """
+
+    config: LayerConfig
+
+    @nn.compact
+    def __call__(self, x: jax.Array, mask: jax.Array, train: bool) -> jax.Array:
+        """(batch, length, hidden) from the same; `mask` as in `Encoder`."""
+        config = self.config
+        y = SelfAttention(config, name="attention")(x, mask, train)
+        x = config.layer_norm("attention_norm")(x + Dropout(config.dropout_rate)(y, train))
+        y = config.activation(config.dense(config.intermediate_size, "intermediate")(x))
+        y = config.dense(config.hidden_size, "output")(y)
+        return config.layer_norm("output_norm")(x + Dropout(config.dropout_rate)(y, train))
+
+
+class Encoder(nn.Module):
+    """A stack of `EncoderLayer`.
+
+    Parameters are those of the layers under 'layer_0', 'layer_1', ..., or under 'layers', each with
+    a leading axis of num_layers; `stack_layers` and `unstack_layers` turn one into the other.
+    Unrolled layers make the faster program, scanned ones compile in a time that hardly grows with
+    their number. The two draw different initial values and dropout masks from one key.
+
+    Attributes:
+      config: of every layer.
+      num_layers: how many.
+      scan_layers: stack the layers' parameters and run them in a loop.
+      remat: what the backward pass computes again: 'none'; 'dots', all but the dense layers'
+        products, so also attention; 'full', everything but the inputs of the layers.
+    """
+
+    config: LayerConfig
+    num_layers: int
+    scan_layers: bool = False
+    remat: str = "none"
+
+    @nn.compact
+    def __call__(self, x: jax.Array, mask: jax.Array, train: bool) -> jax.Array:
+        """The last layer's output (batch, length, hidden).
+
+        Args:
+          x: (batch, length, hidden).
+          mask: bool (batch, length), true where there is a token that others may attend to.
+          train: drop values.
+        """
+        x = split_sequence(x)
+        layer = EncoderLayer
+        if self.remat != "none":
+            dots = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+            layer = nn.remat(
+                layer,
+                policy=dots if self.remat == "dots" else None,
+                # The loop of a scan keeps the recomputation apart by itself.
+                prevent_cse=not self.scan_layers,
+                static_argnums=(3,),
+            )
+        if not self.scan_layers:
+            for index in range(self.num_layers):
+                x = layer(self.config, name=f"layer_{index}")(x, mask, train)
+            return x
+        scan = nn.scan(
+            lambda layer, x, _: (layer(x, mask, train), None),
+            variable_axes={"params": 0},
+            split_rngs={"params": True, "dropout": True},
+            length=self.num_layers,
+        )
+        x, _ = scan(layer(self.config, name="layers"), x, None)
+        return x
+
+
+def stack_layers(params: Mapping[str, Any]) -> dict[str, Any]:
+    """An encoder's parameters as `scan_layers` has them, from those of unrolled layers.
+
+    Exact: values are copied. A tree around the encoder is searched for it, and parameters without
+    unrolled layers are returned as they are; so are those of the rest of the network.
+    """
+    if not isinstance(params, Mapping):
+        return params
+    if "layer_0" not in params:
+        return {name: stack_layers(value) for name, value in params.items()}
+    layers = [params[f"layer_{index}"] for index in range(len(params))]
+    return {"layers": jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)}
+
+
+def unstack_layers(params: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of `stack_layers`."""
+    if not isinstance(params, Mapping):
+        return params
+    if "layers" not in params:
+        return {name: unstack_layers(value) for name, value in params.items()}
+    num_layers = len(jax.tree.leaves(params["layers"])[0])
+
+    def layer(index: int) -> Any:
+        return jax.tree.map(lambda leaf: leaf[index], params["layers"])
+
+    return {f"layer_{index}": layer(index) for index in range(num_layers)}

@@ -1,0 +1,102 @@
+"""From start and end logits of windows to the texts of answers, best first."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from lamb_tpu.data.squad import Features, Question
+
+
+class Answer(NamedTuple):
+    """A candidate: its text, and its score, the sum of a start and an end logit."""
+
+    text: str
+    score: float
+
+
+def best_answers(
+    questions: Sequence[Question],
+    features: Features,
+    start_logits: np.ndarray,
+    end_logits: np.ndarray,
+    *,
+    num_best: int = 20,
+    max_answer_length: int = 30,
+    with_null: bool = False,
+) -> dict[str, list[Answer]]:
+    """The best different answers to each question, as `run_squad.py` of BERT finds them.
+
+    In each window the `num_best` highest starts and ends are paired. A pair counts where both
+    are of the context, the end is not before the start, the answer has at most
+    `max_answer_length` tokens, and the window is the best one for its start. The text is what
+    stands in the context from the first character of the first token to the last of the last, its
+    white space collapsed. (The original looks for the tokens in the words around them, which comes
+    to the same text except where it finds the first of several, or nothing and keeps whole words.)
+
+    Args:
+      questions: those that the features were made of.
+      features: of all of them.
+      start_logits, end_logits: (features, length), any float dtype.
+      num_best: answers to keep.
+      max_answer_length: in tokens.
+      with_null: for v2: the answer "" competes, with the lowest score of [CLS] over the windows.
+
+    Returns:
+      id -> answers, best first; the list is empty where no pair counts.
+    """
+    found: list[list[tuple[float, int, int, int]]] = [[] for _ in questions]
+    nulls = np.full(len(questions), np.inf)
+    for window, number in enumerate(features.question):
+        starts, ends = start_logits[window].astype(float), end_logits[window].astype(float)
+        nulls[number] = min(nulls[number], starts[0] + ends[0])
+        first = np.argsort(-starts, kind="stable")[:num_best, None]
+        last = np.argsort(-ends, kind="stable")[None, :num_best]
+        is_context = features.char_start[window] >= 0
+        counts = (
+            is_context[first] & is_context[last] & features.best_window[window][first]
+            & (first <= last) & (last - first < max_answer_length)
+        )
+        rows, columns = np.nonzero(counts)
+        found[number] += [
+            (starts[i] + ends[j], window, int(i), int(j))
+            for i, j in zip(first[rows, 0], last[0, columns])
+        ]
+    answers = {}
+    for number, question in enumerate(questions):
+        candidates = [
+            (score, features.char_start[window, i], features.char_stop[window, j])
+            for score, window, i, j in found[number]
+        ]
+        if with_null:
+            candidates.append((float(nulls[number]), 0, 0))
+        texts: dict[str, float] = {}
+        for score, start, stop in sorted(candidates, key=lambda item: -item[0]):
+            if len(texts) == num_best:
+                break
+            texts.setdefault(" ".join(question.context[start:stop].split()), float(score))
+        if with_null and "" not in texts:
+            texts[""] = float(nulls[number])
+        answers[question.id] = [Answer(text, score) for text, score in texts.items()]
+    return answers
+
+
+def choose(
+    answers: dict[str, list[Answer]], null_threshold: float | None = None
+) -> dict[str, str]:
+    """The predictions, id -> text, as the official script reads them.
+
+    Args:
+      answers: of `best_answers`.
+      null_threshold: for v2: "" where its score is above that of the best text by more than this.
+        None never gives "" while there is a text.
+    """
+    predictions = {}
+    for question_id, candidates in answers.items():
+        texts = [answer for answer in candidates if answer.text]
+        null = [answer.score for answer in candidates if not answer.text]
+        chosen = texts[0].text if texts else ""
+        if texts and null and null_threshold is not None:
+            chosen = "" if null[0] - texts[0].score > null_threshold else chosen
+        predictions[question_id] = chosen
+    return predictions

@@ -1,0 +1,62 @@
+"""Exact match and F1 of SQuAD, equal to the official evaluation script's."""
+
+import re
+import string
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from lamb_tpu.data.squad import Question
+
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_DELETE_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def evaluate(questions: Sequence[Question], predictions: Mapping[str, str]) -> dict[str, float]:
+    """Scores predictions against all answers of each question; the best one counts.
+
+    A question without a prediction scores 0; predictions for other questions do not matter. An
+    impossible question (v2) is answered rightly by a text of nothing.
+
+    Args:
+      questions: at least one.
+      predictions: id -> text.
+
+    Returns:
+      `exact_match` and `f1` in percent, means over all questions, and `unanswered`, the number of
+      questions without a prediction.
+    """
+    exact, f1, unanswered = 0, 0.0, 0
+    for question in questions:
+        if question.id not in predictions:
+            unanswered += 1
+            continue
+        prediction = normalize(predictions[question.id])
+        if question.impossible:
+            exact += not prediction
+            f1 += not prediction
+            continue
+        answers = [normalize(text) for text, _ in question.answers]
+        exact += prediction in answers
+        f1 += max((_f1(prediction, answer) for answer in answers), default=0.0)
+    return {
+        "exact_match": 100.0 * exact / len(questions),
+        "f1": 100.0 * f1 / len(questions),
+        "unanswered": unanswered,
+    }
+
+
+def normalize(text: str) -> str:
+    """Lower case, without ASCII punctuation and English articles, white space collapsed.
+
+    Punctuation goes first and leaves no space, so "a.m." becomes "am", not an article.
+    """
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_DELETE_PUNCTUATION)).split())
+
+
+def _f1(prediction: str, answer: str) -> float:
+    predicted, expected = prediction.split(), answer.split()
+    shared = (Counter(predicted) & Counter(expected)).total()
+    if not shared:
+        return 0.0
+    precision, recall = shared / len(predicted), shared / len(expected)
+    return 2 * precision * recall / (precision + recall)

@@ -1,0 +1,81 @@
+"""The command: what it prints, its exit status, and mistakes told in one sentence."""
+
+import pathlib
+
+import pytest
+
+from lamb_tpu.data import prepare_text
+from lamb_tpu.data.text.preparation import Progress
+from lamb_tpu.data.text.vocabulary import SPECIAL_TOKENS, Vocabulary
+
+
+@pytest.fixture
+def arguments(tmp_path: pathlib.Path) -> list[str]:
+    Vocabulary([*SPECIAL_TOKENS, "a", "b", "."]).write(tmp_path / "vocab.txt")
+    (tmp_path / "one.txt").write_bytes(b"A b.\nA \xff c.\n" + b"a b " * 1000)
+    (tmp_path / "two.txt").write_bytes(b"")
+    return [
+        f"--input={tmp_path}/o*.txt", f"--input={tmp_path}/t*.txt",
+        f"--output={tmp_path}/out", f"--vocab={tmp_path}/vocab.txt", "--processes=1",
+    ]
+
+
+def test_what_it_prints(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert prepare_text.main(arguments) == 0
+    printed = capsys.readouterr()
+    assert printed.out.splitlines() == [
+        f"{arguments[2].removeprefix('--output=')} holds 1 documents, 4 sentences and 2,006 tokens "
+        "in 1 shards; 0.05% of the tokens are unknown"
+    ]
+    assert printed.err.splitlines() == [
+        "warning: 1 documents were empty and are left out",
+        "warning: 1 lines are not UTF-8; what could not be read in them is left out",
+        "warning: 1 sentences were too long and are cut",
+    ]
+
+
+@pytest.mark.parametrize("change, message", [
+    (["--inptu=x"], "unrecognized arguments: --inptu=x; see --help"),
+    (["--processes=two"], "argument --processes: invalid int value: 'two'; see --help"),
+    (["--documents=pages"], "--documents=pages is unknown; known are file, blank-lines, titles"),
+    (["--input=nothing*"], "--input=nothing* matches no file"),
+    (["--output=gs://x/y"], "--output=gs://x/y must be a local or mounted folder"),
+    (["--output=/proc/x"], "[Errno 2] No such file or directory: '/proc/x'"),
+])
+def test_mistakes_are_one_sentence(
+    arguments: list[str], change: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert prepare_text.main(arguments + change) == 2
+    assert capsys.readouterr().err == f"error: {message}\n"
+
+
+def test_what_is_missing_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert prepare_text.main(["--input=x"]) == 2
+    assert "--output; see --help" in capsys.readouterr().err
+
+
+def test_control_c(
+    arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(prepare_text, "prepare_text", interrupted)
+    assert prepare_text.main(arguments) == 130
+    assert "start the same command again" in capsys.readouterr().err
+
+
+def test_rate_and_time_left(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(prepare_text.time, "monotonic", lambda: now[0])
+    with prepare_text._Shown() as shown:
+        for seconds, done in ((0, 10), (9, 12), (20, 50), (25, 90), (30, 110)):
+            now[0] = 100.0 + seconds
+            shown(Progress(done * 10**6, 10 * 10**6, 110 * 10**6))
+    assert capsys.readouterr().out.splitlines() == [
+        "10.0 MB were done by an earlier run",
+        "50.0 of 110.0 MB; 2.00 MB/s, 30 s left",
+        "110.0 of 110.0 MB; 3.33 MB/s, 0 s left",
+    ]

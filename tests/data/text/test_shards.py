@@ -1,0 +1,105 @@
+"""Shards: what is written is read, in memory or by record, and damage is named."""
+
+import json
+import pathlib
+import random
+
+import numpy as np
+import pytest
+from array_record.python.array_record_module import ArrayRecordReader
+
+from lamb_tpu.data.text import shards
+from lamb_tpu.errors import UserError
+from tests.data.text.corpus import write_folder
+
+
+def made_up(seed: int) -> list[list[list[int]]]:
+    """Documents of sentences of ids; one of them is far longer than a record."""
+    rng = random.Random(seed)
+    documents = [
+        [[rng.randrange(5, 60) for _ in range(rng.randint(1, 40))] for _ in range(length)]
+        for length in [3, 1, 1500, 8, 1]
+    ]
+    documents[3][2] = [7] * 20_000
+    return documents
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_everything_is_read_again(tmp_path: pathlib.Path, in_memory: bool) -> None:
+    documents = made_up(0)
+    write_folder(tmp_path, documents, num_shards=2)
+    store = shards.TokenShards(tmp_path, in_memory)
+    flat = [token for document in documents for sentence in document for token in sentence]
+    assert store.read(np.arange(len(flat))).tolist() == flat
+    for number, document in enumerate(documents):
+        first, stop = store.document_starts[number : number + 2]
+        assert stop - first == len(document)
+        for place, sentence in zip(range(first, stop), document):
+            start, end = store.sentence_starts[place : place + 2]
+            assert store.read(np.arange(start, end)).tolist() == sentence
+    places = np.random.default_rng(0).integers(0, len(flat), (40, 9))
+    np.testing.assert_array_equal(store.read(places), np.array(flat)[places])
+    assert store.read(places).dtype == np.int32
+    assert store.read(np.zeros((0, 4), np.int64)).shape == (0, 4)
+    starts = [len(sum(sum(documents[:n], []), [])) for n in range(len(documents) + 1)]
+    assert store.document_token_starts.tolist() == starts
+
+
+def test_records_are_short(tmp_path: pathlib.Path) -> None:
+    write_folder(tmp_path, made_up(0), num_shards=1)
+    (path,) = tmp_path.glob("*.array_record")
+    records = ArrayRecordReader(str(path)).read_all()
+    sizes = [len(record) for record in records]
+    assert len(records) > 5 and sorted(sizes)[-2] < 2 * 8192 + 4 * 8194
+    assert [int.from_bytes(record[:4], "little") for record in records].count(0) == 5
+
+
+def test_a_large_vocabulary_needs_wide_ids(tmp_path: pathlib.Path) -> None:
+    assert shards.id_dtype(2**16) == np.uint16 and shards.id_dtype(2**16 + 1) == np.uint32
+    write_folder(tmp_path, [[[70_000, 3]], [[1]]], num_shards=1, vocabulary_size=70_001)
+    store = shards.TokenShards(tmp_path)
+    assert store.read(np.arange(3)).tolist() == [70_000, 3, 1]
+
+
+def test_the_fingerprint_is_of_the_content(tmp_path: pathlib.Path) -> None:
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        write_folder(tmp_path / name, made_up(seed), num_shards=2)
+    first, second, third = (shards.TokenShards(tmp_path / n).fingerprint for n in "abc")
+    assert first == second != third and len(first) == 12
+
+
+def damage(folder: pathlib.Path, what: str) -> None:
+    path = sorted(folder.glob("*.array_record"))[1]
+    manifest = json.loads((folder / "manifest.json").read_text())
+    if what == "missing":
+        path.unlink()
+    elif what == "cut":
+        path.write_bytes(path.read_bytes()[:-5])
+    elif what == "extra":
+        (folder / "more.array_record").write_bytes(path.read_bytes())
+    elif what == "vocabulary":
+        (folder / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\n")
+    elif what == "counts":
+        manifest["counts"]["tokens"] += 1
+    elif what == "format":
+        manifest["settings"]["format"] = 99
+    elif what == "no manifest":
+        (folder / "manifest.json").unlink()
+        return
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize("what, message", [
+    ("missing", "00001-of-00002.array_record is missing, though manifest.json lists it"),
+    ("cut", r"has [\d,]+ bytes, manifest.json says [\d,]+: it is damaged"),
+    ("extra", "more.array_record is not listed in manifest.json"),
+    ("vocabulary", "vocab.txt is not the one that manifest.json names"),
+    ("counts", "a shard is damaged"),
+    ("format", "another format"),
+    ("no manifest", "is no prepared text, for its manifest.json cannot be read"),
+])
+def test_damage_is_named(tmp_path: pathlib.Path, what: str, message: str) -> None:
+    write_folder(tmp_path, made_up(0), num_shards=2)
+    damage(tmp_path, what)
+    with pytest.raises(UserError, match=message):
+        shards.TokenShards(tmp_path)
