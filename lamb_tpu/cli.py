@@ -155,7 +155,13 @@ def _hush_libtpu() -> None:
 def _end_preempted(number: int, frame: FrameType | None) -> NoReturn:
     del frame
     signal.signal(number, signal.SIG_DFL)  # the second one ends the process
-    raise Preempted("preempted; nothing that was saved is lost, start the same command again")
+    text = "preempted; nothing that was saved is lost, start the same command again"
+    if "jax" in sys.modules and sys.modules["jax"].distributed.is_initialized():
+        # It came while the processes met, before JAX listened: only this one knows of it, and the
+        # others would wait for it in the run while it waits for them at its end.
+        print(text, file=sys.stderr)
+        _end(os.EX_TEMPFAIL)
+    raise Preempted(text)
 
 
 def _end(status: int) -> NoReturn:

@@ -3,11 +3,15 @@
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 
+import jax
 import pytest
 
+from lamb_tpu import cli, distributed
+from lamb_tpu.errors import Preempted
 from tests import tiny
 
 RECIPE = "--config=configs/digits.py"
@@ -137,3 +141,27 @@ def test_libtpu_says_nothing_where_there_is_no_tpu() -> None:
     )
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     assert done.stdout.strip()
+
+
+def test_process_that_alone_knows_of_a_preemption_leaves_at_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    left: list[int] = []
+
+    def leave(status: int) -> None:
+        left.append(status)
+        raise SystemExit(status)
+
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(distributed, "leave", leave)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit):
+            cli._end_preempted(signal.SIGTERM, None)
+        monkeypatch.setattr(jax.distributed, "is_initialized", lambda: False)
+        with pytest.raises(Preempted, match="start the same command again"):
+            cli._end_preempted(signal.SIGTERM, None)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert left == [75]
+    assert "preempted; nothing that was saved is lost" in capsys.readouterr().err
