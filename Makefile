@@ -1,7 +1,7 @@
 # Each target does its own set-up on a machine with only Python >= 3.11: `make setup` builds .venv
 # once and again only when the pinned requirements, the package's metadata or the interpreter change.
 #   make demo            the batch-scaling study on handwritten digits (under 3 minutes on 2 cores)
-#   make test            the tests                                     (under 15 minutes on 2 cores)
+#   make test            the tests                                     (under 25 minutes on 2 cores)
 #   make test-all        the tests with those marked long
 #   make test-faults     runs killed at 20 random moments, with a table of them
 #   make test-interchange  BERT beside transformers under PyTorch; installs both
