@@ -139,9 +139,23 @@ def run_main(main: Callable[[], None], required: Sequence[str] = ()) -> None:
     except KeyboardInterrupt:
         print("interrupted; nothing that was saved is lost", file=sys.stderr)
         _end(130)
-    except Exception:
-        traceback.print_exc()
+    except Exception as error:
+        if _is_of_lost_peer(error):
+            reason = " ".join(str(error).split())
+            print(
+                f"error: another process of this run has ended, so this one cannot go on "
+                f"({reason}); nothing that was saved is lost", file=sys.stderr,
+            )
+        else:
+            traceback.print_exc()
         _end(1)
+
+
+def _is_of_lost_peer(error: Exception) -> bool:
+    """Whether a collective failed because the process at the other end is no longer there."""
+    if "jax" not in sys.modules or not isinstance(error, sys.modules["jax"].errors.JaxRuntimeError):
+        return False
+    return re.search("(closed|reset) by peer", str(error)) is not None
 
 
 def _hush_libtpu() -> None:

@@ -165,3 +165,30 @@ def test_process_that_alone_knows_of_a_preemption_leaves_at_once(
         signal.signal(signal.SIGTERM, before)
     assert left == [75]
     assert "preempted; nothing that was saved is lost" in capsys.readouterr().err
+
+
+def test_collective_that_fails_for_a_lost_process_is_told_in_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    def leave(status: int) -> None:
+        raise SystemExit(status)
+
+    def run(text: str) -> str:
+        def main() -> None:
+            raise jax.errors.JaxRuntimeError(text)
+
+        with pytest.raises(SystemExit, match="^1$"):
+            cli.run_main(main)
+        return capsys.readouterr().err
+
+    monkeypatch.setattr(distributed, "leave", leave)
+    monkeypatch.setattr(sys, "argv", ["run"])
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        told = run("UNKNOWN: Gloo all-reduce failed: pair.cc:547\nConnection closed by peer")
+        other = run("UNKNOWN: something else")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert told.startswith("error: another process of this run has ended") and told.count("\n") == 1
+    assert "closed by peer" in told and "Traceback" not in told
+    assert "Traceback" in other and "something else" in other
