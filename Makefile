@@ -12,6 +12,8 @@
 #   make test PYTHON=python3.12          another interpreter
 
 PYTHON ?= python3
+# Processes that run the tests; each takes up to 5 GB.
+JOBS ?= 2
 VENV := .venv
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.ready-$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
@@ -31,7 +33,7 @@ demo: setup
 	$(RUN) -m experiments.demo.batch_scaling $(FLAGS)
 
 test: setup
-	$(RUN) -m pytest -q -m "not long"
+	$(RUN) -m pytest -q -m "not long" -n $(JOBS) --dist loadfile
 
 test-all: setup
 	$(RUN) -m pytest -q

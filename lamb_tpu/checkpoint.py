@@ -3,7 +3,7 @@
 import copy
 import pathlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -13,6 +13,7 @@ from orbax.checkpoint import v1 as ocp
 from lamb_tpu import checksums
 from lamb_tpu.errors import UserError
 
+T = TypeVar("T")
 _SAVE = ocp.training.save_decision_policies
 _KEEP = ocp.training.preservation_policies
 
@@ -108,16 +109,59 @@ class Checkpoints:
           UserError: there is no such checkpoint, and the message lists those there are; or it is
             damaged.
         """
+
+        def load() -> tuple[Any, dict[str, Any]]:
+            loaded = self._checkpointer.load_checkpointables(
+                step, {"state": abstract_state, "position": None}
+            )
+            return jax.block_until_ready(loaded["state"]), loaded["position"]
+
+        return self._read(step, load)
+
+    def shapes(self, step: int) -> dict[str, Any]:
+        """The state of update `step` in shapes and dtypes, without reading its arrays.
+
+        Returns:
+          What the state's fields are trees of, as dicts and lists of `jax.ShapeDtypeStruct`s;
+          without random keys.
+
+        Raises:
+          UserError: as `restore`.
+        """
+
+        def load() -> dict[str, Any]:
+            state = self._checkpointer.metadata(step).metadata
+            return {
+                name: jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
+                for name, tree in state.items()
+                if name != "key"
+            }
+
+        return self._read(step, load)
+
+    def restore_part(self, step: int, abstract: dict[str, Any]) -> dict[str, Any]:
+        """Some of the arrays of update `step`, placed as `abstract` says; the rest is not read.
+
+        Args:
+          step: one of `steps()`, of which `shapes` has shown that it is whole.
+          abstract: fields of the state, or some of the keys of the dicts in them, as
+            `jax.ShapeDtypeStruct`s with shardings.
+        """
+        context = ocp.Context()
+        context.pytree.loading.partial_load = True
+        with context:
+            found = ocp.load(self.directory / str(step), abstract, checkpointable_name="state")
+        return jax.block_until_ready(found)
+
+    def _read(self, step: int, load: Callable[[], T]) -> T:
+        """What `load` reads of update `step`, whose files are compared with their checksums."""
         if step not in self.steps():
             there = ", ".join(map(str, self.steps())) or "none"
             raise UserError(f"{self.directory} has no checkpoint of update {step}; it has: {there}")
         try:
             damage = self._find_damage(step)
             if damage is None:
-                loaded = self._checkpointer.load_checkpointables(
-                    step, {"state": abstract_state, "position": None}
-                )
-                return jax.block_until_ready(loaded["state"]), loaded["position"]
+                return load()
         except Exception as error:  # Orbax and TensorStore raise many types
             damage = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise UserError(
@@ -140,16 +184,23 @@ class Checkpoints:
         Raises:
           UserError: there are checkpoints but none can be read.
         """
+        return self._latest(lambda step: self.restore(step, abstract_state))
+
+    def latest_shapes(self) -> tuple[int, dict[str, Any]] | None:
+        """The update of the newest checkpoint that can be read, and its `shapes`; as above."""
+        return self._latest(lambda step: (step, self.shapes(step)))
+
+    def _latest(self, read: Callable[[int], T]) -> T | None:
         steps = self.steps()
         for step in reversed(steps):
             try:
-                return self.restore(step, abstract_state)
+                return read(step)
             except UserError as error:
                 self._report(f"{error}; trying the one before it")
         if steps:
             raise UserError(
                 f"none of the checkpoints {steps} in {self.directory} can be read; move the folder "
-                "away to start again, or give another --workdir"
+                "away to start again, or give another one"
             )
         return None
 

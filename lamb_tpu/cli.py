@@ -101,7 +101,9 @@ def _check_overrides(argv: list[str], config: ConfigDict) -> None:
         for part in override[1].split(".") if override else ():
             if not isinstance(node, ConfigDict) or part not in node:
                 known = ", ".join(node) if isinstance(node, ConfigDict) else "no keys"
-                added = "" if path not in ("config.optimizer", "config.model", "config.task") else (
+                own_fields = ("config.optimizer", "config.model", "config.task",
+                              "config.data.options")
+                added = "" if path not in own_fields else (
                     "; what the config file leaves at its default has to be added there first"
                 )
                 raise UserError(f"{path}.{part} is unknown; {path} has: {known}{added}")

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,8 +14,9 @@ from lamb_tpu.errors import UserError
 # Keys that may differ when a workdir is used again: where files lie and what is told, never what is
 # computed.
 FREE_KEYS = (
-    "data.dir", "data.prepared_dir", "eval.batch_size", "checkpoint.", "log.", "guards.", "mesh.",
-    "parallel.backend", "parallel.rules", "parallel.optimizer_state",
+    "data.dir", "data.prepared_dir", "data.options.vocab", "eval.batch_size", "checkpoint.", "log.",
+    "guards.", "mesh.", "parallel.backend", "parallel.rules", "parallel.optimizer_state",
+    "init_from",
 )
 
 
@@ -36,9 +38,20 @@ def base_config() -> ConfigDict:
     config.data.eval_split = "test"
     config.data.dir = placeholder(str)  # folder with the original files; None: download
     config.data.prepared_dir = placeholder(str)  # where TFDS keeps prepared sets; None: its default
+    config.data.options = ConfigDict()  # the set's own, such as sequence_length of text
     config.task = ConfigDict({"name": "classification"})
     config.model = ConfigDict({"name": "mlp"})
     config.optimizer = ConfigDict({"name": "lamb", "learning_rate": 0.001})
+    # Where the first weights come from: the workdir of a run (of its newest checkpoint), or a
+    # folder with Hugging Face's config.json and model.safetensors; None: random ones.
+    config.init_from = placeholder(str)
+    config.init = ConfigDict()
+    config.init.optimizer_state = "reset"  # reset | keep: moments and counts are the other run's
+    config.init.new_parameters = ""  # regex over paths of those that may be missing there; '': none
+    config.prng = "threefry2x32"  # threefry2x32 | rbg: what draws dropout's masks
+    # Runs one after the other, each from the weights of the one before: name -> the keys that it
+    # sets otherwise, in the order of the names. See lamb_tpu.phases.
+    config.phases = ConfigDict()
     config.schedule = ConfigDict()
     config.schedule.scaling = "identity"  # identity | linear | sqrt | random_matrix | legw
     config.schedule.base_batch_size = 128  # the batch optimizer.learning_rate is meant for
@@ -130,7 +143,7 @@ def _convert(key: str, text: str, default: Any) -> Any:
 def check_keys(config: ConfigDict) -> None:
     """Refuses keys that `base_config` does not have, missing ones, and values of another type.
 
-    Model, task and optimizer check their own fields when they are built.
+    Model, task, optimizer and data set check their own fields when they are built.
     """
     _compare_keys(config, base_config(), "config")
     for section in ("task", "model", "optimizer"):
@@ -146,7 +159,14 @@ _CHOICES = {
     "parallel.optimizer_state": ("replicated", "zero1"),
     "parallel.gradient_dtype": ("float32", "bfloat16"),
     "checkpoint.best_mode": ("max", "min"),
+    "init.optimizer_state": ("reset", "keep"),
+    "prng": ("threefry2x32", "rbg"),
 }
+# Sections whose fields are not those of the base.
+_OWN_FIELDS = (
+    "config.task", "config.model", "config.optimizer", "config.mesh", "config.data.options",
+    "config.phases",
+)
 _KINDS = {
     int: "a whole number", float: "a number", str: "text", bool: "True or False", tuple: "a tuple",
 }
@@ -163,7 +183,7 @@ def _compare_keys(config: Mapping[str, Any], base: Mapping[str, Any], path: str)
         if isinstance(default, ConfigDict):
             if not isinstance(value, ConfigDict):
                 raise UserError(f"{path}.{key} is {value!r}; it must be a ConfigDict")
-            if path != "config" or key not in ("task", "model", "optimizer", "mesh"):
+            if f"{path}.{key}" not in _OWN_FIELDS:
                 _compare_keys(value, default, f"{path}.{key}")
         elif default is not None or value is not None:
             kind = str if default is None else type(default)
@@ -198,6 +218,13 @@ def check_values(config: ConfigDict) -> None:
         )
     if not 0 <= config.seed < 2**32:  # JAX' random keys keep 32 bits of it
         raise UserError(f"config.seed is {config.seed}; it must lie in 0..{2**32 - 1}")
+    try:
+        re.compile(config.init.new_parameters)
+    except re.error as error:
+        raise UserError(
+            f"config.init.new_parameters is {config.init.new_parameters!r}, which is no regex "
+            f"({error})"
+        ) from None
     for key in ("start_factor", "end_factor", "min_factor"):
         factor = config.schedule[key]
         if not 0 <= factor <= 1:
@@ -235,6 +262,7 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """One line for each key whose value differs between two flattened configs, free keys aside."""
     lines = []
     for key in sorted(old.keys() | new.keys()):
-        if old.get(key) != new.get(key) and not key.startswith(FREE_KEYS):
+        free = re.sub(r"^phases\.[^.]+\.", "", key).startswith(FREE_KEYS)
+        if old.get(key) != new.get(key) and not free:
             lines.append(f"{key}: {old.get(key)!r} there, {new.get(key)!r} now")
     return lines

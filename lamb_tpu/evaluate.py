@@ -2,13 +2,15 @@
 
   python -m lamb_tpu.evaluate --config=configs/digits.py --workdir=DIR
 
-The config must be the one the run was started with. Prints one JSON object.
+The config must be the one the run was started with. Prints one JSON object. What a task keeps of
+its predictions, such as predictions.json, goes into DIR.
 """
 
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,16 +21,17 @@ from lamb_tpu import cli, data, distributed
 from lamb_tpu.best import Best
 from lamb_tpu.checkpoint import Checkpoints
 from lamb_tpu.errors import UserError
-from lamb_tpu.metrics import mean_metrics
+from lamb_tpu.metrics import fetched, mean_metrics
 from lamb_tpu.parallel import mesh as mesh_lib
 from lamb_tpu.parallel import step as step_lib
 from lamb_tpu.parallel.state import TrainState
 from lamb_tpu.run import Run, prepare
+from lamb_tpu.tasks import HostScored, Sums
 from lamb_tpu.workdir import Workdir
 
 
 def make_evaluator(
-    run: Run, between: Callable[[], None] = lambda: None
+    run: Run, between: Callable[[], None] = lambda: None, keep_files: bool = False
 ) -> Callable[[TrainState], dict[str, float]]:
     """A function of the state to the task's metrics over every example of the evaluation set.
 
@@ -39,8 +42,14 @@ def make_evaluator(
     Args:
       run: the run.
       between: called before each batch, by all processes before the same ones; may raise.
+      keep_files: the first process writes the files that a `HostScored` task makes into the run's
+        folder; those of the averages as 'ema_predictions.json' beside 'predictions.json'.
     """
-    eval_step = step_lib.make_eval_step(run.task, run.mesh)
+    task, num_examples = run.task, len(run.eval_set)
+    is_scored = isinstance(task, HostScored)
+    keep_files = keep_files and jax.process_index() == 0
+    eval_step = step_lib.make_eval_step(task, run.mesh)
+    predict_step = step_lib.make_predict_step(task, run.mesh) if is_scored else lambda *_: None
     batch_size = run.eval_batch_size
     rows = mesh_lib.local_rows(batch_size, run.mesh)
     # The averages may be split as the optimizer's state is; the step takes them as the weights.
@@ -54,18 +63,39 @@ def make_evaluator(
         models = {"": (state.params, state.model_state)}
         if state.ema is not None:
             models["ema_"] = place(state.ema)
+        outputs: dict[str, list[Any]] = {prefix: [] for prefix in models}
 
-        def sums() -> Iterator[Mapping[str, tuple[jax.Array, jax.Array]]]:
+        def steps() -> Iterator[dict[str, tuple[Sums, Any]]]:
             for batch in data.eval_batches(run.eval_set, batch_size, rows):
                 between()
                 sharded = mesh_lib.shard_batch(batch, batch_size, run.mesh)
                 yield {
-                    prefix + name: pair
+                    prefix: (eval_step(*model, sharded), predict_step(*model, sharded))
                     for prefix, model in models.items()
-                    for name, pair in eval_step(*model, sharded).items()
                 }
 
-        return mean_metrics(sums())
+        def sums() -> Iterator[Sums]:
+            for found in fetched(steps()):
+                for prefix, (_, output) in found.items():
+                    outputs[prefix].append(output)
+                yield {
+                    prefix + name: pair
+                    for prefix, (pairs, _) in found.items()
+                    for name, pair in pairs.items()
+                }
+
+        metrics = mean_metrics(sums())
+        if not is_scored:
+            return metrics
+        for prefix, parts in outputs.items():
+            # Padding stands behind the last example.
+            whole = jax.tree.map(lambda *parts: np.concatenate(parts)[:num_examples], *parts)
+            scores, files = task.score(run.eval_set, whole)
+            metrics |= {prefix + name: value for name, value in scores.items()}
+            for name, text in files.items():
+                if keep_files:
+                    run.folder.write_file(prefix + name, text)
+        return metrics
 
     return evaluate
 
@@ -75,13 +105,15 @@ def metric_names(run: Run) -> list[str]:
     batch = run.eval_set.gather(np.zeros(1, np.int64)) | {"mask": np.ones(1, np.float32)}
     state = run.abstract_state
     names = list(jax.eval_shape(run.task.evaluate, state.params, state.model_state, batch))
+    if isinstance(run.task, HostScored):
+        names += run.task.score_names
     return names + [f"ema_{name}" for name in names if state.ema is not None]
 
 
 def evaluate_checkpoint(
     config: ConfigDict, workdir: str | os.PathLike[str], step: int | str | None = None
 ) -> dict[str, float]:
-    """Metrics of a checkpoint, with `step`, its update, among them.
+    """Metrics of a checkpoint, with `step`, its update, among them; the task's files are written.
 
     Args:
       config: the one that the run was started with.
@@ -123,7 +155,7 @@ def evaluate_checkpoint(
     if restored is None:
         raise UserError(f"--workdir {run.folder.path} has no checkpoint yet")
     state, _ = restored
-    return {"step": int(state.step), **make_evaluator(run)(state)}
+    return {"step": int(state.step), **make_evaluator(run, keep_files=True)(state)}
 
 
 def main() -> None:

@@ -3,13 +3,25 @@
 import json
 import math
 import pathlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
 from tensorboardX import SummaryWriter
 
 from lamb_tpu.errors import UserError
+
+
+def fetched(trees: Iterable[Any]) -> Iterator[Any]:
+    """Each tree as NumPy arrays, one behind.
+
+    The devices work on a tree while the host fetches the one before.
+    """
+    before: list[Any] = []
+    for tree in trees:
+        yield from map(jax.device_get, before)
+        before = [tree]
+    yield from map(jax.device_get, before)
 
 
 def mean_metrics(
@@ -22,21 +34,11 @@ def mean_metrics(
     left out, has no mean and is left out.
     """
     totals: dict[str, list[float]] = {}
-
-    def add(batch: Mapping[str, tuple[jax.Array, jax.Array]]) -> None:
-        for name, (total, weight) in jax.device_get(batch).items():
+    for batch in fetched(batches):
+        for name, (total, weight) in batch.items():
             entry = totals.setdefault(name, [0.0, 0.0])
             entry[0] += float(total)
             entry[1] += float(weight)
-
-    # One behind: the devices work on a batch while the host fetches the sums of the one before.
-    before = None
-    for batch in batches:
-        if before is not None:
-            add(before)
-        before = batch
-    if before is not None:
-        add(before)
     return {name: total / weight for name, (total, weight) in totals.items() if weight}
 
 
@@ -44,7 +46,15 @@ class MetricsWriter:
     """Appends records to metrics.jsonl, one JSON object a line, and mirrors them to TensorBoard.
 
     The JSON lines are the record that tables and plots are made from. Each has `step` (completed
-    updates) and `kind`: 'train', 'eval', 'layers' or 'spike'.
+    updates) and `kind`: 'train', 'eval', 'layers' or 'spike'. A record of 'train' is of the updates
+    since the last one; beside the metrics it has, where they can be told:
+
+    - `examples_per_second`, `tokens_per_second` (padding counts as tokens) and `mfu`, the model
+      FLOP/s utilisation (`lamb_tpu.flops`) of all devices together, in 0 to 1: over these updates
+      without evaluation, saving and the first update of a start, which waits for the compiler;
+    - `seconds` of training since update 0, of all starts and with all that they do;
+    - `ratio_min`, `ratio_median`, `ratio_max`: trust ratios of the last update, over the layers
+      that adapt; each layer's own are in the record of 'layers'.
 
     Args:
       workdir: the folder for metrics.jsonl and tensorboard/.

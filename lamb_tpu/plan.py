@@ -12,7 +12,8 @@ extra tpu). Large models take it minutes. Then you read:
   evaluation and checkpoints: it is a lower bound.
 
 A step that does not fit is a result like any other: it is told with the sizes, and the exit status
-is 0. The data set is looked at for its shapes, so it has to be there, or is prepared first.
+is 0. The data set is looked at for its shapes, so it has to be there, or is prepared first. A
+config with phases gives a plan for each, in JSON a list of them.
 
 Change anything with --config.KEY=VALUE: --config.mesh.model=4, --config.parallel.backend=shard_map.
 """
@@ -33,7 +34,7 @@ from ml_collections import ConfigDict
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from lamb_tpu import cli, hlo, traffic
+from lamb_tpu import cli, hlo, phases, traffic
 from lamb_tpu import topology as topology_lib
 from lamb_tpu.run import Run, prepare
 
@@ -78,6 +79,7 @@ class Plan:
       message: the compiler's words where it does not fit.
       memory: by kind; None where it does not fit, as all that follows.
       flops: of matrix products and convolutions; loops count as often as they run.
+      model_flops: a device's share of those that the model asks for, see `lamb_tpu.flops`.
       cycles: the compiler's estimate, without the network.
       collectives: what is sent.
       notes: what could not be told, and why.
@@ -94,6 +96,7 @@ class Plan:
     message: str = ""
     memory: Memory | None = None
     flops: int | None = None
+    model_flops: float | None = None
     cycles: int | None = None
     collectives: tuple[traffic.Row, ...] | None = None
     notes: tuple[str, ...] = ()
@@ -102,6 +105,16 @@ class Plan:
     def seconds(self) -> float | None:
         """The estimated cycles as time."""
         return None if self.cycles is None else self.cycles / self.topology.generation.clock
+
+    def _share_of_peak(self, flops: float) -> float:
+        return flops / self.seconds / self.topology.generation.peak
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOP/s utilisation in the estimated time, which leaves the network out."""
+        if not self.seconds or not self.model_flops:
+            return None
+        return self._share_of_peak(self.model_flops)
 
     def as_json(self) -> dict[str, Any]:
         """All of it as JSON has it."""
@@ -120,6 +133,8 @@ class Plan:
             "needed_bytes": self.needed,
             "memory_bytes": self.memory and dataclasses.asdict(self.memory),
             "flops": self.flops,
+            "model_flops": self.model_flops,
+            "mfu_without_network": self.mfu,
             "peak_flops_per_second": generation.peak,
             "cycles": self.cycles,
             "milliseconds_without_network": self.seconds and 1e3 * self.seconds,
@@ -159,9 +174,11 @@ class Plan:
         if self.flops:
             share = ""
             if self.cycles:
-                share = self.flops / self.seconds / self.topology.generation.peak
-                share = f", {share:.1%} of the bfloat16 peak in that time"
+                share = f", {self._share_of_peak(self.flops):.1%} of the bfloat16 peak in that time"
             lines.append(f"arithmetic: {self.flops:.3g} operations of matrix products{share}")
+        if self.model_flops:
+            share = "" if self.mfu is None else f", MFU {self.mfu:.1%} without the network"
+            lines.append(f"model FLOPs: {self.model_flops:.3g} of a device{share}")
         lines += [f"not known: {note}" for note in self.notes]
         if self.collectives is not None:
             lines += ["collectives, of one device in one step:", *_table(self.collectives)]
@@ -219,6 +236,7 @@ def make_plan(
             sizes.peak_memory_in_bytes,
         ),
         flops=_read(hlo.matrix_flops, text, notes),
+        model_flops=run.model_flops and run.model_flops / len(devices),
         cycles=cost and cost.cycles,
         collectives=None if found is None else tuple(traffic.table(found)),
         notes=tuple(dict.fromkeys(notes)),
@@ -302,8 +320,15 @@ def _waiting(text: str) -> Iterator[None]:
 
 def main() -> None:
     """Entry point of the command line."""
-    plan = make_plan(flags.FLAGS.config, flags.FLAGS.topology, _waiting)
-    print(json.dumps(plan.as_json(), indent=2) if flags.FLAGS.json else plan.describe())
+    config, found = flags.FLAGS.config, []
+    for phase in phases.split(config):
+        with phases.naming(phase.name):
+            plan = make_plan(phase.config, flags.FLAGS.topology, _waiting)
+        found.append({"phase": phase.name} | plan.as_json() if phase.name else plan.as_json())
+        if not flags.FLAGS.json:
+            print((f"{phase.name}\n" if phase.name else "") + plan.describe(), flush=True)
+    if flags.FLAGS.json:
+        print(json.dumps(found if config.phases else found[0], indent=2))
 
 
 if __name__ == "__main__":
@@ -315,5 +340,5 @@ if __name__ == "__main__":
         "and its chips; for example v3-2048 or v5e-256. A name that does not exist lists those "
         "that do.",
     )
-    flags.DEFINE_bool("json", False, "Print one JSON object instead, and nothing else on stdout.")
+    flags.DEFINE_bool("json", False, "Print JSON instead, and nothing else on stdout.")
     cli.run_main(main, required=("config", "topology"))

@@ -31,7 +31,9 @@ def format_seconds(seconds: float) -> str:
 
 
 class RunProgress:
-    """Progress of a run in updates, with examples a second and time left.
+    """Progress of a run in updates, with examples or tokens a second and time left.
+
+    The rate is that of this start, from its second update on, with all that stood between.
 
     On a terminal one bar; otherwise a line at most every ten seconds and one for each message.
     Messages stand above the bar. Use as a context manager.
@@ -42,6 +44,7 @@ class RunProgress:
       batch_size: examples an update, for the rate.
       shown: False silences everything, as on every process but the first.
       quiet: a bar on a terminal and warnings, but no lines and no messages.
+      tokens: of an update, padding included; where there are any, the rate is in tokens.
     """
 
     def __init__(
@@ -51,9 +54,10 @@ class RunProgress:
         batch_size: int,
         shown: bool = True,
         quiet: bool = False,
+        tokens: int = 0,
     ) -> None:
         self._total_steps = total_steps
-        self._batch_size = batch_size
+        self._amount, self._unit = (tokens, "tokens") if tokens else (batch_size, "examples")
         self._shown, self._told = shown, shown and not quiet
         self._console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
         self._bar: Progress | None = None
@@ -97,16 +101,19 @@ class RunProgress:
         began, first = self._start
         now = time.monotonic()
         rate = (step - first) / (now - began) if now > began else 0.0
-        speed = f"{rate * self._batch_size:,.0f} examples/s" if rate else ""
+        speed = f"{rate * self._amount:,.0f} {self._unit}/s" if rate else ""
         if self._bar:
             # The rest would push rate and time out of 80 columns.
             loss = format_values({"loss": values["loss"]}) if "loss" in values else ""
             self._bar.update(self._task, completed=step, rate=speed, values=loss)
         elif now - self._last_line >= _SECONDS_BETWEEN_LINES:
             self._last_line = now
-            left = format_seconds((self._total_steps - step) / rate) if rate else "?"
+            pace = ""
+            if rate:
+                left = format_seconds((self._total_steps - step) / rate)
+                pace = f"; {speed}, {left} left"
             self.message(
-                f"update {step}/{self._total_steps}: {format_values(values)}; {speed}, {left} left"
+                f"update {step}/{self._total_steps}: {format_values(values)}{pace}"
             )
 
     def warn(self, text: str) -> None:

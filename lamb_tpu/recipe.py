@@ -43,6 +43,8 @@ class Recipe:
       weight_decay: the optimizer's, scaled to the batch size; None: as the config has it.
       eval_every, checkpoint_every, log_every: intervals in updates; may be fractions.
       keep_every, desync_every: the same; 0: never.
+      updates_before: what the optimizer's counts are ahead of the run's own updates, because they
+        were kept from another run.
     """
 
     batch_size: int
@@ -57,6 +59,7 @@ class Recipe:
     log_every: float
     keep_every: float
     desync_every: float
+    updates_before: int = 0
 
     @functools.cached_property
     def learning_rates(self) -> np.ndarray:
@@ -96,7 +99,7 @@ class Recipe:
         )
 
 
-def resolve(config: ConfigDict, num_examples: int) -> Recipe:
+def resolve(config: ConfigDict, num_examples: int, updates_before: int = 0) -> Recipe:
     """Resolves every duration and the learning rate for a training set of `num_examples`.
 
     Scaling rules are evaluated from the config's batch size, so overriding it rescales the rate
@@ -154,6 +157,7 @@ def resolve(config: ConfigDict, num_examples: int) -> Recipe:
         log_every=max(1.0, intervals["log.every"]),
         keep_every=steps("checkpoint.keep_every"),
         desync_every=steps("guards.desync_every"),
+        updates_before=updates_before,
     )
 
 
@@ -261,6 +265,11 @@ def resolve_optimizer(
     """
     fields = config.optimizer.to_dict()
     del fields["learning_rate"]
+
+    def learning_rate(count: Any) -> Any:
+        # Bias correction goes on from kept counts, the schedule starts anew.
+        return recipe.learning_rate(count - recipe.updates_before)
+
     if recipe.weight_decay is not None:
         fields["weight_decay"] = recipe.weight_decay
     with naming("config.optimizer"):
@@ -268,7 +277,7 @@ def resolve_optimizer(
             raise UserError("axis_name has no meaning in a config: config.parallel decides it")
         if axis_name is not None:
             fields["axis_name"] = axis_name
-        tx = factory.make_optimizer(fields, recipe.learning_rate, params)
+        tx = factory.make_optimizer(fields, learning_rate, params)
     return tx, fields.get("rules", parameters.DEFAULT_RULES)
 
 

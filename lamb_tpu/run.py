@@ -1,6 +1,8 @@
 """Everything a run needs before its first update, checked; train, evaluate and plan start here."""
 
 import dataclasses
+import functools
+import math
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,8 +14,10 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from lamb_tpu import config as config_lib
-from lamb_tpu import data, models, tasks
+from lamb_tpu import data, flops, initial, models, tasks, topology
+from lamb_tpu.data.text import saved
 from lamb_tpu.errors import UserError
+from lamb_tpu.initial import Start
 from lamb_tpu.optim import parameters
 from lamb_tpu.parallel import mesh as mesh_lib
 from lamb_tpu.parallel import rules as rules_lib
@@ -36,10 +40,12 @@ class Run:
       recipe: durations in updates, and the learning rate.
       tx: the optimizer.
       layout: where parameters and moments live.
-      init: makes the state before the first update from a random key.
+      init: makes the state before the first update, see `state.make_init`.
       abstract_state: its shapes, dtypes and shardings.
-      table: the table of parameter facts.
+      facts: of every parameter, see `parameters.resolve`.
+      table: the same as text.
       batch_norm: a line about the groups of BatchNorm; '' for a model without.
+      start: where the first weights come from; None: from the seed.
     """
 
     config: ConfigDict
@@ -53,8 +59,10 @@ class Run:
     layout: state_lib.Layout
     init: Callable[[jax.Array], state_lib.TrainState]
     abstract_state: state_lib.TrainState
+    facts: Any
     table: str
     batch_norm: str
+    start: Start | None
 
     @property
     def shardings(self) -> state_lib.TrainState:
@@ -67,10 +75,42 @@ class Run:
         parts = mesh_lib.num_batch_shards(self.mesh)
         return -(-self.config.eval.batch_size // parts) * parts
 
+    @functools.cached_property
+    def model_flops(self) -> int | None:
+        """Of an update, see `flops.training_flops`; None where they cannot be told."""
+        # Made anew, because nothing here binds the axes that the model names inside shard_map.
+        model = models.build(**self.config.model)
+        task, state = tasks.build(model=model, **self.config.task), self.abstract_state
+        batch = self.abstract_batch()
+        try:
+            return flops.training_flops(
+                task.loss, state.params, state.model_state, batch, state.key
+            )
+        except ValueError:
+            return None
+
+    @property
+    def peak_flops(self) -> float | None:
+        """FLOP/s of all devices together; None where not known."""
+        devices = self.mesh.devices
+        peak = topology.peak_flops(devices.flat[0].device_kind)
+        return peak and peak * devices.size
+
+    def amounts(self) -> dict[str, float]:
+        """What an update adds to each rate of `throughput.Throughput`."""
+        amounts: dict[str, float] = {"examples_per_second": self.config.batch_size}
+        if "input_ids" in self.train_set.element_spec:
+            length = math.prod(self.train_set.element_spec["input_ids"].shape)
+            amounts["tokens_per_second"] = self.config.batch_size * length
+        if self.peak_flops and self.model_flops:
+            amounts["mfu"] = self.model_flops / self.peak_flops
+        return amounts
+
     def first_state(self) -> state_lib.TrainState:
         """The state before the first update, made where it will stay."""
         key = jax.random.key(self.config.seed)
-        return jax.jit(self.init, out_shardings=self.shardings)(key)
+        given = self.start.values(self.abstract_state) if self.start else {}
+        return jax.jit(self.init, out_shardings=self.shardings)(key, given)
 
     def make_train_step(self) -> step_lib.Update:
         """The step that trains, `(state, batch) -> (state, sums)`, compiled at its first call."""
@@ -125,11 +165,16 @@ class Run:
             ),
             f"data: {config.data.name}, {config.data.train_split} {len(self.train_set):,} and "
             f"{config.data.eval_split} {len(self.eval_set):,} examples",
+            *self.train_set.notes,
+            *self.eval_set.notes,
             self.recipe.describe(),
             f"model: {config.model.name}, optimizer: {config.optimizer.name}",
+            self._describe_flops(),
         ]
         if self.batch_norm:
             lines.append(self.batch_norm)
+        if self.start is not None:
+            lines.append(self.start.describe())
         if self.folder is not None:
             lines.insert(0, f"workdir: {self.folder.path}")
         if config.accumulation_steps > 1:
@@ -141,6 +186,13 @@ class Run:
                 f"{self.eval_batch_size:,}, which the devices divide"
             )
         return "\n".join([*lines, self.table])
+
+    def _describe_flops(self) -> str:
+        kind = self.mesh.devices.flat[0].device_kind
+        needed = f"{self.model_flops:.4g}" if self.model_flops else "an unknown number of"
+        peak = topology.peak_flops(kind)
+        at_most = f"does at most {peak:.4g} a second" if peak else "has no known peak"
+        return f"arithmetic: {needed} model FLOPs an update; a {kind} device {at_most}"
 
 
 def prepare(
@@ -166,6 +218,12 @@ def prepare(
     """
     config_lib.check_keys(config)
     config_lib.check_values(config)
+    if config.phases:
+        raise UserError(
+            f"config.phases has {', '.join(sorted(config.phases))}, each of them a run of its own "
+            "in a folder of its name; give one phase's config (often the config's argument "
+            "phase=N) and its folder as --workdir"
+        )
     named = config.parallel.backend == "shard_map"
     mesh = mesh_lib.make_mesh(config.mesh, devices)
     batch_norm = ""
@@ -187,7 +245,9 @@ def prepare(
     folder = None if workdir is None else Workdir(workdir)
     if folder is not None:
         folder.check(config)
+    start = initial.find(config, folder) if training else None
 
+    options = _data_options(config, folder, start)
     with naming("config.data"):
         train_set, eval_set = (
             data.load(
@@ -195,10 +255,16 @@ def prepare(
                 split,
                 data_dir=config.data.prepared_dir,
                 source_dir=config.data.dir,
+                options=options,
+                seed=config.seed,
+                training=is_train,
             )
-            for split in (config.data.train_split, config.data.eval_split)
+            for split, is_train in (
+                (config.data.train_split, True), (config.data.eval_split, False),
+            )
         )
-    recipe = resolve(config, len(train_set))
+        data.check_same_text(train_set, eval_set)
+    recipe = resolve(config, len(train_set), start.updates_before if start else 0)
     with naming("config.model"):
         task.check(train_set)
     example = train_set.gather(np.zeros(1, np.int64))
@@ -207,13 +273,17 @@ def prepare(
     tx, _ = resolve_optimizer(config, recipe, params)
     with naming("config.optimizer"):
         facts = parameters.resolve(params, rules)
+    heads = task.model.num_heads
+    activation_axes = ()
+    if heads is not None:
+        activation_axes = rules_lib.sequence_axes(mesh, heads, example["input_ids"].shape[1])
     layout = state_lib.make_layout(
-        params, mesh, facts, config.parallel.rules, config.parallel.optimizer_state
+        params, mesh, facts, config.parallel.rules, config.parallel.optimizer_state, activation_axes
     )
     if named:
         rules_lib.check_named(layout.params, mesh, facts)
         tx, _ = resolve_optimizer(config, recipe, params, layout.axis_name)
-    init = state_lib.make_init(task, tx, example, config.ema.decay > 0)
+    init = state_lib.make_init(task, tx, example, config.ema.decay > 0, config.prng)
     abstract = jax.eval_shape(init, jax.random.key(0))
     places = state_lib.state_shardings(abstract, tx, layout)
     if named:
@@ -222,10 +292,27 @@ def prepare(
     table = parameters.table(params, rules)
     if folder is not None:
         folder.check_parameters(table)
+        folder.check_text(train_set)
+    if start is not None:
+        start = initial.check(start, config, abstract, train_set)
     return Run(
         config, folder, mesh, task, train_set, eval_set, recipe, tx, layout, init,
-        state_lib.with_shardings(abstract, places), table, batch_norm,
+        state_lib.with_shardings(abstract, places), facts, table, batch_norm, start,
     )
+
+
+def _data_options(
+    config: ConfigDict, folder: Workdir | None, start: Start | None
+) -> dict[str, Any]:
+    """config.data.options, with the vocabulary of the first weights where it is left empty."""
+    options = config.data.options.to_dict()
+    if options.get("vocab") == "":
+        beside = [] if folder is None else [folder.path]  # those that the run began with
+        beside += [start.weights.folder] if start is not None and start.weights else []
+        options["vocab"] = next(
+            (str(path) for path in beside if (path / saved.VOCABULARY).exists()), ""
+        )
+    return options
 
 
 def _check_batch(config: ConfigDict, mesh: Mesh) -> tuple[int, str]:

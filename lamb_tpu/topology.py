@@ -1,9 +1,13 @@
-"""TPU slices by the names they are rented under, and devices to compile for without having one.
+"""TPU slices by the names they are rented under, devices to compile for without one, and peaks.
 
 Names, shapes, memory and peaks are those of `cloud.google.com/tpu/docs/` v2, v3, v4, v5e, v5p, v6e
 and types-topologies; v2's memory and peak are from `docs.jax.dev/en/latest/pallas/tpu/hardware`. A
 count is of cores for v2, v3, v4 and v5p, of chips for v5e and v6e. JAX sees a device for each core
 of v2 and v3 and for each chip of the others, whose two cores, where there are two, work as one.
+
+Peaks of NVIDIA's GPUs are of dense products in bfloat16 (in float16 for V100, which has no other),
+by NVIDIA: `developer.nvidia.com/programming-tensor-cores-cuda-9-0` for V100, and its data sheets as
+`glennklockwood.com/garden/processors/` A100, h100 and B200 quote them.
 """
 
 import dataclasses
@@ -72,6 +76,18 @@ GENERATIONS = {
     "v6e": Generation(1, 1, _LITE, 0, 32 * GIB, 31.25 * GIB, 918e12, 1750e6),
 }
 _OTHER_NAMES = {"v5litepod": "v5e"}
+# Versions by `device_kind`, as JAX 0.10 knows them (jax/_src/pallas/mosaic/tpu_info.py).
+_TPU_KINDS = {
+    "TPU v2": "v2", "TPU v3": "v3", "TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5e": "v5e",
+    "TPU v5": "v5p", "TPU v5p": "v5p", "TPU v6 lite": "v6e", "TPU v6e": "v6e",
+}
+# Whole names: a part of a GPU (MIG) and cards with a slower clock have others.
+_GPU_PEAKS = {
+    "Tesla V100-SXM2-16GB": 125e12, "Tesla V100-SXM2-32GB": 125e12,
+    "NVIDIA A100-SXM4-40GB": 312e12, "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA A100-PCIE-40GB": 312e12, "NVIDIA A100 80GB PCIe": 312e12,
+    "NVIDIA H100 80GB HBM3": 989.4e12, "NVIDIA H200": 989.4e12, "NVIDIA B200": 2250e12,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,6 +189,18 @@ def devices(slice_: Topology) -> list[jax.Device]:
     return list(
         topologies.get_topology_desc(platform="tpu", **slice_.compiler_options()).devices
     )
+
+
+def peak_flops(device_kind: str) -> float | None:
+    """Operations a second of one JAX device, by `jax.Device.device_kind`; None where not known.
+
+    Of matrix products in bfloat16. Of a TPU v2 or v3 a device is a core.
+
+    >>> peak_flops("TPU v3"), peak_flops("NVIDIA H200"), peak_flops("cpu")
+    (61500000000000.0, 989400000000000.0, None)
+    """
+    version = _TPU_KINDS.get(device_kind)
+    return GENERATIONS[version].peak if version else _GPU_PEAKS.get(device_kind)
 
 
 def _shapes(version: str) -> dict[int, tuple[int, ...]]:

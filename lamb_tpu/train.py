@@ -16,9 +16,10 @@ import jax
 from absl import flags
 from ml_collections import ConfigDict
 
-from lamb_tpu import cli, data, distributed, tasks
+from lamb_tpu import cli, data, distributed, phases, tasks
 from lamb_tpu.best import Best
 from lamb_tpu.checkpoint import Checkpoints
+from lamb_tpu.config import check_keys
 from lamb_tpu.desync import make_desync_check
 from lamb_tpu.errors import Preempted
 from lamb_tpu.evaluate import make_evaluator, metric_names
@@ -29,6 +30,8 @@ from lamb_tpu.optim import readings
 from lamb_tpu.preemption import Preemption
 from lamb_tpu.progress import RunProgress, format_seconds, format_values
 from lamb_tpu.run import prepare
+from lamb_tpu.throughput import Throughput
+from lamb_tpu.workdir import Workdir
 
 # How many updates the host may run ahead of the devices: enough to hide the host's work, few
 # enough that batches do not pile up in device memory.
@@ -41,7 +44,7 @@ def train(
     label: str = "train",
     quiet: bool = False,
 ) -> dict[str, float]:
-    """Runs, or resumes, the recipe `config` in the folder `workdir`.
+    """Runs, or resumes, the recipe `config` in the folder `workdir`; see `phases` for several.
 
     SIGTERM is answered by a checkpoint of the last completed update; only before the first one is
     nothing saved, because the seed gives that state again.
@@ -60,11 +63,34 @@ def train(
         or `guards.Diverged`.
       Preempted: SIGTERM has come, and all is saved.
     """
+    check_keys(config)
+    if not config.phases:
+        return _train(config, workdir, label, quiet)
+    folder, is_first = Workdir(workdir), jax.process_index() == 0
+    folder.check(config)
+    metrics: dict[str, float] = {}
+    with folder.hold(is_first):
+        due = phases.due(config, workdir)
+        if is_first:
+            folder.write_config(config)
+        for phase in due:
+            if is_first and not quiet:
+                print(f"phase {phase.name}, of {', '.join(sorted(config.phases))}", flush=True)
+            metrics = _train(phase.config, phase.folder, f"{label} {phase.name}", quiet)
+    return metrics
+
+
+def _train(
+    config: ConfigDict, workdir: str | os.PathLike[str], label: str, quiet: bool
+) -> dict[str, float]:
+    """`train` of one run."""
     began = time.monotonic()
     run = prepare(config, workdir)
     recipe, folder, mesh = run.recipe, run.folder, run.mesh
     is_first = jax.process_index() == 0
-    progress = RunProgress(label, recipe.total_steps, recipe.batch_size, is_first, quiet)
+    amounts = run.amounts()
+    throughput, tokens = Throughput(amounts), int(amounts.get("tokens_per_second", 0))
+    progress = RunProgress(label, recipe.total_steps, recipe.batch_size, is_first, quiet, tokens)
     progress.message(run.describe())
 
     best = Best(config.checkpoint.best, config.checkpoint.best_mode)
@@ -104,7 +130,9 @@ def train(
             facts = {
                 "mesh": dict(mesh.shape), "batch_norm": run.batch_norm, "from_step": step,
             }
-            folder.write_receipt(config, run.table, facts)
+            if restored is None and run.start is not None:
+                folder.write_init(run.start.record)
+            folder.write_receipt(config, run.table, facts, run.train_set)
         writer = MetricsWriter(
             folder.path, first_step, config.log.tensorboard, is_first, evaluated=not eval_due
         )
@@ -154,7 +182,9 @@ def train(
 
         check_copies = make_desync_check(copied(run.abstract_state), mesh)
         train_step = run.make_train_step()
-        evaluate = make_evaluator(run, between=lambda: go_on("a batch of the evaluation"))
+        evaluate = make_evaluator(
+            run, between=lambda: go_on("a batch of the evaluation"), keep_files=True
+        )
         start = time.monotonic()
         in_flight: collections.deque[Any] = collections.deque()
         unseen: list[tuple[int, tasks.Sums]] = []
@@ -165,7 +195,10 @@ def train(
             try:
                 while True:
                     if eval_due:
-                        eval_metrics = evaluate(state)
+                        # Else updates under way would end in the evaluation's time.
+                        jax.block_until_ready(list(in_flight))
+                        with throughput.paused():
+                            eval_metrics = evaluate(state)
                         eval_due = False
                         best.see(step, eval_metrics)
                         epoch = recipe.epoch(step)
@@ -174,7 +207,8 @@ def train(
                             f"update {step} (epoch {epoch:.4g}): {format_values(eval_metrics)}"
                         )
                     if save_due:
-                        save()
+                        with throughput.paused():
+                            save()
                         saved_step = step
                     if step == recipe.total_steps:
                         break
@@ -190,6 +224,7 @@ def train(
                     if step == first_step + 1:
                         jax.block_until_ready(metrics)
                         progress.start(step, time.monotonic() - began)
+                        throughput.start(step)
 
                     eval_due = recipe.is_due(recipe.eval_every, step)
                     save_due = (
@@ -208,12 +243,16 @@ def train(
                         values["learning_rate"] = float(recipe.learning_rates[step - 1])
                         if "skipped" in values:
                             values["skipped"] = guards.skipped
+                        values |= readings.summary(state.opt_state, run.facts)
+                        rates = throughput.read(step)
+                        if "mfu" in rates:
+                            values["mfu"] = rates["mfu"]
                         counts = {
                             "epoch": recipe.epoch(step),
                             "updates": len(unlogged),
                             "seconds": seconds(),
                         }
-                        writer.write(step, "train", values | counts)
+                        writer.write(step, "train", values | counts | rates)
                         layers = readings.scalars(state.opt_state)
                         if layers:
                             writer.write(step, "layers", layers)

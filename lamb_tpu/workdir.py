@@ -17,6 +17,8 @@ from ml_collections import ConfigDict
 
 from lamb_tpu import __version__
 from lamb_tpu.config import differences, flatten
+from lamb_tpu.data import Source
+from lamb_tpu.data.text import saved
 from lamb_tpu.errors import UserError
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
@@ -30,16 +32,20 @@ class Workdir:
       config: the resolved config, as JSON.
       run: versions, hardware and the command, one JSON line for each start that trained.
       parameters: the table of parameter facts.
+      init: where the first weights came from, as JSON; only if they were not random.
       checkpoints: Orbax' folder.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], key: str = "--workdir") -> None:
+        """`key` is what errors call the folder."""
+        self._key = key
         if "://" in str(path):
-            raise UserError(f"--workdir {path} is remote; give a local or mounted folder")
+            raise UserError(f"{key} {path} is remote; give a local or mounted folder")
         self.path = pathlib.Path(path).expanduser().absolute()
         self.config = self.path / "config.json"
         self.run = self.path / "run.jsonl"
         self.parameters = self.path / "parameters.txt"
+        self.init = self.path / "init.json"
         self.checkpoints = self.path / "checkpoints"
 
     def check(self, config: ConfigDict) -> None:
@@ -57,21 +63,25 @@ class Workdir:
             probe.unlink()
         except OSError as error:
             raise UserError(
-                f"--workdir {self.path} cannot be written ({error.strerror}); give a folder that "
-                "can"
+                f"{self._key} {self.path} cannot be written ({error.strerror}); give a folder "
+                "that can"
             ) from None
         if self.config.exists():
             changed = differences(self.read_config(), flatten(config))
             if changed:
                 raise UserError(
-                    f"--workdir {self.path} holds a run of another config ({'; '.join(changed)}); "
-                    "give another folder, or the same config to resume"
+                    f"{self._key} {self.path} holds a run of another config "
+                    f"({'; '.join(changed)}); give another folder, or the same config to resume"
                 )
-        elif self.checkpoints.exists() and any(self.checkpoints.glob("*/")):
+        elif self.has_checkpoint():
             raise UserError(
-                f"--workdir {self.path} holds checkpoints but no config.json to compare with; give "
-                "another folder"
+                f"{self._key} {self.path} holds checkpoints but no config.json to compare with; "
+                "give another folder"
             )
+
+    def has_checkpoint(self) -> bool:
+        """Whether a checkpoint is there, whole or damaged."""
+        return any(path.name.isdecimal() for path in self.checkpoints.glob("*/"))
 
     @contextlib.contextmanager
     def hold(self, enabled: bool = True) -> Iterator[None]:
@@ -91,8 +101,8 @@ class Workdir:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # freed even by kill -9
             except BlockingIOError:
                 raise UserError(
-                    f"--workdir {self.path} is in use by another run; wait until it ends, or give "
-                    "another folder"
+                    f"{self._key} {self.path} is in use by another run; wait until it ends, or "
+                    "give another folder"
                 ) from None
             except OSError:
                 pass  # a file system without locks
@@ -104,13 +114,31 @@ class Workdir:
         Raises:
           UserError: there is none, or it is damaged.
         """
+        config = self._read(self.config)
+        if config is None:
+            raise UserError(f"{self._key} {self.path} holds no run: config.json is missing")
+        return config
+
+    def read_init(self) -> dict[str, Any] | None:
+        """What `write_init` has written; None where the first weights were random.
+
+        Raises:
+          UserError: it is damaged.
+        """
+        return self._read(self.init)
+
+    def write_init(self, record: Mapping[str, Any]) -> None:
+        """Writes where the first weights came from."""
+        _write(self.init, json.dumps(record, indent=1) + "\n")
+
+    def _read(self, file: pathlib.Path) -> dict[str, Any] | None:
         try:
-            return json.loads(self.config.read_text())
+            return json.loads(file.read_text())
         except FileNotFoundError:
-            raise UserError(f"--workdir {self.path} holds no run: config.json is missing") from None
+            return None
         except ValueError as error:
             raise UserError(
-                f"{self.config} is damaged ({error}); restore it or give another --workdir"
+                f"{file} is damaged ({error}); restore it or give another {self._key}"
             ) from None
 
     def check_parameters(self, table: str) -> None:
@@ -121,10 +149,36 @@ class Workdir:
                 "the rules that the run began with; give another --workdir"
             )
 
-    def write_receipt(self, config: ConfigDict, table: str, facts: Mapping[str, Any]) -> None:
-        """Writes config, parameter table, and what this start of the run ran on."""
+    def write_file(self, name: str, text: str) -> None:
+        """Writes a file into the folder; a reader sees the old one or the new one."""
+        _write(self.path / name, text)
+
+    def check_text(self, source: Source) -> None:
+        """Refuses to resume where the tokens of a text mean something else than they did."""
+        if source.vocabulary is not None and (self.path / saved.VOCABULARY).exists():
+            vocabulary, cased = saved.read(self.path)
+            if (vocabulary.tokens, cased) != (source.vocabulary.tokens, source.cased):
+                raise UserError(
+                    f"the vocabulary of {source.name} is not that of {self._key} {self.path}, "
+                    f"{saved.VOCABULARY} with cased={cased}; give the text that the run began "
+                    "with, or another folder"
+                )
+
+    def write_config(self, config: ConfigDict) -> None:
+        """Writes the config."""
         _write(self.config, json.dumps(flatten(config), indent=1) + "\n")
+
+    def write_receipt(
+        self, config: ConfigDict, table: str, facts: Mapping[str, Any], source: Source | None = None
+    ) -> None:
+        """Writes config, parameter table, and what this start of the run ran on.
+
+        With `source`, the training set, also the vocabulary of a text.
+        """
+        self.write_config(config)
         _write(self.parameters, table)
+        if source is not None and source.vocabulary is not None:
+            saved.save(self.path, source.vocabulary, source.cased)
         record = {
             "command": [pathlib.Path(sys.argv[0]).name, *sys.argv[1:]],
             "lamb_tpu": __version__,

@@ -1,4 +1,4 @@
-"""Eight simulated CPU devices for every test, set before jax is imported; one run to share."""
+"""Eight simulated CPU devices for every test, set before jax is imported; two runs to share."""
 
 import os
 import pathlib
@@ -22,6 +22,18 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pathlib.Path]:
 
     workdir = tmp_path_factory.mktemp("trained")
     train(tiny.digits(), workdir, quiet=True)
+    before = tiny.fingerprint(workdir)
+    yield workdir
+    assert tiny.fingerprint(workdir) == before, "a test has changed the shared run"
+
+
+@pytest.fixture(scope="session")
+def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pathlib.Path]:
+    """A workdir of `tiny.bert()` with two checkpoints of random weights; not to be changed."""
+    from tests import tiny
+
+    workdir = tmp_path_factory.mktemp("pretrained")
+    tiny.save(tiny.bert(), workdir)
     before = tiny.fingerprint(workdir)
     yield workdir
     assert tiny.fingerprint(workdir) == before, "a test has changed the shared run"

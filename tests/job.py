@@ -1,6 +1,5 @@
 """What two processes compute together in tests: `python -m tests.job MODE FOLDER [WORKDIR]`."""
 
-import dataclasses
 import json
 import pathlib
 import sys
@@ -12,22 +11,21 @@ def evaluate() -> None:
     """Metrics of a checkpoint on sets of several sizes, in batches of several sizes."""
     import jax
 
-    from lamb_tpu import data
     from lamb_tpu.checkpoint import Checkpoints
     from lamb_tpu.evaluate import make_evaluator
     from lamb_tpu.run import prepare
-    from tests.test_evaluate import config
+    from tests.test_evaluate import config, listing
 
     found = []
     for examples, batch_size in (
         (997, 7), (997, 96), (997, 501), (997, 2000), (5, 4), (5, 64), (1, 1)
     ):
-        run = prepare(config(eval__batch_size=batch_size), sys.argv[3])
-        run = dataclasses.replace(run, eval_set=data.load("digits", f"train[:{examples}]"))
+        run = listing(prepare(config(eval__batch_size=batch_size), sys.argv[3]), examples)
         if not found:
             with Checkpoints(run.folder.checkpoints, 1, writing=False) as checkpoints:
                 state, _ = checkpoints.restore(12, run.abstract_state)
-        found.append((examples, batch_size, make_evaluator(run)(state)))
+        metrics = make_evaluator(run)(state)
+        found.append((examples, batch_size, {name: float(x) for name, x in metrics.items()}))
     (folder / f"{jax.process_index()}.json").write_text(json.dumps(found))
 
 

@@ -212,3 +212,30 @@ def test_saved_is_the_state_at_the_call(tmp_path: pathlib.Path) -> None:
             found, position = checkpoints.restore(step, abstract)
             assert (np.asarray(found["weights"]) == 10 * (step - 1)).all()
             assert position["at"] == list(range(1, step))
+
+
+def test_shapes_and_some_of_the_arrays(folder: pathlib.Path) -> None:
+    whole = ABSTRACT["weights"].sharding
+    with Checkpoints(folder, 10, writing=False) as checkpoints:
+        step, shapes = checkpoints.latest_shapes()
+        assert step == 5 and set(shapes) == {"step", "weights", "small"}
+        assert shapes == {
+            name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+            for name, leaf in ABSTRACT.items() if name in shapes
+        }
+        found = checkpoints.restore_part(
+            3, {"weights": jax.ShapeDtypeStruct((16, 4), jnp.bfloat16, sharding=whole)}
+        )
+        expected = state(3)["weights"].astype(jnp.bfloat16)
+        tiny.assert_equal(found, {"weights": expected})
+    half(folder / "5" / "state" / "_METADATA")
+    told: list[str] = []
+    with Checkpoints(folder, 10, told.append, writing=False) as checkpoints:
+        assert checkpoints.latest_shapes()[0] == 3 and "_METADATA is not as it was" in told[0]
+        with pytest.raises(UserError, match="update 5 in .* cannot be read .state/_METADATA is"):
+            checkpoints.shapes(5)
+
+
+def test_shapes_of_nothing(tmp_path: pathlib.Path) -> None:
+    with Checkpoints(tmp_path / "new", keep=1) as checkpoints:
+        assert checkpoints.latest_shapes() is None

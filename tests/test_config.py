@@ -57,6 +57,21 @@ def test_whole_numbers_may_stand_for_fractions() -> None:
     config_lib.check_values(config)
 
 
+def test_options_of_the_data_are_its_own() -> None:
+    config = tiny.digits()
+    config.data.options = ConfigDict({"sequence_length": 128, "vocab": "here/vocab.txt"})
+    config_lib.check_keys(config)
+    old = config_lib.flatten(config)
+    config.data.options.vocab = "elsewhere/vocab.txt"
+    assert config_lib.differences(old, config_lib.flatten(config)) == []
+    config.data.options.sequence_length = 512
+    assert config_lib.differences(old, config_lib.flatten(config)) == [
+        "data.options.sequence_length: 128 there, 512 now"
+    ]
+    with pytest.raises(UserError, match="config.data.options is 3; it must be a ConfigDict"):
+        config_lib.check_keys(tiny.digits(data__options=3))
+
+
 def test_flatten_is_what_json_gives_back() -> None:
     flat = config_lib.flatten(
         ConfigDict({"b": {"rules": (("bias$", {"decay": False}),), "none": None}, "a": 1.5})
@@ -72,7 +87,7 @@ def test_differences_leave_free_keys_out() -> None:
     free = tiny.digits(
         data__dir="elsewhere", data__prepared_dir="x", checkpoint__every="3 steps",
         checkpoint__keep=1, log__every="9 steps", log__tensorboard=True, mesh__data=8,
-        eval__batch_size=8,
+        eval__batch_size=8, init_from="elsewhere",
     )
     assert config_lib.differences(old, config_lib.flatten(free)) == []
     other = tiny.digits(seed=1, data__train_split="test", eval__every="2 steps")
@@ -82,3 +97,21 @@ def test_differences_leave_free_keys_out() -> None:
         "seed: 0 there, 1 now",
     ]
     assert config_lib.differences(old, old | {"new": 1}) == ["new: None there, 1 now"]
+
+
+def test_free_keys_of_phases() -> None:
+    phases = {"phases.phase_1.batch_size": 8, "phases.phase_1.log.every": "1 steps"}
+    changed = {"phases.phase_1.batch_size": 4, "phases.phase_1.log.every": "2 steps"}
+    assert config_lib.differences(phases, changed) == ["phases.phase_1.batch_size: 8 there, 4 now"]
+
+
+@pytest.mark.parametrize("changes, message", [
+    ({"init_from": 3}, "config.init_from is 3; it must be text"),
+    ({"init__optimizer_state": True}, "config.init.optimizer_state is True; it must be text"),
+    ({"init__new": "x"}, "config.init.new is unknown; config.init has: new_parameters, opt"),
+    ({"phases": 3}, "config.phases is 3; it must be a ConfigDict"),
+    ({"prng": None}, "config.prng is None; it must be text"),
+])
+def test_mistakes_about_the_first_state(changes: dict, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        config_lib.check_keys(tiny.digits(**changes))

@@ -1,5 +1,6 @@
 """Every example counts once, whatever the batch size and the number of devices."""
 
+import dataclasses
 import json
 import pathlib
 import shutil
@@ -14,11 +15,12 @@ from ml_collections import ConfigDict
 from lamb_tpu import data, models
 from lamb_tpu.checkpoint import Checkpoints
 from lamb_tpu.errors import UserError
-from lamb_tpu.evaluate import evaluate_checkpoint, make_evaluator
+from lamb_tpu.evaluate import evaluate_checkpoint, make_evaluator, metric_names
 from lamb_tpu.metrics import read_records
 from lamb_tpu.parallel.state import TrainState
-from lamb_tpu.run import prepare
+from lamb_tpu.run import Run, prepare
 from lamb_tpu.tasks import build
+from lamb_tpu.tasks.classification import Classification
 from lamb_tpu.train import train
 from tests import tiny
 
@@ -30,6 +32,31 @@ def config(**changes: Any) -> ConfigDict:
     return tiny.digits(
         batch_size=96, data__eval_split=f"train[:{NUM_EXAMPLES}]", ema__decay=0.5, **changes
     )
+
+
+class Listing(Classification):
+    """Classification that lists, on the host, its predictions for all examples."""
+
+    score_names = ("listed", "error")
+
+    def predict(self, params: Any, model_state: Any, batch: Any) -> Any:
+        outputs, _ = self.model.apply({"params": params}, self._inputs(batch), train=False)
+        return {"image": batch["image"], "found": (outputs, batch["label"])}
+
+    def score(self, source: Any, outputs: Any) -> tuple[dict[str, float], dict[str, str]]:
+        images, (logits, labels) = outputs["image"], outputs["found"]
+        assert {type(array) for array in jax.tree.leaves(outputs)} == {np.ndarray}
+        in_order = np.array_equal(images, source.arrays["image"])
+        in_order &= np.array_equal(labels, source.arrays["label"])
+        scores = {"listed": in_order * len(logits), "error": np.mean(logits.argmax(1) != labels)}
+        return scores, {"labels.txt": json.dumps(logits.argmax(1).tolist())}
+
+
+def listing(run: Run, num_examples: int = NUM_EXAMPLES) -> Run:
+    """The run with that task, on so many examples."""
+    task = Listing(**{f.name: getattr(run.task, f.name) for f in dataclasses.fields(run.task)})
+    eval_set = data.load("digits", f"train[:{num_examples}]")
+    return dataclasses.replace(run, task=task, eval_set=eval_set)
 
 
 @pytest.fixture(scope="module")
@@ -52,11 +79,16 @@ def counted(params: Any, num_examples: int = NUM_EXAMPLES) -> tuple[int, float]:
 
 
 def assert_counted(metrics: dict[str, float], state: TrainState, num_examples: int) -> None:
-    assert metrics.keys() == {"accuracy", "loss", "ema_accuracy", "ema_loss"}
+    metrics = dict(metrics)
     for prefix, params in (("", state.params), ("ema_", state.ema[0])):
+        if f"{prefix}listed" in metrics:
+            assert metrics.pop(f"{prefix}listed") == num_examples
+            accuracy = metrics[f"{prefix}accuracy"]
+            assert metrics.pop(f"{prefix}error") == pytest.approx(1 - accuracy)
         right, loss = counted(params, num_examples)
         assert metrics[f"{prefix}accuracy"] == right / num_examples
         assert metrics[f"{prefix}loss"] == pytest.approx(loss, rel=1e-6)
+    assert metrics.keys() == {"accuracy", "loss", "ema_accuracy", "ema_loss"}
 
 
 def test_averages_and_weights_are_not_the_same(averaged: pathlib.Path) -> None:
@@ -89,6 +121,7 @@ def test_every_example_counts_once_on_two_processes(
     one, two = (json.loads((tmp_path / f"{index}.json").read_text()) for index in (0, 1))
     assert one == two and len(one) == 7
     for num_examples, batch_size, metrics in one:
+        assert "listed" in metrics
         assert_counted(metrics, state, num_examples)
 
 
@@ -100,6 +133,35 @@ def test_averages_that_are_split(averaged: pathlib.Path) -> None:
     kernel = state.ema[0]["hidden0"]["kernel"]
     assert not kernel.is_fully_replicated
     assert_counted(make_evaluator(run)(state), state, NUM_EXAMPLES)
+
+
+@pytest.mark.parametrize("num_devices", [1, 3, 8])
+def test_the_host_scores_every_example_once_in_order(
+    averaged: pathlib.Path, num_devices: int
+) -> None:
+    for batch_size in (96, 1024):
+        settings = config(eval__batch_size=batch_size)
+        run = prepare(settings, averaged, jax.devices()[:num_devices])
+        with Checkpoints(run.folder.checkpoints, 1, writing=False) as checkpoints:
+            state, _ = checkpoints.restore(12, run.abstract_state)
+        metrics = make_evaluator(listing(run))(state)
+        assert metrics.keys() == set(metric_names(listing(run)))
+        assert metrics["ema_listed"] and metrics["error"] != metrics["ema_error"]
+        assert_counted(metrics, state, NUM_EXAMPLES)
+    assert not list(averaged.glob("*labels.txt"))
+
+
+def test_files_of_the_weights_and_of_their_averages(
+    averaged: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    state, _ = tiny.restored(config(), averaged)
+    run = listing(prepare(config(), tmp_path))
+    make_evaluator(run, keep_files=True)(state)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ema_labels.txt", "labels.txt"]
+    for prefix, params in (("", state.params), ("ema_", state.ema[0])):
+        found = json.loads((tmp_path / f"{prefix}labels.txt").read_text())
+        right = np.sum(np.array(found) == run.eval_set.arrays["label"])
+        assert len(found) == NUM_EXAMPLES and right == counted(params)[0]
 
 
 def test_batch_size_is_rounded_up_and_told(averaged: pathlib.Path) -> None:

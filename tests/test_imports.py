@@ -37,9 +37,10 @@ def offenders(folder: str, forbidden: tuple[str, ...], allowed: tuple[str, ...] 
 TOP = tuple(
     f"lamb_tpu.{name}"
     for name in (
-        "best", "checkpoint", "cli", "config", "desync", "distributed", "evaluate", "guards",
-        "heartbeat", "hlo", "launch", "metrics", "plan", "plots", "preemption", "progress",
-        "recipe", "run", "topology", "traffic", "train", "workdir",
+        "best", "checkpoint", "cli", "config", "desync", "distributed", "evaluate", "export",
+        "flops", "guards", "heartbeat", "hlo", "initial", "launch", "metrics", "phases", "plan",
+        "plots", "predict", "preemption", "progress", "recipe", "run", "throughput", "topology",
+        "traffic", "train", "weights", "workdir",
     )
 )
 

@@ -2,12 +2,15 @@
 
 import json
 import pathlib
+from collections.abc import Iterator
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from lamb_tpu.errors import UserError
-from lamb_tpu.metrics import MetricsWriter, mean_metrics, read_records
+from lamb_tpu.metrics import MetricsWriter, fetched, mean_metrics, read_records
 
 
 def test_sums_and_weights_are_divided_once() -> None:
@@ -29,6 +32,20 @@ def test_metric_without_weight_is_left_out() -> None:
 def test_totals_are_in_float64() -> None:
     batches = [{"n": (jnp.float32(2**24), jnp.float32(1))}, {"n": (jnp.float32(1), jnp.float32(0))}]
     assert mean_metrics(batches) == {"n": 2**24 + 1}
+
+
+def test_the_host_fetches_one_behind_the_devices() -> None:
+    made = []
+
+    def trees() -> Iterator[dict[str, jax.Array]]:
+        for number in range(3):
+            made.append(number)
+            yield {"x": jnp.full(2, number)}
+
+    found = [(tree["x"], len(made)) for tree in fetched(trees())]
+    assert [(type(x), x.tolist(), n) for x, n in found] == [
+        (np.ndarray, [0, 0], 2), (np.ndarray, [1, 1], 3), (np.ndarray, [2, 2], 3)
+    ]
 
 
 def test_records_come_back(tmp_path: pathlib.Path) -> None:

@@ -43,6 +43,8 @@ def test_the_digits_step(name: str, num_devices: int, hosts: int) -> None:
     # Forward, and backward twice but for the input's own gradient.
     products = 3 * sum(WEIGHTS) - WEIGHTS[0]
     assert found["flops"] == 2 * (1024 // num_devices) * products
+    # The convention has no such exception.
+    assert found["model_flops"] == 2 * 1024 * 3 * sum(WEIGHTS) / num_devices
     # One sum of all gradients, beside them those of a few metrics.
     [row] = found["collectives"]
     assert (row["kind"], row["group_size"], row["dtype"]) == ("all-reduce", num_devices, "f32")
@@ -59,6 +61,9 @@ def test_the_digits_step(name: str, num_devices: int, hosts: int) -> None:
     clock = {"v3-8": 940e6, "v5e-16": 1500e6}[name]
     expected = 1e3 * found["cycles"] / clock
     assert found["milliseconds_without_network"] == pytest.approx(expected)
+    peak = {"v3-8": 61.5e12, "v5e-16": 197e12}[name]
+    mfu = found["model_flops"] / (expected / 1e3) / peak
+    assert 0 < found["mfu_without_network"] == pytest.approx(mfu)
 
 
 @needs_compiler
@@ -153,7 +158,7 @@ def plan(**changes: Any) -> Plan:
         "batch_size": 65536, "backend": "shard_map", "compile_seconds": 63.2, "fits": True,
         "needed": 5 * 2**30,
         "memory": Memory(2**30, 2**30, 2**30, 4 * 2**30, 2**20, 5 * 2**30),
-        "flops": 2_890_500_000_000, "cycles": 94_000_000,
+        "flops": 2_890_500_000_000, "model_flops": 2_460_000_000_000, "cycles": 94_000_000,
         "collectives": (traffic.Row("all-reduce", 2048, "bf16", 7, 2**29, 2**29, 2**30),),
     }
     return Plan(**values | changes)
@@ -174,12 +179,15 @@ def test_what_the_terminal_shows() -> None:
         "MHz)",
         "arithmetic: 2.89e+12 operations of matrix products, 47.0% of the bfloat16 peak in that "
         "time",
+        "model FLOPs: 2.46e+12 of a device, MFU 40.0% without the network",
         "collectives, of one device in one step:",
         "  kind        among  dtype  count  puts in  gets out  sends at least",
         "  all-reduce  2,048  bf16       7  512 MiB   512 MiB           1 GiB",
     ]
     unknown = plan(cycles=None, flops=None, collectives=None, notes=("the loop %w does not tell",))
-    assert unknown.describe().splitlines()[4:] == ["not known: the loop %w does not tell"]
+    assert unknown.describe().splitlines()[4:] == [
+        "model FLOPs: 2.46e+12 of a device", "not known: the loop %w does not tell",
+    ]
     assert unknown.as_json()["milliseconds_without_network"] is None
 
 

@@ -52,6 +52,15 @@ def test_resumed_run_counts_its_own_updates_only(
     assert line == "update 941/1000: ; 128 examples/s, 0:29 left"
 
 
+def test_rate_of_tokens(clock: list[float], capsys: pytest.CaptureFixture) -> None:
+    progress = RunProgress("train", 1000, 64, tokens=64 * 128)
+    progress.start(1, 1.0)
+    clock[0] += 20
+    progress.update(41, {})
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line == "update 41/1000: ; 16,384 tokens/s, 7:59 left"
+
+
 @pytest.mark.parametrize("options", [{"quiet": True}, {"shown": False}])
 def test_quiet(
     clock: list[float], capsys: pytest.CaptureFixture, options: dict[str, bool]

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -273,3 +274,33 @@ def test_naming_puts_the_key_first() -> None:
         raise UserError("config.x.y is bad")
     with pytest.raises(KeyError), naming("config.x"):
         raise KeyError
+
+
+def test_schedule_of_kept_counts() -> None:
+    """The optimizer sees the schedule's update 0 at the count that it begins with."""
+    config = tiny.digits(optimizer=ConfigDict({"name": "sgd", "learning_rate": 0.1}))
+    recipe = resolve(config, 256, updates_before=1000)
+    np.testing.assert_allclose(recipe.learning_rates, resolve(config, 256).learning_rates)
+    tx, _ = resolve_optimizer(config, recipe)
+    params = {"kernel": jnp.ones(2)}
+    state = jax.tree.map(lambda count: count + 1000, tx.init(params))
+    for rate in recipe.learning_rates:
+        update, state = tx.update({"kernel": jnp.ones(2)}, state, params)
+        np.testing.assert_allclose(update["kernel"], -rate, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("optimizer", [
+    {"name": "lamb"}, {"name": "adamw"}, {"name": "momentum", "weight_decay": 0.1},
+    {"name": "lars", "clip_global_norm": 1.0}, {"name": "novograd"},
+], ids=lambda optimizer: optimizer["name"])
+def test_every_count_is_that_of_updates(optimizer: dict) -> None:
+    """Of which a kept state's schedule takes away those that it begins with."""
+    config = tiny.digits(optimizer=ConfigDict({**optimizer, "learning_rate": 0.1}))
+    tx, _ = resolve_optimizer(config, resolve(config, 256))
+    params = {"kernel": jnp.ones(2)}
+    state = tx.init(params)
+    for updates in range(3):
+        leaves = jax.tree.leaves(state)
+        counts = {int(leaf) for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.integer)}
+        assert counts == {updates}
+        _, state = tx.update(params, state, params)

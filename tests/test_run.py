@@ -1,12 +1,17 @@
 """Mistakes a user can make: each is one sentence, told before anything compiles or changes."""
 
+import dataclasses
 import pathlib
+from types import SimpleNamespace
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
+from lamb_tpu import run as run_lib
+from lamb_tpu.data import FieldSpec
 from lamb_tpu.errors import UserError
 from lamb_tpu.run import prepare
 from tests import tiny
@@ -183,6 +188,32 @@ def test_summary_says_what_was_resolved(tmp_path: pathlib.Path) -> None:
         "hidden0/kernel", "total: 4 leaves",
     ):
         assert part in text, (part, text)
+
+
+@pytest.mark.parametrize("changes", [
+    {}, {"accumulation_steps": 4}, {"parallel__optimizer_state": "zero1"},
+    # Whose BatchNorm names the axes of the mesh.
+    {"parallel__backend": "shard_map", "model__batch_norm": True, "model__group_size": 16},
+], ids=str)
+def test_model_flops_are_of_the_model_and_the_batch(changes: dict[str, Any]) -> None:
+    run = prepare(tiny.digits(**changes), None)
+    assert run.model_flops == 3 * 2 * 64 * (64 * 16 + 16 * 10)
+    assert "arithmetic: 4.547e+05 model FLOPs an update; a cpu device has no known peak" in (
+        run.describe()
+    )
+    assert run.peak_flops is None and run.amounts() == {"examples_per_second": 64}
+
+
+def test_what_an_update_adds(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = prepare(tiny.digits(), None)
+    monkeypatch.setattr(run_lib.topology, "peak_flops", {"cpu": 1e6}.get)
+    # 8 devices could do the products of an update 8e6 / 454,656 times a second.
+    assert run.amounts() == pytest.approx({"examples_per_second": 64, "mfu": 454_656 / 8e6})
+    assert "a cpu device does at most 1e+06 a second" in run.describe()
+    spec = {"input_ids": FieldSpec((128,), np.dtype(np.int32))}
+    text = dataclasses.replace(run, train_set=SimpleNamespace(element_spec=spec))
+    text.__dict__["model_flops"] = None  # as of a loop of unknown length
+    assert text.amounts() == {"examples_per_second": 64, "tokens_per_second": 64 * 128}
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,24 @@ def test_clock_and_peak_agree(version: str, units: int, size: int) -> None:
     assert 0.9 < generation.usable / generation.hbm < 1
 
 
+@pytest.mark.parametrize("kind, teraflops", [
+    ("TPU v2", 23), ("TPU v3", 61.5), ("TPU v4", 275), ("TPU v5 lite", 197), ("TPU v5e", 197),
+    ("TPU v5", 459), ("TPU v5p", 459), ("TPU v6 lite", 918), ("TPU v6e", 918),
+    ("Tesla V100-SXM2-16GB", 125), ("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA A100 80GB PCIe", 312),
+    ("NVIDIA H100 80GB HBM3", 989.4), ("NVIDIA H200", 989.4), ("NVIDIA B200", 2250),
+])
+def test_peaks(kind: str, teraflops: float) -> None:
+    assert topology_lib.peak_flops(kind) == pytest.approx(teraflops * 1e12)
+
+
+@pytest.mark.parametrize("kind", [
+    "cpu", "TPU v4 lite", "TPU7x", "NVIDIA H100 PCIe", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "",
+])
+def test_no_known_peak(kind: str) -> None:
+    assert topology_lib.peak_flops(kind) is None
+    assert topology_lib.peak_flops(jax.devices()[0].device_kind) is None
+
+
 def test_without_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     platforms = jax.config.jax_platforms
@@ -126,6 +144,7 @@ def test_the_compiler_knows_them() -> None:
         slice_ = topology(name)
         assert (num_devices, num_hosts) == (slice_.num_devices, hosts[name]), name
         assert kind == kinds[slice_.version]
+        assert topology_lib.peak_flops(kind) == slice_.generation.peak
         assert usable == pytest.approx(slice_.generation.usable / 2**30, abs=0.05), name
 
 
@@ -138,4 +157,4 @@ def test_all_shapes_hold_what_their_names_count() -> None:
 
 
 def test_docstrings() -> None:
-    assert doctest.testmod(topology_lib) == (0, 2)
+    assert doctest.testmod(topology_lib) == (0, 3)

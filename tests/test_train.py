@@ -6,6 +6,7 @@ import os
 import pathlib
 import shutil
 import signal
+import time
 from typing import Any
 
 import jax
@@ -13,6 +14,9 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
+from lamb_tpu import topology
+from lamb_tpu import train as train_lib
+from lamb_tpu.checkpoint import Checkpoints
 from lamb_tpu.errors import Preempted, UserError
 from lamb_tpu.evaluate import evaluate_checkpoint
 from lamb_tpu.guards import Diverged
@@ -41,7 +45,7 @@ def interrupt_at(monkeypatch: pytest.MonkeyPatch, step: int, kind: str) -> None:
 
 
 def without_seconds(workdir: pathlib.Path) -> list[dict[str, Any]]:
-    return [record | {"seconds": 0} for record in read_records(workdir / "metrics.jsonl")]
+    return [tiny.untimed(record) for record in read_records(workdir / "metrics.jsonl")]
 
 
 def steps_compiled(caplog: pytest.LogCaptureFixture) -> int:
@@ -58,8 +62,60 @@ def test_folder_of_a_run(trained: pathlib.Path) -> None:
         "step", "kind", "accuracy", "loss", "grad_norm", "param_norm", "learning_rate", "epoch",
         "updates", "seconds",
     }
+    # Not of the first update, most of which is compilation.
+    assert set(records[1]) == set(records[0]) | {"examples_per_second"}
     assert records[3]["epoch"] == 1.0 and records[3]["updates"] == 1
     assert records[-1]["loss"] < records[0]["loss"]
+
+
+def test_rates_leave_evaluation_and_saving_out(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both take half a second longer here; the peak of a device is 1 MFLOP/s."""
+
+    taken = []
+
+    def slowed(function: Any) -> Any:
+        def slow(*args: Any, **kwargs: Any) -> Any:
+            began = time.monotonic()
+            time.sleep(0.5)
+            result = function(*args, **kwargs)
+            taken.append(time.monotonic() - began)
+            return result
+
+        return slow
+
+    monkeypatch.setattr(Checkpoints, "save", slowed(Checkpoints.save))
+    make = train_lib.make_evaluator
+    monkeypatch.setattr(
+        train_lib, "make_evaluator", lambda *args, **options: slowed(make(*args, **options))
+    )
+    monkeypatch.setattr(topology, "peak_flops", {"cpu": 1e6}.get)
+    config = tiny.digits(
+        duration="6 steps", log__every="3 steps", eval__every="4 steps", checkpoint__every="3 steps"
+    )
+    train(config, tmp_path, quiet=True)
+    first, second = read_records(tmp_path / "metrics.jsonl", "train")
+    assert (first["step"], second["step"]) == (3, 6)
+    rate = second["examples_per_second"]
+    # Between the two a save and an evaluation, and after them an evaluation and a save.
+    assert len(taken) == 4
+    left_out = second["seconds"] - first["seconds"] - 3 * 64 / rate
+    assert left_out == pytest.approx(sum(taken[:2]), abs=0.2)
+    # 454,656 model FLOPs an update, 8 devices.
+    assert second["mfu"] == pytest.approx(454_656 / 8e6 * rate / 64)
+
+
+def test_summary_of_trust_ratios(tmp_path: pathlib.Path) -> None:
+    optimizer = tiny.digits().optimizer.to_dict() | {"collect": True}
+    train(tiny.digits(optimizer=ConfigDict(optimizer), duration="3 steps"), tmp_path, quiet=True)
+    records = read_records(tmp_path / "metrics.jsonl", "train")
+    layers = read_records(tmp_path / "metrics.jsonl", "layers")
+    for record, ratios in zip(records, layers, strict=True):
+        adapted = [ratios[f"ratios/{layer}/kernel"] for layer in ("hidden0", "output")]
+        assert ratios["ratios/output/bias"] == 1.0
+        assert (record["ratio_min"], record["ratio_max"]) == (min(adapted), max(adapted))
+        assert record["ratio_median"] == pytest.approx(np.mean(adapted))
 
 
 def test_learning_rate_of_every_record_is_the_schedules(

@@ -4,11 +4,16 @@ import json
 import pathlib
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from lamb_tpu.config import flatten
+from lamb_tpu.data import ArraySource
+from lamb_tpu.data.text.vocabulary import SPECIAL_TOKENS, Vocabulary
 from lamb_tpu.errors import UserError
+from lamb_tpu.run import prepare
+from lamb_tpu.train import train
 from lamb_tpu.workdir import Workdir
 from tests import tiny
 
@@ -106,3 +111,60 @@ def test_home_folder_is_understood(
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert Workdir("~/run").path == tmp_path / "run"
+
+
+def test_folder_is_called_as_asked(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(UserError, match=f"^config.init_from {tmp_path} holds no run: config.json"):
+        Workdir(tmp_path, "config.init_from").read_config()
+    with pytest.raises(UserError, match="^config.init_from gs://x is remote"):
+        Workdir("gs://x", "config.init_from")
+
+
+def test_has_a_checkpoint(tmp_path: pathlib.Path) -> None:
+    folder = Workdir(tmp_path)
+    assert not folder.has_checkpoint()
+    (folder.checkpoints / "7.orbax-checkpoint-tmp").mkdir(parents=True)
+    (folder.checkpoints / "8").touch()
+    assert not folder.has_checkpoint()
+    (folder.checkpoints / "7").mkdir()
+    assert folder.has_checkpoint()
+
+
+def test_where_the_first_weights_came_from(tmp_path: pathlib.Path) -> None:
+    folder = Workdir(tmp_path)
+    assert folder.read_init() is None
+    folder.write_init({"update": 3, "new": ("a",)})
+    assert folder.read_init() == {"update": 3, "new": ["a"]}
+    folder.init.write_text("{")
+    with pytest.raises(UserError, match="init.json is damaged"):
+        folder.read_init()
+
+
+def test_vocabulary_is_kept_and_must_stay(tmp_path: pathlib.Path) -> None:
+    def source(*words: str, cased: bool = False) -> SimpleNamespace:
+        vocabulary = Vocabulary([*SPECIAL_TOKENS, *words])
+        return SimpleNamespace(name="text:train", vocabulary=vocabulary, cased=cased)
+
+    folder = Workdir(tmp_path)
+    folder.check_text(source("dog", "cat"))  # there is none yet
+    folder.write_receipt(tiny.digits(), "table", {}, source("dog", "cat"))
+    assert (tmp_path / "vocab.txt").read_text() == "[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\ndog\ncat\n"
+    assert json.loads((tmp_path / "text.json").read_text()) == {"cased": False}
+    folder.check_text(source("dog", "cat"))
+    folder.check_text(SimpleNamespace(vocabulary=None))
+    for other in (source("cat", "dog"), source("dog"), source("dog", "cat", cased=True)):
+        with pytest.raises(UserError, match=f"of text:train is not that of --workdir {tmp_path}, "):
+            folder.check_text(other)
+
+
+def test_training_writes_it(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ArraySource, "vocabulary", Vocabulary([*SPECIAL_TOKENS, "dog"]))
+    train(tiny.digits(duration="1 steps"), tmp_path, quiet=True)
+    assert (tmp_path / "vocab.txt").read_text().endswith("[MASK]\ndog\n")
+    monkeypatch.setattr(ArraySource, "cased", True)
+    with pytest.raises(UserError, match="vocab.txt with cased=False; give the text that the run"):
+        prepare(tiny.digits(duration="1 steps"), tmp_path)
+
+
+def test_no_text_no_vocabulary(trained: pathlib.Path) -> None:
+    assert not (trained / "vocab.txt").exists() and not (trained / "init.json").exists()

@@ -67,6 +67,29 @@ def digits(**changes: Any) -> ConfigDict:
     return change(config, values | {key.replace("__", "."): v for key, v in changes.items()})
 
 
+def untimed(record: dict[str, Any]) -> dict[str, Any]:
+    """A record of metrics.jsonl without what was measured of time, in which no two runs agree."""
+    measured = ("seconds", "examples_per_second", "tokens_per_second", "mfu")
+    return {key: value for key, value in record.items() if key not in measured}
+
+
+def bert(**changes: Any) -> ConfigDict:
+    """A BERT of two layers on text that comes with Python, without dropout."""
+    config = digits(duration="2 steps", checkpoint__every="1 steps", eval__every="2 steps")
+    config.batch_size = config.eval.batch_size = 8
+    config.data.name, config.data.train_split = "python_docs", "train"
+    config.data.options = ConfigDict(
+        {"vocab_size": 512, "sequence_length": 32, "max_predictions": 5, "next_sentence": True}
+    )
+    config.task = ConfigDict({"name": "masked_lm"})
+    config.model = ConfigDict({
+        "name": "bert", "num_layers": 2, "hidden_size": 16, "num_heads": 2, "vocab_size": 512,
+        "intermediate_size": 24, "max_positions": 32, "dtype": "float32", "dropout_rate": 0.0,
+        "attention_dropout_rate": 0.0, "heads": ("mlm", "nsp"), "scan_layers": False,
+    })
+    return change(config, {key.replace("__", "."): value for key, value in changes.items()})
+
+
 def arrays(tree: Any) -> dict[str, np.ndarray]:
     """Every leaf as a NumPy array by its path, random keys as their words."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
@@ -92,6 +115,21 @@ def restored(config: ConfigDict, workdir: pathlib.Path) -> tuple[Any, dict[str, 
     run = prepare(config, workdir)
     with Checkpoints(run.folder.checkpoints, config.checkpoint.keep, writing=False) as checkpoints:
         return checkpoints.restore(checkpoints.steps()[-1], run.abstract_state)
+
+
+def save(config: ConfigDict, workdir: pathlib.Path) -> None:
+    """A run's folder without its training: two checkpoints, of random weights."""
+    run, rng = prepare(config, workdir), np.random.default_rng(0)
+    run.folder.write_receipt(config, run.table, {}, run.train_set)
+    state = run.first_state()
+    with Checkpoints(run.folder.checkpoints, 2) as checkpoints:
+        for step in (1, 2):
+            params, model_state = jax.tree.map(
+                lambda x: jax.device_put(rng.normal(0, 0.3, x.shape).astype(x.dtype), x.sharding),
+                (state.params, state.model_state),
+            )
+            saved = {"step": state.step + step, "params": params, "model_state": model_state}
+            checkpoints.save(step, state.replace(**saved), {})
 
 
 def fingerprint(folder: pathlib.Path) -> dict[str, str]:

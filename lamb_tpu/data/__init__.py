@@ -3,7 +3,7 @@
 from lamb_tpu.data.evaluation import eval_batches
 from lamb_tpu.data.loader import TrainLoader
 from lamb_tpu.data.order import example_order, global_indices
-from lamb_tpu.data.registry import DATASETS, load
+from lamb_tpu.data.registry import DATASETS, check_same_text, load
 from lamb_tpu.data.source import ArraySource, Batch, FieldSpec, RecordSource, Source
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "RecordSource",
     "Source",
     "TrainLoader",
+    "check_same_text",
     "eval_batches",
     "example_order",
     "global_indices",

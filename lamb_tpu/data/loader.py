@@ -92,5 +92,7 @@ class TrainLoader:
 
     def _fetch(self, number: int) -> Batch:
         start = number * self._batch_size
-        indices = global_indices(self._seed, start, start + self._batch_size, len(self._source))
-        return self._source.gather(indices[self._rows])
+        stop = start + self._batch_size
+        indices = global_indices(self._seed, start, stop, len(self._source))
+        epochs = np.arange(start, stop) // len(self._source)
+        return self._source.gather(indices[self._rows], epochs[self._rows])

@@ -42,6 +42,9 @@ class Options:
 class MaskedLmSource:
     """A `Source` whose examples are a function of (options, text, epoch, index).
 
+    Its name is of the text alone; the options are part of the config, which has to stay the same
+    where a run is resumed.
+
     Fields of an example, with sequence length L and P places for predictions:
       input_ids: int32 (L,): [CLS] A [SEP] B [SEP] [PAD] ..., masked; or [CLS], sentences, [SEP].
       token_type_ids: int32 (L,): 1 for B and its [SEP], otherwise 0.
@@ -55,6 +58,7 @@ class MaskedLmSource:
 
     num_classes = None
     in_memory = False  # also where the ids are: masking is work that should overlap with the step
+    notes: tuple[str, ...] = ()
 
     def __init__(self, shards: TokenShards, options: Options) -> None:
         """Packs the text.
@@ -64,7 +68,8 @@ class MaskedLmSource:
         """
         _check(shards, options)
         self._shards, self._options = shards, options
-        self.name = f"masked_lm:{shards.fingerprint}"
+        self.name = f"masked_lm:{shards.folder.name}:{shards.fingerprint}"
+        self.vocabulary, self.cased = shards.vocabulary, shards.cased
         bounds = shards.sentence_starts, shards.document_starts
         if options.next_sentence:
             copies = [
@@ -182,19 +187,19 @@ def _check(shards: TokenShards, options: Options) -> None:
         ("dupe_factor", options.dupe_factor, 0),
     ):
         if found < low:
-            raise UserError(f"{name} must be at least {low}, found {found}")
+            raise UserError(f"config.data.options.{name} must be at least {low}, found {found}")
     for name, share in (
         ("short_probability", options.short_probability),
         ("mask_probability", options.mask_probability),
     ):
         if not 0 <= share <= 1:
-            raise UserError(f"{name} must lie in 0..1, found {share}")
+            raise UserError(f"config.data.options.{name} must lie in 0..1, found {share}")
     if not 0 <= options.seed < 2**64:
-        raise UserError(f"seed must lie in 0..2**64-1, found {options.seed}")
+        raise UserError(f"config.seed must lie in 0..2**64-1, found {options.seed}")
     num_documents = len(shards.document_starts) - 1
     if options.next_sentence and num_documents < 2:
         raise UserError(
             f"next-sentence prediction needs at least 2 documents, {shards.folder} has "
-            f"{num_documents}; prepare the text with another --documents, or set next_sentence "
-            "to False"
+            f"{num_documents}; prepare the text with another --documents, or set "
+            "config.data.options.next_sentence=False"
         )

@@ -42,26 +42,21 @@ def mask_tokens(
       in ascending order, original ids int32, and weights float32, 1 for a prediction. Places
       without a prediction hold 0.
     """
-    num_examples, length = ids.shape
-    rows, columns = np.arange(num_examples)[:, None], np.arange(length)
     chosen = _choose(is_text, is_head, keys, max_predictions, probability)
-    kind = uniform(words(_KIND, keys[:, None], columns))
-    random_ids = below(words(_TOKEN, keys[:, None], columns), vocabulary_size)
+    rows, columns = np.nonzero(chosen)
+    originals = ids[rows, columns]
+    kind = uniform(words(_KIND, keys[rows], columns))
+    random_ids = below(words(_TOKEN, keys[rows], columns), vocabulary_size)
     replaced = np.where(kind < _RANDOM_BELOW, random_ids, mask_id)
-    masked = np.where(chosen & (kind >= _KEEP_BELOW), replaced, ids).astype(np.int32)
+    masked = ids.astype(np.int32)
+    masked[rows, columns] = np.where(kind < _KEEP_BELOW, originals, replaced)
 
-    # Chosen columns first, each kind in ascending order.
-    positions = np.argsort(~chosen, axis=1, kind="stable")[:, :max_predictions]
-    weights = chosen[rows, positions]
-    positions = np.where(weights, positions, 0)
-    targets = np.where(weights, ids[rows, positions], 0)
-    missing = ((0, 0), (0, max_predictions - positions.shape[1]))
-    return (
-        masked,
-        np.pad(positions, missing).astype(np.int32),
-        np.pad(targets, missing).astype(np.int32),
-        np.pad(weights, missing).astype(np.float32),
-    )
+    counts = chosen.sum(1)
+    places = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+    positions, targets = np.zeros((2, len(ids), max_predictions), np.int32)
+    weights = np.zeros((len(ids), max_predictions), np.float32)
+    positions[rows, places], targets[rows, places], weights[rows, places] = columns, originals, 1
+    return masked, positions, targets, weights
 
 
 def _choose(
@@ -72,7 +67,7 @@ def _choose(
     probability: float,
 ) -> np.ndarray:
     num_examples, length = is_text.shape
-    rows, columns = np.arange(num_examples)[:, None], np.arange(length)
+    columns = np.arange(length)
     # The special tokens: [CLS], and a separator behind each run of text.
     before = np.pad(is_text, ((0, 0), (1, 0)))[:, :-1]
     specials = 1 + (is_text & ~before).sum(1)
@@ -81,8 +76,8 @@ def _choose(
 
     heads = is_text & (is_head | ~before)
     head_of = np.maximum.accumulate(np.where(heads, columns, 0), axis=1)
-    sizes = np.zeros(is_text.shape, np.int64)
-    np.add.at(sizes, (np.broadcast_to(rows, is_text.shape)[is_text], head_of[is_text]), 1)
+    flat_heads = (np.arange(num_examples)[:, None] * length + head_of)[is_text]
+    sizes = np.bincount(flat_heads, minlength=is_text.size).reshape(is_text.shape)
     random_order = words(_ORDER, keys[:, None], columns) >> np.uint64(1)
     # What is no head comes last.
     order = np.argsort(random_order | ((~heads).astype(np.uint64) << np.uint64(63)), axis=1)

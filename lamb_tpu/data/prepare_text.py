@@ -6,6 +6,7 @@ A run that was killed continues where it was when the same command is started ag
 """
 
 import argparse
+import pathlib
 import sys
 import time
 from collections.abc import Sequence
@@ -26,6 +27,23 @@ from lamb_tpu.data.text.sentences import SENTENCE_RULES
 from lamb_tpu.errors import UserError
 
 _SECONDS_BETWEEN_LINES = 10.0
+_EXAMPLES = """\
+examples:
+  files, each a document, by BERT's own vocabulary:
+    %(prog)s --input='books/**/*.txt' \\
+        --vocab=vocab.txt --output=DATA/books
+  a file of many articles, of WikiText:
+    %(prog)s --input=wiki.valid.raw --documents=titles \\
+        --vocab=vocab.txt --output=DATA/held_out
+  Wikipedia, which TFDS prepared, by a vocabulary made of it:
+    %(prog)s --input=tfds:wikipedia/20230601.en \\
+        --train-vocab=30522 --output=DATA/wikipedia
+
+A run that was killed continues where it was when the same command is started again. What is made
+is the same for any number of processes. Then train on a folder and evaluate on another:
+  python -m lamb_tpu.train --config=configs/bert_pretrain.py --workdir=DIR --config.data.dir=DATA \\
+      --config.data.train_split=books --config.data.eval_split=held_out
+"""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -108,6 +126,10 @@ def _run(options: argparse.Namespace) -> int:
         f"sentences and {counts['tokens']:,} tokens in {len(manifest['shards']):,} shards; "
         f"{counts['unknown_tokens'] / counts['tokens']:.2%} of the tokens are unknown"
     )
+    folder = pathlib.Path(options.output).absolute()
+    shown.tell(
+        f"to train on it: --config.data.dir={folder.parent} --config.data.train_split={folder.name}"
+    )
     for key, text in (
         ("empty_documents", "documents were empty and are left out"),
         ("broken_lines", "lines are not UTF-8; what could not be read in them is left out"),
@@ -121,14 +143,16 @@ def _run(options: argparse.Namespace) -> int:
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = _Parser(
         prog="python -m lamb_tpu.data.prepare_text", description=__doc__.partition("\n")[0],
-        allow_abbrev=False,
+        allow_abbrev=False, epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("--input", action="append", required=True, metavar="GLOB",
         help="files of text, ** for folders below; may be given again; or tfds:NAME[/CONFIG]"
         "[:SPLIT], a prepared TFDS set with a feature `text`, an example a document")
-    add("--output", required=True, metavar="DIR", help="folder to write")
-    add("--vocab", metavar="FILE", help="vocab.txt: a token a line")
+    add("--output", required=True, metavar="DIR",
+        help="folder to write: shards of ids, vocab.txt, manifest.json")
+    add("--vocab", metavar="FILE", help="a vocab.txt, a token a line, such as BERT's own")
     add("--train-vocab", type=int, metavar="N",
         help="instead of --vocab: make a vocabulary of N tokens from the inputs")
     add("--cased", action="store_true", help="keep case and accents")

@@ -1,20 +1,41 @@
-"""Sets by name: the embedded one, those we prepare ourselves, and any prepared TFDS set."""
+"""Sets by name: embedded ones, those we prepare ourselves, text, and any prepared TFDS set."""
 
 import functools
 import os
-from collections.abc import Callable
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import tensorflow_datasets as tfds
 
 from lamb_tpu.data.builders import BUILDERS
 from lamb_tpu.data.digits import load_digits
+from lamb_tpu.data.masked_lm import MaskedLmSource, Options
+from lamb_tpu.data.options import NoOptions, OptionsT, read_options
 from lamb_tpu.data.prepare import is_prepared, prepare
 from lamb_tpu.data.source import RecordSource, Source
 from lamb_tpu.data.splits import slices
+from lamb_tpu.data.text.shards import MANIFEST, TokenShards
 from lamb_tpu.errors import UserError
 
 IN_MEMORY_BYTES = 2**30  # decoded sets up to this size are read into memory by default
 _TFDS_PREFIX = "tfds:"
+
+
+class _Request(NamedTuple):
+    """What `load` was asked for."""
+
+    name: str
+    split: str
+    data_dir: str | None
+    source_dir: str | None
+    in_memory: bool | None
+    given: Mapping[str, Any]
+    seed: int
+    training: bool
+
+    def options(self, kind: type[OptionsT], **fixed: Any) -> OptionsT:
+        return read_options(self.name, kind, self.given, **fixed)
 
 
 def load(
@@ -24,49 +45,91 @@ def load(
     data_dir: str | None = None,
     source_dir: str | None = None,
     in_memory: bool | None = None,
+    options: Mapping[str, Any] | None = None,
+    seed: int = 0,
+    training: bool = True,
 ) -> Source:
     """A split of a data set, prepared first if need be.
 
     Args:
       name: `digits` (embedded), `mnist`, `fashion_mnist`, `cifar10`, or `tfds:NAME[/CONFIG]` for
-        any set prepared by TFDS in the ArrayRecord format.
-      split: in TFDS syntax, such as `train`, `train[:1000]` or `test[50%:]`.
+        any set prepared by TFDS in the ArrayRecord format. Of text: `masked_lm` (prepared by
+        `lamb_tpu.data.prepare_text`), `squad`, and, embedded, `python_docs` and
+        `python_docs_cloze`, which are like the two of them.
+      split: in TFDS syntax, such as `train`, `train[:1000]` or `test[50%:]`. `masked_lm`: a
+        prepared folder in `source_dir`; `squad`: a file in it; the embedded text: train or test.
       data_dir: folder of prepared sets; None is TFDS's own, `~/tensorflow_datasets`.
       source_dir: folder with the original files to prepare from, where the set is not prepared
-        yet; None downloads them.
-      in_memory: whether to read the whole split once into arrays; None does so up to
-        `IN_MEMORY_BYTES`. `digits` always lies in memory.
+        yet; None downloads them. Of `masked_lm` and `squad` see `split`.
+      in_memory: whether to read the whole split once into arrays, or all token ids of text; None
+        does so up to `IN_MEMORY_BYTES`. `digits`, questions and embedded text always lie in memory.
+      options: of text, fields of `masked_lm.Options` but the seed, `squad_source.Options`,
+        `python_docs.Options` or `python_docs.ClozeOptions`.
+      seed: of what is drawn at random while text is read for training. Evaluation has 0 instead,
+        so that runs of any seed are measured on the same examples.
+      training: whether the split is trained on, or evaluated.
 
     Returns:
       Fields in the source's own dtypes (images uint8), class labels int32.
 
     Raises:
-      UserError: unknown name or split, missing or damaged files, no network.
+      UserError: unknown name, split or option, missing or damaged files, no network.
     """
     data_dir, source_dir = (
         None if folder is None else os.path.expanduser(folder) for folder in (data_dir, source_dir)
     )
+    request = _Request(
+        name, split, data_dir, source_dir, in_memory, dict(options or {}),
+        seed if training else 0, training,
+    )
     if name.startswith(_TFDS_PREFIX):
-        return _load_tfds(name, split, data_dir, source_dir, in_memory)
+        return _load_tfds(request)
     if name not in DATASETS:
         raise UserError(
             f"config.data.name is {name!r}, an unknown data set; known are "
             f"{', '.join(sorted(DATASETS))}, and tfds:NAME[/CONFIG] for one prepared by TFDS"
         )
-    return DATASETS[name](split, data_dir, source_dir, in_memory)
+    return DATASETS[name](request)
 
 
-def _load_own(
-    name: str, split: str, data_dir: str | None, source_dir: str | None, in_memory: bool | None
-) -> Source:
-    prepare(BUILDERS[name](data_dir=data_dir), source_dir)
+def check_same_text(train: Source, evaluation: Source) -> None:
+    """Refuses two sets of text whose tokens mean different things.
+
+    Raises:
+      UserError: naming both.
+    """
+    ours, theirs = train.vocabulary, evaluation.vocabulary
+    if ours is None or theirs is None:
+        return
+    for what, first, second in (
+        ("tokens in the vocabulary", len(ours), len(theirs)),
+        ("cased", train.cased, evaluation.cased),
+    ):
+        if first != second:
+            raise UserError(
+                f"config.data: the training set {train.name} has {what} = {first}, the evaluation "
+                f"set {evaluation.name} has {second}; prepare both with the same vocabulary"
+            )
+    for number, (first, second) in enumerate(zip(ours.tokens, theirs.tokens)):
+        if first != second:
+            raise UserError(
+                f"config.data: token {number} of the training set {train.name} is {first!r}, of "
+                f"the evaluation set {evaluation.name} {second!r}; prepare both with the same "
+                "vocabulary"
+            )
+
+
+def _load_own(request: _Request) -> Source:
+    request.options(NoOptions)
+    builder = functools.partial(BUILDERS[request.name], data_dir=request.data_dir)
+    prepare(builder(), request.source_dir)
     # A new builder, because one made before another process had finished knows of no splits.
-    return _read(name, BUILDERS[name](data_dir=data_dir), split, in_memory)
+    return _read(request.name, builder(), request.split, request.in_memory)
 
 
-def _load_tfds(
-    name: str, split: str, data_dir: str | None, source_dir: str | None, in_memory: bool | None
-) -> Source:
+def _load_tfds(request: _Request) -> Source:
+    request.options(NoOptions)
+    name, data_dir, source_dir = request.name, request.data_dir, request.source_dir
     tfds_name = name.removeprefix(_TFDS_PREFIX)
     if source_dir is not None:
         raise UserError(
@@ -84,7 +147,7 @@ def _load_tfds(
             f"tfds.builder({tfds_name!r}, data_dir=..., file_format='array_record')"
             ".download_and_prepare(), on a machine with TensorFlow where the set needs it"
         )
-    return _read(name, builder, split, in_memory)
+    return _read(name, builder, request.split, request.in_memory)
 
 
 def _read(
@@ -116,13 +179,59 @@ def _read(
     return source.read_all() if in_memory else source
 
 
-def _embedded(
-    split: str, data_dir: str | None, source_dir: str | None, in_memory: bool | None
-) -> Source:
-    return load_digits(split)
+def _load_digits(request: _Request) -> Source:
+    request.options(NoOptions)
+    return load_digits(request.split)
 
 
-DATASETS: dict[str, Callable[[str, str | None, str | None, bool | None], Source]] = {
-    "digits": _embedded,
-    **{name: functools.partial(_load_own, name) for name in BUILDERS},
+def _load_masked_lm(request: _Request) -> Source:
+    options = request.options(Options, seed=request.seed)
+    if request.source_dir is None:
+        raise UserError(
+            "config.data.dir is missing; for masked_lm it is the folder in which prepared folders "
+            f"lie, such as the {request.split!r} that python -m lamb_tpu.data.prepare_text "
+            f"--output=DIR/{request.split} makes"
+        )
+    root = pathlib.Path(request.source_dir)
+    if not (root / request.split).is_dir():
+        prepared = sorted(path.parent.name for path in root.glob(f"*/{MANIFEST}"))
+        itself = "; it is a prepared one itself, give the one above" * (root / MANIFEST).exists()
+        raise UserError(
+            f"{root / request.split} is no folder; a split of masked_lm is the name of a prepared "
+            f"one in config.data.dir, which has {', '.join(prepared) or 'none'}{itself}"
+        )
+    return MaskedLmSource(TokenShards(root / request.split, request.in_memory), options)
+
+
+# The tokenizer is imported only where it is used: prepared text is read without.
+
+
+def _load_squad(request: _Request) -> Source:
+    from lamb_tpu.data import squad_source
+
+    options = request.options(squad_source.Options)
+    return squad_source.load_squad(request.split, request.source_dir, options, request.training)
+
+
+def _load_python_docs(request: _Request) -> Source:
+    from lamb_tpu.data import python_docs
+
+    options = request.options(python_docs.Options, seed=request.seed)
+    return python_docs.load_python_docs(request.split, options)
+
+
+def _load_python_docs_cloze(request: _Request) -> Source:
+    from lamb_tpu.data import python_docs
+
+    options = request.options(python_docs.ClozeOptions)
+    return python_docs.load_python_docs_cloze(request.split, options, request.training)
+
+
+DATASETS: dict[str, Callable[[_Request], Source]] = {
+    "digits": _load_digits,
+    **{name: _load_own for name in BUILDERS},
+    "masked_lm": _load_masked_lm,
+    "squad": _load_squad,
+    "python_docs": _load_python_docs,
+    "python_docs_cloze": _load_python_docs_cloze,
 }

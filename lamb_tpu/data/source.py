@@ -5,6 +5,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from lamb_tpu.data.text.vocabulary import Vocabulary
 from lamb_tpu.errors import UserError
 
 Batch = dict[str, np.ndarray]
@@ -30,17 +31,27 @@ class Source(Protocol):
       num_classes: number of values of `label`, or None where there is no class label.
       element_spec: field name -> shape and dtype of one example.
       in_memory: True where `gather` is a mere copy, with nothing to overlap with the step.
+      vocabulary: what the token ids of a set of text mean; None for other sets.
+      cased: whether the tokens keep case and accents; False for other sets.
+      notes: sentences for the person at the terminal, such as what had to be left out.
     """
 
     name: str
     num_classes: int | None
     element_spec: dict[str, FieldSpec]
     in_memory: bool
+    vocabulary: Vocabulary | None
+    cased: bool
+    notes: tuple[str, ...]
 
     def __len__(self) -> int: ...
 
-    def gather(self, indices: np.ndarray) -> Batch:
-        """The examples at `indices` (int, (n,)), each field stacked to (n, *shape)."""
+    def gather(self, indices: np.ndarray, epochs: np.ndarray | int = 0) -> Batch:
+        """The examples at `indices` (int, (n,)), each field stacked to (n, *shape).
+
+        A set whose examples are drawn anew in every pass over it makes them as in `epochs`, (n,)
+        or one for all; evaluation leaves that out and so sees the same ones every time.
+        """
         ...
 
 
@@ -48,6 +59,9 @@ class ArraySource:
     """A set held in memory as one array a field, gathered by fancy indexing."""
 
     in_memory = True
+    vocabulary: Vocabulary | None = None
+    cased = False
+    notes: tuple[str, ...] = ()
 
     def __init__(self, name: str, arrays: Mapping[str, np.ndarray], num_classes: int | None):
         lengths = {field: len(array) for field, array in arrays.items()}
@@ -64,7 +78,8 @@ class ArraySource:
     def __len__(self) -> int:
         return self._length
 
-    def gather(self, indices: np.ndarray) -> Batch:
+    def gather(self, indices: np.ndarray, epochs: np.ndarray | int = 0) -> Batch:
+        del epochs
         return {field: array[indices] for field, array in self.arrays.items()}
 
 
@@ -85,6 +100,9 @@ class RecordSource:
     """
 
     in_memory = False
+    vocabulary: Vocabulary | None = None
+    cased = False
+    notes: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -112,8 +130,9 @@ class RecordSource:
     def __len__(self) -> int:
         return len(self._records)
 
-    def gather(self, indices: np.ndarray) -> Batch:
+    def gather(self, indices: np.ndarray, epochs: np.ndarray | int = 0) -> Batch:
         """As in `Source`. Raises UserError where records cannot be read or differ in shape."""
+        del epochs
         records = self._read([int(index) for index in indices])
         batch = {}
         for field, spec in self.element_spec.items():

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 from tokenizers import Encoding
 
-from lamb_tpu.data.source import ArraySource
 from lamb_tpu.data.text.vocabulary import Vocabulary
 from lamb_tpu.data.text.wordpiece import make_tokenizer
 from lamb_tpu.errors import UserError
@@ -61,10 +60,6 @@ class Features:
     char_stop: np.ndarray
     best_window: np.ndarray
     unmappable: tuple[str, ...]
-
-    def source(self, name: str) -> ArraySource:
-        """The arrays as a source of examples, in this order."""
-        return ArraySource(name, self.arrays, None)
 
 
 def read_questions(path: str | pathlib.Path) -> list[Question]:
@@ -119,7 +114,8 @@ def make_features(
       max_query: tokens of the question that are kept.
 
     Raises:
-      UserError: the lengths leave no room, or a question to train on has no answer.
+      UserError: the lengths leave no room, a question to train on has no answer, or no question
+        is left.
     """
     room = max_length - max_query - 3
     if min(room, document_stride, max_query) < 1 or document_stride > room:
@@ -150,6 +146,11 @@ def make_features(
             else:
                 del row["first"], row["size"]
             rows.append({**row, "question": number})
+    if unmappable and not rows:
+        raise UserError(
+            f"none of the {len(unmappable):,} questions can be trained on: their answers do not "
+            f"stand in the contexts where the file says; the first is {unmappable[0]}"
+        )
     if not rows:
         raise UserError("there is no question to make features of")
     stacked = {key: np.stack([row[key] for row in rows]) for key in rows[0]}

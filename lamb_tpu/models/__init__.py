@@ -12,6 +12,7 @@ import flax.linen as nn
 import jax
 
 from lamb_tpu.errors import UserError
+from lamb_tpu.models.bert import BertConfig
 from lamb_tpu.models.groups import describe_groups
 from lamb_tpu.models.lenet import LeNet, LeNet5
 from lamb_tpu.models.mlp import MLP
@@ -28,13 +29,24 @@ class Model(NamedTuple):
       apply: `(variables, inputs, *, train, key) -> (outputs, state)`; `state` holds the
         collections other than 'params', updated when `train` is true; of 'batch_moments', which is
         given empty, BatchNorm makes what `norm.combine_moments` takes. `key` drives dropout.
+      vocab_size, max_positions: of a network that reads text: the words it knows, and the longest
+        sequence it takes; None for others.
+      num_heads: of a network that splits its sequences over the mesh axis 'sequence'; None for
+        others.
+
+    `inputs` are one array, or for a network that reads text the mapping of a batch's fields.
     """
 
     init: Callable[[jax.Array, Any], Variables]
     apply: Callable[..., tuple[Any, Variables]]
+    vocab_size: int | None = None
+    max_positions: int | None = None
+    num_heads: int | None = None
 
 
-MODULES: dict[str, type[nn.Module]] = {
+# Linen modules, and a config that makes one.
+MODULES: dict[str, type[nn.Module] | type[BertConfig]] = {
+    "bert": BertConfig,
     "lenet": LeNet,
     "lenet5": LeNet5,
     "mlp": MLP,
@@ -79,7 +91,14 @@ def build(name: str, axis_name: Sequence[str] = (), **fields: Any) -> Model:
     module = _module(name, fields)
     if axis_name and hasattr(module, "axis_name"):
         module = module.clone(axis_name=tuple(axis_name))
-    return linen(module)
+    model, config = linen(module), getattr(module, "config", None)
+    if isinstance(config, BertConfig):
+        return model._replace(
+            vocab_size=config.vocab_size,
+            max_positions=config.max_positions,
+            num_heads=config.num_heads,
+        )
+    return model
 
 
 def batch_norm_groups(config: Mapping[str, Any], batch: int, devices: int) -> tuple[int, str]:
@@ -122,4 +141,5 @@ def _module(name: str, fields: Mapping[str, Any]) -> nn.Module:
         raise UserError(
             f"config.model.num_classes is {num_classes!r}; it must be a whole number of at least 1"
         )
-    return module(**fields)
+    made = module(**fields)
+    return made.module() if isinstance(made, BertConfig) else made

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -200,3 +201,12 @@ class Bert(nn.Module):
             logits = config.dense(2, "span", jnp.float32)(x)
             outputs["start_logits"], outputs["end_logits"] = logits[..., 0], logits[..., 1]
         return outputs
+
+
+def __getattr__(name: str) -> Any:
+    # Reading and writing Hugging Face's layout needs the classes above, and is looked for here too.
+    if name in ("from_huggingface", "to_huggingface"):
+        from lamb_tpu.models import bert_huggingface
+
+        return getattr(bert_huggingface, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

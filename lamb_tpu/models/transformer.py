@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from lamb_tpu.models.dropout import Dropout
+from lamb_tpu.models.attention import attend
+from lamb_tpu.models.dropout import WITHIN_EXAMPLES, Dropout, draw_kept, rounded
 
 # Axes of a mesh.
-HEADS_AXIS, SEQUENCE_AXIS = "model", "sequence"
+HEADS_AXIS, SEQUENCE_AXIS = WITHIN_EXAMPLES
 GELUS = ("erf", "tanh")
 REMATS = ("none", "dots", "full")
 
@@ -69,9 +70,9 @@ class LayerConfig:
 def split_sequence(x: jax.Array, heads: bool = False) -> jax.Array:
     """Splits activations over the axis 'sequence' where the mesh in force has one.
 
-    That is the mesh of `jax.set_mesh`; its other axes split as they will. Between two layers each
-    device has a part of every sequence, and in attention some of the heads for all of it, so that
-    the compiler exchanges tokens for heads and back (all-to-all).
+    That is the mesh of `jax.set_mesh` or `jax.sharding.use_abstract_mesh`; its other axes split as
+    they will. Between two layers each device has a part of every sequence, and in attention some of
+    the heads for all of it, so that the compiler exchanges tokens for heads and back (all-to-all).
 
     Args:
       x: (batch, length, ...); with `heads` (batch, length, heads, width).
@@ -106,19 +107,12 @@ class SelfAttention(nn.Module):
             split_sequence(config.dense(config.hidden_size, name)(x).reshape(heads), heads=True)
             for name in ("query", "key", "value")
         )
-        mask = mask[:, None, None, :]
-        if train and config.attention_dropout_rate:
-            # jax.nn.dot_product_attention does not let its probabilities be dropped.
-            scores = jnp.einsum(
-                "bqnh,bknh->bnqk", query, key, preferred_element_type=jnp.float32
-            ) * heads[-1] ** -0.5
-            # Finite, so that an example that is all padding gives no NaN.
-            scores = jnp.where(mask, scores, -0.7 * jnp.finfo(scores.dtype).max)
-            probabilities = nn.softmax(scores).astype(value.dtype)
-            probabilities = Dropout(config.attention_dropout_rate)(probabilities, train)
-            mixed = jnp.einsum("bnqk,bknh->bqnh", probabilities, value)
-        else:
-            mixed = jax.nn.dot_product_attention(query, key, value, mask=mask)
+        rate, keep = rounded(config.attention_dropout_rate) if train else 0.0, None
+        if rate:
+            # Drawn with the queries last, as the TPU compiler lays out scores, or it copies them.
+            shape = (heads[0], heads[2], heads[1], heads[1])
+            keep = jnp.swapaxes(draw_kept(self.make_rng("dropout"), rate, shape), 2, 3)
+        mixed = attend(query, key, value, mask, keep, rate)
         mixed = split_sequence(mixed.reshape(x.shape))
         return config.dense(config.hidden_size, "output")(mixed)
 

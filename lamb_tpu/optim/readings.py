@@ -1,5 +1,6 @@
 """Reads what optimizers built with `collect=True` keep of their last update, wherever it lies."""
 
+from typing import Any
 
 import jax
 import numpy as np
@@ -40,6 +41,33 @@ def read(opt_state: optax.OptState) -> dict[str, dict[str, np.ndarray]]:
             values = dict(zip(parameters.leaf_paths(tree), jax.tree.leaves(tree), strict=True))
             quantities.setdefault(name, {}).update(values)
     return quantities
+
+
+def summary(opt_state: optax.OptState, facts: Any) -> dict[str, float]:
+    """Smallest, median and largest trust ratio of the layers that adapt, each of a stack by itself.
+
+    Args:
+      opt_state: of any optimizer.
+      facts: of the parameters, see `parameters.resolve`.
+
+    Returns:
+      `ratio_min`, `ratio_median`, `ratio_max`; empty where no layer that adapts is collected.
+    """
+    paths, leaves = parameters.leaf_paths(facts), jax.tree.leaves(facts)
+    adapted = {path for path, fact in zip(paths, leaves, strict=True) if fact.adapt}
+    ratios = [
+        np.ravel(value)
+        for path, value in read(opt_state).get("ratios", {}).items()
+        if path in adapted
+    ]
+    if not ratios:
+        return {}
+    found = np.concatenate(ratios)
+    return {
+        "ratio_min": float(np.min(found)),
+        "ratio_median": float(np.median(found)),
+        "ratio_max": float(np.max(found)),
+    }
 
 
 def scalars(opt_state: optax.OptState) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Gradients of a large batch from microbatches: sums and weights, added in float32."""
+"""Gradients of a large batch from microbatches, added in float32."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -22,18 +22,19 @@ def gradients(
     params: Any,
     model_state: Any,
     batch: Batch,
+    weights: Mapping[str, jax.Array],
     key: jax.Array,
     positions: jax.Array,
     steps: int = 1,
     num_shards: int = 1,
     sharding: NamedSharding | None = None,
 ) -> tuple[Any, jax.Array, Any, Sums]:
-    """The gradient of the loss' sum over a batch, not divided by its weight.
+    """The gradient of the loss, the sum over its terms of sum / weight.
 
     Row r of microbatch j is row j * n + r of each shard, n being the shard's rows in a microbatch,
     so that no example moves between devices; in the order of `mesh.microbatch_order` it is a run
-    of consecutive examples. Examples are weighted as in one large batch, also where microbatches
-    have unequal weights.
+    of consecutive examples. Sums of a microbatch are divided by the weights of the whole batch, so
+    that examples count as in one large batch, also where microbatches have unequal weights.
 
     A microbatch is a batch to BatchNorm: its groups are those of the microbatch, as ghost batches
     of the large one, and the same for every number of devices. Groups that divide a microbatch are
@@ -45,6 +46,8 @@ def gradients(
       params: its parameters.
       model_state: the model's other collections.
       batch: fields of shape (rows, ...).
+      weights: of each term of the loss, `task.weights` of the global batch. A term without any
+        counts for nothing.
       key: random key of this update.
       positions: of the rows in the global batch, (rows,); with `key` they decide dropout.
       steps: number of microbatches.
@@ -53,21 +56,23 @@ def gradients(
       sharding: of a batch, under jit.
 
     Returns:
-      (gradients, in float32 at least where there are several microbatches; the loss' weight; the
-      new model state; metric sums with `loss` among them).
+      (gradients, in float32 at least where there are several microbatches; these rows' share of
+      the loss; the new model state; metric sums). Shares, like gradients, add up over devices.
     """
+    divisors = {term: jnp.where(weight > 0, weight, jnp.inf) for term, weight in weights.items()}
 
     def of(part: Batch, places: jax.Array, collections: Any) -> tuple[Any, Any]:
-        def loss_sum(params: Any) -> tuple[jax.Array, Any]:
+        def share(params: Any) -> tuple[jax.Array, Any]:
             with example_positions(places):
-                loss, (state, sums) = task.loss(params, collections, part, key)
-            return loss[0], (loss[1], state, {**sums, "loss": loss})
+                terms, (state, sums) = task.loss(params, collections, part, key)
+            loss = sum(jax.tree.leaves(jax.tree.map(jnp.divide, dict(terms), divisors)))
+            return loss, (loss, state, sums)
 
-        return jax.grad(loss_sum, has_aux=True)(params)
+        return jax.grad(share, has_aux=True)(params)
 
     if steps == 1:
-        grads, (weight, state, sums) = of(batch, positions, model_state)
-        return grads, weight, state, sums
+        grads, (loss, state, sums) = of(batch, positions, model_state)
+        return grads, loss, state, sums
 
     def cut(field: jax.Array) -> jax.Array:
         rows = field.shape[0] // (num_shards * steps)
@@ -79,17 +84,17 @@ def gradients(
         return lax.with_sharding_constraint(field, sharding.update(spec=spec))
 
     def step(totals: Any, part: tuple[Batch, jax.Array]) -> tuple[Any, Any]:
-        grads, (weight, state, sums) = of(*part, {**model_state, _MOMENTS: {}})
-        totals = jax.tree.map(lambda total, x: total + x, totals, (grads, weight, sums))
+        grads, (loss, state, sums) = of(*part, {**model_state, _MOMENTS: {}})
+        totals = jax.tree.map(lambda total, x: total + x, totals, (grads, loss, sums))
         return totals, state.get(_MOMENTS, {})
 
     parts = jax.tree.map(cut, (dict(batch), positions))
     first = jax.tree.map(lambda field: field[0], parts)
-    grads, (weight, _, sums) = jax.eval_shape(lambda: of(*first, {**model_state, _MOMENTS: {}}))
+    grads, (loss, _, sums) = jax.eval_shape(lambda: of(*first, {**model_state, _MOMENTS: {}}))
 
     def zeros(leaf: jax.ShapeDtypeStruct) -> jax.Array:
         return jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32))
 
-    start = jax.tree.map(zeros, (grads, weight, sums))
-    (grads, weight, sums), moments = lax.scan(step, start, parts)
-    return grads, weight, combine_moments(model_state, moments), sums
+    start = jax.tree.map(zeros, (grads, loss, sums))
+    (grads, loss, sums), moments = lax.scan(step, start, parts)
+    return grads, loss, combine_moments(model_state, moments), sums

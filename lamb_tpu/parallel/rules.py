@@ -18,7 +18,9 @@ KINDS = ("replicated", "fsdp")
 Rule = tuple[str, str | Sequence[str | None]]
 
 
-def partition_params(params: Any, rules: Sequence[Rule], mesh: Mesh, facts: Any) -> Any:
+def partition_params(
+    params: Any, rules: Sequence[Rule], mesh: Mesh, facts: Any, activation_axes: Sequence[str] = ()
+) -> Any:
     """A `NamedSharding` for every parameter.
 
     The first rule whose regex is found in a parameter's path decides; without one the parameter is
@@ -31,6 +33,7 @@ def partition_params(params: Any, rules: Sequence[Rule], mesh: Mesh, facts: Any)
       rules: see above.
       mesh: over all devices.
       facts: the parameters' `ParameterFacts`.
+      activation_axes: axes of the mesh over which the model splits activations by itself.
 
     Raises:
       UserError: a rule is no rule, matches no parameter or does not divide one that it decides; an
@@ -68,7 +71,7 @@ def partition_params(params: Any, rules: Sequence[Rule], mesh: Mesh, facts: Any)
             raise UserError(
                 f"config.parallel.rules[{number}] with the regex {pattern.pattern!r} matches {why}"
             )
-    _check_mesh_is_used(shardings, mesh)
+    _check_mesh_is_used(shardings, mesh, activation_axes)
     return shardings
 
 
@@ -129,14 +132,41 @@ def _trimmed(axes: list[Any]) -> PartitionSpec:
     return PartitionSpec(*axes)
 
 
-def _check_mesh_is_used(shardings: Any, mesh: Mesh) -> None:
+def sequence_axes(mesh: Mesh, num_heads: int, length: int) -> tuple[str, ...]:
+    """The mesh axes over which a model splits sequences, see `transformer.split_sequence`.
+
+    Args:
+      mesh: over all devices.
+      num_heads: of the model's attention.
+      length: of the sequences, in tokens.
+
+    Raises:
+      UserError: the sequences, or the heads, do not divide.
+    """
+    sequence, model = mesh.shape.get("sequence", 1), mesh.shape.get("model", 1)
+    if sequence == 1:
+        return ()
+    if length % sequence:
+        raise UserError(
+            f"config.mesh.sequence is {sequence}, which does not divide sequences of {length} "
+            "tokens"
+        )
+    if num_heads % (sequence * model):
+        raise UserError(
+            f"config.mesh.sequence={sequence} and config.mesh.model={model} split attention into "
+            f"{sequence * model} parts, which do not divide config.model.num_heads={num_heads}"
+        )
+    return ("sequence",)
+
+
+def _check_mesh_is_used(shardings: Any, mesh: Mesh, activation_axes: Sequence[str]) -> None:
     named = {
         axis
         for sharding in jax.tree.leaves(shardings)
         for entry in sharding.spec
         for axis in (entry if isinstance(entry, tuple) else (entry,))
     }
-    for axis in set(mesh.shape) - set(mesh_lib.BATCH_AXES) - named:
+    for axis in set(mesh.shape) - set(mesh_lib.BATCH_AXES) - set(activation_axes) - named:
         raise UserError(
             f"config.mesh.{axis} is {mesh.shape[axis]}, but nothing is split over that axis; make "
             "it 1, or give config.parallel.rules that name it"

@@ -76,6 +76,7 @@ def make_layout(
     facts: Any,
     rules: Sequence[rules_lib.Rule] = (),
     optimizer_state: str = "replicated",
+    activation_axes: Sequence[str] = (),
 ) -> Layout:
     """The layout that the partition rules and the choice for the optimizer's state give.
 
@@ -85,11 +86,12 @@ def make_layout(
       facts: the parameters' `ParameterFacts`.
       rules: see `rules.partition_params`.
       optimizer_state: 'replicated' (as the parameters are) or 'zero1'.
+      activation_axes: see `rules.partition_params`.
 
     Raises:
       UserError: a rule that does not fit.
     """
-    shardings = rules_lib.partition_params(params, rules, mesh, facts)
+    shardings = rules_lib.partition_params(params, rules, mesh, facts, activation_axes)
     moments = shardings
     if optimizer_state == "zero1":
         moments = rules_lib.zero1(params, shardings, mesh, facts)
@@ -101,24 +103,40 @@ def make_init(
     tx: optax.GradientTransformation,
     batch: Mapping[str, Any],
     average: bool = False,
-) -> Callable[[jax.Array], TrainState]:
-    """A function of a random key to the state before the first update.
+    prng: str = "threefry2x32",
+) -> Callable[..., TrainState]:
+    """A function of a random key, and of values in place of drawn ones, to the first state.
+
+    The values are arrays by the '/'-joined path from a field of the state: parameters and model
+    state, of which the optimizer's state and the averages are made, and the optimizer's state.
 
     Args:
       task: the learning problem.
       tx: the optimizer.
       batch: arrays in whose shapes and dtypes batches come.
       average: keep a moving average of the weights.
+      prng: generator of the state's key; what is drawn here comes from the key that is given.
     """
 
-    def init(key: jax.Array) -> TrainState:
+    def init(key: jax.Array, given: Mapping[str, jax.Array] | None = None) -> TrainState:
+        def filled(field: str, tree: Any) -> Any:
+            leaves, treedef = jax.tree.flatten(tree)
+            paths = [f"{field}/{path}" for path in parameters.leaf_paths(tree)]
+            return treedef.unflatten(
+                [(given or {}).get(path, leaf) for path, leaf in zip(paths, leaves, strict=True)]
+            )
+
         init_key, train_key = jax.random.split(key)
+        if prng != str(jax.random.key_impl(key)):
+            train_key = jax.random.key(jax.random.bits(train_key), impl=prng)
         zeros = {name: jnp.zeros(value.shape, value.dtype) for name, value in batch.items()}
         model_state = dict(task.init(init_key, zeros))
-        params = model_state.pop("params")
+        params = filled("params", model_state.pop("params"))
+        model_state = filled("model_state", model_state)
         ema = jax.tree.map(_widened, (params, model_state)) if average else None
+        opt_state = filled("opt_state", tx.init(params))
         zero = jnp.zeros((), jnp.int32)
-        return TrainState(zero, params, model_state, tx.init(params), train_key, ema, zero)
+        return TrainState(zero, params, model_state, opt_state, train_key, ema, zero)
 
     return init
 

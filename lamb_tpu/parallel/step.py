@@ -1,5 +1,6 @@
-"""The training step, written once for jit, shard_map and pmap, and the evaluation step."""
+"""The training step, written once for jit, shard_map and pmap, and the steps of an evaluation."""
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,7 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 from lamb_tpu.parallel import accumulation, placements
 from lamb_tpu.parallel.mesh import batch_axes, batch_sharding, replicated
 from lamb_tpu.parallel.state import Layout, TrainState
-from lamb_tpu.tasks import Sums, Task
+from lamb_tpu.tasks import HostScored, Sums, Task
 
 Batch = Mapping[str, jax.Array]
 Update = Callable[[TrainState, Batch], tuple[TrainState, Sums]]
@@ -28,10 +29,10 @@ def make_update(
 ) -> Update:
     """One update as a function of the rows that a program sees: `(state, batch) -> (state, sums)`.
 
-    The loss is a sum; sums and weights are added over microbatches and devices and divided once, so
-    the update does not depend on their numbers. The metrics are pairs (sum, weight) too: the
-    task's, `loss`, `grad_norm` (l2, over all parameters, before any clipping) and `param_norm` (l2,
-    after the update), the last two of weight 1.
+    The terms of the loss are sums. Each is divided by its weight over all microbatches and devices,
+    which is known from the batch before the backward pass, so the update does not depend on their
+    numbers. The metrics are pairs (sum, weight): the task's, and of weight 1 `loss`, `grad_norm`
+    (l2, over all parameters, before any clipping) and `param_norm` (l2, after the update).
 
     Args:
       task: the learning problem. Inside shard_map its model's BatchNorm names the batch axes.
@@ -49,11 +50,12 @@ def make_update(
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Sums]:
         rows = len(next(iter(batch.values())))
-        grads, weight, model_state, sums = accumulation.gradients(
+        grads, loss, model_state, sums = accumulation.gradients(
             task,
             placement.whole_params(state.params),
             state.model_state,
             batch,
+            placement.add(task.weights(batch)),
             jax.random.fold_in(state.key, state.step),
             placement.positions(rows, accumulation_steps),
             accumulation_steps,
@@ -61,13 +63,18 @@ def make_update(
             placement.batch_sharding,
         )
         grads = placement.reduce(grads)
-        weight, sums = placement.add((weight, sums))
-        grads = jax.tree.map(lambda g, p: (g / weight).astype(p.dtype), grads, state.params)
+        loss, sums = placement.add((loss, sums))
+        grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
         old = placement.parts(state.params)
         updates, opt_state = tx.update(grads, state.opt_state, old)
         params = optax.apply_updates(old, updates)
         norm, one = placement.norm(grads), jnp.ones((), jnp.float32)
-        sums = {**sums, "grad_norm": (norm, one), "param_norm": (placement.norm(params), one)}
+        sums = {
+            **sums,
+            "loss": (loss, one),
+            "grad_norm": (norm, one),
+            "param_norm": (placement.norm(params), one),
+        }
         ema = state.ema
         if ema is not None:
             ema = _average(ema_decay, state.step, ema, (params, model_state))
@@ -128,7 +135,7 @@ def make_train_step(
     mesh = layout.mesh
     batch, whole = batch_sharding(mesh), replicated(mesh)
     if backend == "jit":
-        update = make_update(task, tx, placements.Compiled(layout), **options)
+        update = _in_mesh(mesh, make_update(task, tx, placements.Compiled(layout), **options))
     else:
         placement = placements.Named(layout, gradient_dtype)
         specs = jax.tree.map(lambda sharding: sharding.spec, shardings)
@@ -151,4 +158,20 @@ def make_eval_step(task: Task, mesh: Mesh) -> Callable[[Any, Any, Batch], Sums]:
 
     Parameters may be split in any way.
     """
-    return jax.jit(task.evaluate, out_shardings=replicated(mesh))
+    return jax.jit(_in_mesh(mesh, task.evaluate), out_shardings=replicated(mesh))
+
+
+def make_predict_step(task: HostScored, mesh: Mesh) -> Callable[[Any, Any, Batch], Any]:
+    """`(params, model_state, batch) -> outputs` of all rows, whole on every device."""
+    return jax.jit(_in_mesh(mesh, task.predict), out_shardings=replicated(mesh))
+
+
+def _in_mesh(mesh: Mesh, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, traced where layers that split activations can see the mesh."""
+
+    @functools.wraps(function)  # for the name of the compiled program
+    def traced(*args: Any) -> Any:
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return function(*args)
+
+    return traced

@@ -1,7 +1,7 @@
 """Learning problems, chosen by name: what the loss is, what is measured, what a batch holds."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 
@@ -9,6 +9,8 @@ from lamb_tpu.data import Source
 from lamb_tpu.errors import UserError
 from lamb_tpu.models import Model
 from lamb_tpu.tasks.classification import Classification
+from lamb_tpu.tasks.masked_lm import MaskedLm
+from lamb_tpu.tasks.question_answering import QuestionAnswering
 
 Sums = Mapping[str, tuple[jax.Array, jax.Array]]
 
@@ -16,8 +18,10 @@ Sums = Mapping[str, tuple[jax.Array, jax.Array]]
 class Task(Protocol):
     """One learning problem.
 
-    Every quantity is a pair (sum over examples, weight), never a mean, so that microbatches,
-    devices and processes add up and a metric is divided once.
+    The loss is a sum of named terms, each the mean of something over a batch: over its examples, or
+    over its masked words. A task gives the sum and the weight of every term, never a mean, so that
+    microbatches, devices and processes add up and a term is divided once. Metrics are pairs
+    (sum, weight) for the same reason.
     """
 
     def check(self, source: Source) -> None:
@@ -26,16 +30,51 @@ class Task(Protocol):
     def init(self, key: jax.Array, batch: Mapping[str, Any]) -> Mapping[str, Any]:
         """The model's variables for batches shaped like `batch`."""
 
+    def weights(self, batch: Mapping[str, jax.Array]) -> Mapping[str, jax.Array]:
+        """The weight of each term of the loss, summed over the rows of `batch` in float32.
+
+        A NumPy number where it follows from shapes alone: that is added up without communication.
+        """
+
     def loss(
         self, params: Any, model_state: Any, batch: Mapping[str, jax.Array], key: jax.Array
-    ) -> tuple[tuple[jax.Array, jax.Array], tuple[Any, Sums]]:
-        """((loss sum, weight), (new model state, sums of the metrics to log))."""
+    ) -> tuple[Mapping[str, jax.Array], tuple[Any, Sums]]:
+        """(the terms' sums over the rows, (new model state, sums of the metrics to log))."""
 
     def evaluate(self, params: Any, model_state: Any, batch: Mapping[str, jax.Array]) -> Sums:
         """Metric sums over the examples whose `batch['mask']` is true."""
 
 
-TASKS: dict[str, Callable[..., Task]] = {"classification": Classification}
+@runtime_checkable
+class HostScored(Protocol):
+    """What a task has besides where its scores are of all examples together, made on the host.
+
+    Attributes:
+      score_names: the metrics that `score` gives.
+    """
+
+    score_names: tuple[str, ...]
+
+    def predict(self, params: Any, model_state: Any, batch: Mapping[str, jax.Array]) -> Any:
+        """What the scores are made of: a tree of arrays (rows, ...)."""
+
+    def score(self, source: Source, outputs: Any) -> tuple[dict[str, float], dict[str, str]]:
+        """Scores the predictions for a whole set.
+
+        Args:
+          source: the set.
+          outputs: those of `predict` for each of its examples once, in its order, as NumPy arrays.
+
+        Returns:
+          The metrics; and texts to keep beside the run, by file name.
+        """
+
+
+TASKS: dict[str, Callable[..., Task]] = {
+    "classification": Classification,
+    "masked_lm": MaskedLm,
+    "question_answering": QuestionAnswering,
+}
 
 
 def build(name: str, model: Model, **fields: Any) -> Task:
@@ -50,6 +89,7 @@ def build(name: str, model: Model, **fields: Any) -> Task:
     for key in fields:
         if key not in known:
             raise UserError(
-                f"config.task.{key} is no field of task {name!r}; known: {', '.join(known)}"
+                f"config.task.{key} is no field of task {name!r}; known: "
+                f"{', '.join(known) or 'none'}"
             )
     return TASKS[name](model, **fields)

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from lamb_tpu.data import Source
@@ -70,10 +71,14 @@ class Classification:
         """The model's variables for batches shaped like `batch`."""
         return self.model.init(key, self._inputs(batch))
 
+    def weights(self, batch: Mapping[str, jax.Array]) -> dict[str, np.float32]:
+        """The number of examples."""
+        return {"cross_entropy": np.float32(len(batch["label"]))}
+
     def loss(
         self, params: Any, model_state: Any, batch: Mapping[str, jax.Array], key: jax.Array
-    ) -> tuple[tuple[jax.Array, jax.Array], tuple[Any, Any]]:
-        """((loss sum, number of examples), (new model state, metric sums)); logits in training."""
+    ) -> tuple[dict[str, jax.Array], tuple[Any, Any]]:
+        """(sum of the loss, (new model state, metric sums)); logits in training."""
         logits, model_state = self.model.apply(
             {"params": params, **model_state}, self._inputs(batch), train=True, key=key
         )
@@ -86,7 +91,8 @@ class Classification:
             losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
         weight = jnp.float32(losses.shape[0])
         correct = jnp.sum(jnp.argmax(logits, -1) == labels, dtype=jnp.float32)
-        return (jnp.sum(losses), weight), (model_state, {"accuracy": (correct, weight)})
+        terms = {"cross_entropy": jnp.sum(losses)}
+        return terms, (model_state, {"accuracy": (correct, weight)})
 
     def evaluate(
         self, params: Any, model_state: Any, batch: Mapping[str, jax.Array]

@@ -64,6 +64,25 @@ def test_rows_need_not_lie_together(source: data.ArraySource) -> None:
     np.testing.assert_array_equal(batch["label"], whole["label"][rows])
 
 
+class Told(data.ArraySource):
+    """A source that gives back which epoch it was asked for."""
+
+    def gather(self, indices: np.ndarray, epochs: np.ndarray | int = 0) -> Batch:
+        return {"label": indices, "epoch": np.broadcast_to(epochs, indices.shape)}
+
+
+def test_every_position_is_asked_for_in_its_epoch(source: data.ArraySource) -> None:
+    told = Told("told", source.arrays, None)
+    for rows in (None, np.array([5, 4, 15])):
+        batches = take(data.TrainLoader(told, 16, 0, rows), 19)
+        for number, batch in enumerate(batches):
+            positions = [16 * number + row for row in (range(16) if rows is None else rows)]
+            assert batch["epoch"].tolist() == [place // NUM_EXAMPLES for place in positions]
+    large = next(data.TrainLoader(told, 3 * NUM_EXAMPLES, 0))
+    assert np.bincount(large["epoch"]).tolist() == [NUM_EXAMPLES] * 3
+    assert all((batch["epoch"] == 0).all() for batch in data.eval_batches(told, 16))
+
+
 def test_restore_in_the_middle_of_an_epoch(source: data.ArraySource) -> None:
     loader = data.TrainLoader(source, 8, seed=1)
     take(loader, 5)  # 40 of 101 examples
@@ -99,7 +118,7 @@ class Broken(data.ArraySource):
 
     in_memory = False
 
-    def gather(self, indices: np.ndarray) -> Batch:
+    def gather(self, indices: np.ndarray, epochs: np.ndarray | int = 0) -> Batch:
         raise UserError("the third record is damaged")
 
 

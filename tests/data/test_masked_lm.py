@@ -206,8 +206,13 @@ def test_batches_of_the_house(shards: TokenShards) -> None:
     batches = list(data.eval_batches(source, 16))
     ids = np.concatenate([batch["input_ids"] for batch in batches])[: len(source)]
     np.testing.assert_array_equal(ids, whole["input_ids"])
-    batch = next(data.TrainLoader(source, 8, seed=0))
-    assert batch["input_ids"].shape == (8, 32)
+    loader = data.TrainLoader(source, len(source), seed=0)
+    for epoch in (0, 1):  # a batch an epoch
+        batch, indices = next(loader), data.example_order(0, epoch, len(source))
+        for field, values in everything(source, epoch).items():
+            np.testing.assert_array_equal(batch[field], values[indices])
+    assert source.vocabulary is shards.vocabulary and source.cased is False
+    assert source.name == f"masked_lm:text:{shards.fingerprint}"
 
 
 @pytest.mark.parametrize("changes, message", [

@@ -23,9 +23,11 @@ def arguments(tmp_path: pathlib.Path) -> list[str]:
 def test_what_it_prints(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert prepare_text.main(arguments) == 0
     printed = capsys.readouterr()
+    output = pathlib.Path(arguments[2].removeprefix("--output="))
     assert printed.out.splitlines() == [
-        f"{arguments[2].removeprefix('--output=')} holds 1 documents, 4 sentences and 2,006 tokens "
-        "in 1 shards; 0.05% of the tokens are unknown"
+        f"{output} holds 1 documents, 4 sentences and 2,006 tokens in 1 shards; 0.05% of the "
+        "tokens are unknown",
+        f"to train on it: --config.data.dir={output.parent} --config.data.train_split=out",
     ]
     assert printed.err.splitlines() == [
         "warning: 1 documents were empty and are left out",
@@ -47,6 +49,18 @@ def test_mistakes_are_one_sentence(
 ) -> None:
     assert prepare_text.main(arguments + change) == 2
     assert capsys.readouterr().err == f"error: {message}\n"
+
+
+def test_help_has_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        prepare_text.main(["--help"])
+    assert ended.value.code == 0
+    told = capsys.readouterr().out
+    lines = told.replace("\\\n", "").splitlines()
+    commands = [line.split()[3:] for line in lines if "prepare_text --input" in line]
+    assert len(commands) == 3 and "python -m lamb_tpu.train --config" in told
+    for command in commands:
+        assert prepare_text._parse(command).output.startswith("DATA/")
 
 
 def test_what_is_missing_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,9 @@ import tensorflow_datasets as tfds
 
 from lamb_tpu import data
 from lamb_tpu.data import registry
+from lamb_tpu.data.text.vocabulary import SPECIAL_TOKENS, Vocabulary
 from lamb_tpu.errors import UserError
+from tests.data.text.corpus import write_folder
 
 
 class TinyTokens(tfds.core.GeneratorBasedBuilder, skip_registration=True):
@@ -95,6 +97,78 @@ def test_what_is_not_there_is_named(
     folder = tiny_dir if "tiny" in name else prepared_dir
     with pytest.raises(UserError, match=message):
         data.load(name, split, data_dir=folder)
+
+
+@pytest.fixture(scope="module")
+def text_dir(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """Two prepared folders, and one without a shard that its manifest lists."""
+    folder = tmp_path_factory.mktemp("text")
+    documents = [[[5 + n, 6, 7] for n in range(20)], [[30, 31]] * 9]
+    for split in ("books", "news", "damaged"):
+        write_folder(folder / split, documents, num_shards=2)
+    next((folder / "damaged").glob("*.array_record")).unlink()
+    (folder / "begun").mkdir()
+    return folder
+
+
+def load_text(text_dir: pathlib.Path, split: str, **options: object) -> data.Source:
+    return data.load("masked_lm", split, source_dir=str(text_dir), options=options, seed=3)
+
+
+def test_prepared_text(text_dir: pathlib.Path) -> None:
+    source = load_text(text_dir, "books", sequence_length=16, max_predictions=2)
+    assert source.name.startswith("masked_lm:books:") and len(source.vocabulary) == 64
+    spec = {field: source.element_spec[field].shape for field in ("input_ids", "masked_ids")}
+    assert spec == {"input_ids": (16,), "masked_ids": (2,)}
+    first = source.gather(np.arange(5))["masked_positions"]
+    options = {"sequence_length": 16, "max_predictions": 2}
+    other = data.load("masked_lm", "books", source_dir=str(text_dir), options=options, seed=4)
+    assert (first != other.gather(np.arange(5))["masked_positions"]).any()
+
+
+@pytest.mark.parametrize("split, options, message", [
+    ("dev", {}, r"dev is no folder; .* one in config.data.dir, which has books, damaged, news$"),
+    ("begun", {}, "begun is no prepared text, .* start it again if it was interrupted"),
+    ("damaged", {}, "array_record is missing, though manifest.json lists it"),
+    ("books", {"seed": 1}, "config.data.options.seed is unknown; masked_lm has, .*max_predictions"),
+    ("books", {"whole_words": 1}, "config.data.options.whole_words is 1; it must be True or False"),
+    ("books", {"sequence_length": 4}, "sequence_length must be at least 5, found 4"),
+])
+def test_mistakes_about_text(
+    text_dir: pathlib.Path, split: str, options: dict, message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        load_text(text_dir, split, **options)
+
+
+def test_which_folder_is_meant(text_dir: pathlib.Path) -> None:
+    with pytest.raises(UserError, match="which has none; it is a prepared one itself, give the"):
+        load_text(text_dir / "books", "books")
+    with pytest.raises(UserError, match="config.data.dir is missing; for masked_lm it is the fold"):
+        data.load("masked_lm", "books")
+
+
+def test_both_sets_have_one_vocabulary(text_dir: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    ours, same = load_text(text_dir, "books"), load_text(text_dir, "news")
+    data.check_same_text(ours, same)
+    data.check_same_text(ours, data.load("digits", "train"))
+    data.check_same_text(data.load("digits", "train"), ours)
+    same.cased = True
+    with pytest.raises(UserError, match="set masked_lm:books:.* has cased = False, .*news:.* True"):
+        data.check_same_text(ours, same)
+    write_folder(tmp_path / "small", [[[5]], [[6]]], vocabulary_size=32)
+    small = load_text(tmp_path, "small")
+    with pytest.raises(UserError, match="books:.* vocabulary = 64, .* set masked_lm:small:.* 32;"):
+        data.check_same_text(ours, small)
+    small.vocabulary = Vocabulary([*SPECIAL_TOKENS, *(f"x{n}" for n in range(59))])
+    with pytest.raises(UserError, match="token 5 of .*books:.* is 'w5', of .*small:.* 'x0'; prepa"):
+        data.check_same_text(ours, small)
+
+
+@pytest.mark.parametrize("name", ["digits", "mnist", "tfds:tiny_tokens"])
+def test_sets_without_options(name: str) -> None:
+    with pytest.raises(UserError, match=f"config.data.options.size is unknown; {name} has none"):
+        data.load(name, "train", options={"size": 3})
 
 
 def test_tfds_sets_take_no_originals(tiny_dir: str, tmp_path: pathlib.Path) -> None:

@@ -45,6 +45,10 @@ def test_the_two_kinds_agree(both: tuple[data.Source, data.Source]) -> None:
     assert in_memory.num_classes == by_record.num_classes == 10
     assert in_memory.name == by_record.name == "mnist:test[:997]"
     assert by_record.gather(np.array([], np.int64))["image"].shape == (0, 28, 28, 1)
+    for source in both:
+        assert source.vocabulary is None and source.cased is False and source.notes == ()
+        indices, epochs = np.array([3, 1]), np.array([0, 5])
+        assert_equal_batches(source.gather(indices, epochs), source.gather(indices))
 
 
 def test_training_streams_agree(both: tuple[data.Source, data.Source]) -> None:

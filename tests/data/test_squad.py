@@ -188,19 +188,6 @@ def test_training_answers_come_back(vocabulary: Vocabulary) -> None:
     assert same > 0.98 * total  # others begin or end within a token
 
 
-def test_source(tiny: Vocabulary) -> None:
-    features = make_features([ask("1890")], tiny, training=True, max_length=30,
-                             document_stride=10, max_query=4)
-    source = features.source("squad:train")
-    assert source.name == "squad:train" and len(source) == 1
-    found = {field: (spec.shape, spec.dtype.name) for field, spec in source.element_spec.items()}
-    assert found == {
-        "input_ids": ((30,), "int32"), "token_type_ids": ((30,), "int32"),
-        "attention_mask": ((30,), "bool"), "start_position": ((), "int32"),
-        "end_position": ((), "int32"),
-    }
-
-
 def test_impossible_questions_point_at_the_start(tiny: Vocabulary) -> None:
     question = Question("q", "who", CONTEXT, (), impossible=True)
     features = make_features([question], tiny, training=True, max_length=30, document_stride=10,
@@ -247,3 +234,6 @@ def test_bad_lengths(tiny: Vocabulary) -> None:
         make_features([Question("q", "who", CONTEXT, ())], tiny, training=True)
     with pytest.raises(UserError, match="no question to make features of"):
         make_features([], tiny)
+    bad = [ask("1890", start=7), ask("nothing of it", start=3)]
+    with pytest.raises(UserError, match="none of the 2 questions can be trained on: .* is q$"):
+        make_features(bad, tiny, training=True)

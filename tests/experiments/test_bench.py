@@ -7,6 +7,7 @@ import pytest
 
 from experiments.bench import bert
 from experiments.bench.bert import Target
+from lamb_tpu.data.text.vocabulary import SPECIAL_TOKENS, Vocabulary
 from tests import tiny
 from tests.shared import shared
 
@@ -55,6 +56,32 @@ def test_save_stall():
     rows = dict(re.findall(r"^\| ([^|]+) \| ([\d.]+) \| [\d.]+ \|$", done.stdout, re.MULTILINE))
     assert len(rows) == 5 and all(float(value) > 0 for value in rows.values())
     assert last == f"The call takes {float(last.split()[3]):.3f} of a save that is waited for."
+
+
+def test_text_throughput(tmp_path):
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    vocabulary = Vocabulary([*SPECIAL_TOKENS, ".", *letters, *(f"##{x}" for x in letters)])
+    vocabulary.write(tmp_path / "vocab")
+    for name in ("a.txt", "b.md", "c.rst"):
+        (tmp_path / name).write_text("It is a sentence of no great length. So is it.\n" * 400)
+    done = tiny.command(
+        "experiments.bench.text_throughput", f"--text_dir={tmp_path}", f"--vocab={tmp_path}/vocab",
+        "--rounds=1", "--batches=2",
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("2 files, 0.0 MB of text; Python ")
+    rows = re.findall(r"^\| ([^|]+) \| ([\d.]+) \| ([\d.]+) \|$", done.stdout, re.MULTILINE)
+    assert [name for name, *_ in rows] == [
+        "`encode_batch`", "`encode_batch_fast`", "preparation",
+    ]
+    (plain, ratio), (ours, one) = ([float(cell) for cell in rows[n][1:]] for n in (0, 2))
+    assert one == 1 and abs(ratio - ours / plain) < 0.05 * ratio + 0.01
+    pattern = r"^\| (128|512), (?:20|80).* \| (?:memory|by record) \| ([\d,]+) \| ([\d.]+) \|$"
+    batches = re.findall(pattern, done.stdout, re.MULTILINE)
+    assert len(batches) == 8
+    for length, rate, cores in batches:
+        needed = 512_000 / int(length) / int(rate.replace(",", ""))
+        assert abs(needed - float(cores)) < 0.01
 
 
 def test_bert_large():

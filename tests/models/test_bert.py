@@ -11,6 +11,7 @@ import pytest
 
 from lamb_tpu import models
 from lamb_tpu.errors import UserError
+from lamb_tpu.models import bert, bert_huggingface
 from lamb_tpu.models.bert import HEADS, SIZES, BertConfig
 
 KEY = jax.random.key(0)
@@ -233,3 +234,10 @@ def test_a_word_that_is_not_in_the_vocabulary() -> None:
 def test_mistakes(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match="config.model." + message):
         BertConfig(**fields)
+
+
+def test_hugging_faces_layout_is_found_here() -> None:
+    for name in ("from_huggingface", "to_huggingface"):
+        assert getattr(bert, name) is getattr(bert_huggingface, name)
+    with pytest.raises(AttributeError, match="no attribute 'from_huggingfac'"):
+        bert.from_huggingfac

@@ -30,7 +30,10 @@ def test_the_share_dropped_is_the_rate_in_every_row_and_place(rate: float) -> No
     x = np.random.default_rng(0).uniform(1, 2, (1000, 800)).astype(np.float32)
     y = np.asarray(drop(x, rate=rate))
     kept = y != 0
-    np.testing.assert_allclose(y[kept], x[kept] / (1 - rate), rtol=1e-6)
+    # What is drawn is the nearest multiple of 2^-16, and divided by what that leaves.
+    drawn = np.round(rate * 65536) / 65536
+    np.testing.assert_allclose(y[kept], x[kept] / (1 - drawn), rtol=1e-6)
+    assert dropout_lib.rounded(rate) == drawn and abs(drawn - rate) < 2**-17
     one = np.sqrt(rate * (1 - rate))  # standard deviation of one value
 
     def near(share: np.ndarray, count: float, sigmas: float = 5.0) -> None:
@@ -104,6 +107,10 @@ def over_devices(run: Callable[..., Any]) -> Callable[..., Any]:
     return jax.jit(run, in_shardings=(split, None), out_shardings=split)
 
 
+def over_rows(x: Any) -> jax.Array:
+    return jax.device_put(x, NamedSharding(mesh(), P("data")))
+
+
 PLACEMENTS = {
     "jit, 8": over_devices(drop),
     "jit, 8, microbatches": over_devices(microbatches),
@@ -139,8 +146,30 @@ def test_devices_draw_their_own_rows_only() -> None:
     x, key = jax.ShapeDtypeStruct(ONES.shape, ONES.dtype), KEY
     program = PLACEMENTS["jit, 8"].lower(x, key).compile().as_text()
     assert not re.search(r"all-gather|all-reduce|collective|all-to-all", program)
-    assert f"u32[{ROWS // DEVICES},{WIDTH}]" in program
-    assert f"u32[{ROWS},{WIDTH}]" not in program
+    # Two values from a word.
+    assert f"u32[{ROWS // DEVICES},{WIDTH // 2}]" in program
+    assert f"u32[{ROWS},{WIDTH // 2}]" not in program
+
+
+def test_other_generators_under_jit_with_a_mesh() -> None:
+    x, key = jax.ShapeDtypeStruct(ONES.shape, ONES.dtype), jax.random.key(0, impl="rbg")
+
+    def twice(x: jax.Array, key: jax.Array) -> jax.Array:
+        # The mask that a backward pass draws again.
+        return jax.grad(lambda x: jnp.sum(jax.checkpoint(drop)(x, key) ** 2) / 2)(x)
+
+    with jax.set_mesh(mesh()):
+        compiled = [over_devices(run).lower(x, key).compile() for run in (drop, twice)]
+    program = compiled[0].as_text()
+    assert not re.search(r"all-gather|all-reduce|collective|all-to-all", program)
+    assert f"[{ROWS // DEVICES},{WIDTH}]" in program and f"[{ROWS},{WIDTH}]" not in program
+    found, again = (np.asarray(run(over_rows(ONES), key)) for run in compiled)
+    np.testing.assert_array_equal(found, PLACEMENTS["shard_map, 8"](ONES, key))
+    np.testing.assert_allclose(again, found / 0.6, rtol=1e-4)  # squares of 0 or 1 / 0.6
+    # A batch that the devices do not divide is drawn as a whole.
+    with jax.set_mesh(mesh()):
+        part = jax.jit(drop)(ONES[:7], key)
+    np.testing.assert_array_equal(part, drop(ONES[:7], key))
 
 
 class Block(nn.Module):

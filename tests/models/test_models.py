@@ -18,10 +18,12 @@ from lamb_tpu.errors import UserError
 @pytest.mark.parametrize(
     "name, fields, message",
     [
-        ("lennet", {}, "config.model.name is 'lennet'; known models: lenet, lenet5, mlp"),
+        ("lennet", {}, "config.model.name is 'lennet'; known models: bert, lenet, lenet5, mlp"),
         ("mlp", {"depth": 3}, "config.model.depth is no field .*; known: num_classes, "),
         ("mlp", {"parent": None}, "config.model.parent is no field"),
         ("lenet", {"group_size": 8}, "config.model.group_size is no field .*known: num_classes, "),
+        ("bert", {"layers": 3}, "config.model.layers is no field .*; known: hidden_size, "),
+        ("bert", {"num_layers": 0}, "config.model.num_layers is 0; it must be a whole number"),
         ("mlp", {"num_classes": 2.0}, "config.model.num_classes is 2.0; it must be a whole number"),
     ],
 )
@@ -40,8 +42,18 @@ def test_the_mesh_axes_are_no_field_of_a_config() -> None:
 @pytest.mark.parametrize("name", models.MODULES)
 def test_a_model_takes_axes_whether_or_not_it_needs_them(name: str) -> None:
     model = models.build(name, axis_name=("data",))
-    image = jax.ShapeDtypeStruct((1, 28, 28, 1), jnp.float32)
-    assert "params" in jax.eval_shape(model.init, jax.random.key(0), image)
+    inputs = jax.ShapeDtypeStruct((1, 28, 28, 1), jnp.float32)
+    if name == "bert":
+        tokens = jax.ShapeDtypeStruct((1, 7), jnp.int32)
+        inputs = dict.fromkeys(("input_ids", "token_type_ids", "attention_mask"), tokens)
+    assert "params" in jax.eval_shape(model.init, jax.random.key(0), inputs)
+
+
+def test_a_model_of_text_tells_what_it_reads() -> None:
+    model = models.build("bert", **ConfigDict({"vocab_size": 99, "max_positions": 77}))
+    assert (model.vocab_size, model.max_positions) == (99, 77)
+    assert models.build("mlp").vocab_size is models.build("mlp").max_positions is None
+    assert models.batch_norm_groups(ConfigDict({"name": "bert"}), 64, 8) == (1, "")
 
 
 def test_batch_norm_inside_shard_map_needs_the_axes() -> None:

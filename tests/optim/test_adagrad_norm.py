@@ -38,7 +38,7 @@ ARGUMENTS = [
 ]
 
 
-@pytest.mark.parametrize("arguments", ARGUMENTS, ids=str)
+@pytest.mark.parametrize("arguments", ARGUMENTS)
 def test_one_number_for_the_model(arguments):
     params, grads = case()
     with jax.enable_x64(True), jax.debug_nans(True):
@@ -50,7 +50,7 @@ def test_one_number_for_the_model(arguments):
     np.testing.assert_allclose(state.accumulator, total, rtol=1e-12)
 
 
-@pytest.mark.parametrize("arguments", ARGUMENTS, ids=str)
+@pytest.mark.parametrize("arguments", ARGUMENTS)
 def test_one_number_for_each_layer(arguments):
     params, grads = case()
     tx = optim.adagrad_norm(rate, rules=RULES, per_layer=True, **arguments)

@@ -36,7 +36,7 @@ def reference(w, grads, decays=True, b1=0.9, b2=0.999, eps=1e-8, weight_decay=0.
 @pytest.mark.parametrize("arguments", [
     {}, {"b1": 0.5, "b2": 0.9}, {"b1": 0.0}, {"eps": 0.1}, {"weight_decay": 0.3},
     {"weight_decay": lambda t: 0.1 * (t + 1)},
-], ids=str)
+])
 def test_every_choice_against_a_loop(arguments):
     params, grads = case()
     with jax.enable_x64(True), jax.debug_nans(True):

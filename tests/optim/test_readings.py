@@ -71,6 +71,26 @@ def test_nothing_collected():
     assert readings.read(state) == {} and readings.scalars(state) == {}
 
 
+def test_summary_is_of_the_layers_that_adapt():
+    facts = optim.parameters.resolve(PARAMS, RULES)
+    _, state = _after_one_update(optim.lamb(0.1, weight_decay=0.0, rules=RULES, collect=True))
+    found = readings.summary(state, facts)
+    # kernel 5 / 2, and the stack 5, 2 and 0 over the root of 2, of which 0 counts as 1; the bias,
+    # whose ratio is 1 too, does not adapt.
+    ratios = [2.5, 5 / np.sqrt(2), 2 / np.sqrt(2), 1.0]
+    assert found == pytest.approx(
+        {"ratio_min": 1.0, "ratio_median": np.median(ratios), "ratio_max": max(ratios)}, rel=1e-5
+    )
+
+
+def test_nothing_to_sum_up():
+    still = optim.parameters.resolve(PARAMS, [("", {"adapt": False})])
+    _, state = _after_one_update(optim.lamb(0.1, rules=RULES, collect=True))
+    assert readings.summary(state, still) == {}
+    _, state = _after_one_update(optim.lamb(0.1))
+    assert readings.summary(state, optim.parameters.resolve(PARAMS, RULES)) == {}
+
+
 def test_scalars_name_the_layer():
     flat = readings.scalars(_after_one_update(optim.lamb(0.1, rules=RULES, collect=True))[1])
     assert len(flat) == 3 * 5

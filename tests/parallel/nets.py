@@ -50,12 +50,18 @@ def difference(found: Any, expected: Any) -> float:
 
 
 class WeightedSum:
-    """A task whose examples have weights of their own: sum of w (x . p - y)^2 over sum of w."""
+    """A task of two terms, means of (x . p - y)^2 / 2 and of x . p, whose examples have weights of
+    their own in each: `w` in the first and `v` in the second.
+    """
 
     def init(self, key: jax.Array, batch: Mapping[str, Any]) -> Mapping[str, Any]:
         return {"params": {"p": jax.random.normal(key, (4,))}}
 
+    def weights(self, batch: Any) -> dict[str, jax.Array]:
+        return {"error": jnp.sum(batch["w"]), "product": jnp.sum(batch["v"])}
+
     def loss(self, params: Any, model_state: Any, batch: Any, key: jax.Array) -> Any:
-        errors = optax.l2_loss(batch["x"] @ params["p"], batch["y"])
-        loss = jnp.sum(batch["w"] * errors), jnp.sum(batch["w"])
-        return loss, (model_state, {"error": loss})
+        products = batch["x"] @ params["p"]
+        error = jnp.sum(batch["w"] * optax.l2_loss(products, batch["y"]))
+        terms = {"error": error, "product": jnp.sum(batch["v"] * products)}
+        return terms, (model_state, {"error": (error, jnp.sum(batch["w"]))})

@@ -17,45 +17,66 @@ PLACES = [
 ]
 
 
+def gradients(
+    p: np.ndarray, steps: int = 1, num_shards: int = 1, **batch: np.ndarray
+) -> tuple[Any, ...]:
+    """Those of `WeightedSum` on one device."""
+    batch = {name: jnp.asarray(value, jnp.float32) for name, value in batch.items()}
+    params, rows = {"p": jnp.asarray(p, jnp.float32)}, jnp.arange(len(batch["x"]))
+    task = WeightedSum()
+    return accumulation.gradients(
+        task, params, {}, batch, task.weights(batch), jax.random.key(0), rows, steps, num_shards
+    )
+
+
 @pytest.mark.parametrize("steps", [1, 2, 8])
 @pytest.mark.parametrize("num_shards", [1, 3])
 def test_unequal_weights_are_those_of_one_batch(steps: int, num_shards: int) -> None:
     rng = np.random.default_rng(0)
     x, y, p = rng.normal(size=(24, 4)), rng.normal(size=24), rng.normal(size=4)
-    w = np.arange(24.0) ** 2  # the first rows weigh next to nothing
-    batch = {name: jnp.asarray(v, jnp.float32) for name, v in dict(x=x, y=y, w=w).items()}
-    grads, weight, state, sums = accumulation.gradients(
-        WeightedSum(), {"p": jnp.asarray(p, jnp.float32)}, {}, batch, jax.random.key(0),
-        jnp.arange(24), steps, num_shards,
-    )
-    np.testing.assert_allclose(grads["p"], (w * (x @ p - y)) @ x, rtol=1e-5)
-    assert float(weight) == w.sum() and state == {}
-    loss = np.sum(w * (x @ p - y) ** 2 / 2)
-    np.testing.assert_allclose(sums["loss"], (loss, w.sum()), rtol=1e-6)
-    np.testing.assert_allclose(sums["error"], (loss, w.sum()), rtol=1e-6)
+    # The first rows weigh next to nothing in one term, and in the other the last.
+    w, v = np.arange(24.0) ** 2, np.arange(24.0)[::-1] ** 3
+    grads, loss, state, sums = gradients(p, x=x, y=y, w=w, v=v, steps=steps, num_shards=num_shards)
+    error, product = w * (x @ p - y) / w.sum(), v / v.sum()
+    np.testing.assert_allclose(grads["p"], error @ x + product @ x, rtol=1e-5)
+    error = np.sum(w * (x @ p - y) ** 2 / 2)
+    np.testing.assert_allclose(loss, error / w.sum() + product @ x @ p, rtol=1e-5)
+    assert state == {} and sums.keys() == {"error"}
+    np.testing.assert_allclose(sums["error"], (error, w.sum()), rtol=1e-6)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_term_without_weight_counts_for_nothing(steps: int) -> None:
+    rng = np.random.default_rng(0)
+    x, y, p = rng.normal(size=(4, 4)), rng.normal(size=4), rng.normal(size=4)
+    grads, loss, *_ = gradients(p, x=x, y=y, w=np.zeros(4), v=np.ones(4), steps=steps)
+    np.testing.assert_allclose(grads["p"], x.mean(0), rtol=1e-6)
+    np.testing.assert_allclose(loss, (x @ p).mean(), rtol=1e-6)
+    grads, loss, *_ = gradients(p, x=x, y=y, w=np.zeros(4), v=np.zeros(4), steps=steps)
+    assert loss == 0 and not np.any(grads["p"])
 
 
 def test_sums_are_kept_in_float32() -> None:
-    batch = {"x": jnp.ones((256, 4)), "y": jnp.zeros(256), "w": jnp.ones(256)}
-    params = {"p": jnp.full(4, 0.25, jnp.bfloat16)}
+    batch = {"x": jnp.ones((512, 4)), "y": jnp.zeros(512), "w": jnp.ones(512), "v": jnp.zeros(512)}
+    params, task = {"p": jnp.full(4, 0.25, jnp.bfloat16)}, WeightedSum()
     grads, *_ = accumulation.gradients(
-        WeightedSum(), params, {}, batch, jax.random.key(0), jnp.arange(256), steps=256
+        task, params, {}, batch, task.weights(batch), jax.random.key(0), jnp.arange(512), steps=512
     )
     assert grads["p"].dtype == jnp.float32
-    # 256 ones added up; bfloat16 would stop counting before
-    np.testing.assert_array_equal(grads["p"], 256)
+    # 512 times 1/512; bfloat16 would stop counting at a half.
+    np.testing.assert_array_equal(grads["p"], 1)
 
 
 def test_rows_stay_on_their_device() -> None:
     class Rows(WeightedSum):
         def loss(self, params: Any, model_state: Any, batch: Any, key: jax.Array) -> Any:
             jax.debug.callback(lambda x: seen.append(np.asarray(x).tolist()), batch["x"])
-            return (params["p"].sum(), jnp.float32(1)), (model_state, {})
+            return {"rows": params["p"].sum()}, (model_state, {})
 
     seen: list[list[int]] = []
     accumulation.gradients(
-        Rows(), {"p": jnp.ones(4)}, {}, {"x": jnp.arange(12)}, jax.random.key(0), jnp.arange(12),
-        steps=2, num_shards=3,
+        Rows(), {"p": jnp.ones(4)}, {}, {"x": jnp.arange(12)}, {"rows": np.float32(12)},
+        jax.random.key(0), jnp.arange(12), steps=2, num_shards=3,
     )
     jax.effects_barrier()
     assert sorted(seen) == [[0, 1, 4, 5, 8, 9], [2, 3, 6, 7, 10, 11]]

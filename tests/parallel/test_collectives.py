@@ -87,6 +87,15 @@ def test_sums_keep_dtypes_and_may_be_narrow() -> None:
     assert found.dtype == jnp.float32 and found[0] == 8 * jnp.float32(jnp.bfloat16(1 / 3))
 
 
+def test_numbers_that_are_known_beforehand_are_not_sent() -> None:
+    def weights(x: jax.Array) -> dict[str, jax.Array]:
+        return collectives.all_reduce({"rows": np.float32(3), "words": x[0]}, ["data"])
+
+    run, _ = over(8, weights, jnp.arange(8.0)[:, None])
+    assert run(jnp.arange(8.0)[:, None]) == {"rows": 24, "words": 28}
+    assert operations(run.lower(jnp.arange(8.0)[:, None]).as_text()) == ["all_reduce"]
+
+
 def operations(text: str) -> list[str]:
     return re.findall(r'stablehlo\.(all_reduce|reduce_scatter|all_gather)"', text)
 

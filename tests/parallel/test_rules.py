@@ -120,6 +120,21 @@ def test_description_counts_what_a_device_holds() -> None:
     ) == 4 * (16 * 24 * 40 + 16 * 40 + 40 * 10 + 10)
 
 
+def test_axes_that_the_model_splits_by_itself_are_used() -> None:
+    mesh = mesh_lib.make_mesh({"data": 2, "sequence": 4})
+    facts = parameters.resolve(params(), FACTS)
+    rules_lib.partition_params(params(), [], mesh, facts, ("sequence",))
+    assert rules_lib.sequence_axes(mesh, 12, 128) == ("sequence",)
+    for num_heads, length, message in (
+        (12, 126, "config.mesh.sequence is 4, which does not divide sequences of 126 tokens"),
+        (6, 128, "sequence=4 and config.mesh.model=1 split .* do not divide .*num_heads=6"),
+    ):
+        with pytest.raises(UserError, match=message):
+            rules_lib.sequence_axes(mesh, num_heads, length)
+    # A mesh without the axis.
+    assert rules_lib.sequence_axes(mesh_lib.make_mesh(BOTH), 3, 5) == ()
+
+
 @pytest.mark.parametrize(
     "rules, mesh, message",
     [

@@ -3,6 +3,8 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
@@ -87,3 +89,26 @@ def test_optimizer_that_needs_whole_matrices() -> None:
     run_of(8, optimizer=optimizer, parallel__backend="shard_map")
     with pytest.raises(UserError, match="config.optimizer: apollo .*hidden0/kernel"):
         run_of(8, optimizer=optimizer, parallel__backend="shard_map", **ZERO1)
+
+
+def test_given_values_take_the_place_of_drawn_ones() -> None:
+    run = run_of(1, ema__decay=0.9)
+    drawn, kernel = run.first_state(), jnp.full((64, 64), 0.5)
+    given = {
+        "params/hidden0/kernel": kernel,
+        "model_state/batch_stats/norm0/mean": jnp.arange(64.0),
+        "opt_state/count": jnp.int32(7),
+    }
+    state = run.init(jax.random.key(0), given)
+    expected = tiny.arrays(drawn)
+    for path, value in (
+        (".params['hidden0']['kernel']", kernel), (".ema[0]['hidden0']['kernel']", kernel),
+        (".model_state['batch_stats']['norm0']['mean']", jnp.arange(64.0)),
+        (".ema[1]['batch_stats']['norm0']['mean']", jnp.arange(64.0)), (".opt_state.count", 7),
+    ):
+        assert not np.array_equal(expected[path], value)
+        expected[path] = np.asarray(value, expected[path].dtype)
+    found = tiny.arrays(state)
+    assert found.keys() == expected.keys()
+    for path, value in expected.items():
+        np.testing.assert_allclose(found[path], value, rtol=1e-6, err_msg=path)

@@ -215,7 +215,8 @@ def test_average_of_narrow_weights_moves() -> None:
         def init(self, key: jax.Array, batch: Any) -> Any:
             return {"params": {"p": jnp.ones(4, jnp.bfloat16)}}
 
-    batch = {"x": jnp.ones((8, 4)), "y": jnp.full(8, 40.0), "w": jnp.ones(8)}
+    rows = {"y": jnp.full(8, 40.0), "w": jnp.ones(8), "v": jnp.zeros(8)}
+    batch = {"x": jnp.ones((8, 4)), **rows}
     mesh, tx = mesh_lib.make_mesh({"data": -1}), optax.sgd(0.02)
     init = state_lib.make_init(Narrow(), tx, batch, average=True)
     abstract = jax.eval_shape(init, jax.random.key(0))
@@ -257,9 +258,12 @@ def test_key_decides_the_first_parameters(tmp_path: Any) -> None:
 class Noise:
     """A task that logs the random number it was given, and learns nothing."""
 
+    def weights(self, batch: Any) -> dict[str, np.float32]:
+        return {"nothing": np.float32(1)}
+
     def loss(self, params: Any, model_state: Any, batch: Any, key: jax.Array) -> Any:
         noise = {"noise": (jax.random.uniform(key), jnp.float32(1))}
-        return (jnp.sum(params["w"]), jnp.float32(1)), (model_state, noise)
+        return {"nothing": jnp.sum(params["w"])}, (model_state, noise)
 
 
 def test_each_update_draws_from_its_own_key() -> None:

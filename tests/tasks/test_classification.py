@@ -27,18 +27,19 @@ def task(**fields: Any) -> Classification:
 
 
 def test_loss_is_a_sum_and_a_weight() -> None:
-    (total, weight), (state, sums) = task().loss(
-        {}, {}, {"image": LOGITS, "label": LABELS}, jax.random.key(0)
-    )
+    batch = {"image": LOGITS, "label": LABELS}
+    terms, (state, sums) = task().loss({}, {}, batch, jax.random.key(0))
+    (total,) = terms.values()
     np.testing.assert_allclose(total, -log_softmax()[range(3), LABELS].sum(), rtol=1e-6)
-    assert float(weight) == 3 and state == {}
+    weights = task().weights(batch)
+    assert weights == dict.fromkeys(terms, 3) and state == {}
     assert [float(x) for x in sums["accuracy"]] == [2, 3]
 
 
 def test_label_smoothing_spreads_over_all_classes() -> None:
     smoothed = task(label_smoothing=0.3)
     batch = {"image": LOGITS, "label": LABELS}
-    (total, _), _ = smoothed.loss({}, {}, batch, jax.random.key(0))
+    (total,) = smoothed.loss({}, {}, batch, jax.random.key(0))[0].values()
     targets = 0.7 * np.eye(3)[LABELS] + 0.1
     np.testing.assert_allclose(total, -(targets * log_softmax()).sum(), rtol=1e-6)
     # Evaluation measures the plain cross entropy.

@@ -60,6 +60,7 @@ class TokenShards:
       manifest: its manifest, as written by the preparation.
       fingerprint: 12 hexadecimal digits of the manifest, the same wherever the folder lies.
       vocabulary: of the folder.
+      cased: whether its tokens keep case and accents.
       sentence_starts: int64 (sentences + 1,): the token at which each sentence begins; the last
         one is the number of tokens.
       document_starts: int64 (documents + 1,): the sentence at which each document begins.
@@ -80,6 +81,7 @@ class TokenShards:
         self.manifest = json.loads(content)
         self.fingerprint = hashlib.sha256(content).hexdigest()[:12]
         self.vocabulary = Vocabulary.read(self.folder / VOCABULARY)
+        self.cased: bool = self.manifest["settings"]["cased"]
         self._dtype = id_dtype(len(self.vocabulary))
         paths = _check_shards(self.folder, self.manifest)
         num_tokens = self.manifest["counts"]["tokens"]

@@ -31,7 +31,7 @@ def write_folder(
                           hashlib.sha256(path.read_bytes()).hexdigest()})
     sentences = [sentence for document in documents for sentence in document]
     manifest = {
-        "settings": {"format": shards.FORMAT},
+        "settings": {"format": shards.FORMAT, "cased": False},
         "vocabulary": {
             "sha256": hashlib.sha256((folder / shards.VOCABULARY).read_bytes()).hexdigest()
         },

@@ -1,0 +1,46 @@
+"""The options of a data set: the fields of a dataclass, checked against what a config gives."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from lamb_tpu.errors import UserError
+
+_KINDS = {int: "a whole number", float: "a number", str: "text", bool: "True or False"}
+
+OptionsT = TypeVar("OptionsT")
+
+
+@dataclasses.dataclass(frozen=True)
+class NoOptions:
+    """Of a set that has none."""
+
+
+def read_options(
+    name: str, kind: type[OptionsT], given: Mapping[str, Any], **fixed: Any
+) -> OptionsT:
+    """The options of data set `name`, of the dataclass `kind`.
+
+    Args:
+      name: for the error.
+      kind: a dataclass whose fields are int, float, str or bool and have defaults.
+      given: `config.data.options`; None leaves an option at its default.
+      **fixed: fields that are not the user's to give here.
+
+    Raises:
+      UserError: an unknown option, or a value of another type.
+    """
+    known = {field.name: field for field in dataclasses.fields(kind) if field.name not in fixed}
+    for key, value in given.items():
+        if key not in known:
+            listed = ", ".join(f"{field.name} = {field.default!r}" for field in known.values())
+            raise UserError(
+                f"config.data.options.{key} is unknown; "
+                + (f"{name} has, with these defaults: {listed}" if known else f"{name} has none")
+            )
+        wanted = known[key].type
+        accepted = (int, float) if wanted is float else (wanted,)
+        if value is not None and type(value) not in accepted:
+            raise UserError(f"config.data.options.{key} is {value!r}; it must be {_KINDS[wanted]}")
+    chosen = {key: value for key, value in given.items() if value is not None}
+    return kind(**chosen, **fixed)

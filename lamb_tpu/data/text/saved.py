@@ -1,0 +1,48 @@
+"""The vocabulary beside saved weights, and whether it keeps case: what other text needs of them."""
+
+import json
+import pathlib
+
+from lamb_tpu.data.text.vocabulary import Vocabulary
+from lamb_tpu.errors import UserError
+
+VOCABULARY = "vocab.txt"
+SETTINGS = "text.json"
+_OF_TRANSFORMERS = "tokenizer_config.json"
+
+
+def save(folder: str | pathlib.Path, vocabulary: Vocabulary, cased: bool) -> None:
+    """Writes `vocab.txt` and `text.json`, {"cased": ...}, into a folder that exists."""
+    vocabulary.write(pathlib.Path(folder, VOCABULARY))
+    pathlib.Path(folder, SETTINGS).write_text(json.dumps({"cased": cased}) + "\n", "utf-8")
+
+
+def read(path: str | pathlib.Path) -> tuple[Vocabulary, bool | None]:
+    """The vocabulary, and whether it keeps case and accents; None where nothing tells.
+
+    Args:
+      path: of a `vocab.txt`, or of its folder: a workdir, or one that the transformers of Hugging
+        Face wrote.
+
+    Raises:
+      UserError: there is no vocabulary, or what stands beside it cannot be read.
+    """
+    path = pathlib.Path(path).expanduser()
+    file = path / VOCABULARY if path.is_dir() else path
+    vocabulary = Vocabulary.read(file)
+    for name in (SETTINGS, _OF_TRANSFORMERS):
+        beside = file.with_name(name)
+        if not beside.is_file():
+            continue
+        try:
+            settings = json.loads(beside.read_text(encoding="utf-8"))
+            cased = (
+                settings["cased"] if name == SETTINGS else not settings.get("do_lower_case", True)
+            )
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise UserError(
+                f"{beside} cannot be read ({type(error).__name__}: {error}); it tells whether "
+                f"{file.name} keeps case"
+            ) from error
+        return vocabulary, bool(cased)
+    return vocabulary, None

@@ -1,0 +1,89 @@
+"""The core of attention: softmax of the scores, dropout and the mix of values, with its gradient.
+
+At 512 tokens BERT-Large has 67 million scores a layer for 16 examples, and each pass over them
+costs more time than the matrix products beside it. So this keeps one array of that size for the
+backward pass, in the activations' dtype, where the compiler would keep up to four.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+# Added to the scores of padding. Finite, so that an example that is all padding gives no NaN.
+_PADDING = -0.7 * float(jnp.finfo(jnp.float32).max)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def attend(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    mask: jax.Array,
+    keep: jax.Array | None,
+    rate: float,
+) -> jax.Array:
+    """Mixes values by softmax(query key^T / sqrt(width)), some of whose entries are dropped.
+
+    Scores, their maximum, exponentials and sums are float32.
+
+    Args:
+      query, key, value: (batch, length, heads, width).
+      mask: bool (batch, length), true where there is a token; the others are not attended to. An
+        example without any attends to all places alike.
+      keep: bool (batch, heads, length, length), queries before keys: the probabilities that are
+        kept, and divided by 1 - rate; None: all.
+      rate: share of the probabilities that are dropped; 0 where `keep` is None.
+
+    Returns:
+      (batch, length, heads, width), in the dtype of `value`.
+    """
+    return _forward(query, key, value, mask, keep, rate)[0]
+
+
+def _scaled(query: jax.Array) -> jax.Array:
+    return (query.astype(jnp.float32) * query.shape[-1] ** -0.5).astype(query.dtype)
+
+
+def _forward(
+    query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array, keep: jax.Array | None,
+    rate: float,
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    scores = jnp.einsum(
+        "bqnh,bknh->bnqk", _scaled(query), key, preferred_element_type=jnp.float32
+    ) + jnp.where(mask, 0, _PADDING)[:, None, None, :]
+    weights = jnp.exp(scores - scores.max(-1, keepdims=True))
+    total = weights.sum(-1)
+    # One array tells the weights and what is dropped: those are negative.
+    signed = weights if keep is None else jnp.where(keep, weights, -weights)
+    signed = signed.astype(value.dtype)
+    mixed = jnp.einsum(
+        "bnqk,bknh->bqnh", jnp.maximum(signed, 0), value, preferred_element_type=jnp.float32
+    )
+    # Dividing sums of `width` numbers is less work than dividing the weights.
+    mixed = (mixed * _of_queries(1 / ((1 - rate) * total))).astype(value.dtype)
+    return mixed, (query, key, value, signed, total, mixed)
+
+
+def _of_queries(x: jax.Array) -> jax.Array:
+    """(batch, length, heads, 1) from (batch, heads, length)."""
+    return jnp.swapaxes(x, 1, 2)[..., None]
+
+
+def _backward(
+    rate: float, saved: tuple[jax.Array, ...], grad: jax.Array
+) -> tuple[jax.Array | None, ...]:
+    query, key, value, signed, total, mixed = saved
+    # Of softmax p of s: ds = p (dp - sum p dp), and the sum is that of grad times what was mixed.
+    inner = jnp.einsum("bqnh,bqnh->bnq", grad, mixed, preferred_element_type=jnp.float32) / total
+    grad = (grad * _of_queries(1 / ((1 - rate) * total))).astype(value.dtype)
+    of_weights = jnp.einsum("bqnh,bknh->bnqk", grad, value, preferred_element_type=jnp.float32)
+    of_scores = jnp.abs(signed) * (jnp.where(signed > 0, of_weights, 0) - inner[..., None])
+    of_scores = of_scores.astype(value.dtype)
+    of_value = jnp.einsum("bnqk,bqnh->bknh", jnp.maximum(signed, 0), grad)
+    of_query = _scaled(jnp.einsum("bnqk,bknh->bqnh", of_scores, key))
+    of_key = jnp.einsum("bnqk,bqnh->bknh", of_scores, _scaled(query))
+    return of_query, of_key, of_value, None, None
+
+
+attend.defvjp(_forward, _backward)

@@ -1,0 +1,144 @@
+"""Fills the gaps of a text with the words that a pre-trained BERT expects there.
+
+  python -m lamb_tpu.predict --checkpoint=DIR --text='The capital of France is [MASK].'
+
+DIR is the workdir of a masked_lm run (with phases: of all of them, or of one), whose newest
+checkpoint is read, or a folder with Hugging Face's config.json, model.safetensors and vocab.txt.
+Neither the data set nor the memory for training is needed. A word that begins with ## continues the
+one before it.
+"""
+
+import dataclasses
+import json
+import sys
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from absl import flags
+
+from lamb_tpu import cli
+from lamb_tpu.data.text.vocabulary import Vocabulary
+from lamb_tpu.data.text.wordpiece import make_tokenizer
+from lamb_tpu.errors import UserError
+from lamb_tpu.models.bert import BertConfig
+from lamb_tpu.weights import open_weights
+
+MASK = "[MASK]"
+
+
+class Word(NamedTuple):
+    """A word for a gap: its token, and its probability as the network sees it."""
+
+    word: str
+    probability: float
+
+
+def predict(folder: str, text: str, top: int = 5) -> list[list[Word]]:
+    """The most probable words of each gap, best first.
+
+    Args:
+      folder: see the module.
+      text: with `[MASK]` at each gap.
+      top: words of a gap.
+
+    Raises:
+      UserError: the folder has no weights, no vocabulary or one of another size, or the network
+        has no head for masked words; the text has no gap or is too long.
+    """
+    if top < 1:
+        raise UserError(f"--top is {top}; it must be at least 1")
+    weights = open_weights(
+        folder, "--checkpoint", report=lambda told: print(told, file=sys.stderr)
+    )
+    config, found = weights.bert(), weights.text()
+    if config is None or "mlm" not in config.heads:
+        network = "no BERT" if config is None else f"a BERT with the heads {config.heads}"
+        raise UserError(
+            f"--checkpoint {weights.folder} is {network}; only one with the head 'mlm', as the "
+            "task masked_lm trains it, fills gaps"
+        )
+    if found is None:
+        raise UserError(f"--checkpoint {weights.folder} has no vocab.txt; put the network's there")
+    vocabulary, cased = found
+    if len(vocabulary) != config.vocab_size:
+        raise UserError(
+            f"{weights.folder}/vocab.txt has {len(vocabulary):,} words, the network "
+            f"{config.vocab_size:,}; put the network's own there"
+        )
+    ids = encode(text, vocabulary, cased)
+    if len(ids) > config.max_positions:
+        raise UserError(
+            f"--text has {len(ids):,} tokens with [CLS] and [SEP], the network takes at most "
+            f"{config.max_positions:,}"
+        )
+    gaps = np.flatnonzero(ids == vocabulary.mask_id)
+    if not len(gaps):
+        raise UserError(f"--text has no {MASK}; write it where a word is to be found")
+    probabilities = _probabilities(config, weights.params(), ids, gaps)
+    best = np.argsort(-probabilities, axis=-1, kind="stable")[:, :top]
+    return [
+        [Word(vocabulary.tokens[index], float(row[index])) for index in indices]
+        for row, indices in zip(probabilities, best, strict=True)
+    ]
+
+
+def encode(text: str, vocabulary: Vocabulary, cased: bool) -> np.ndarray:
+    """The ids, int32 (tokens,), of a text with gaps, between [CLS] and [SEP]."""
+    tokenizer = make_tokenizer(vocabulary, cased)
+    ids = [vocabulary.cls_id]
+    for number, part in enumerate(text.split(MASK)):
+        ids += [vocabulary.mask_id] if number else []
+        ids += tokenizer.encode(part).ids
+    return np.array([*ids, vocabulary.sep_id], np.int32)
+
+
+def _probabilities(
+    config: BertConfig, params: Any, ids: np.ndarray, gaps: np.ndarray
+) -> np.ndarray:
+    """Float32 (gaps, words)."""
+    # In float32, for which one text leaves time enough.
+    module = dataclasses.replace(config, dtype="float32", remat="none").module()
+    inputs = {
+        "input_ids": ids[None],
+        "token_type_ids": np.zeros_like(ids)[None],
+        "attention_mask": np.ones(ids.shape, bool)[None],
+        "masked_positions": gaps[None].astype(np.int32),
+    }
+
+    @jax.jit
+    def forward(params: Any, inputs: dict[str, jax.Array]) -> jax.Array:
+        outputs = module.apply({"params": params}, inputs, train=False)
+        return jax.nn.softmax(outputs["mlm_logits"][0])
+
+    return np.asarray(forward(params, inputs))
+
+
+def describe(text: str, gaps: list[list[Word]]) -> str:
+    """The text, and under it for each gap a line a word."""
+    width = max(len(word.word) for words in gaps for word in words)
+    lines = [text]
+    for number, words in enumerate(gaps, start=1):
+        for rank, (word, probability) in enumerate(words):
+            label = "" if rank else MASK + (f" {number}" if len(gaps) > 1 else "")
+            lines.append(f"{label:<{len(MASK) + 4}}{word:<{width}}  {probability:6.1%}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Entry point of the command line."""
+    values = flags.FLAGS
+    gaps = predict(values.checkpoint, values.text, values.top)
+    if values.json:
+        found = [[word._asdict() for word in words] for words in gaps]
+        print(json.dumps({"text": values.text, "gaps": found}))
+    else:
+        print(describe(values.text, gaps))
+
+
+if __name__ == "__main__":
+    flags.DEFINE_string("checkpoint", None, "Workdir of a run, or a folder of Hugging Face's.")
+    flags.DEFINE_string("text", None, f"The text, with {MASK} wherever a word is to be found.")
+    flags.DEFINE_integer("top", 5, "Words of each gap.")
+    flags.DEFINE_bool("json", False, "Print one JSON object instead.")
+    cli.run_main(main, required=("checkpoint", "text"))

@@ -1,0 +1,115 @@
+"""Pre-training of BERT: masked words, and whether the second segment follows the first."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from lamb_tpu.data import Source
+from lamb_tpu.models import Model
+from lamb_tpu.tasks.text import check_text
+
+_FIELDS = (
+    "input_ids", "token_type_ids", "attention_mask", "masked_positions", "masked_ids",
+    "masked_weights",
+)
+_PAIRS = "next_sentence_label"
+Pair = tuple[jax.Array, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class MaskedLm:
+    """Batches hold the fields of `lamb_tpu.data.masked_lm.MaskedLmSource`.
+
+    The loss is the mean cross entropy over all masked words of a batch and, where it has pairs of
+    segments (`next_sentence_label`), the mean over all pairs besides, in nats.
+
+    Attributes:
+      model: a BERT with the head 'mlm', and for pairs 'nsp'.
+
+    References:
+      Devlin et al., BERT: Pre-training of Deep Bidirectional Transformers for Language
+      Understanding, 2018.
+    """
+
+    model: Model
+
+    def check(self, source: Source) -> None:
+        """Raises ValueError when the data does not fit the model, or the heads not the data."""
+        outputs = check_text("masked_lm", self.model, source, _FIELDS)
+        has_pairs, has_head = _PAIRS in source.element_spec, "nsp_logits" in outputs
+        if "mlm_logits" not in outputs:
+            heads = ("mlm", "nsp") if has_pairs else ("mlm",)
+            raise ValueError(
+                "config.model.heads has no 'mlm', which masked_lm trains; set "
+                f"config.model.heads={heads}"
+            )
+        if has_pairs and not has_head:
+            raise ValueError(
+                f"config.model.heads has no 'nsp', and {source.name} has pairs for it; set "
+                "config.model.heads=('mlm', 'nsp'), or config.data.options.next_sentence=False"
+            )
+        if has_head and not has_pairs:
+            raise ValueError(
+                f"config.model.heads has 'nsp', and {source.name} no pairs for it; set "
+                "config.model.heads=('mlm',), or config.data.options.next_sentence=True"
+            )
+
+    def init(self, key: jax.Array, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The model's variables for batches shaped like `batch`."""
+        return self.model.init(key, batch)
+
+    def weights(self, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array | np.float32]:
+        """The number of masked words, and that of pairs."""
+        found = {"mlm": jnp.sum(batch["masked_weights"], dtype=jnp.float32)}
+        if _PAIRS in batch:
+            found["nsp"] = np.float32(len(batch[_PAIRS]))
+        return found
+
+    def loss(
+        self, params: Any, model_state: Any, batch: Mapping[str, jax.Array], key: jax.Array
+    ) -> tuple[dict[str, jax.Array], tuple[Any, dict[str, Pair]]]:
+        """(sums of the terms 'mlm' and 'nsp', (new model state, the sums of `evaluate`))."""
+        outputs, model_state = self.model.apply(
+            {"params": params, **model_state}, batch, train=True, key=key
+        )
+        metrics = _metrics(outputs, batch, jnp.ones(len(batch["input_ids"]), bool))
+        terms = {term: metrics[f"{term}_loss"][0] for term in self.weights(batch)}
+        return terms, (model_state, metrics)
+
+    def evaluate(
+        self, params: Any, model_state: Any, batch: Mapping[str, jax.Array]
+    ) -> dict[str, Pair]:
+        """Sums of `mlm_loss`, `mlm_accuracy` and, of pairs, `nsp_loss`, `nsp_accuracy`."""
+        outputs, _ = self.model.apply({"params": params, **model_state}, batch, train=False)
+        return _metrics(outputs, batch, batch["mask"] > 0)
+
+
+def _metrics(
+    outputs: Mapping[str, jax.Array], batch: Mapping[str, jax.Array], mask: jax.Array
+) -> dict[str, Pair]:
+    """The sums over the examples where `mask` (rows,) is true."""
+    weights = jnp.where(mask[:, None], batch["masked_weights"], 0.0)
+    found = _scores("mlm", outputs["mlm_logits"], batch["masked_ids"], weights)
+    if _PAIRS in batch:
+        weights = mask.astype(jnp.float32)
+        found |= _scores("nsp", outputs["nsp_logits"], batch[_PAIRS], weights)
+    return found
+
+
+def _scores(
+    name: str, logits: jax.Array, labels: jax.Array, weights: jax.Array
+) -> dict[str, Pair]:
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    right = (jnp.argmax(logits, -1) == labels).astype(jnp.float32)
+    total = jnp.sum(weights)
+
+    def summed(values: jax.Array) -> Pair:
+        # A padded example may give any loss, also a NaN: select, do not multiply.
+        return jnp.sum(jnp.where(weights > 0, weights * values, 0.0)), total
+
+    return {f"{name}_loss": summed(losses), f"{name}_accuracy": summed(right)}

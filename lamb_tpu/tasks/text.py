@@ -1,0 +1,52 @@
+"""What tasks on text ask of their data and model before anything compiles."""
+
+from collections.abc import Mapping, Sequence
+
+import jax
+
+from lamb_tpu.data import Source
+from lamb_tpu.models import Model
+
+
+def check_text(
+    task: str, model: Model, source: Source, fields: Sequence[str]
+) -> Mapping[str, jax.ShapeDtypeStruct]:
+    """Refuses data that a model of text cannot read.
+
+    Args:
+      task: its name.
+      model: reads the batch; has `vocab_size` and `max_positions`.
+      source: the data.
+      fields: those that the task needs, `input_ids` among them.
+
+    Returns:
+      The model's outputs for one example, by name: shapes and dtypes.
+
+    Raises:
+      ValueError: a field is missing, the vocabularies differ, or sequences are too long.
+    """
+    if set(fields) - set(source.element_spec):
+        raise ValueError(
+            f"{task} needs the fields {', '.join(fields)}; {source.name} has "
+            f"{', '.join(source.element_spec)}"
+        )
+    vocabulary = source.vocabulary
+    if vocabulary is not None and model.vocab_size not in (None, len(vocabulary)):
+        raise ValueError(
+            f"config.model.vocab_size is {model.vocab_size}, the vocabulary of {source.name} has "
+            f"{len(vocabulary)} words; set config.model.vocab_size={len(vocabulary)}, or give data "
+            "with the vocabulary that the model is for"
+        )
+    length = source.element_spec["input_ids"].shape[0]
+    if model.max_positions is not None and length > model.max_positions:
+        raise ValueError(
+            f"config.model.max_positions is {model.max_positions}, the sequences of {source.name} "
+            f"have {length} tokens; set config.model.max_positions={length}, or make them shorter"
+        )
+    batch = {
+        name: jax.ShapeDtypeStruct((1, *spec.shape), spec.dtype)
+        for name, spec in source.element_spec.items()
+    }
+    variables = jax.eval_shape(model.init, jax.random.key(0), batch)
+    outputs, _ = jax.eval_shape(lambda v, x: model.apply(v, x, train=False), variables, batch)
+    return outputs
