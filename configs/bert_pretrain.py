@@ -1,0 +1,185 @@
+r"""BERT pre-training with LAMB: 128 tokens, then 512, as in Training BERT in 76 minutes.
+
+Paper: arXiv:1904.00962. Its table 1 gives the F1 of SQuAD v1.1 of BERT-Large after the same 512 M
+examples at every batch: 91.752 at 512 with 1,000,000 updates, 91.475 at 32,768 with 15,625, and
+90.584 in 76.19 minutes on 1,024 TPU v3 chips with 65,536 and then 32,768 in 8,599 updates. Quoted
+from the paper; not run here at that size, see experiments/bert for what was measured here.
+
+Prepare the text first, each part in a folder of its own below one folder:
+
+  python -m lamb_tpu.data.prepare_text --input='books/*.md' --vocab=vocab.txt --output=DATA/train
+  python -m lamb_tpu.data.prepare_text --input=held_out.txt --vocab=vocab.txt \
+      --output=DATA/validation
+
+Then both phases, one after the other, the second from the weights of the first:
+
+  python -m lamb_tpu.train --config=configs/bert_pretrain.py --workdir=DIR --config.data.dir=DATA
+  python -m lamb_tpu.train --config=configs/bert_pretrain.py:recipe=mixed --workdir=DIR \
+      --config.data.dir=DATA
+  python -m lamb_tpu.train --config=configs/bert_pretrain.py:size=small,batch=512 --workdir=DIR \
+      --config.data.dir=DATA
+
+Hardware of the papers: recipe=paper 16 TPU v3 chips (batch 512) to 1,024 (32,768); wall times in
+the table. `phase=1` and `phase=2` are the phases alone, for evaluating, planning, or a second phase
+from elsewhere by --config.init_from=DIR.
+
+Recipes (`recipe=`):
+  paper     the untuned rule: 5e-3 at 32,768, by its square root at other batches; warm-up over a
+            fifth of each phase at 32,768, as many updates at other batches (so 1/320 at 512).
+            Phases of 90 and 10 % of the examples.
+  mixed     65,536 for 7,038 updates, then 32,768 for 1,561. The paper does not tell its rates; here
+            they follow the same rule.
+  nvidia    NVIDIA's PyTorch example: 6e-3 and 4e-3, 2,000 and 200 updates of warm-up.
+  deepspeed DeepSpeed's tutorial: 1.1e-2 and 2e-3, ratios within 0.01 and 0.3.
+"""
+
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from lamb_tpu.config import base_config, parse_argument
+from lamb_tpu.errors import UserError
+from lamb_tpu.models.bert import SIZES
+from lamb_tpu.models.bert_rules import PARAMETERS, PARAMETERS_SCANNED
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "lamb": {"name": "lamb", "preset": "author", "learning_rate": 5e-3},
+    # Devlin et al., arXiv:1810.04805: 1e-4 at 256, linear decay; the paper's baseline is at 512.
+    "adamw": {"name": "adamw", "learning_rate": 1e-4, "b2": 0.999, "eps": 1e-6,
+              "weight_decay": 0.01, "clip_global_norm": 1.0},
+}
+# 15,625 updates of 32,768: nine tenths at 128 tokens and one at 512.
+_EXAMPLES = (14_063 * 32_768, 1_562 * 32_768)
+_LINEAR = {"decay": "polynomial", "power": 1.0}
+
+
+def _untuned(batches: tuple[int, int], examples: tuple[int, int]) -> tuple[ConfigDict, ...]:
+    return tuple(
+        _phase(batch, f"{number} examples", 5e-3, "20 percent", scaling="legw", **_LINEAR)
+        for batch, number in zip(batches, examples)
+    )
+
+
+def _phase(
+    batch: int, duration: str, learning_rate: float, warmup: str, **schedule: Any
+) -> ConfigDict:
+    return ConfigDict({
+        "batch_size": batch,
+        "duration": duration,
+        "optimizer": {"learning_rate": learning_rate},
+        "schedule": {"warmup": warmup, **schedule},
+    })
+
+
+# Both phases of each recipe; rates and warm-ups of nvidia and deepspeed belong to their batches.
+RECIPES = {
+    "mixed": _untuned((65_536, 32_768), (7_038 * 65_536, 1_561 * 32_768)),
+    # DeepLearningExamples, run_pretraining.sh and schedulers.py: the decay counts from update 0.
+    "nvidia": (
+        _phase(65_536, "7038 steps", 6e-3, "2000 steps", decay="polynomial", power=0.5,
+               decay_from="zero"),
+        _phase(32_768, "1563 steps", 4e-3, "200 steps", decay="polynomial", power=0.5,
+               decay_from="zero"),
+    ),
+    # DeepSpeed, bert-pretraining.md, whose rate has an offset of 1e-3 that is left out here.
+    "deepspeed": (
+        _phase(65_536, "7500 steps", 1.1e-2, "2 percent", decay="exponential", decay_factor=0.9,
+               decay_every="250 steps"),
+        _phase(32_768, "7500 steps", 2e-3, "2 percent", decay="exponential", decay_factor=0.9,
+               decay_every="150 steps"),
+    ),
+}
+_DEEPSPEED = {"ratio_bounds": (0.01, 0.3)}
+
+
+def get_config(argument: str | None = None) -> ConfigDict:
+    """Arguments: size=large, recipe=paper, batch=32768 (of paper), optimizer=lamb|adamw, phase=0
+    (both) | 1 | 2, scan (layers in a loop: compiles faster, runs slower), smoke.
+    """
+    arg = parse_argument(
+        argument, size="large", recipe="paper", batch=32_768, optimizer="lamb", phase=0,
+        scan=False, smoke=False,
+    )
+    for key, known in (
+        ("size", SIZES), ("recipe", ("paper", *RECIPES)), ("optimizer", OPTIMIZERS),
+        ("phase", (0, 1, 2)),
+    ):
+        if arg[key] not in known:
+            raise UserError(
+                f"the config's argument {key}={arg[key]!r} is unknown; "
+                f"known: {', '.join(map(str, known))}"
+            )
+    if arg.recipe != "paper" and arg.batch != 32_768:
+        raise UserError(
+            f"the config's argument batch={arg.batch} is for recipe=paper; {arg.recipe} has its "
+            "own, which --config.phases.phase_1.batch_size changes"
+        )
+    config = base_config()
+    config.data.name = "masked_lm"
+    config.data.train_split, config.data.eval_split = "train", "validation"
+    config.task = ConfigDict({"name": "masked_lm"})
+    config.model = ConfigDict({
+        "name": "bert", **SIZES[arg.size], "vocab_size": 30_522, "max_positions": 512,
+        "heads": ("mlm", "nsp"), "gelu": "tanh", "dropout_rate": 0.1,
+        "attention_dropout_rate": 0.1, "dtype": "bfloat16", "scan_layers": arg.scan,
+        "remat": "none",
+    })
+    rules = PARAMETERS_SCANNED if arg.scan else PARAMETERS
+    config.optimizer = ConfigDict({**OPTIMIZERS[arg.optimizer], "rules": rules})
+    config.schedule.base_batch_size = 32_768
+    config.prng = "rbg"
+    config.parallel.backend = "shard_map"
+    config.parallel.optimizer_state = "zero1"
+    config.eval.batch_size = 1024
+    config.eval.every = "10 percent"
+    config.checkpoint.every = "500 steps"
+    config.log.every = "20 steps"
+
+    if arg.recipe == "paper":
+        phases = _untuned((arg.batch, arg.batch), _EXAMPLES)
+    else:
+        phases = RECIPES[arg.recipe]
+    if arg.optimizer == "lamb":
+        config.optimizer.collect = True
+        if arg.recipe == "deepspeed":
+            config.optimizer.update(_DEEPSPEED)
+    else:
+        # The baseline's schedule: one rate for every batch, unless --config.schedule.scaling asks.
+        config.schedule.base_batch_size = 512
+        phases = tuple(
+            _phase(phase.batch_size, phase.duration, 1e-4, "1 percent", scaling="identity",
+                   **_LINEAR)
+            for phase in phases
+        )
+    sequences = (
+        {"sequence_length": 128, "max_predictions": 20},
+        {"sequence_length": 512, "max_predictions": 80},
+    )
+    if arg.smoke:
+        _smoke(config)
+        sequences = ({"sequence_length": 64, "max_predictions": 10},
+                     {"sequence_length": 128, "max_predictions": 20})
+        phases = tuple(
+            _phase(32, f"{steps} steps", 5e-3, "20 percent", **_LINEAR) for steps in (24, 12)
+        )
+    for phase, options in zip(phases, sequences):
+        phase.data = ConfigDict({"options": options})
+    # Both phases say every key that one of them says, so that each stands alone.
+    config.data.options = ConfigDict({"next_sentence": True, "whole_words": False})
+    if arg.phase:
+        with config.unlocked():
+            config.update(phases[arg.phase - 1])
+        return config
+    with config.phases.unlocked():
+        config.phases = ConfigDict({"phase_1": phases[0], "phase_2": phases[1]})
+    return config
+
+
+def _smoke(config: ConfigDict) -> None:
+    """A network of two layers on the text that comes with Python, in float32."""
+    config.data.name = "python_docs"
+    config.data.train_split, config.data.eval_split = "train", "test"
+    config.data.options = ConfigDict({"vocab_size": 2048})
+    config.model.update({**SIZES["tiny"], "vocab_size": 2048, "dtype": "float32"})
+    config.eval.every = "100 percent"
+    config.log.every = "5 steps"

@@ -1,0 +1,81 @@
+r"""Question answering on SQuAD v1.1, from a pre-trained BERT.
+
+Source of the rates: the comment in the LAMB authors' code (github.com/fastalgo/davidnet-cifar): for
+AdamW 3e-5, 4e-5 or 5e-5 at SQuAD 1.1, for LAMB 3e-4, 4e-4 or 5e-4 at batch 64. Two epochs, windows
+of 384 tokens 128 apart, warm-up over a tenth: run_squad.py of google-research/bert. Paper of the
+set: arXiv:1606.05250. Quoted: BERT-Large reaches F1 91.475 after the LAMB paper's pre-training at
+32,768 (arXiv:1904.00962), not run here at that size; measured here: small networks, in
+experiments/bert.
+
+  python -m lamb_tpu.train --config=configs/bert_squad.py --workdir=DIR \
+      --config.data.dir=SQUAD --config.init_from=PRETRAINED
+  python -m lamb_tpu.train --config=configs/bert_squad.py:size=base,optimizer=adamw \
+      --workdir=DIR --config.data.dir=SQUAD --config.init_from=PRETRAINED
+
+SQUAD is the folder of train-v1.1.json and dev-v1.1.json; PRETRAINED the workdir of a run of
+configs/bert_pretrain.py, or a folder that Hugging Face's transformers wrote, with its vocab.txt.
+DIR then holds predictions.json as the official script reads it, and exact match and F1 are among
+the metrics. Hardware: one TPU v3 host, or one GPU.
+"""
+
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from lamb_tpu.config import base_config, parse_argument
+from lamb_tpu.errors import UserError
+from lamb_tpu.models.bert import SIZES
+from lamb_tpu.models.bert_rules import PARAMETERS
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "lamb": {"name": "lamb", "preset": "author", "learning_rate": 4e-4},
+    "adamw": {"name": "adamw", "learning_rate": 4e-5, "eps": 1e-6, "weight_decay": 0.01,
+              "clip_global_norm": 1.0},
+}
+
+
+def get_config(argument: str | None = None) -> ConfigDict:
+    """Arguments: size=large, optimizer=lamb|adamw, batch=64, smoke."""
+    arg = parse_argument(argument, size="large", optimizer="lamb", batch=64, smoke=False)
+    for key, known in (("size", SIZES), ("optimizer", OPTIMIZERS)):
+        if arg[key] not in known:
+            raise UserError(
+                f"the config's argument {key}={arg[key]!r} is unknown; known: {', '.join(known)}"
+            )
+    config = base_config()
+    config.batch_size = arg.batch
+    config.duration = "2 epochs"
+    config.data.name = "squad"
+    config.data.train_split, config.data.eval_split = "train-v1.1.json", "dev-v1.1.json"
+    config.data.options = ConfigDict({
+        "vocab": "", "cased": False, "max_length": 384, "document_stride": 128, "max_query": 64,
+    })
+    config.task = ConfigDict({"name": "question_answering"})
+    config.model = ConfigDict({
+        "name": "bert", **SIZES[arg.size], "vocab_size": 30_522, "max_positions": 512,
+        "heads": ("span",), "gelu": "tanh", "dropout_rate": 0.1, "attention_dropout_rate": 0.1,
+        "dtype": "bfloat16",
+    })
+    config.optimizer = ConfigDict({**OPTIMIZERS[arg.optimizer], "rules": PARAMETERS})
+    config.schedule.base_batch_size = 64
+    config.schedule.scaling = "sqrt" if arg.optimizer == "lamb" else "identity"
+    config.schedule.warmup = "10 percent"
+    config.schedule.decay = "polynomial"
+    config.init.new_parameters = "^span/"
+    config.prng = "rbg"
+    config.eval.batch_size = 128
+    config.eval.every = "1 epochs"
+    config.checkpoint.every = "500 steps"
+    if arg.smoke:
+        config.data.name = "python_docs_cloze"
+        config.data.train_split, config.data.eval_split = "train", "test"
+        config.data.options = ConfigDict({
+            "vocab_size": 2048, "max_length": 128, "document_stride": 32, "max_query": 48,
+        })
+        config.model.update({**SIZES["tiny"], "vocab_size": 2048, "dtype": "float32"})
+        config.optimizer.learning_rate = 5e-3
+        config.batch_size = 32
+        config.duration = "60 steps"
+        config.eval.every = "100 percent"
+        config.log.every = "5 steps"
+    return config

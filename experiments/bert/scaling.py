@@ -1,0 +1,175 @@
+"""Batch scaling of a small BERT on books: LAMB untuned against AdamW by two rules.
+
+  python -m experiments.bert.scaling --data_dir=DATA --runs=DIR
+  python -m experiments.bert.scaling --data_dir=DATA --runs=DIR --tune
+  python -m experiments.bert.scaling --runs=DIR --train=false
+
+A BERT of 4 layers and 256 units reads the same number of examples of 128 tokens at every batch
+from 64 to 4,096: the range of 64 times that the LAMB paper has from 512 to 32,768, with its warm-up
+from 1/320 of the run to 1/5. Each optimizer's rate is chosen at batch 64, by `--tune`, and carried
+to the others by a rule: for LAMB by the square root (that is LEGW), for AdamW by the square root or
+linearly, both with LAMB's warm-up. DATA holds the folders `train` and `validation` that
+`python -m lamb_tpu.data.prepare_text` made. Every cell is a resumable run in a workdir of its own
+below DIR; complete ones are not run again. Records go into scaling.jsonl, the table and the picture
+into scaling.md and scaling.png, in experiments/bert.
+"""
+
+import json
+import pathlib
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from absl import flags
+from ml_collections import ConfigDict
+
+from configs import bert_pretrain
+from experiments.bert import scaling_page
+from lamb_tpu import cli
+from lamb_tpu.errors import UserError
+from lamb_tpu.metrics import read_records
+from lamb_tpu.train import train
+
+FOLDER = pathlib.Path(__file__).parent
+BATCHES = (64, 256, 1024, 4096)
+BASE_BATCH = BATCHES[0]
+MICROBATCH = 64
+# Shares of the run, as 1/320 ... 1/5 in the paper for batches 64 times apart.
+WARMUP_PERCENT = {batch: 100 / 320 * batch / BASE_BATCH for batch in BATCHES}
+# Tuned with these, a quarter of the examples each; what won stands in RATES.
+GRIDS = {
+    "lamb": (0.001, 0.002, 0.004, 0.008, 0.016),
+    "adamw": (0.00025, 0.0005, 0.001, 0.002, 0.004),
+}
+RATES = {"lamb": 0.004, "adamw": 0.001}
+
+
+class Cell(NamedTuple):
+    """One run of the study."""
+
+    optimizer: str
+    scaling: str
+    batch: int
+    rate: float
+    examples: int
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """Of its workdir."""
+        return "-".join(map(str, self))
+
+
+def cells(examples: int, seeds: Iterable[int]) -> list[Cell]:
+    """All of the study; at the base batch AdamW's two rules are one and the same run."""
+    found = []
+    for seed in seeds:
+        for optimizer, scaling in (("lamb", "sqrt"), ("adamw", "sqrt"), ("adamw", "linear")):
+            for batch in BATCHES:
+                if (scaling, batch) != ("linear", BASE_BATCH):
+                    rate = RATES[optimizer]
+                    found.append(Cell(optimizer, scaling, batch, rate, examples, seed))
+    # The large batches first: they are what the study is about, and none waits for another.
+    return sorted(found, key=lambda cell: -cell.batch)
+
+
+def tuning_cells(examples: int) -> list[Cell]:
+    """The runs at the base batch that choose the rates; held-out text is the same."""
+    return [
+        Cell(optimizer, "sqrt", BASE_BATCH, rate, examples // 4, 0)
+        for optimizer, grid in GRIDS.items() for rate in grid
+    ]
+
+
+def make_config(cell: Cell, data_dir: str | None) -> ConfigDict:
+    """The recipe of one cell."""
+    config = bert_pretrain.get_config(f"size=mini,phase=1,optimizer={cell.optimizer}")
+    config.seed = cell.seed
+    config.batch_size = cell.batch
+    config.accumulation_steps = cell.batch // MICROBATCH
+    config.duration = f"{cell.examples} examples"
+    config.data.dir = data_dir
+    config.model.dtype = "float32"
+    config.optimizer.learning_rate = cell.rate
+    config.schedule.base_batch_size = BASE_BATCH
+    config.schedule.scaling = cell.scaling
+    config.schedule.warmup = f"{WARMUP_PERCENT[cell.batch]} percent"
+    config.eval.batch_size = 256
+    config.eval.every = "25 percent"
+    config.checkpoint.every = "5 percent"
+    config.log.every = f"{max(1, 256 // cell.batch)} steps"
+    return config
+
+
+def collect(runs: pathlib.Path, wanted: Iterable[Cell]) -> list[dict[str, Any]]:
+    """One record for each complete run of `wanted` below `runs`."""
+    records = []
+    for cell in wanted:
+        folder = runs / cell.name
+        evals = []
+        if (folder / "metrics.jsonl").exists():
+            evals = read_records(folder / "metrics.jsonl", "eval")
+        if not evals or evals[-1]["step"] * cell.batch < cell.examples:
+            continue
+        training = read_records(folder / "metrics.jsonl", "train")[-1]
+        receipt = read_records(folder / "run.jsonl")[-1]
+        records.append({
+            **cell._asdict(),
+            "updates": evals[-1]["step"],
+            "mlm_loss": evals[-1]["mlm_loss"],
+            "mlm_accuracy": evals[-1]["mlm_accuracy"],
+            "nsp_accuracy": evals[-1]["nsp_accuracy"],
+            "curve": [[e["step"] * cell.batch, round(e["mlm_loss"], 4)] for e in evals],
+            "train_loss": training["loss"],
+            "seconds": round(training["seconds"], 1),
+            **{key: receipt[key] for key in ("device", "devices", "cores", "jax", "commit")},
+        })
+    return records
+
+
+def merge(old: Iterable[dict[str, Any]], new: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """All records, a new one in place of an old one of the same cell."""
+    found = {tuple(record[field] for field in Cell._fields): record for record in (*old, *new)}
+    return [found[key] for key in sorted(found)]
+
+
+def main() -> None:
+    """Runs the missing cells and writes the page."""
+    values = flags.FLAGS
+    runs = pathlib.Path(values.runs).expanduser()
+    wanted = cells(values.examples, map(int, values.seeds))
+    if values.tune:
+        wanted = tuning_cells(values.examples)
+    done = {record["name"] for record in _named(collect(runs, wanted))}
+    if values.train:
+        if values.data_dir is None:
+            raise UserError("--data_dir is missing; give the folder with train and validation")
+        for number, cell in enumerate(wanted):
+            if cell.name not in done:
+                print(f"run {number + 1} of {len(wanted)}: {cell.name}", flush=True)
+                train(make_config(cell, values.data_dir), runs / cell.name, label=cell.name)
+    file = FOLDER / "scaling.jsonl"
+    old = read_records(file) if file.exists() else []
+    records = merge(old, collect(runs, wanted))
+    if not records:
+        raise UserError(f"--runs {runs} holds no complete run, and there are no records yet")
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    (FOLDER / "scaling.md").write_text(scaling_page.page(records, values.examples))
+    scaling_page.draw(records, values.examples, FOLDER / "scaling.png")
+    print(scaling_page.page(records, values.examples))
+
+
+def _named(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [
+        record | {"name": Cell(*(record[field] for field in Cell._fields)).name}
+        for record in records
+    ]
+
+
+if __name__ == "__main__":
+    flags.DEFINE_string("runs", "runs/bert_scaling", "Folder with one workdir a run.")
+    flags.DEFINE_string("data_dir", None, "Folder with the prepared texts train and validation.")
+    flags.DEFINE_integer("examples", 65_536, "Examples that each run reads.", lower_bound=4096)
+    flags.DEFINE_list("seeds", ["0"], "Seeds to train.")
+    flags.DEFINE_bool("tune", False, "Run the grid at batch 64 instead, a quarter of the examples.")
+    flags.DEFINE_bool("train", True, "Whether to train what is missing before collecting.")
+    cli.run_main(main)

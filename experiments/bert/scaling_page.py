@@ -1,0 +1,133 @@
+"""The page and the picture of the batch-scaling study."""
+
+import pathlib
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from matplotlib.figure import Figure
+
+Record = dict[str, Any]
+
+# What a line of the table is called, and how it is drawn (colours of Okabe and Ito).
+LINES = {
+    ("lamb", "sqrt"): ("LAMB, square root", "#D55E00", "s"),
+    ("adamw", "sqrt"): ("AdamW, square root", "#009E73", "D"),
+    ("adamw", "linear"): ("AdamW, linear", "#0072B2", "o"),
+}
+
+
+def _line(records: Sequence[Record], examples: int, line: tuple[str, str]) -> list[Record]:
+    """A line's records; at the smallest batch, the base of both rules, AdamW's run is one."""
+    base = min((record["batch"] for record in records), default=0)
+    optimizer, scaling = line
+    return [
+        record for record in records
+        if record["optimizer"] == optimizer and record["examples"] == examples
+        and (record["scaling"] == scaling or record["batch"] == base)
+    ]
+
+
+def _mean(records: Sequence[Record], key: str) -> float:
+    return statistics.mean(record[key] for record in records)
+
+
+def page(records: Sequence[Record], examples: int) -> str:
+    """The Markdown page of the records whose runs read `examples`, and of the tuning."""
+    lines = [
+        "# A small BERT on books, batch 64 to 4,096",
+        "",
+        "4 layers, 256 units, 128 tokens, 20 predictions, next-sentence prediction, dropout 0.1,",
+        f"float32; {examples:,} examples at every batch, microbatches of 64. Trained on 190 books",
+        "in the public domain (94.1 MB), the public uncased vocabulary of 30,522; measured on",
+        "WikiText-2's validation and test text, all of it, always with the same masks. Rates were",
+        "chosen at batch 64 and carried by the rule; warm-up 1/320 of the run at 64 to 1/5 at",
+        "4,096, linear decay. Mean over the seeds.",
+        "",
+        "| batch | updates | "
+        + " | ".join(f"{name}: rate | loss | accuracy" for name, *_ in LINES.values()) + " |",
+        "| ---: | ---: |" + " ---: |" * (3 * len(LINES)),
+    ]
+    batches = sorted({r["batch"] for r in records if r["examples"] == examples})
+    for batch in batches:
+        cells = []
+        for line in LINES:
+            found = [r for r in _line(records, examples, line) if r["batch"] == batch]
+            if not found:
+                cells += ["not run", "-", "-"]
+                continue
+            ratio = batch / batches[0]
+            rate = found[0]["rate"] * (ratio if line[1] == "linear" else ratio**0.5)
+            cells += [
+                f"{rate:.3g}", f"{_mean(found, 'mlm_loss'):.3f}",
+                f"{_mean(found, 'mlm_accuracy'):.2%}",
+            ]
+        lines.append(f"| {batch:,} | {examples // batch:,} | {' | '.join(cells)} |")
+    lines += ["", "Held-out masked-word loss in nats, and accuracy. ![](scaling.png)", ""]
+    tuning = sorted(
+        (r for r in records if r["examples"] != examples),
+        key=lambda r: (r["optimizer"], r["rate"]),
+    )
+    if tuning:
+        lines += [
+            "## How the rates were chosen",
+            "",
+            "Batch 64, a quarter of the examples, seed 0, the same held-out text.",
+            "",
+            "| optimizer | rate | examples | loss | accuracy |",
+            "| --- | ---: | ---: | ---: | ---: |",
+            *(
+                f"| {r['optimizer']} | {r['rate']} | {r['examples']:,} | {r['mlm_loss']:.3f} | "
+                f"{r['mlm_accuracy']:.2%} |"
+                for r in tuning
+            ),
+            "",
+        ]
+    seeds = sorted({str(record["seed"]) for record in records})
+    minutes = sum(record["seconds"] for record in records) / 60
+    machines = sorted({f"{r['devices']} x {r['device']}, {r['cores']} cores" for r in records})
+    versions = sorted({f"jax {r['jax']} at commit {r['commit']}" for r in records})
+    lines += [
+        f"Machine: {'; '.join(machines)}; {minutes:.0f} minutes of runs in all. Seeds: "
+        f"{', '.join(seeds)}. Versions: {'; '.join(versions)}.",
+        "",
+        "Commands: `python -m experiments.bert.scaling --data_dir=DATA --tune`, then "
+        f"`python -m experiments.bert.scaling --data_dir=DATA --examples={examples}`. "
+        "Records: scaling.jsonl.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def draw(records: Sequence[Record], examples: int, path: pathlib.Path) -> None:
+    """Draws held-out loss against the batch, and over the examples at the largest batch.
+
+    Args:
+      records: of all runs.
+      examples: those drawn read as many.
+      path: the PNG.
+    """
+    figure = Figure(figsize=(11, 4.8), dpi=150, layout="constrained")
+    left, right = figure.subplots(1, 2)
+    batches = sorted({r["batch"] for r in records if r["examples"] == examples})
+    for line, (name, color, marker) in LINES.items():
+        found = _line(records, examples, line)
+        points = {
+            batch: _mean(at, "mlm_loss")
+            for batch in batches if (at := [r for r in found if r["batch"] == batch])
+        }
+        left.plot(list(points), list(points.values()), color=color, marker=marker, label=name)
+        for record in found:
+            if record["batch"] == batches[-1]:
+                right.plot(*zip(*record["curve"]), color=color, marker=marker, label=name)
+    left.set_xscale("log", base=2)
+    left.set_xticks(batches, [f"{batch:,}" for batch in batches])
+    left.set_xlabel("batch (examples)")
+    left.set_ylabel("held-out masked-word loss (nats)")
+    left.set_title(f"after {examples:,} examples")
+    right.set_xlabel("examples read")
+    right.set_title(f"at batch {batches[-1]:,}" if batches else "")
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.savefig(path)

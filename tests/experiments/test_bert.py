@@ -1,0 +1,102 @@
+"""The BERT studies: their cells, their recipes, and the pages made of records."""
+
+import json
+import pathlib
+
+import pytest
+
+from experiments.bert import end_to_end, pod_plan, scaling, scaling_page
+from lamb_tpu import config as config_lib
+from lamb_tpu import phases, plan, topology
+from lamb_tpu.recipe import resolve
+
+
+def test_a_rule_carries_the_rate_from_the_smallest_batch():
+    cells = scaling.cells(65_536, [0])
+    assert len({cell.name for cell in cells}) == len(cells) == 11
+    peaks = {}
+    for cell in cells:
+        config = scaling.make_config(cell, None)
+        config_lib.check_keys(config)
+        config_lib.check_values(config)
+        recipe = resolve(config, 10**6)
+        assert recipe.total_steps * cell.batch == 65_536
+        share = recipe.warmup_steps / recipe.total_steps
+        assert share == pytest.approx(cell.batch / 64 / 320)
+        assert config.batch_size == 64 * config.accumulation_steps
+        peaks[cell[:3]] = recipe.peak_learning_rate
+    assert peaks["lamb", "sqrt", 4096] == pytest.approx(8 * scaling.RATES["lamb"])
+    assert peaks["adamw", "sqrt", 1024] == pytest.approx(4 * scaling.RATES["adamw"])
+    assert peaks["adamw", "linear", 4096] == pytest.approx(64 * scaling.RATES["adamw"])
+    grid = scaling.tuning_cells(65_536)
+    assert {(cell.batch, cell.examples) for cell in grid} == {(64, 16_384)}
+    assert {rate for *_, rate, _, _ in grid} >= set(scaling.RATES.values())
+
+
+def _write(folder: pathlib.Path, loss: float, steps: int) -> None:
+    folder.mkdir(parents=True)
+    lines = [
+        {"step": steps, "kind": "train", "loss": loss, "seconds": 60.0},
+        *({"step": step, "kind": "eval", "mlm_loss": loss * steps / step, "mlm_accuracy": 0.25,
+           "nsp_accuracy": 0.5} for step in (steps // 2, steps)),
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    receipt = {"device": "cpu", "devices": 1, "cores": 2, "jax": "0.10", "commit": "abc"}
+    (folder / "run.jsonl").write_text(json.dumps(receipt) + "\n")
+
+
+def test_page_of_the_complete_runs(tmp_path):
+    cells = scaling.cells(65_536, [0, 1])
+    for number, cell in enumerate(cells):
+        _write(tmp_path / cell.name, 5 + number, cell.examples // cell.batch)
+    unfinished = cells[-1]
+    metrics = tmp_path / unfinished.name / "metrics.jsonl"
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:-1]))
+    tuned = scaling.tuning_cells(65_536)[0]
+    _write(tmp_path / tuned.name, 7.5, tuned.examples // tuned.batch)
+
+    records = scaling.collect(tmp_path, [*cells, tuned])
+    assert len(records) == len(cells)
+    again = scaling.merge(records, [records[0] | {"mlm_loss": 1.0}])
+    assert len(again) == len(records) and 1.0 in {record["mlm_loss"] for record in again}
+    text = scaling_page.page(records, 65_536)
+    rows = {line.split(" | ")[0].strip("| "): line for line in text.splitlines() if "% |" in line}
+    large = [n for n, cell in enumerate(cells) if cell[:3] == ("lamb", "sqrt", 4096)]
+    assert f"0.032 | {5 + sum(large) / 2:.3f} | 25.00% |" in rows["4,096"]
+    assert "| lamb | 0.001 | 16,384 | 7.500 | 25.00% |" in text and "not run" not in text
+    # At the smallest batch both lines of AdamW show the one run that there is.
+    assert rows["64"].split(" | ")[5:8] == [cell.strip(" |") for cell in
+                                             rows["64"].split(" | ")[8:11]]
+    scaling_page.draw(records, 65_536, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_end_to_end_recipes_and_page(tmp_path):
+    config = end_to_end.pretrain_config("text", 98_304)
+    first, second = (phase.config for phase in phases.split(config, tmp_path))
+    assert (resolve(first, 10**6).total_steps, resolve(second, 10**6).total_steps) == (768, 256)
+    assert (first.data.options.sequence_length, second.data.options.sequence_length) == (128, 512)
+    pretrained = tmp_path / "pretrained"
+    for start in end_to_end.STARTS:
+        tuned = end_to_end.squad_config("squad", "train.json", start, pretrained, 0, 2.0)
+        config_lib.check_keys(tuned)
+        config_lib.check_values(tuned)
+        assert (tuned.init_from == str(pretrained)) == (start == "pretrained")
+        assert tuned.data.options.vocab.endswith("phase_2/vocab.txt")
+    record = {"seed": 0, "updates": 9, "exact_match": 10.0, "f1": 20.5, "loss": 1.0, "rate": 1e-3,
+              "seconds": 60.0, "device": "cpu", "devices": 1, "cores": 2, "jax": "0.10",
+              "commit": "abc"}
+    text = end_to_end.page([{"start": "random", **record}], [], "command")
+    assert "| random | 10.00 | 20.50 | 0: 20.50 | 9 | 1 |" in text
+    assert "| pretrained | not run |" in text
+
+
+def test_pod_plan_page():
+    made = plan.Plan(
+        topology=topology.topology("v3-8"), mesh={"data": 8}, hosts=1, batch_size=64,
+        backend="shard_map", compile_seconds=1.0, fits=True, needed=2.0**30,
+        cycles=94_000_000, collectives=(),
+    )
+    text = pod_plan.page([made, made], [600, 1200])
+    assert "| 1 | 64 x 128 | yes | 1.0 | 100 | 600 | 1.0 | 0 MB |" in text
+    assert "| both | | | | | 1,800 | 3.0 | |" in text
