@@ -30,7 +30,7 @@ def page(plans: list[plan.Plan], updates: list[int]) -> str:
         "# BERT-Large on 1,024 TPU v3 chips, as the TPU compiler estimates it",
         "",
         "The very steps of `configs/bert_pretrain.py:recipe=mixed`: bfloat16 activations, float32",
-        "weights, dropout, LAMB, ZeRO-1. The time is the compiler's own estimate of its program.",
+        "weights, dropout, LAMB. The time is the compiler's own estimate of its program.",
         "",
         "| phase | batch, tokens | fits | GiB a core of "
         f"{plans[0].topology.generation.usable / 2**30:.1f} | ms an update | updates | minutes | "
@@ -60,9 +60,10 @@ def page(plans: list[plan.Plan], updates: list[int]) -> str:
         f"| paper, measured | | | | | 8,599 | {PAPER_MINUTES} | |",
         "",
         "What the estimate leaves out: the network (each core sends what the last column says, in",
-        "part while it computes), input from the hosts, start-up and compilation, the change from",
-        "one phase to the next, evaluation, checkpoints, and waiting for the slowest of the cores.",
-        "The paper's minutes have most of these in them.",
+        "part while it computes), drawing the random bits of dropout (the compiler puts no cycles",
+        "on that), input from the hosts, start-up and compilation, the change from one phase to the",
+        "next, evaluation, checkpoints, and waiting for the slowest of the cores. The paper's",
+        "minutes have most of these in them.",
         "",
         f"jax {importlib.metadata.version('jax')}, libtpu {importlib.metadata.version('libtpu')}. "
         "Command: `python -m experiments.bert.pod_plan --data_dir=DATA`. Plans: pod_plan.json.",
