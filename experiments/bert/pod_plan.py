@@ -61,8 +61,8 @@ def page(plans: list[plan.Plan], updates: list[int]) -> str:
         "",
         "What the estimate leaves out: the network (each core sends what the last column says, in",
         "part while it computes), drawing the random bits of dropout (the compiler puts no cycles",
-        "on that), input from the hosts, start-up and compilation, the change from one phase to the",
-        "next, evaluation, checkpoints, and waiting for the slowest of the cores. The paper's",
+        "on that), input from the hosts, start-up and compilation, the change from one phase to",
+        "the next, evaluation, checkpoints, and waiting for the slowest of the cores. The paper's",
         "minutes have most of these in them.",
         "",
         f"jax {importlib.metadata.version('jax')}, libtpu {importlib.metadata.version('libtpu')}. "
