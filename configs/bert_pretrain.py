@@ -89,7 +89,9 @@ RECIPES = {
                decay_every="150 steps"),
     ),
 }
-_DEEPSPEED = {"ratio_bounds": (0.01, 0.3)}
+# LAMB's own settings where they are not those of the paper's authors: NVIDIA's run has apex's
+# FusedLAMB, which corrects the moments' bias.
+_LAMB = {"nvidia": {"preset": "apex"}, "deepspeed": {"ratio_bounds": (0.01, 0.3)}}
 
 
 def get_config(argument: str | None = None) -> ConfigDict:
@@ -117,6 +119,7 @@ def get_config(argument: str | None = None) -> ConfigDict:
     config = base_config()
     config.data.name = "masked_lm"
     config.data.train_split, config.data.eval_split = "train", "validation"
+    config.data.options = ConfigDict({"next_sentence": True, "whole_words": False})
     config.task = ConfigDict({"name": "masked_lm"})
     config.model = ConfigDict({
         "name": "bert", **SIZES[arg.size], "vocab_size": 30_522, "max_positions": 512,
@@ -141,8 +144,7 @@ def get_config(argument: str | None = None) -> ConfigDict:
         phases = RECIPES[arg.recipe]
     if arg.optimizer == "lamb":
         config.optimizer.collect = True
-        if arg.recipe == "deepspeed":
-            config.optimizer.update(_DEEPSPEED)
+        config.optimizer.update(_LAMB.get(arg.recipe, {}))
     else:
         # The baseline's schedule: one rate for every batch, unless --config.schedule.scaling asks.
         config.schedule.base_batch_size = 512
@@ -164,14 +166,11 @@ def get_config(argument: str | None = None) -> ConfigDict:
         )
     for phase, options in zip(phases, sequences):
         phase.data = ConfigDict({"options": options})
-    # Both phases say every key that one of them says, so that each stands alone.
-    config.data.options = ConfigDict({"next_sentence": True, "whole_words": False})
     if arg.phase:
         with config.unlocked():
             config.update(phases[arg.phase - 1])
         return config
-    with config.phases.unlocked():
-        config.phases = ConfigDict({"phase_1": phases[0], "phase_2": phases[1]})
+    config.phases = ConfigDict({"phase_1": phases[0], "phase_2": phases[1]})
     return config
 
 

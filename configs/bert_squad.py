@@ -15,7 +15,7 @@ experiments/bert.
 SQUAD is the folder of train-v1.1.json and dev-v1.1.json; PRETRAINED the workdir of a run of
 configs/bert_pretrain.py, or a folder that Hugging Face's transformers wrote, with its vocab.txt.
 DIR then holds predictions.json as the official script reads it, and exact match and F1 are among
-the metrics. Hardware: one TPU v3 host, or one GPU.
+the metrics. Hardware and wall time at this size: not run.
 """
 
 from typing import Any

@@ -6,13 +6,10 @@ embeddings, the optimizer) is little beside them. Training takes three times tha
 has a product for the gradient of each of the two factors. What is computed again to save memory,
 what a device computes besides and how the batch is cut or spread change nothing. So FLOPs over time
 and over what the devices could do at their peak, the model FLOP/s utilisation (MFU), compares
-different programs for one model. It is the convention of PaLM, which puts the forward and backward
-pass of a Transformer of L layers with H heads of Q, on T tokens, at 6 N + 12 L H Q T for each token
-and each of its N parameters. Here parameters count as often as a product uses them: those of an
+different programs for one model. For a Transformer of L layers with H heads of width Q on sequences
+of T tokens that is the usual 6 N + 12 L H Q T for each token, N being its parameters in matrices.
+Here parameters count as often as a product uses them: those of an
 embedding only where it is one, those of a head only at the places that it looks at.
-
-References:
-  Chowdhery et al., PaLM: Scaling Language Modeling with Pathways, arXiv:2204.02311, appendix B.
 """
 
 import math

@@ -2,10 +2,8 @@
 
 import itertools
 import json
-import os
 import pathlib
 import shutil
-import signal
 from typing import Any
 
 import jax
@@ -17,7 +15,6 @@ from lamb_tpu.config import flatten
 from lamb_tpu.errors import Preempted, UserError
 from lamb_tpu.evaluate import evaluate_checkpoint
 from lamb_tpu.metrics import MetricsWriter, read_records
-from lamb_tpu.preemption import Preemption
 from lamb_tpu.train import train
 from lamb_tpu.weights import open_weights
 from lamb_tpu.workdir import Workdir
@@ -104,18 +101,6 @@ def test_complete_ones_are_passed_over(whole: pathlib.Path, tmp_path: pathlib.Pa
     assert after == before
 
 
-def preempt_at(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    """SIGTERM comes just before the `number`th poll from now on."""
-    poll, numbers = Preemption.poll, itertools.count(1)
-
-    def signalled(self: Preemption) -> None:
-        if next(numbers) == number:
-            os.kill(os.getpid(), signal.SIGTERM)
-        poll(self)
-
-    monkeypatch.setattr(Preemption, "poll", signalled)
-
-
 class Killed(Exception):
     """Stands for whatever ends a run."""
 
@@ -137,12 +122,15 @@ def test_ended_again_and_again(
 ) -> None:
     """Phase 1 has 6 polls before updates and 3 in each of 2 evaluations."""
     for end, number, message, there in [
-        (preempt_at, 4, "^preempted at update 3, saved; start", ("phase_1", {"2", "3"})),
+        (tiny.preempt_at, 4, "^preempted at update 3, saved; start", ("phase_1", {"2", "3"})),
         (kill_at, 3, None, ("phase_1", {"2", "3", "4"})),
-        (preempt_at, 4, "^preempted at update 6, saved; start", ("phase_1", {"2", "3", "4", "6"})),
-        (preempt_at, 3 + 4, "^preempted at update 3, saved", ("phase_2", {"2", "3"})),
+        (
+            tiny.preempt_at, 4, "^preempted at update 6, saved; start",
+            ("phase_1", {"2", "3", "4", "6"}),
+        ),
+        (tiny.preempt_at, 3 + 4, "^preempted at update 3, saved", ("phase_2", {"2", "3"})),
         (kill_at, 4, None, ("phase_2", {"2", "3", "4"})),
-        (preempt_at, 1, "^preempted at update 4, saved", ("phase_2", {"2", "3", "4"})),
+        (tiny.preempt_at, 1, "^preempted at update 4, saved", ("phase_2", {"2", "3", "4"})),
     ]:
         with monkeypatch.context() as patch:
             end(patch, number)

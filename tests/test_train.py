@@ -1,11 +1,8 @@
 """The story of a run: what it writes, how it resumes, how it ends badly."""
 
-import itertools
 import json
-import os
 import pathlib
 import shutil
-import signal
 import time
 from typing import Any
 
@@ -21,7 +18,6 @@ from lamb_tpu.errors import Preempted, UserError
 from lamb_tpu.evaluate import evaluate_checkpoint
 from lamb_tpu.guards import Diverged
 from lamb_tpu.metrics import MetricsWriter, read_records
-from lamb_tpu.preemption import Preemption
 from lamb_tpu.train import train
 from lamb_tpu.workdir import Workdir
 from tests import tiny
@@ -191,18 +187,6 @@ def test_records_are_neither_doubled_nor_lost(
     assert without_seconds(tmp_path) == without_seconds(trained)
 
 
-def preempt_at(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    """SIGTERM comes just before the next run polls for the `number`th time."""
-    poll, numbers = Preemption.poll, itertools.count(1)
-
-    def signalled(self: Preemption) -> None:
-        if next(numbers) == number:
-            os.kill(os.getpid(), signal.SIGTERM)
-        poll(self)
-
-    monkeypatch.setattr(Preemption, "poll", signalled)
-
-
 def checkpoints(workdir: pathlib.Path) -> list[int]:
     return sorted(int(path.name) for path in (workdir / "checkpoints").iterdir())
 
@@ -226,7 +210,7 @@ def test_preempted_run_goes_on_as_if_nothing_had_happened(
         (3, 6, [2, 4, 6]),  # in the same one again
     ]:
         with monkeypatch.context() as patch:
-            preempt_at(patch, poll)
+            tiny.preempt_at(patch, poll)
             message = f"^preempted at update {step}, saved; start" if step else "^preempted before"
             with pytest.raises(Preempted, match=message):
                 train(config, workdir, quiet=True)
@@ -238,7 +222,7 @@ def test_preempted_run_goes_on_as_if_nothing_had_happened(
     # The evaluation is there now, but update 6 is still the last one saved.
     assert [r["step"] for r in read_records(workdir / "metrics.jsonl", "eval")] == [6]
     with monkeypatch.context() as patch:
-        preempt_at(patch, 3 + 6 + 2)  # in the last evaluation
+        tiny.preempt_at(patch, 3 + 6 + 2)  # in the last evaluation
         with pytest.raises(Preempted, match="^preempted at update 12, saved"):
             train(config, workdir, quiet=True)
     train(config, workdir, quiet=True)
@@ -256,7 +240,7 @@ def test_preempted_run_goes_on_as_if_nothing_had_happened(
 
 def test_preempted_complete_run(copy: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = tiny.fingerprint(copy)
-    preempt_at(monkeypatch, 2)
+    tiny.preempt_at(monkeypatch, 2)
     with pytest.raises(Preempted, match="at update 12, saved"):
         train(tiny.digits(), copy, quiet=True)
     assert tiny.fingerprint(copy) == before
@@ -266,7 +250,7 @@ def test_preempted_run_that_diverges_is_not_saved(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changes = {"log__every": "12 steps", "checkpoint__every": "12 steps"}
-    preempt_at(monkeypatch, 5)
+    tiny.preempt_at(monkeypatch, 5)
     with pytest.raises(Diverged, match="at update 2"):
         train(diverging(3e38, **changes), tmp_path, quiet=True)
     assert checkpoints(tmp_path) == []
@@ -283,7 +267,7 @@ def test_best_checkpoint_and_those_for_good_are_kept(
     )
     if preempted:
         with monkeypatch.context() as patch:
-            preempt_at(patch, 13)
+            tiny.preempt_at(patch, 13)
             with pytest.raises(Preempted, match="at update 6"):
                 train(config, tmp_path, quiet=True)
     train(config, tmp_path, quiet=True)

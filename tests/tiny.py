@@ -2,8 +2,10 @@
 
 import hashlib
 import importlib.util
+import itertools
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 from types import ModuleType
@@ -11,10 +13,12 @@ from typing import Any
 
 import jax
 import numpy as np
+import pytest
 from ml_collections import ConfigDict
 
 from lamb_tpu.checkpoint import Checkpoints
 from lamb_tpu.config import base_config
+from lamb_tpu.preemption import Preemption
 from lamb_tpu.run import prepare
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -155,3 +159,15 @@ def command(module: str, *arguments: str, devices: int = 1) -> subprocess.Comple
     process = start(module, *arguments, devices=devices)
     out, err = process.communicate(timeout=300)
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def preempt_at(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """SIGTERM comes just before the `number`th poll from now on."""
+    poll, numbers = Preemption.poll, itertools.count(1)
+
+    def signalled(self: Preemption) -> None:
+        if next(numbers) == number:
+            os.kill(os.getpid(), signal.SIGTERM)
+        poll(self)
+
+    monkeypatch.setattr(Preemption, "poll", signalled)

@@ -16,7 +16,7 @@ into scaling.md and scaling.png, in experiments/bert.
 
 import json
 import pathlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from absl import flags
@@ -35,12 +35,11 @@ BASE_BATCH = BATCHES[0]
 MICROBATCH = 64
 # Shares of the run, as 1/320 ... 1/5 in the paper for batches 64 times apart.
 WARMUP_PERCENT = {batch: 100 / 320 * batch / BASE_BATCH for batch in BATCHES}
-# Tuned with these, a quarter of the examples each; what won stands in RATES.
+# Tried by --tune, with a quarter of the examples each; the study takes those that won.
 GRIDS = {
     "lamb": (0.001, 0.002, 0.004, 0.008, 0.016),
     "adamw": (0.00025, 0.0005, 0.001, 0.002, 0.004),
 }
-RATES = {"lamb": 0.004, "adamw": 0.001}
 
 
 class Cell(NamedTuple):
@@ -59,15 +58,37 @@ class Cell(NamedTuple):
         return "-".join(map(str, self))
 
 
-def cells(examples: int, seeds: Iterable[int]) -> list[Cell]:
+def best_rates(records: Iterable[dict[str, Any]], examples: int) -> dict[str, float]:
+    """Of each optimizer the rate with the lowest held-out loss in the tuning for `examples`.
+
+    Raises:
+      UserError: a run of the tuning is not there.
+    """
+    wanted = tuning_cells(examples)
+    found = {tuple(record[field] for field in Cell._fields): record for record in records}
+    missing = [cell.name for cell in wanted if cell not in found]
+    if missing:
+        raise UserError(
+            f"{len(missing)} of {len(wanted)} runs of the tuning for --examples={examples} are not "
+            f"there, {missing[0]} among them; run the same command with --tune first"
+        )
+    return {
+        optimizer: min(
+            (cell for cell in wanted if cell.optimizer == optimizer),
+            key=lambda cell: found[cell]["mlm_loss"],
+        ).rate
+        for optimizer in GRIDS
+    }
+
+
+def cells(examples: int, seeds: Iterable[int], rates: Mapping[str, float]) -> list[Cell]:
     """All of the study; at the base batch AdamW's two rules are one and the same run."""
     found = []
     for seed in seeds:
         for optimizer, scaling in (("lamb", "sqrt"), ("adamw", "sqrt"), ("adamw", "linear")):
             for batch in BATCHES:
                 if (scaling, batch) != ("linear", BASE_BATCH):
-                    rate = RATES[optimizer]
-                    found.append(Cell(optimizer, scaling, batch, rate, examples, seed))
+                    found.append(Cell(optimizer, scaling, batch, rates[optimizer], examples, seed))
     # The large batches first: they are what the study is about, and none waits for another.
     return sorted(found, key=lambda cell: -cell.batch)
 
@@ -136,19 +157,21 @@ def main() -> None:
     """Runs the missing cells and writes the page."""
     values = flags.FLAGS
     runs = pathlib.Path(values.runs).expanduser()
-    wanted = cells(values.examples, map(int, values.seeds))
-    if values.tune:
-        wanted = tuning_cells(values.examples)
-    done = {record["name"] for record in _named(collect(runs, wanted))}
+    file = FOLDER / "scaling.jsonl"
+    old = read_records(file) if file.exists() else []
+    wanted = tuning_cells(values.examples)
+    if not values.tune:
+        rates = best_rates(merge(old, collect(runs, wanted)), values.examples)
+        wanted += cells(values.examples, list(map(int, values.seeds)), rates)
+    records = merge(old, collect(runs, wanted))
+    done = {tuple(record[field] for field in Cell._fields) for record in records}
     if values.train:
         if values.data_dir is None:
             raise UserError("--data_dir is missing; give the folder with train and validation")
         for number, cell in enumerate(wanted):
-            if cell.name not in done:
+            if cell not in done:
                 print(f"run {number + 1} of {len(wanted)}: {cell.name}", flush=True)
                 train(make_config(cell, values.data_dir), runs / cell.name, label=cell.name)
-    file = FOLDER / "scaling.jsonl"
-    old = read_records(file) if file.exists() else []
     records = merge(old, collect(runs, wanted))
     if not records:
         raise UserError(f"--runs {runs} holds no complete run, and there are no records yet")
@@ -156,13 +179,6 @@ def main() -> None:
     (FOLDER / "scaling.md").write_text(scaling_page.page(records, values.examples))
     scaling_page.draw(records, values.examples, FOLDER / "scaling.png")
     print(scaling_page.page(records, values.examples))
-
-
-def _named(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [
-        record | {"name": Cell(*(record[field] for field in Cell._fields)).name}
-        for record in records
-    ]
 
 
 if __name__ == "__main__":

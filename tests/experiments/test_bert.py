@@ -8,11 +8,13 @@ import pytest
 from experiments.bert import end_to_end, pod_plan, scaling, scaling_page
 from lamb_tpu import config as config_lib
 from lamb_tpu import phases, plan, topology
+from lamb_tpu.errors import UserError
 from lamb_tpu.recipe import resolve
 
 
 def test_a_rule_carries_the_rate_from_the_smallest_batch():
-    cells = scaling.cells(65_536, [0])
+    rates = {"lamb": 0.004, "adamw": 0.001}
+    cells = scaling.cells(65_536, [0], rates)
     assert len({cell.name for cell in cells}) == len(cells) == 11
     peaks = {}
     for cell in cells:
@@ -25,12 +27,22 @@ def test_a_rule_carries_the_rate_from_the_smallest_batch():
         assert share == pytest.approx(cell.batch / 64 / 320)
         assert config.batch_size == 64 * config.accumulation_steps
         peaks[cell[:3]] = recipe.peak_learning_rate
-    assert peaks["lamb", "sqrt", 4096] == pytest.approx(8 * scaling.RATES["lamb"])
-    assert peaks["adamw", "sqrt", 1024] == pytest.approx(4 * scaling.RATES["adamw"])
-    assert peaks["adamw", "linear", 4096] == pytest.approx(64 * scaling.RATES["adamw"])
+    assert peaks["lamb", "sqrt", 4096] == pytest.approx(8 * 0.004)
+    assert peaks["adamw", "sqrt", 1024] == pytest.approx(4 * 0.001)
+    assert peaks["adamw", "linear", 4096] == pytest.approx(64 * 0.001)
+
+
+def test_the_rates_are_those_that_won_the_tuning():
     grid = scaling.tuning_cells(65_536)
     assert {(cell.batch, cell.examples) for cell in grid} == {(64, 16_384)}
-    assert {rate for *_, rate, _, _ in grid} >= set(scaling.RATES.values())
+    won = {"lamb": 0.002, "adamw": 0.004}
+    records = [
+        cell._asdict() | {"mlm_loss": 5.0 if cell.rate == won[cell.optimizer] else 6.0}
+        for cell in grid
+    ]
+    assert scaling.best_rates(records, 65_536) == won
+    with pytest.raises(UserError, match="1 of 10 runs of the tuning .* with --tune first"):
+        scaling.best_rates(records[1:], 65_536)
 
 
 def _write(folder: pathlib.Path, loss: float, steps: int) -> None:
@@ -46,7 +58,7 @@ def _write(folder: pathlib.Path, loss: float, steps: int) -> None:
 
 
 def test_page_of_the_complete_runs(tmp_path):
-    cells = scaling.cells(65_536, [0, 1])
+    cells = scaling.cells(65_536, [0, 1], {"lamb": 0.004, "adamw": 0.001})
     for number, cell in enumerate(cells):
         _write(tmp_path / cell.name, 5 + number, cell.examples // cell.batch)
     unfinished = cells[-1]
