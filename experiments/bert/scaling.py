@@ -1,7 +1,7 @@
 """Batch scaling of a small BERT on books: LAMB untuned against AdamW by two rules.
 
-  python -m experiments.bert.scaling --data_dir=DATA --runs=DIR
   python -m experiments.bert.scaling --data_dir=DATA --runs=DIR --tune
+  python -m experiments.bert.scaling --data_dir=DATA --runs=DIR
   python -m experiments.bert.scaling --runs=DIR --train=false
 
 A BERT of 4 layers and 256 units reads the same number of examples of 128 tokens at every batch
@@ -9,9 +9,9 @@ from 64 to 4,096: the range of 64 times that the LAMB paper has from 512 to 32,7
 from 1/320 of the run to 1/5. Each optimizer's rate is chosen at batch 64, by `--tune`, and carried
 to the others by a rule: for LAMB by the square root (that is LEGW), for AdamW by the square root or
 linearly, both with LAMB's warm-up. DATA holds the folders `train` and `validation` that
-`python -m lamb_tpu.data.prepare_text` made. Every cell is a resumable run in a workdir of its own
-below DIR; complete ones are not run again. Records go into scaling.jsonl, the table and the picture
-into scaling.md and scaling.png, in experiments/bert.
+`python -m lamb_tpu.data.prepare_text` made, with one vocabulary. Every cell is a resumable run in a
+workdir of its own below DIR; complete ones are not run again. Records go into scaling.jsonl, the
+table and the picture into scaling.md and scaling.png, in experiments/bert.
 """
 
 import json
@@ -25,6 +25,7 @@ from ml_collections import ConfigDict
 from configs import bert_pretrain
 from experiments.bert import scaling_page
 from lamb_tpu import cli
+from lamb_tpu.data.text.vocabulary import Vocabulary
 from lamb_tpu.errors import UserError
 from lamb_tpu.metrics import read_records
 from lamb_tpu.train import train
@@ -37,7 +38,7 @@ MICROBATCH = 64
 WARMUP_PERCENT = {batch: 100 / 320 * batch / BASE_BATCH for batch in BATCHES}
 # Tried by --tune, with a quarter of the examples each; the study takes those that won.
 GRIDS = {
-    "lamb": (0.001, 0.002, 0.004, 0.008, 0.016),
+    "lamb": (0.002, 0.004, 0.008, 0.016, 0.032),
     "adamw": (0.00025, 0.0005, 0.001, 0.002, 0.004),
 }
 
@@ -110,12 +111,15 @@ def make_config(cell: Cell, data_dir: str | None) -> ConfigDict:
     config.duration = f"{cell.examples} examples"
     config.data.dir = data_dir
     config.model.dtype = "float32"
+    if data_dir is not None:
+        vocabulary = Vocabulary.read(pathlib.Path(data_dir) / "train" / "vocab.txt")
+        config.model.vocab_size = len(vocabulary)
     config.optimizer.learning_rate = cell.rate
     config.schedule.base_batch_size = BASE_BATCH
     config.schedule.scaling = cell.scaling
     config.schedule.warmup = f"{WARMUP_PERCENT[cell.batch]} percent"
     config.eval.batch_size = 256
-    config.eval.every = "25 percent"
+    config.eval.every = "50 percent"
     config.checkpoint.every = "5 percent"
     config.log.every = f"{max(1, 256 // cell.batch)} steps"
     return config
@@ -133,8 +137,10 @@ def collect(runs: pathlib.Path, wanted: Iterable[Cell]) -> list[dict[str, Any]]:
             continue
         training = read_records(folder / "metrics.jsonl", "train")[-1]
         receipt = read_records(folder / "run.jsonl")[-1]
+        config = json.loads((folder / "config.json").read_text())
         records.append({
             **cell._asdict(),
+            "vocabulary": config["model.vocab_size"],
             "updates": evals[-1]["step"],
             "mlm_loss": evals[-1]["mlm_loss"],
             "mlm_accuracy": evals[-1]["mlm_accuracy"],

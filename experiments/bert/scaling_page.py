@@ -34,15 +34,16 @@ def _mean(records: Sequence[Record], key: str) -> float:
 
 def page(records: Sequence[Record], examples: int) -> str:
     """The Markdown page of the records whose runs read `examples`, and of the tuning."""
+    vocabulary = " or ".join(sorted({f"{record['vocabulary']:,}" for record in records}))
     lines = [
         "# A small BERT on books, batch 64 to 4,096",
         "",
         "4 layers, 256 units, 128 tokens, 20 predictions, next-sentence prediction, dropout 0.1,",
         f"float32; {examples:,} examples at every batch, microbatches of 64. Trained on 190 books",
-        "in the public domain (94.1 MB), the public uncased vocabulary of 30,522; measured on",
-        "WikiText-2's validation and test text, all of it, always with the same masks. Rates were",
-        "chosen at batch 64 and carried by the rule; warm-up 1/320 of the run at 64 to 1/5 at",
-        "4,096, linear decay. Mean over the seeds.",
+        f"in the public domain (94.1 MB), vocabulary of {vocabulary}; measured on WikiText-2's",
+        "validation and test text, all of it, always with the same masks. Rates were chosen at",
+        "batch 64 and carried by the rule; warm-up 1/320 of the run at 64 to 1/5 at 4,096, linear",
+        "decay. Mean over the seeds.",
         "",
         "| batch | updates | "
         + " | ".join(f"{name}: rate | loss | accuracy" for name, *_ in LINES.values()) + " |",
@@ -91,9 +92,8 @@ def page(records: Sequence[Record], examples: int) -> str:
         f"Machine: {'; '.join(machines)}; {minutes:.0f} minutes of runs in all. Seeds: "
         f"{', '.join(seeds)}. Versions: {'; '.join(versions)}.",
         "",
-        "Commands: `python -m experiments.bert.scaling --data_dir=DATA --tune`, then "
-        f"`python -m experiments.bert.scaling --data_dir=DATA --examples={examples}`. "
-        "Records: scaling.jsonl.",
+        f"Commands: `python -m experiments.bert.scaling --data_dir=DATA --examples={examples} "
+        "--tune`, then the same without `--tune`. Records: scaling.jsonl.",
         "",
     ]
     return "\n".join(lines)

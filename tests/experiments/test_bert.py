@@ -55,6 +55,7 @@ def _write(folder: pathlib.Path, loss: float, steps: int) -> None:
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     receipt = {"device": "cpu", "devices": 1, "cores": 2, "jax": "0.10", "commit": "abc"}
     (folder / "run.jsonl").write_text(json.dumps(receipt) + "\n")
+    (folder / "config.json").write_text(json.dumps({"model.vocab_size": 8192}))
 
 
 def test_page_of_the_complete_runs(tmp_path):
@@ -75,7 +76,8 @@ def test_page_of_the_complete_runs(tmp_path):
     rows = {line.split(" | ")[0].strip("| "): line for line in text.splitlines() if "% |" in line}
     large = [n for n, cell in enumerate(cells) if cell[:3] == ("lamb", "sqrt", 4096)]
     assert f"0.032 | {5 + sum(large) / 2:.3f} | 25.00% |" in rows["4,096"]
-    assert "| lamb | 0.001 | 16,384 | 7.500 | 25.00% |" in text and "not run" not in text
+    assert "| lamb | 0.002 | 16,384 | 7.500 | 25.00% |" in text and "not run" not in text
+    assert "vocabulary of 8,192;" in text
     # At the smallest batch both lines of AdamW show the one run that there is.
     assert rows["64"].split(" | ")[5:8] == [cell.strip(" |") for cell in
                                              rows["64"].split(" | ")[8:11]]
