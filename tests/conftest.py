@@ -3,6 +3,7 @@
 import os
 import pathlib
 import shutil
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +13,18 @@ import pytest
 os.environ["NPROC"] = "32"
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
+
+# Programs that an earlier test compiled, or a run that a test started, are not compiled again. Each
+# test process has a folder of its own: JAX does not write these files in one piece.
+COMPILED = tempfile.mkdtemp(prefix="lamb_tpu_compiled_")
+os.environ["JAX_COMPILATION_CACHE_DIR"] = COMPILED
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+
+
+def pytest_unconfigure() -> None:
+    """Removes that folder."""
+    shutil.rmtree(COMPILED, ignore_errors=True)
 
 
 @pytest.fixture(scope="session")

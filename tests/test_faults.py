@@ -6,6 +6,7 @@ import pathlib
 import random
 import signal
 import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -20,6 +21,14 @@ pytestmark = pytest.mark.skipif(
 TERM, KILL = signal.SIGTERM, signal.SIGKILL
 SIGNALS = [(TERM, 1), (KILL, 0), (TERM, "all"), (KILL, "all"), (TERM, 0), (KILL, 1)]
 KILLS_IN_A_RUN = 4
+
+
+@pytest.fixture(scope="module", autouse=True)
+def each_run_compiles() -> Iterator[None]:
+    """As it is for a user: a run that was killed while it compiled does so again."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
+        yield
 
 
 @pytest.fixture(scope="module")
