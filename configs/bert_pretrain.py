@@ -43,7 +43,7 @@ from lamb_tpu.models.bert import SIZES
 from lamb_tpu.models.bert_rules import PARAMETERS, PARAMETERS_SCANNED
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "lamb": {"name": "lamb", "preset": "author", "learning_rate": 5e-3},
+    "lamb": {"name": "lamb", "preset": "author", "learning_rate": 5e-3, "b2": 0.999},
     # Devlin et al., arXiv:1810.04805: 1e-4 at 256, linear decay; the paper's baseline is at 512.
     "adamw": {"name": "adamw", "learning_rate": 1e-4, "b2": 0.999, "eps": 1e-6,
               "weight_decay": 0.01, "clip_global_norm": 1.0},
@@ -119,13 +119,16 @@ def get_config(argument: str | None = None) -> ConfigDict:
     config = base_config()
     config.data.name = "masked_lm"
     config.data.train_split, config.data.eval_split = "train", "validation"
-    config.data.options = ConfigDict({"next_sentence": True, "whole_words": False})
+    config.data.options = ConfigDict({
+        "next_sentence": True, "whole_words": False, "dupe_factor": 0, "short_probability": 0.1,
+        "mask_probability": 0.15,
+    })
     config.task = ConfigDict({"name": "masked_lm"})
     config.model = ConfigDict({
         "name": "bert", **SIZES[arg.size], "vocab_size": 30_522, "max_positions": 512,
         "heads": ("mlm", "nsp"), "gelu": "tanh", "dropout_rate": 0.1,
-        "attention_dropout_rate": 0.1, "dtype": "bfloat16", "scan_layers": arg.scan,
-        "remat": "none",
+        "attention_dropout_rate": 0.1, "initializer_range": 0.02, "dtype": "bfloat16",
+        "scan_layers": arg.scan, "remat": "none",
     })
     rules = PARAMETERS_SCANNED if arg.scan else PARAMETERS
     config.optimizer = ConfigDict({**OPTIMIZERS[arg.optimizer], "rules": rules})

@@ -11,6 +11,9 @@ experiments/bert.
       --config.data.dir=SQUAD --config.init_from=PRETRAINED
   python -m lamb_tpu.train --config=configs/bert_squad.py:size=base,optimizer=adamw \
       --workdir=DIR --config.data.dir=SQUAD --config.init_from=PRETRAINED
+  python -m lamb_tpu.train --config=configs/bert_squad.py --workdir=DIR \
+      --config.data.dir=SQUAD --config.init_from=PRETRAINED --config.task.version2=True \
+      --config.data.train_split=train-v2.0.json --config.data.eval_split=dev-v2.0.json
 
 SQUAD is the folder of train-v1.1.json and dev-v1.1.json; PRETRAINED the workdir of a run of
 configs/bert_pretrain.py, or a folder that Hugging Face's transformers wrote, with its vocab.txt.
@@ -50,7 +53,9 @@ def get_config(argument: str | None = None) -> ConfigDict:
     config.data.options = ConfigDict({
         "vocab": "", "cased": False, "max_length": 384, "document_stride": 128, "max_query": 64,
     })
-    config.task = ConfigDict({"name": "question_answering"})
+    config.task = ConfigDict({
+        "name": "question_answering", "version2": False, "null_threshold": 0.0,
+    })
     config.model = ConfigDict({
         "name": "bert", **SIZES[arg.size], "vocab_size": 30_522, "max_positions": 512,
         "heads": ("span",), "gelu": "tanh", "dropout_rate": 0.1, "attention_dropout_rate": 0.1,

@@ -53,6 +53,8 @@ def _parse_flags(argv: list[str], required: Sequence[str]) -> list[str]:
     config = flags.FLAGS["config"].value if "config" in flags.FLAGS else None
     if config is not None and not isinstance(config, ConfigDict):
         _load_config_file(argv)  # raises: ml_collections holds an OSError back until first use
+    if config is not None:
+        _check_phases(argv, config)
     if rest[1:]:
         raise UserError(f"unexpected argument {rest[1]!r}; flags start with --, see --help")
     for name in required:
@@ -108,6 +110,28 @@ def _check_overrides(argv: list[str], config: ConfigDict) -> None:
                 )
                 raise UserError(f"{path}.{part} is unknown; {path} has: {known}{added}")
             node, path = node[part], f"{path}.{part}"
+
+
+def _check_phases(argv: list[str], config: ConfigDict) -> None:
+    """Raises a UserError for an override that nothing heeds, for each phase sets the key itself."""
+    phases = config.get("phases") or {}
+    for item in argv:
+        override = re.match(r"-{1,2}(?:no)?config\.([^=]*)", item)
+        if phases and override and all(_has(phases[name], override[1]) for name in phases):
+            own = " and ".join(f"--config.phases.{name}.{override[1]}" for name in phases)
+            raise UserError(
+                f"--config.{override[1]} changes nothing, for every phase of the config has its "
+                f"own; give {own}"
+            )
+
+
+def _has(config: object, key: str) -> bool:
+    """Whether a dotted key is in a config."""
+    for part in key.split("."):
+        if not isinstance(config, ConfigDict) or part not in config:
+            return False
+        config = config[part]
+    return True
 
 
 def run_main(main: Callable[[], None], required: Sequence[str] = ()) -> None:

@@ -237,13 +237,13 @@ def program_cost(hlo: str) -> Cost:
     )
 
 
-def matrix_flops(hlo: str) -> int:
+def program_flops(hlo: str) -> int:
     """Floating-point operations of a program's matrix products and convolutions.
 
     A multiplication and an addition are two. Unlike JAX's `cost_analysis` it counts a loop as often
     as it runs; unlike it, it leaves out all other arithmetic, which is small beside these.
 
-    >>> matrix_flops('''
+    >>> program_flops('''
     ... ENTRY %main (x: f32[8,3], y: f32[3,5]) -> f32[8,5] {
     ...   %x = f32[8,3]{1,0} parameter(0)
     ...   %y = f32[3,5]{1,0} parameter(1)

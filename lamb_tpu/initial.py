@@ -276,11 +276,17 @@ def _check_model(there: Mapping[str, Any], here: Mapping[str, Any], where: str) 
 
 
 def _check_text(weights: Weights, train_set: Source) -> None:
-    """Refuses a vocabulary in which ids mean other words; that of other sizes is told by shapes."""
+    """Refuses text that was tokenised otherwise; a vocabulary's size is told by shapes."""
     text, here = weights.text(), train_set.vocabulary
     if text is None or here is None or len(text[0]) != len(here):
         return
-    for number, (theirs, ours) in enumerate(zip(text[0].tokens, here.tokens, strict=True)):
+    vocabulary, cased = text
+    if cased not in (None, train_set.cased):
+        raise UserError(
+            f"config.init_from: {weights.folder} is of text with cased = {cased}, "
+            f"{train_set.name} has cased = {train_set.cased}; prepare the text alike"
+        )
+    for number, (theirs, ours) in enumerate(zip(vocabulary.tokens, here.tokens, strict=True)):
         if theirs != ours:
             raise UserError(
                 f"config.init_from: {weights.folder} is of another vocabulary: its token {number} "

@@ -149,8 +149,8 @@ def due(config: ConfigDict, workdir: str | os.PathLike[str]) -> list[Phase]:
 
 
 def _prepare(phase: Phase, before: Run | None) -> Run:
-    """The phase's run without its folder, of which the weights are not there yet."""
-    run = prepare(phase.config, None)
+    """The phase's run; behind another without its folder, for its weights are not there yet."""
+    run = prepare(phase.config, phase.folder if before is None else None)
     if before is not None:
         state = before.abstract_state
         there = {field: getattr(state, field) for field in ("params", "model_state", "opt_state")}

@@ -235,7 +235,7 @@ def make_plan(
             sizes.generated_code_size_in_bytes,
             sizes.peak_memory_in_bytes,
         ),
-        flops=_read(hlo.matrix_flops, text, notes),
+        flops=_read(hlo.program_flops, text, notes),
         model_flops=run.model_flops and run.model_flops / len(devices),
         cycles=cost and cost.cycles,
         collectives=None if found is None else tuple(traffic.table(found)),

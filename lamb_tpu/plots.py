@@ -80,6 +80,12 @@ def _heat_map(axes: Axes, title: str, steps: Sequence[int], values: np.ndarray) 
 def main() -> None:
     """Entry point of the command line."""
     workdir = pathlib.Path(flags.FLAGS.workdir)
+    phases = sorted(path.parent.name for path in workdir.glob("*/metrics.jsonl"))
+    if phases and not (workdir / "metrics.jsonl").exists():
+        raise UserError(
+            f"--workdir {workdir} holds the phases {', '.join(phases)}; give the folder of one of "
+            "them"
+        )
     records = read_records(workdir / "metrics.jsonl", "layers")
     if not records:
         raise UserError(
@@ -94,7 +100,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    flags.disclaim_key_flags()
-    flags.DEFINE_string("workdir", None, "Folder of the run.")
+    flags.DEFINE_string("workdir", None, "Folder of the run, or of one phase of several.")
     flags.DEFINE_string("out", None, "The picture; default layers.png in the workdir.")
     cli.run_main(main, required=("workdir",))

@@ -66,7 +66,8 @@ def predict(folder: str, text: str, top: int = 5) -> list[list[Word]]:
             f"{weights.folder}/vocab.txt has {len(vocabulary):,} words, the network "
             f"{config.vocab_size:,}; put the network's own there"
         )
-    ids = encode(text, vocabulary, cased)
+    # Where nothing tells, it is not cased, as transformers takes it; so too in an export.
+    ids = encode(text, vocabulary, bool(cased))
     if len(ids) > config.max_positions:
         raise UserError(
             f"--text has {len(ids):,} tokens with [CLS] and [SEP], the network takes at most "

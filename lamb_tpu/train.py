@@ -75,7 +75,7 @@ def train(
             folder.write_config(config)
         for phase in due:
             if is_first and not quiet:
-                print(f"phase {phase.name}, of {', '.join(sorted(config.phases))}", flush=True)
+                print(f"{phase.name} (phases: {', '.join(sorted(config.phases))})", flush=True)
             metrics = _train(phase.config, phase.folder, f"{label} {phase.name}", quiet)
     return metrics
 

@@ -49,18 +49,17 @@ class Weights:
         """Where they are from, in a few words."""
         return str(self.folder) + ("" if self.step is None else f", update {self.step:,}")
 
-    def text(self) -> tuple[Vocabulary, bool] | None:
-        """The vocabulary of the network, and whether it is cased; None where there is none.
+    def text(self) -> tuple[Vocabulary, bool | None] | None:
+        """The vocabulary of the network, and whether it is cased, see `saved.read`.
 
-        Where nothing tells, it is not cased, as `transformers` takes it.
+        None where there is no vocabulary.
 
         Raises:
           UserError: it is damaged.
         """
         if not (self.folder / saved.VOCABULARY).exists():
             return None
-        vocabulary, cased = saved.read(self.folder)
-        return vocabulary, bool(cased)
+        return saved.read(self.folder)
 
     def bert(self) -> BertConfig | None:
         """The network's config where it is a BERT."""

@@ -21,6 +21,7 @@ from lamb_tpu.data import Source
 from lamb_tpu.data.text import saved
 from lamb_tpu.errors import UserError
 
+_LISTED = 8  # differing keys in a message
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 
@@ -69,9 +70,11 @@ class Workdir:
         if self.config.exists():
             changed = differences(self.read_config(), flatten(config))
             if changed:
+                more = f"; and {len(changed) - _LISTED} more" if len(changed) > _LISTED else ""
                 raise UserError(
                     f"{self._key} {self.path} holds a run of another config "
-                    f"({'; '.join(changed)}); give another folder, or the same config to resume"
+                    f"({'; '.join(changed[:_LISTED])}{more}); give another folder, or the run's "
+                    "own config"
                 )
         elif self.has_checkpoint():
             raise UserError(

@@ -25,6 +25,8 @@ def test_what_is_written_predicts_the_same(
         "config.json", "model.safetensors", "vocab.txt", "tokenizer_config.json",
     }
     assert json.loads((folder / "tokenizer_config.json").read_text())["do_lower_case"] is True
+    # Who may read one of them may read all.
+    assert len({path.stat().st_mode for path in folder.iterdir()}) == 1
     assert predict(str(folder), TEXT) == predict(str(pretrained), TEXT)
     tiny.assert_equal(from_huggingface(folder)[1], tiny.restored(tiny.bert(), pretrained)[0].params)
 
@@ -75,6 +77,7 @@ def test_mistakes(
         (pretrained, tmp_path / "full" / "config.json", None, "config.json is a file; give a fold"),
         (pretrained, tmp_path / "out", 7, "has no checkpoint of update 7; it has: 1, 2"),
         (tmp_path, tmp_path / "out", None, f"--workdir {tmp_path} holds no run"),
+        (pretrained, pathlib.Path("/proc/out"), None, r"/proc/out cannot be written \(.*No such"),
     ]:
         with pytest.raises(UserError, match=message):
             export(workdir, output, step)

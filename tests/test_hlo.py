@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from lamb_tpu import hlo
-from lamb_tpu.hlo import Array, matrix_flops, program_cost
+from lamb_tpu.hlo import Array, program_cost, program_flops
 
 # A scan of 6 turns, in each of them a loop of 3, then a branch. As the compiler writes it, with
 # less between: the counter of the inner loop starts at a copy of a constant of its own.
@@ -42,10 +42,10 @@ def test_loop_of_unknown_length(found: str, put: str) -> None:
     program = PROGRAM.replace(found, put)
     with pytest.raises(ValueError, match="the loop %while.2 does not tell how often it runs"):
         program_cost(program)
-    assert matrix_flops(program) == 0  # there is no product in it
+    assert program_flops(program) == 0  # there is no product in it
 
 
-@pytest.mark.parametrize("reader", [program_cost, matrix_flops])
+@pytest.mark.parametrize("reader", [program_cost, program_flops])
 def test_not_hlo(reader: Callable) -> None:
     with pytest.raises(ValueError, match="no entry computation"):
         reader("module @jit_f { }")
@@ -66,7 +66,7 @@ def flops_of(function: Callable, *shapes: tuple[int, ...]) -> int:
 
     gradient = jax.grad(loss, argnums=tuple(range(len(shapes))))
     arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    return matrix_flops(jax.jit(gradient).lower(*arguments).compile().as_text())
+    return program_flops(jax.jit(gradient).lower(*arguments).compile().as_text())
 
 
 def test_flops_of_products_in_a_loop() -> None:
@@ -129,7 +129,7 @@ ENTRY %main (x: f32[8,16,32], y: f32[8,32,64]) -> f32[] {{
   ROOT %c = {line}
 }}
 """
-    assert matrix_flops(text) == expected
+    assert program_flops(text) == expected
 
 
 def test_docstrings() -> None:

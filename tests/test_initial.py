@@ -276,6 +276,16 @@ def test_other_words_of_the_same_number(pretrained: pathlib.Path, tmp_path: path
         begin(folder, tmp_path / "run", tiny.bert())
 
 
+def test_other_text_with_the_same_words(pretrained: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    folder = pathlib.Path(shutil.copytree(pretrained, tmp_path / "copy"))
+    (folder / "text.json").write_text('{"cased": true}')
+    message = f"{folder} is of text with cased = True, masked_lm.* has cased = False; prepare"
+    with pytest.raises(UserError, match=message):
+        begin(folder, tmp_path / "run", tiny.bert())
+    (folder / "text.json").unlink()  # as of a published one
+    begin(folder, tmp_path / "run", tiny.bert())
+
+
 def test_two_processes_begin_from_one(trained: pathlib.Path, tmp_path: pathlib.Path) -> None:
     recipe = tmp_path / "recipe.py"
     recipe.write_text(

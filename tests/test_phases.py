@@ -167,6 +167,19 @@ def test_first_phase_starts_as_the_config_says(
     ]
 
 
+def test_mistake_in_the_first_weights_does_not_take_the_folder(
+    trained: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    for weights, message in (
+        (tmp_path, f"config.init_from {tmp_path} holds no run"),
+        (trained, "config.init_from: .* has hidden0/bias of shape .16,., this model of .8,."),
+    ):
+        config = two(model__hidden_sizes=(8,), init_from=str(weights))
+        with pytest.raises(UserError, match=r"^config\.phases\.phase_1: " + message):
+            train(config, tmp_path / "run", quiet=True)
+        assert not list((tmp_path / "run").rglob("*.json"))
+
+
 # What phase_2 sets; what the sentence says after config.phases.phase_2.
 MISTAKES = [
     ({"optimiser": {"b1": 0.8}}, r"\.optimiser is unknown; config has: .*opt"),

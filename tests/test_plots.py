@@ -83,8 +83,16 @@ def test_of_a_run(collected):
     assert matplotlib.image.imread(collected / "layers.png").std() > 0.05
 
 
+def test_help_names_the_flags():
+    told = _draw("--help").stdout
+    assert "--workdir: " in told and "--out: " in told
+
+
 def test_mistakes_are_one_sentence(collected, trained, tmp_path):
+    (tmp_path / "of_phases" / "phase_1").mkdir(parents=True)
+    (tmp_path / "of_phases" / "phase_1" / "metrics.jsonl").touch()
     for arguments, said in (
+        ([f"--workdir={tmp_path / 'of_phases'}"], "holds the phases phase_1; give the folder of"),
         ([f"--workdir={trained}", f"--out={tmp_path / 'x.png'}"], "set collect=True"),
         ([f"--workdir={tmp_path}"], "there is no"),
         ([f"--workdir={collected}", "--out=x.jpg"], "--out x.jpg must be a .png"),

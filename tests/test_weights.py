@@ -68,7 +68,7 @@ def test_vocabulary_without_a_word_about_case(
     (folder / "text.json").write_text('{"cased": true}')
     assert open_weights(str(folder), "--checkpoint").text()[1] is True
     (folder / "text.json").unlink()
-    assert open_weights(str(folder), "--checkpoint").text()[1] is False
+    assert open_weights(str(folder), "--checkpoint").text()[1] is None
 
 
 def test_damaged_newest_is_passed_over(copy: pathlib.Path) -> None:

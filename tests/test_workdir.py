@@ -45,6 +45,8 @@ def test_free_keys_may_differ(copy: pathlib.Path) -> None:
     folder.check(tiny.digits(checkpoint__every="1 steps", log__every="2 steps", data__dir="x"))
     with pytest.raises(UserError, match="config .duration: '12 steps' there, '13 steps' now"):
         folder.check(tiny.digits(duration="13 steps"))
+    with pytest.raises(UserError, match=r"config \((?:[^;]+; ){8}and \d+ more\); give another f"):
+        folder.check(tiny.bert())
 
 
 def test_checkpoints_of_an_unknown_run(copy: pathlib.Path) -> None:

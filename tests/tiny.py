@@ -18,6 +18,7 @@ from ml_collections import ConfigDict
 
 from lamb_tpu.checkpoint import Checkpoints
 from lamb_tpu.config import base_config
+from lamb_tpu.models.bert_rules import PARAMETERS_SCANNED
 from lamb_tpu.preemption import Preemption
 from lamb_tpu.run import prepare
 
@@ -91,7 +92,10 @@ def bert(**changes: Any) -> ConfigDict:
         "intermediate_size": 24, "max_positions": 32, "dtype": "float32", "dropout_rate": 0.0,
         "attention_dropout_rate": 0.0, "heads": ("mlm", "nsp"), "scan_layers": False,
     })
-    return change(config, {key.replace("__", "."): value for key, value in changes.items()})
+    change(config, {key.replace("__", "."): value for key, value in changes.items()})
+    if config.model.scan_layers:
+        change(config, {"optimizer.rules": PARAMETERS_SCANNED})
+    return config
 
 
 def arrays(tree: Any) -> dict[str, np.ndarray]:

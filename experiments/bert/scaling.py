@@ -1,12 +1,11 @@
 """Batch scaling of a small BERT on books: LAMB untuned against AdamW by two rules.
 
-  python -m experiments.bert.scaling --data_dir=DATA --runs=DIR --tune
   python -m experiments.bert.scaling --data_dir=DATA --runs=DIR
   python -m experiments.bert.scaling --runs=DIR --train=false
 
 A BERT of 4 layers and 256 units reads the same number of examples of 128 tokens at every batch
 from 64 to 4,096: the range of 64 times that the LAMB paper has from 512 to 32,768, with its warm-up
-from 1/320 of the run to 1/5. Each optimizer's rate is chosen at batch 64, by `--tune`, and carried
+from 1/320 of the run to 1/5. Each optimizer's rate is chosen at batch 64, from three, and carried
 to the others by a rule: for LAMB by the square root (that is LEGW), for AdamW by the square root or
 linearly, both with LAMB's warm-up. DATA holds the folders `train` and `validation` that
 `python -m lamb_tpu.data.prepare_text` made, with one vocabulary. Every cell is a resumable run in a
@@ -31,16 +30,14 @@ from lamb_tpu.metrics import read_records
 from lamb_tpu.train import train
 
 FOLDER = pathlib.Path(__file__).parent
+RECORDS = FOLDER / "scaling.jsonl"
 BATCHES = (64, 256, 1024, 4096)
 BASE_BATCH = BATCHES[0]
 MICROBATCH = 64
 # Shares of the run, as 1/320 ... 1/5 in the paper for batches 64 times apart.
 WARMUP_PERCENT = {batch: 100 / 320 * batch / BASE_BATCH for batch in BATCHES}
-# Tried by --tune, with a quarter of the examples each; the study takes those that won.
-GRIDS = {
-    "lamb": (0.002, 0.004, 0.008, 0.016, 0.032),
-    "adamw": (0.00025, 0.0005, 0.001, 0.002, 0.004),
-}
+# Tried at the smallest batch; the study goes on with the one that won.
+GRIDS = {"lamb": (0.005, 0.01, 0.02), "adamw": (0.0005, 0.001, 0.002)}
 
 
 class Cell(NamedTuple):
@@ -59,19 +56,28 @@ class Cell(NamedTuple):
         return "-".join(map(str, self))
 
 
+def tuning_cells(examples: int) -> list[Cell]:
+    """The runs at the base batch that choose the rates, by the held-out text."""
+    return [
+        Cell(optimizer, "sqrt", BASE_BATCH, rate, examples, 0)
+        for optimizer, grid in GRIDS.items() for rate in grid
+    ]
+
+
 def best_rates(records: Iterable[dict[str, Any]], examples: int) -> dict[str, float]:
-    """Of each optimizer the rate with the lowest held-out loss in the tuning for `examples`.
+    """Of each optimizer the rate with the lowest held-out loss at the base batch.
 
     Raises:
-      UserError: a run of the tuning is not there.
+      UserError: a run of `tuning_cells` is not there.
     """
     wanted = tuning_cells(examples)
     found = {tuple(record[field] for field in Cell._fields): record for record in records}
     missing = [cell.name for cell in wanted if cell not in found]
     if missing:
         raise UserError(
-            f"{len(missing)} of {len(wanted)} runs of the tuning for --examples={examples} are not "
-            f"there, {missing[0]} among them; run the same command with --tune first"
+            f"{len(missing)} of {len(wanted)} runs that choose the rates for "
+            f"--examples={examples} are not there, {missing[0]} among them; run them without "
+            "--train=false"
         )
     return {
         optimizer: min(
@@ -92,14 +98,6 @@ def cells(examples: int, seeds: Iterable[int], rates: Mapping[str, float]) -> li
                     found.append(Cell(optimizer, scaling, batch, rates[optimizer], examples, seed))
     # The large batches first: they are what the study is about, and none waits for another.
     return sorted(found, key=lambda cell: -cell.batch)
-
-
-def tuning_cells(examples: int) -> list[Cell]:
-    """The runs at the base batch that choose the rates; held-out text is the same."""
-    return [
-        Cell(optimizer, "sqrt", BASE_BATCH, rate, examples // 4, 0)
-        for optimizer, grid in GRIDS.items() for rate in grid
-    ]
 
 
 def make_config(cell: Cell, data_dir: str | None) -> ConfigDict:
@@ -159,32 +157,36 @@ def merge(old: Iterable[dict[str, Any]], new: Iterable[dict[str, Any]]) -> list[
     return [found[key] for key in sorted(found)]
 
 
+def _run(
+    wanted: list[Cell], old: list[dict[str, Any]], runs: pathlib.Path
+) -> list[dict[str, Any]]:
+    """Runs what is missing of `wanted`; all records, which are kept after every run."""
+    values = flags.FLAGS
+    records = merge(old, collect(runs, wanted))
+    for number, cell in enumerate(wanted):
+        done = {tuple(record[field] for field in Cell._fields) for record in records}
+        if values.train and cell not in done:
+            if values.data_dir is None:
+                raise UserError("--data_dir is missing; give the folder with train and validation")
+            print(f"run {number + 1} of {len(wanted)}: {cell.name}", flush=True)
+            train(make_config(cell, values.data_dir), runs / cell.name, label=cell.name)
+            records = merge(records, collect(runs, [cell]))
+        RECORDS.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return records
+
+
 def main() -> None:
     """Runs the missing cells and writes the page."""
     values = flags.FLAGS
     runs = pathlib.Path(values.runs).expanduser()
-    file = FOLDER / "scaling.jsonl"
-    old = read_records(file) if file.exists() else []
-    wanted = tuning_cells(values.examples)
-    if not values.tune:
-        rates = best_rates(merge(old, collect(runs, wanted)), values.examples)
-        wanted += cells(values.examples, list(map(int, values.seeds)), rates)
-    records = merge(old, collect(runs, wanted))
-    done = {tuple(record[field] for field in Cell._fields) for record in records}
-    if values.train:
-        if values.data_dir is None:
-            raise UserError("--data_dir is missing; give the folder with train and validation")
-        for number, cell in enumerate(wanted):
-            if cell not in done:
-                print(f"run {number + 1} of {len(wanted)}: {cell.name}", flush=True)
-                train(make_config(cell, values.data_dir), runs / cell.name, label=cell.name)
-    records = merge(old, collect(runs, wanted))
-    if not records:
-        raise UserError(f"--runs {runs} holds no complete run, and there are no records yet")
-    file.write_text("".join(json.dumps(record) + "\n" for record in records))
-    (FOLDER / "scaling.md").write_text(scaling_page.page(records, values.examples))
-    scaling_page.draw(records, values.examples, FOLDER / "scaling.png")
-    print(scaling_page.page(records, values.examples))
+    records = read_records(RECORDS) if RECORDS.exists() else []
+    records = _run(tuning_cells(values.examples), records, runs)
+    rates = best_rates(records, values.examples)
+    records = _run(cells(values.examples, map(int, values.seeds), rates), records, runs)
+    text = scaling_page.page(records, values.examples, rates)
+    (FOLDER / "scaling.md").write_text(text)
+    scaling_page.draw(records, values.examples, rates, FOLDER / "scaling.png")
+    print(text)
 
 
 if __name__ == "__main__":
@@ -192,6 +194,5 @@ if __name__ == "__main__":
     flags.DEFINE_string("data_dir", None, "Folder with the prepared texts train and validation.")
     flags.DEFINE_integer("examples", 65_536, "Examples that each run reads.", lower_bound=4096)
     flags.DEFINE_list("seeds", ["0"], "Seeds to train.")
-    flags.DEFINE_bool("tune", False, "Run the grid at batch 64 instead, a quarter of the examples.")
     flags.DEFINE_bool("train", True, "Whether to train what is missing before collecting.")
     cli.run_main(main)

@@ -2,7 +2,7 @@
 
 import pathlib
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -17,13 +17,16 @@ LINES = {
 }
 
 
-def _line(records: Sequence[Record], examples: int, line: tuple[str, str]) -> list[Record]:
+def _line(
+    records: Sequence[Record], examples: int, rates: Mapping[str, float], line: tuple[str, str]
+) -> list[Record]:
     """A line's records; at the smallest batch, the base of both rules, AdamW's run is one."""
     base = min((record["batch"] for record in records), default=0)
     optimizer, scaling = line
     return [
         record for record in records
         if record["optimizer"] == optimizer and record["examples"] == examples
+        and record["rate"] == rates[optimizer]
         and (record["scaling"] == scaling or record["batch"] == base)
     ]
 
@@ -32,8 +35,15 @@ def _mean(records: Sequence[Record], key: str) -> float:
     return statistics.mean(record[key] for record in records)
 
 
-def page(records: Sequence[Record], examples: int) -> str:
-    """The Markdown page of the records whose runs read `examples`, and of the tuning."""
+def page(records: Sequence[Record], examples: int, rates: Mapping[str, float]) -> str:
+    """The Markdown page.
+
+    Args:
+      records: of all runs.
+      examples: those shown read as many.
+      rates: of each optimizer, those that won at the smallest batch.
+    """
+    records = [record for record in records if record["examples"] == examples]
     vocabulary = " or ".join(sorted({f"{record['vocabulary']:,}" for record in records}))
     lines = [
         "# A small BERT on books, batch 64 to 4,096",
@@ -49,11 +59,11 @@ def page(records: Sequence[Record], examples: int) -> str:
         + " | ".join(f"{name}: rate | loss | accuracy" for name, *_ in LINES.values()) + " |",
         "| ---: | ---: |" + " ---: |" * (3 * len(LINES)),
     ]
-    batches = sorted({r["batch"] for r in records if r["examples"] == examples})
+    batches = sorted({record["batch"] for record in records})
     for batch in batches:
         cells = []
         for line in LINES:
-            found = [r for r in _line(records, examples, line) if r["batch"] == batch]
+            found = [r for r in _line(records, examples, rates, line) if r["batch"] == batch]
             if not found:
                 cells += ["not run", "-", "-"]
                 continue
@@ -66,24 +76,22 @@ def page(records: Sequence[Record], examples: int) -> str:
         lines.append(f"| {batch:,} | {examples // batch:,} | {' | '.join(cells)} |")
     lines += ["", "Held-out masked-word loss in nats, and accuracy. ![](scaling.png)", ""]
     tuning = sorted(
-        (r for r in records if r["examples"] != examples),
+        (r for r in records if r["batch"] == batches[0] and r["seed"] == 0),
         key=lambda r: (r["optimizer"], r["rate"]),
     )
-    if tuning:
-        lines += [
-            "## How the rates were chosen",
-            "",
-            "Batch 64, a quarter of the examples, seed 0, the same held-out text.",
-            "",
-            "| optimizer | rate | examples | loss | accuracy |",
-            "| --- | ---: | ---: | ---: | ---: |",
-            *(
-                f"| {r['optimizer']} | {r['rate']} | {r['examples']:,} | {r['mlm_loss']:.3f} | "
-                f"{r['mlm_accuracy']:.2%} |"
-                for r in tuning
-            ),
-            "",
-        ]
+    lines += [
+        "## How the rates were chosen",
+        "",
+        f"Batch {batches[0]}, seed 0, the same held-out text.",
+        "",
+        "| optimizer | rate | loss | accuracy |",
+        "| --- | ---: | ---: | ---: |",
+        *(
+            f"| {r['optimizer']} | {r['rate']} | {r['mlm_loss']:.3f} | {r['mlm_accuracy']:.2%} |"
+            for r in tuning
+        ),
+        "",
+    ]
     seeds = sorted({str(record["seed"]) for record in records})
     minutes = sum(record["seconds"] for record in records) / 60
     machines = sorted({f"{r['devices']} x {r['device']}, {r['cores']} cores" for r in records})
@@ -92,26 +100,29 @@ def page(records: Sequence[Record], examples: int) -> str:
         f"Machine: {'; '.join(machines)}; {minutes:.0f} minutes of runs in all. Seeds: "
         f"{', '.join(seeds)}. Versions: {'; '.join(versions)}.",
         "",
-        f"Commands: `python -m experiments.bert.scaling --data_dir=DATA --examples={examples} "
-        "--tune`, then the same without `--tune`. Records: scaling.jsonl.",
+        f"Command: `python -m experiments.bert.scaling --data_dir=DATA --examples={examples}`. "
+        "Records: scaling.jsonl.",
         "",
     ]
     return "\n".join(lines)
 
 
-def draw(records: Sequence[Record], examples: int, path: pathlib.Path) -> None:
+def draw(
+    records: Sequence[Record], examples: int, rates: Mapping[str, float], path: pathlib.Path
+) -> None:
     """Draws held-out loss against the batch, and over the examples at the largest batch.
 
     Args:
       records: of all runs.
       examples: those drawn read as many.
+      rates: as in `page`.
       path: the PNG.
     """
     figure = Figure(figsize=(11, 4.8), dpi=150, layout="constrained")
     left, right = figure.subplots(1, 2)
     batches = sorted({r["batch"] for r in records if r["examples"] == examples})
     for line, (name, color, marker) in LINES.items():
-        found = _line(records, examples, line)
+        found = _line(records, examples, rates, line)
         points = {
             batch: _mean(at, "mlm_loss")
             for batch in batches if (at := [r for r in found if r["batch"] == batch])

@@ -6,6 +6,7 @@ A run that was killed continues where it was when the same command is started ag
 """
 
 import argparse
+import os
 import pathlib
 import sys
 import time
@@ -108,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     settings = Settings(
-        vocab=options.vocab,
+        vocab=options.vocab and os.path.expanduser(options.vocab),
         train_vocab=options.train_vocab,
         cased=options.cased,
         documents=options.documents,
@@ -126,9 +127,11 @@ def _run(options: argparse.Namespace) -> int:
         f"sentences and {counts['tokens']:,} tokens in {len(manifest['shards']):,} shards; "
         f"{counts['unknown_tokens'] / counts['tokens']:.2%} of the tokens are unknown"
     )
-    folder = pathlib.Path(options.output).absolute()
+    folder = pathlib.Path(options.output).expanduser().absolute()
     shown.tell(
-        f"to train on it: --config.data.dir={folder.parent} --config.data.train_split={folder.name}"
+        f"to train on it: --config.data.dir={folder.parent} "
+        f"--config.data.train_split={folder.name} "
+        f"--config.model.vocab_size={manifest['vocabulary']['size']}"
     )
     for key, text in (
         ("empty_documents", "documents were empty and are left out"),

@@ -66,7 +66,7 @@ def read_questions(path: str | pathlib.Path) -> list[Question]:
     """All questions of a SQuAD file, in its order.
 
     Raises:
-      UserError: there is no such file, it is no SQuAD file, or an id stands twice.
+      UserError: there is no such file, it is no SQuAD file, has no question, or an id twice.
     """
     try:
         articles = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))["data"]
@@ -83,6 +83,8 @@ def read_questions(path: str | pathlib.Path) -> list[Question]:
             f"{path} is no SQuAD file, JSON with data > paragraphs > context and qas "
             f"({type(error).__name__}: {error})"
         ) from error
+    if not questions:
+        raise UserError(f"{path} has no question")
     seen = set[str]()
     for question in questions:
         if question.id in seen:

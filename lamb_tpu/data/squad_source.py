@@ -55,7 +55,7 @@ class SquadSource(ArraySource):
         windows: Windows,
         training: bool,
     ) -> None:
-        """Makes the windows; in training leaves out, and notes, questions without their answer.
+        """Makes the windows. Notes the questions that cannot be trained on, or scored as others.
 
         Raises:
           UserError: as `squad.make_features`.
@@ -71,13 +71,20 @@ class SquadSource(ArraySource):
         super().__init__(f"{name}:{digest.hexdigest()[:12]}", features.arrays, None)
         self.questions, self.features = tuple(questions), features
         self.vocabulary, self.cased = vocabulary, cased
-        lost = features.unmappable
-        if lost:
-            self.notes = (
-                f"{name}: {len(lost):,} of {len(questions):,} questions are left out of training, "
-                "for their answer does not stand in the context where the file says; the first is "
-                f"{lost[0]}",
+        impossible = [q.id for q in questions if q.impossible and not training]
+        bare = [q.id for q in questions if not (q.answers or q.impossible or training)]
+        self.notes = tuple(
+            f"{name}: {len(found):,} of {len(questions):,} questions {text}; the first is "
+            f"{found[0]}"
+            for found, text in (
+                (features.unmappable, "are left out of training, for their answer does not stand "
+                 "in the context where the file says"),
+                (impossible, "have no answer in their context, as SQuAD v2, and count as wrong "
+                 "unless config.task.version2=True lets them be answered so"),
+                (bare, "have no answer in the file to be scored by, and count as wrong"),
             )
+            if found
+        )
 
 
 def load_squad(split: str, folder: str | None, options: Options, training: bool) -> SquadSource:

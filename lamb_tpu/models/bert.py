@@ -52,7 +52,7 @@ class BertConfig(LayerConfig):
       num_token_types: segments that a token can belong to.
       heads: those of 'mlm' (masked words; its output matrix is that of the word embeddings), 'nsp'
         (next sentence, on the pooled first token) and 'span' (start and end of an answer).
-      scan_layers: see `transformer.Encoder`.
+      scan_layers: see `transformer.Encoder`; to be trained by `bert_rules.PARAMETERS_SCANNED`.
       remat: see `transformer.Encoder`.
 
     Raises:
@@ -88,7 +88,8 @@ class BertConfig(LayerConfig):
                 f"config.model.num_heads={self.num_heads}"
             )
         heads = self.heads
-        if isinstance(heads, str) or len(set(heads)) < len(heads) or set(heads) - set(HEADS):
+        is_list = isinstance(heads, (list, tuple)) and all(head in HEADS for head in heads)
+        if not is_list or len(set(heads)) < len(heads):
             raise UserError(
                 f"config.model.heads is {heads!r}; it must be a list of some of {', '.join(HEADS)}"
             )

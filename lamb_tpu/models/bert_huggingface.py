@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import shutil
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -142,7 +143,7 @@ def to_huggingface(
       directory: made if it is not there; files of these names in it are replaced.
 
     Raises:
-      UserError: transformers has no network with these heads.
+      UserError: transformers has no network with these heads, or the folder cannot be written.
       ValueError: the parameters are not those of the config.
     """
     if config.heads not in _ARCHITECTURES:
@@ -169,10 +170,15 @@ def to_huggingface(
         **{theirs: getattr(config, ours) for ours, theirs in _FIELDS.items()},
     }
     directory = pathlib.Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    # The metadata that transformers writes.
-    save_file(tensors, directory / WEIGHTS, {"format": "pt"})
-    (directory / CONFIG).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / CONFIG).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
+        # The metadata that transformers writes.
+        save_file(tensors, directory / WEIGHTS, {"format": "pt"})
+        # safetensors lets nobody but the owner read its file.
+        shutil.copymode(directory / CONFIG, directory / WEIGHTS)
+    except (OSError, SafetensorError) as error:  # no right to write there, a full disk
+        raise UserError(f"{directory} cannot be written ({error}); give another folder") from None
 
 
 def _theirs(path: str, leaf: np.ndarray) -> np.ndarray:

@@ -27,7 +27,8 @@ def test_what_it_prints(arguments: list[str], capsys: pytest.CaptureFixture[str]
     assert printed.out.splitlines() == [
         f"{output} holds 1 documents, 4 sentences and 2,006 tokens in 1 shards; 0.05% of the "
         "tokens are unknown",
-        f"to train on it: --config.data.dir={output.parent} --config.data.train_split=out",
+        f"to train on it: --config.data.dir={output.parent} --config.data.train_split=out "
+        "--config.model.vocab_size=8",
     ]
     assert printed.err.splitlines() == [
         "warning: 1 documents were empty and are left out",
@@ -49,6 +50,17 @@ def test_mistakes_are_one_sentence(
 ) -> None:
     assert prepare_text.main(arguments + change) == 2
     assert capsys.readouterr().err == f"error: {message}\n"
+
+
+def test_the_home_folder(
+    arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = pathlib.Path(arguments[2].removeprefix("--output=")).parent
+    monkeypatch.setenv("HOME", str(home))
+    paths = ["--input=~/o*.txt", "--vocab=~/vocab.txt", "--output=~/out", "--processes=1"]
+    assert prepare_text.main(paths) == 0
+    assert f"--config.data.dir={home} --config.data.train_split=out" in capsys.readouterr().out
+    assert (home / "out" / "manifest.json").exists()
 
 
 def test_help_has_commands(capsys: pytest.CaptureFixture[str]) -> None:

@@ -212,6 +212,7 @@ def test_reading_both_versions(tmp_path: pathlib.Path) -> None:
     (None, "cannot be read"),
     ("{", "is no SQuAD file"),
     ("[]", "is no SQuAD file"),
+    ('{"data": []}', "has no question"),
     ('{"data": [{"paragraphs": [{"qas": [{}]}]}]}', "is no SQuAD file.*KeyError: 'context'"),
     ('{"data": [{"paragraphs": [{"context": "c", "qas": [{"id": "x", "question": "q"},'
      ' {"id": "x", "question": "q"}]}]}]}', "has the question x twice"),

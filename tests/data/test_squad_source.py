@@ -75,9 +75,23 @@ def test_for_training(folder: pathlib.Path) -> None:
 
 def test_for_evaluation(folder: pathlib.Path) -> None:
     source = load(folder, "train.json", training=False)
-    assert source.notes == () and "start_position" not in source.element_spec
+    assert "start_position" not in source.element_spec
     assert sorted(set(source.features.question.tolist())) == [0, 1, 2]
     assert [question.impossible for question in source.questions] == [False, False, True]
+    assert source.notes == (
+        "squad:train.json: 1 of 3 questions have no answer in their context, as SQuAD v2, and "
+        "count as wrong unless config.task.version2=True lets them be answered so; the first is v2",
+    )
+
+
+def test_questions_to_predict_only(folder: pathlib.Path) -> None:
+    write(folder / "test.json", item("a", "the old man"), {"id": "b", "question": "Who?"})
+    assert load(folder, "test.json", training=False).notes == (
+        "squad:test.json: 1 of 2 questions have no answer in the file to be scored by, and count "
+        "as wrong; the first is b",
+    )
+    write(folder / "test.json", item("a", "the old man"))
+    assert load(folder, "test.json", training=False).notes == ()
 
 
 def test_the_name_is_of_the_content(folder: pathlib.Path) -> None:

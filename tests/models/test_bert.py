@@ -230,6 +230,8 @@ def test_a_word_that_is_not_in_the_vocabulary() -> None:
     ({"heads": "mlm"}, "heads is 'mlm'; it must be a list of some of mlm, nsp, span"),
     ({"heads": ("mlm", "sop")}, "heads is .*'sop'.*; it must be a list of some of mlm, nsp, span"),
     ({"heads": ("mlm", "mlm")}, "heads is .*; it must be a list of some of"),
+    ({"heads": 5}, "heads is 5; it must be a list of some of"),
+    ({"heads": (["mlm"],)}, r"heads is \(\['mlm'\],\); it must be a list of some of"),
 ])
 def test_mistakes(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match="config.model." + message):

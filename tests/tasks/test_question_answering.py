@@ -143,6 +143,13 @@ def test_data_that_does_not_fit(
         build("question_answering", model).check(source(questions, training))
 
 
+def test_the_recipe_can_be_given_questions_without_an_answer() -> None:
+    """By --config.task.version2=True, as `check` asks for: the command line adds no keys."""
+    task = dict(tiny.recipe_file(tiny.ROOT / "configs" / "bert_squad.py").get_config().task)
+    built = build(task.pop("name"), models.build(**TINY, heads=("span",)), **task)
+    assert {"version2", "null_threshold"} <= set(task) and built.version2 is False
+
+
 @pytest.mark.parametrize("fields, message", [
     ({"num_best": 0}, "num_best is 0; it must be a whole number of at least 1"),
     ({"max_answer_length": 2.5}, "max_answer_length is 2.5; it must be a whole number"),

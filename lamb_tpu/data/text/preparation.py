@@ -18,7 +18,7 @@ from typing import Any
 
 import tokenizers
 
-from lamb_tpu.data.text import shards
+from lamb_tpu.data.text import saved, shards
 from lamb_tpu.data.text.reader import (
     DOCUMENT_RULES,
     TFDS_PREFIX,
@@ -100,7 +100,7 @@ def prepare_text(
       The manifest: `settings`, `inputs` and `shards` with their sha256, `vocabulary`, `counts`.
 
     Raises:
-      UserError: bad settings or inputs, or `output` holds something else.
+      UserError: bad settings or inputs, or `output` holds something else or is damaged.
     """
     _check(settings, processes)
     if "://" in str(output):
@@ -112,11 +112,12 @@ def prepare_text(
         pieces, files = _plan(inputs, settings)
         identity = _identity(files, settings)
         if (folder / shards.MANIFEST).exists():
-            manifest = json.loads((folder / shards.MANIFEST).read_text())
-            _compare(folder, {key: manifest.get(key) for key in identity}, identity)
+            manifest = _read_json(folder / shards.MANIFEST)
+            _compare(folder, manifest, identity)
+            shards.check_files(folder, manifest)
             return manifest
         if (folder / _SETTINGS).exists():
-            _compare(folder, json.loads((folder / _SETTINGS).read_text()), identity)
+            _compare(folder, _read_json(folder / _SETTINGS), identity)
         elif [path for path in folder.iterdir() if path.name != _LOCK]:
             raise UserError(
                 f"--output={output} is not empty and was not begun by this command; give another "
@@ -155,6 +156,8 @@ def _check(settings: Settings, processes: int | None) -> None:
     ):
         if number is not None and number < 1:
             raise UserError(f"--{flag}={number} must be at least 1")
+    if settings.vocab is not None:
+        _given_vocabulary(settings)  # before a mistake becomes what the output was begun with
 
 
 def _plan(inputs: Sequence[str], settings: Settings) -> tuple[list[Piece], dict[str, str]]:
@@ -193,9 +196,11 @@ def _compare(folder: pathlib.Path, found: dict[str, Any], identity: dict[str, An
     found_settings, settings = found.get("settings") or {}, identity["settings"]
     for key, value in settings.items():
         if found_settings.get(key) != value:
+            what = f"{key} = {found_settings.get(key)!r}, this command has {value!r}"
+            if key == "vocab":  # its sha256 tells nobody anything
+                what = "another vocabulary"
             raise UserError(
-                f"--output={folder} was begun with {key} = {found_settings.get(key)!r}, this "
-                f"command has {value!r}; delete the folder or give another"
+                f"--output={folder} was begun with {what}; delete the folder or give another"
             )
     if found.get("inputs") != identity["inputs"]:
         raise UserError(
@@ -223,7 +228,7 @@ def _vocabulary(
     if path.exists():
         return Vocabulary.read(path)
     if settings.vocab is not None:
-        vocabulary = Vocabulary.read(settings.vocab)
+        vocabulary = _given_vocabulary(settings)
     else:
 
         def read() -> Iterator[str]:
@@ -231,10 +236,24 @@ def _vocabulary(
                 for lines in _documents(group, settings, Counter()):
                     yield from sentences(lines, settings.sentences, Counter())
 
-        vocabulary = train_vocabulary(read, settings.train_vocab, settings.cased)
+        try:
+            vocabulary = train_vocabulary(read, settings.train_vocab, settings.cased)
+        except UserError:  # nothing is prepared yet, so the output is not begun with this mistake
+            (folder / _SETTINGS).unlink()
+            raise
     part = folder / f".{shards.VOCABULARY}.part"
     vocabulary.write(part)
     part.rename(path)
+    return vocabulary
+
+
+def _given_vocabulary(settings: Settings) -> Vocabulary:
+    vocabulary, cased = saved.read(settings.vocab)
+    if cased not in (None, settings.cased):
+        raise UserError(
+            f"--vocab={settings.vocab} is of text with cased = {cased}, as the file beside it "
+            f"says; {'give' if cased else 'leave out'} --cased, or give another vocabulary"
+        )
     return vocabulary
 
 
@@ -245,11 +264,7 @@ def _work(
     report: Callable[[Progress], None],
 ) -> None:
     sizes = {name: sum(piece.num_bytes for piece in job[1]) for name, job in jobs.items()}
-    todo = [
-        name
-        for name in jobs
-        if not (_done(folder / name).exists() and (folder / name).exists())
-    ]
+    todo = [name for name in jobs if not _is_whole(folder / name)]
     resumed = sum(sizes.values()) - sum(sizes[name] for name in todo)
     done = resumed
     report(Progress(done, resumed, sum(sizes.values())))
@@ -374,6 +389,21 @@ def _locked(folder: pathlib.Path) -> Iterator[None]:
 
 def _done(path: pathlib.Path) -> pathlib.Path:
     return path.with_suffix(".done.json")
+
+
+def _is_whole(path: pathlib.Path) -> bool:
+    """Whether a shard is done. A machine that lost its power may have left empty files."""
+    try:
+        return json.loads(_done(path).read_text())["bytes"] == path.stat().st_size
+    except (OSError, ValueError):
+        return False
+
+
+def _read_json(path: pathlib.Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path} is damaged ({error}); delete the folder") from error
 
 
 def _write_json(path: pathlib.Path, value: Any) -> None:

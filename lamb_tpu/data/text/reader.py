@@ -38,7 +38,8 @@ def find_files(patterns: Sequence[str]) -> list[str]:
         matches = glob.glob(os.path.expanduser(pattern), recursive=True)
         files = [os.path.abspath(path) for path in matches if os.path.isfile(path)]
         if not files:
-            raise UserError(f"--input={pattern} matches no file")
+            below = f"; for those in it give {pattern.rstrip('/')}/**/*" if matches else ""
+            raise UserError(f"--input={pattern} matches no file{below}")
         found.update(files)
     return sorted(found)
 
@@ -79,12 +80,13 @@ def read_piece(piece: Piece, rule: str, counts: Counter[str]) -> Iterator[list[s
         what cannot be read becomes U+FFFD, which BERT's normaliser deletes) are added to it.
 
     Raises:
-      UserError: a line holds a NUL byte, so that the file is no text.
+      UserError: a line holds a NUL byte, so that the file is no text, or a document is too large.
     """
     # Lines of the document in hand, None before the first one of this piece.
     lines: list[str] | None = [] if piece.start == 0 else None
     # Where the blank line just before this line begins, if that is one; the file's start counts.
     blank = 0 if piece.start == 0 else None
+    num_bytes = 0  # of the document in hand
     with open(piece.path, "rb") as file:
         if piece.start:
             file.seek(piece.start - 1)
@@ -98,12 +100,19 @@ def read_piece(piece: Piece, rule: str, counts: Counter[str]) -> Iterator[list[s
                     yield lines
                 if blank >= piece.stop:
                     return
-                lines = []
+                lines, num_bytes = [], 0
             elif lines is None and position >= piece.stop:
                 return
             if lines is not None and text:
                 lines.append(text)
                 counts["broken_lines"] += broken
+                num_bytes += len(content)
+                if num_bytes > _MAX_DOCUMENT_BYTES:
+                    raise UserError(
+                        f"{piece.path} has a document of over {num_bytes / 1e6:,.0f} MB, too much "
+                        f"for one: up to byte {position:,} nothing in it begins another under "
+                        f"--documents={rule}"
+                    )
             blank = None if text else position
             position += len(content)
     if lines:
@@ -117,14 +126,19 @@ def tfds_builder(name: str, data_dir: str | None) -> tuple[tfds.core.DatasetBuil
     """The prepared TFDS set and the split of an input such as `tfds:wikipedia/20230601.en:train`.
 
     Raises:
-      UserError: TFDS does not know the set, it is not prepared, or has no such split or no text.
+      UserError: TFDS does not know the set, it is not prepared, or in a format that cannot be
+        read by index, or it has no such split or no text.
     """
     set_name, _, split = name.removeprefix(TFDS_PREFIX).partition(":")
     try:
         builder = tfds.builder(set_name, data_dir=data_dir)
     except (tfds.core.DatasetNotFoundError, ValueError) as error:
         first_line = str(error).strip().partition("\n")[0]
-        raise UserError(f"--input={name}: TFDS has no {set_name!r} ({first_line})") from error
+        raise UserError(
+            f"--input={name}: TFDS has no {set_name!r}, neither by name nor prepared in "
+            f"{data_dir or '~/tensorflow_datasets'} ({first_line}); give the --data-dir that holds "
+            "it"
+        ) from error
     if not is_prepared(builder):
         raise UserError(
             f"--input={name}: the set is not prepared in {builder.data_dir}; prepare it once with "
@@ -137,6 +151,14 @@ def tfds_builder(name: str, data_dir: str | None) -> tuple[tfds.core.DatasetBuil
     if "text" not in builder.info.features:
         known = ", ".join(builder.info.features)
         raise UserError(f"--input={name}: the set has no feature 'text'; it has {known}")
+    try:
+        builder.as_data_source(split=split)
+    except NotImplementedError as error:
+        raise UserError(
+            f"--input={name}: {builder.data_dir} is prepared as {builder.info.file_format.value}, "
+            "which cannot be read by index; prepare it in another --data-dir with "
+            "file_format='array_record'"
+        ) from error
     return builder, split
 
 
@@ -154,11 +176,22 @@ def cut_tfds(name: str, data_dir: str | None, max_bytes: int) -> list[Piece]:
 
 
 def read_tfds(piece: Piece, data_dir: str | None, counts: Counter[str]) -> Iterator[list[str]]:
-    """The documents of a piece of a TFDS set, one a record; counts as in `read_piece`."""
+    """The documents of a piece of a TFDS set, one a record; counts as in `read_piece`.
+
+    Raises:
+      UserError: as `tfds_builder`, or a record is damaged or holds a NUL byte.
+    """
     builder, split = tfds_builder(piece.path, data_dir)
     records = builder.as_data_source(split=split)
     for start in range(piece.start, piece.stop, 256):
-        for record in records.__getitems__(list(range(start, min(start + 256, piece.stop)))):
+        try:
+            found = records.__getitems__(list(range(start, min(start + 256, piece.stop))))
+        except RuntimeError as error:  # ArrayRecord's own
+            raise UserError(
+                f"--input={piece.path}: a record cannot be read, so the files are damaged; delete "
+                f"{builder.data_dir} and prepare the set again ({' '.join(str(error).split())})"
+            ) from error
+        for record in found:
             content = record["text"]
             content = content if isinstance(content, bytes) else content.encode()
             decoded = [_decode(piece.path, 0, line) for line in content.split(b"\n")]

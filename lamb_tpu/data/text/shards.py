@@ -6,9 +6,11 @@ then the ids, uint16 where the vocabulary allows. Parts are short, so that an ex
 index costs little also where documents are books.
 """
 
+import functools
 import hashlib
 import json
 import pathlib
+import resource
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -24,6 +26,8 @@ FORMAT = 1
 IN_MEMORY_BYTES = 2**30  # token ids up to this size are held in memory by default
 _RECORD_TOKENS = 8192
 _READ_CHUNK = 256  # records read together when shards are opened
+_OTHER_FILES = 256  # that a process may have open besides shards
+_AGAIN = "delete the folder and prepare the text again"
 # One record a group is what makes reading by index fast; level 1 is a fifth smaller than none.
 _WRITER_OPTIONS = "group_size:1,zstd:1"
 
@@ -36,20 +40,27 @@ def id_dtype(vocabulary_size: int) -> np.dtype:
 def write_shard(
     path: str | pathlib.Path, documents: Iterable[Sequence[Sequence[int]]], dtype: np.dtype
 ) -> None:
-    """Writes documents, each its sentences' ids, none of them empty, to one ArrayRecord file."""
-    writer = ArrayRecordWriter(str(path), _WRITER_OPTIONS)
-    for sentences in documents:
-        part: list[Sequence[int]] = []
-        num_tokens, continues = 0, 0
-        for sentence in sentences:
-            if part and num_tokens + len(sentence) > _RECORD_TOKENS:
+    """Writes documents, each its sentences' ids, none of them empty, to one ArrayRecord file.
+
+    Raises:
+      UserError: the file cannot be written, as on a full disk.
+    """
+    try:
+        writer = ArrayRecordWriter(str(path), _WRITER_OPTIONS)
+        for sentences in documents:
+            part: list[Sequence[int]] = []
+            num_tokens, continues = 0, 0
+            for sentence in sentences:
+                if part and num_tokens + len(sentence) > _RECORD_TOKENS:
+                    writer.write(_encode(continues, part, dtype))
+                    part, num_tokens, continues = [], 0, 1
+                part.append(sentence)
+                num_tokens += len(sentence)
+            if part:
                 writer.write(_encode(continues, part, dtype))
-                part, num_tokens, continues = [], 0, 1
-            part.append(sentence)
-            num_tokens += len(sentence)
-        if part:
-            writer.write(_encode(continues, part, dtype))
-    writer.close()
+        writer.close()
+    except RuntimeError as error:  # ArrayRecord's own
+        raise UserError(f"{path} cannot be written ({' '.join(str(error).split())})") from error
 
 
 class TokenShards:
@@ -74,7 +85,8 @@ class TokenShards:
           in_memory: hold all ids in memory; None does so up to `IN_MEMORY_BYTES`.
 
         Raises:
-          UserError: the folder is not prepared, or a file of it is missing, extra or damaged.
+          UserError: the folder is not prepared, a file of it is missing, extra or damaged, or it
+            has more shards than a process may open.
         """
         self.folder = pathlib.Path(folder)
         content = _read(self.folder)
@@ -83,10 +95,12 @@ class TokenShards:
         self.vocabulary = Vocabulary.read(self.folder / VOCABULARY)
         self.cased: bool = self.manifest["settings"]["cased"]
         self._dtype = id_dtype(len(self.vocabulary))
-        paths = _check_shards(self.folder, self.manifest)
+        paths = check_files(self.folder, self.manifest)
         num_tokens = self.manifest["counts"]["tokens"]
         if in_memory is None:
             in_memory = num_tokens * self._dtype.itemsize <= IN_MEMORY_BYTES
+        if not in_memory:
+            _allow_open(self.folder, len(paths))
         lengths: list[np.ndarray] = []
         counts: list[int] = []  # sentences of each document
         parts: list[np.ndarray] = []
@@ -111,25 +125,33 @@ class TokenShards:
         if found != expected:
             raise UserError(
                 f"{self.folder} holds {found} documents, sentences and tokens, its {MANIFEST} says "
-                f"{expected}: a shard is damaged; prepare the text again"
+                f"{expected}: a shard is damaged; {_AGAIN}"
             )
         self._tokens = np.concatenate([np.zeros(0, self._dtype), *parts]) if in_memory else None
         self._files = None if in_memory else ArrayRecordDataSource([str(path) for path in paths])
 
-    @property
+    @functools.cached_property
     def document_token_starts(self) -> np.ndarray:
         """int64 (documents + 1,): the token at which each document begins."""
         return self.sentence_starts[self.document_starts]
 
     def read(self, places: np.ndarray) -> np.ndarray:
-        """The ids, int32, at `places` (int64, any shape) of the row of all tokens."""
+        """The ids, int32, at `places` (int64, any shape) of the row of all tokens.
+
+        Raises:
+          UserError: a record is damaged.
+        """
         if self._tokens is not None:
             return self._tokens[places].astype(np.int32)
         record_of = np.searchsorted(self._record_starts, places, side="right") - 1
         wanted, which = np.unique(record_of, return_inverse=True)
         if not len(wanted):
             return np.zeros(places.shape, np.int32)
-        ids = [self._decode(item)[2] for item in self._files.__getitems__(wanted.tolist())]
+        try:
+            records = self._files.__getitems__(wanted.tolist())
+        except RuntimeError as error:  # ArrayRecord's own
+            raise _unreadable(self.folder, error) from error
+        ids = [self._decode(item)[2] for item in records]
         offsets = _starts(np.array([len(item) for item in ids], np.int64))[:-1]
         shift = (offsets - self._record_starts[wanted])[which.reshape(places.shape)]
         return np.concatenate(ids)[places + shift].astype(np.int32)
@@ -160,33 +182,64 @@ def _read(folder: pathlib.Path) -> bytes:
             "python -m lamb_tpu.data.prepare_text, or start it again if it was interrupted"
         ) from error
     if manifest.get("settings", {}).get("format") != FORMAT:
-        raise UserError(f"{folder} was prepared in another format; prepare the text again")
+        raise UserError(f"{folder} was prepared in another format; {_AGAIN}")
     return content
 
 
-def _check_shards(folder: pathlib.Path, manifest: dict) -> list[pathlib.Path]:
+def check_files(folder: pathlib.Path, manifest: dict) -> list[pathlib.Path]:
+    """The shards of a prepared folder, in their order.
+
+    Raises:
+      UserError: a file is missing, extra, or of another size than its manifest says.
+    """
     listed = {item["name"]: item for item in manifest["shards"]}
     present = {path.name: path for path in folder.glob("*.array_record")}
     for name, item in listed.items():
         if name not in present:
-            raise UserError(f"{folder / name} is missing, though {MANIFEST} lists it")
+            raise UserError(f"{folder / name} is missing, though {MANIFEST} lists it; {_AGAIN}")
         size = present[name].stat().st_size
         if size != item["bytes"]:
             raise UserError(
                 f"{folder / name} has {size:,} bytes, {MANIFEST} says {item['bytes']:,}: it is "
-                "damaged; prepare the text again"
+                f"damaged; {_AGAIN}"
             )
     for name in present:
         if name not in listed:
             raise UserError(f"{folder / name} is not listed in {MANIFEST}; take it away")
-    vocabulary = hashlib.sha256((folder / VOCABULARY).read_bytes()).hexdigest()
-    if vocabulary != manifest["vocabulary"]["sha256"]:
-        raise UserError(f"{folder / VOCABULARY} is not the one that {MANIFEST} names")
+    vocabulary = folder / VOCABULARY
+    if not vocabulary.is_file():
+        raise UserError(f"{vocabulary} is missing, though {MANIFEST} lists it; {_AGAIN}")
+    if hashlib.sha256(vocabulary.read_bytes()).hexdigest() != manifest["vocabulary"]["sha256"]:
+        raise UserError(f"{vocabulary} is not the one that {MANIFEST} names; {_AGAIN}")
     return [present[name] for name in listed]
 
 
 def _records(path: pathlib.Path) -> Iterable[bytes]:
-    reader = ArrayRecordReader(str(path))
-    for start in range(0, reader.num_records(), _READ_CHUNK):
-        yield from reader.read(start, min(start + _READ_CHUNK, reader.num_records()))
-    reader.close()
+    try:
+        reader = ArrayRecordReader(str(path))
+        for start in range(0, reader.num_records(), _READ_CHUNK):
+            yield from reader.read(start, min(start + _READ_CHUNK, reader.num_records()))
+        reader.close()
+    except RuntimeError as error:  # ArrayRecord's own
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: pathlib.Path, error: RuntimeError) -> UserError:
+    return UserError(
+        f"{path} cannot be read ({' '.join(str(error).split())}); if it is damaged, {_AGAIN}"
+    )
+
+
+def _allow_open(folder: pathlib.Path, num_shards: int) -> None:
+    """Makes room for the shards, which stay open; often a process may open 1,024 files only."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and num_shards + _OTHER_FILES > hard:
+        raise UserError(
+            f"{folder} has {num_shards:,} shards, which all stay open while text is read, and a "
+            f"process may open {hard:,} files here; raise that (ulimit -Hn), or prepare the text "
+            "with a larger --shard-bytes"
+        )
+    if soft != resource.RLIM_INFINITY:
+        wanted = soft + num_shards
+        limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))

@@ -10,6 +10,7 @@ from lamb_tpu.errors import UserError
 
 _MAX_WORD_CHARACTERS = 200  # longer words become [UNK], as in the original code
 _MAX_CHARACTERS = 1000  # of a vocabulary that is trained; rarer ones become [UNK]
+_MAX_WORDS = 2**20  # different ones counted before their characters are; a large text has millions
 
 
 def make_tokenizer(vocabulary: Vocabulary, cased: bool) -> Tokenizer:
@@ -67,15 +68,21 @@ def train_vocabulary(
 
 def _characters(parts: Iterable[str], tokenizer: Tokenizer) -> list[str]:
     """The most frequent characters of a text, and `##` with those that stand within words."""
-    words = Counter[str]()
+    words, frequencies, within = Counter[str](), Counter[str](), set[str]()
+
+    def count_characters() -> None:
+        for text, count in words.items():
+            for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(text):
+                for character in word:
+                    frequencies[character] += count
+                within.update(word[1:])
+        words.clear()
+
     for part in parts:
         words.update(tokenizer.normalizer.normalize_str(part).split())
-    frequencies, within = Counter[str](), set[str]()
-    for text, count in words.items():
-        for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(text):
-            for character in word:
-                frequencies[character] += count
-            within.update(word[1:])
+        if len(words) >= _MAX_WORDS:
+            count_characters()
+    count_characters()
     by_frequency = sorted(frequencies, key=lambda item: (-frequencies[item], item))
     kept = sorted(by_frequency[:_MAX_CHARACTERS])
     return kept + [CONTINUES + character for character in kept if character in within]

@@ -126,6 +126,38 @@ def test_an_interrupted_run_continues(
     assert seen[-1].done == seen[-1].total == total
 
 
+def test_what_a_loss_of_power_left_is_made_again(
+    folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare(folder, "whole")
+    with monkeypatch.context() as patch:
+        patch.setattr(preparation, "_manifest", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            prepare(folder, "out")
+    first, second, third = sorted((folder / "out").glob("*.array_record"))[:3]
+    first.write_bytes(b"")
+    second.with_suffix(".done.json").write_bytes(b"")
+    third.unlink()
+    prepare(folder, "out")
+    assert contents(folder / "out") == contents(folder / "whole")
+
+
+def test_a_complete_output_that_is_damaged(folder: pathlib.Path) -> None:
+    prepare(folder, "out")
+    shard = sorted((folder / "out").glob("*.array_record"))[1]
+    content = shard.read_bytes()
+    shard.unlink()
+    with pytest.raises(UserError, match=f"{shard.name} is missing, .*; delete the folder and prep"):
+        prepare(folder, "out")
+    shard.write_bytes(content)
+    (folder / "out" / "vocab.txt").unlink()
+    with pytest.raises(UserError, match="vocab.txt is missing, though manifest.json lists it; del"):
+        prepare(folder, "out")
+    (folder / "out" / "manifest.json").write_text("")
+    with pytest.raises(UserError, match=r"manifest.json is damaged \(.*\); delete the folder"):
+        prepare(folder, "out")
+
+
 def test_killed_and_started_again(folder: pathlib.Path) -> None:
     for path in (folder / "in").rglob("*.txt"):
         path.write_text(path.read_text() * 300)
@@ -166,6 +198,17 @@ def test_a_vocabulary_is_trained(folder: pathlib.Path) -> None:
     assert contents(folder / "out") == contents(folder / "again")
 
 
+def test_a_vocabulary_of_weights_that_keep_case(folder: pathlib.Path) -> None:
+    (folder / "tokenizer_config.json").write_text('{"do_lower_case": false}')
+    with pytest.raises(UserError, match="vocab.txt is of text with cased = True, .*; give --cased"):
+        prepare(folder, "out")
+    assert not (folder / "out").exists()
+    assert prepare(folder, "out", cased=True)["settings"]["cased"] is True
+    (folder / "text.json").write_text('{"cased": false}')
+    with pytest.raises(UserError, match="is of text with cased = False, .*; leave out --cased"):
+        prepare(folder, "other", cased=True)
+
+
 def test_a_tfds_set(folder: pathlib.Path) -> None:
     TinyText(data_dir=folder / "sets").download_and_prepare(file_format="array_record")
     changes = settings(folder, data_dir=str(folder / "sets"))
@@ -200,10 +243,15 @@ def test_documents_of_nothing_are_counted(folder: pathlib.Path) -> None:
 def test_bad_settings(folder: pathlib.Path, changes: dict, message: str) -> None:
     with pytest.raises(UserError, match=message):
         prepare(folder, "out", **changes)
+    prepare(folder, "out")  # which a mistake has not taken
 
 
 def test_an_output_that_is_something_else(folder: pathlib.Path) -> None:
     prepare(folder, "out")
+    Vocabulary([*SPECIAL_TOKENS, *WORDS, "dog"]).write(folder / "other.txt")
+    for other in ({"vocab": str(folder / "other.txt")}, {"vocab": None, "train_vocab": 40}):
+        with pytest.raises(UserError, match="was begun with another vocabulary; delete the folder"):
+            prepare(folder, "out", **other)
     with pytest.raises(UserError, match="was begun with cased = False, this command has True"):
         prepare(folder, "out", cased=True)
     (folder / "in" / "00.txt").write_text("Other text.")

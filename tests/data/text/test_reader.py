@@ -116,6 +116,19 @@ def test_a_file_too_large_for_one_document_is_refused(
     assert len(reader.cut_files([str(path)], "blank-lines", 10**6)) == 3
 
 
+def test_a_document_that_never_ends_is_refused(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader, "_MAX_DOCUMENT_BYTES", 1_000_000)
+    path = tmp_path / "dump.txt"
+    path.write_text("text\n" * 150_000 + "\n" + "text\n" * 150_000)
+    first, *_ = reader.cut_files([str(path)], "blank-lines", 10**5)
+    assert len(list(reader.read_piece(first, "blank-lines", Counter()))) == 1
+    with pytest.raises(UserError, match=r"dump.txt has a document of over 1 MB, .* byte 1,000,001 "
+                       "nothing in it begins another under --documents=titles"):
+        list(reader.read_piece(first, "titles", Counter()))
+
+
 def test_files_are_sorted_and_found_once(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,6 +140,8 @@ def test_files_are_sorted_and_found_once(
     assert found == [f"{tmp_path}/a/c.md", f"{tmp_path}/b.md"]
     with pytest.raises(UserError, match=r"--input=.*/none\* matches no file"):
         reader.find_files([f"{tmp_path}/b*", f"{tmp_path}/none*"])
+    with pytest.raises(UserError, match=r"=a/ matches no file; for those in it give a/\*\*/\*$"):
+        reader.find_files(["a/"])
 
 
 class TinyText(tfds.core.GeneratorBasedBuilder, skip_registration=True):
@@ -165,3 +180,20 @@ def test_records_of_a_tfds_set(tmp_path: pathlib.Path) -> None:
         reader.cut_tfds("tfds:no_such_set", str(tmp_path), 60)
     with pytest.raises(UserError, match="tfds:mnist: the set is not prepared in"):
         reader.cut_tfds("tfds:mnist", str(tmp_path), 60)
+
+
+def test_tfds_sets_that_cannot_be_read(tmp_path: pathlib.Path) -> None:
+    TinyText(data_dir=tmp_path).download_and_prepare(file_format="array_record")
+    (piece,) = reader.cut_tfds("tfds:tiny_text", str(tmp_path), 10**6)
+    (path,) = tmp_path.rglob("*.array_record-*")
+    content = bytearray(path.read_bytes())
+    content[70] ^= 0xFF
+    path.write_bytes(content)
+    with pytest.raises(UserError, match="tfds:tiny_text: a record cannot be read, .* delete .*1.0"):
+        list(reader.read_tfds(piece, str(tmp_path), Counter()))
+    # As TFDS prepares a set by default.
+    path.rename(str(path).replace("array_record", "tfrecord"))
+    (info,) = tmp_path.rglob("dataset_info.json")
+    info.write_text(info.read_text().replace("array_record", "tfrecord"))
+    with pytest.raises(UserError, match="is prepared as tfrecord, which cannot be read by index"):
+        reader.cut_tfds("tfds:tiny_text", str(tmp_path), 10**6)

@@ -1,5 +1,6 @@
 """Sentences: by hand, and nothing of the text lost."""
 
+import time
 from collections import Counter
 
 import pytest
@@ -55,6 +56,14 @@ def test_a_line_of_ten_megabytes() -> None:
     counts = Counter()
     found = list(sentences([line], "split", counts))
     assert counts["cut_sentences"] == 1 and "".join(found).count("words") == 350_000
+
+
+@pytest.mark.parametrize("unit", [".", "…!", '."', "。", ". "])
+def test_runs_of_marks_take_no_longer_than_words(unit: str) -> None:
+    start = time.process_time()
+    found = list(sentences([unit * 100_000], "split", Counter()))
+    assert time.process_time() - start < 10  # a moment; over a minute where each mark is tried
+    assert "".join("".join(found).split()) == "".join((unit * 100_000).split())
 
 
 def test_real_text_keeps_every_character() -> None:

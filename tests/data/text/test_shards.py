@@ -3,6 +3,7 @@
 import json
 import pathlib
 import random
+import resource
 
 import numpy as np
 import pytest
@@ -43,6 +44,7 @@ def test_everything_is_read_again(tmp_path: pathlib.Path, in_memory: bool) -> No
     assert store.read(np.zeros((0, 4), np.int64)).shape == (0, 4)
     starts = [len(sum(sum(documents[:n], []), [])) for n in range(len(documents) + 1)]
     assert store.document_token_starts.tolist() == starts
+    assert store.document_token_starts is store.document_token_starts  # asked for in each batch
 
 
 def test_records_are_short(tmp_path: pathlib.Path) -> None:
@@ -75,6 +77,10 @@ def damage(folder: pathlib.Path, what: str) -> None:
         path.unlink()
     elif what == "cut":
         path.write_bytes(path.read_bytes()[:-5])
+    elif what == "changed":
+        content = bytearray(path.read_bytes())
+        content[70] ^= 0xFF  # of the first chunk
+        path.write_bytes(content)
     elif what == "extra":
         (folder / "more.array_record").write_bytes(path.read_bytes())
     elif what == "vocabulary":
@@ -90,8 +96,9 @@ def damage(folder: pathlib.Path, what: str) -> None:
 
 
 @pytest.mark.parametrize("what, message", [
-    ("missing", "00001-of-00002.array_record is missing, though manifest.json lists it"),
-    ("cut", r"has [\d,]+ bytes, manifest.json says [\d,]+: it is damaged"),
+    ("missing", "00001-of-00002.array_record is missing, though manifest.json lists it; delete"),
+    ("cut", r"has [\d,]+ bytes, manifest.json says [\d,]+: it is damaged; delete the folder"),
+    ("changed", r"00001-of-00002.array_record cannot be read \(.*\); if it is damaged, delete"),
     ("extra", "more.array_record is not listed in manifest.json"),
     ("vocabulary", "vocab.txt is not the one that manifest.json names"),
     ("counts", "a shard is damaged"),
@@ -103,3 +110,40 @@ def test_damage_is_named(tmp_path: pathlib.Path, what: str, message: str) -> Non
     damage(tmp_path, what)
     with pytest.raises(UserError, match=message):
         shards.TokenShards(tmp_path)
+
+
+def test_damage_that_comes_later_is_named(tmp_path: pathlib.Path) -> None:
+    write_folder(tmp_path, made_up(0), num_shards=2)
+    store = shards.TokenShards(tmp_path, in_memory=False)
+    damage(tmp_path, "changed")
+    with pytest.raises(UserError, match=r"cannot be read \(.*\); if it is damaged, delete"):
+        store.read(np.arange(store.sentence_starts[-1]))
+
+
+def test_more_shards_than_files_may_be_open(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_folder(tmp_path, [[[number % 50 + 5]] for number in range(150)], num_shards=150)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = max(int(path.name) for path in pathlib.Path("/proc/self/fd").iterdir())
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used + 50, limits[1]))
+        found = shards.TokenShards(tmp_path, in_memory=False).read(np.arange(150))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert found.tolist() == [number % 50 + 5 for number in range(150)]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (300, 400))
+    with pytest.raises(UserError, match="has 150 shards, .* may open 400 files here; .*--shard-by"):
+        shards.TokenShards(tmp_path, in_memory=False)
+    assert len(shards.TokenShards(tmp_path, in_memory=True).document_starts) == 151
+
+
+def test_a_full_disk_is_named(tmp_path: pathlib.Path) -> None:
+    ids = np.random.default_rng(0).integers(0, 2**16, 5000)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, limits[1]))
+        with pytest.raises(UserError, match=r"shard cannot be written \(.*File too large"):
+            shards.write_shard(tmp_path / "shard", [[ids]] * 30, shards.id_dtype(2**16))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)

@@ -6,6 +6,7 @@ import unicodedata
 
 import pytest
 
+from lamb_tpu.data.text import wordpiece
 from lamb_tpu.data.text.vocabulary import SPECIAL_TOKENS, Vocabulary
 from lamb_tpu.data.text.wordpiece import make_tokenizer, train_vocabulary
 from lamb_tpu.errors import UserError
@@ -97,3 +98,15 @@ def test_training_a_vocabulary() -> None:
     assert again.stdout.strip() == ascii(trained.tokens)
     with pytest.raises(UserError, match="--train-vocab=20 is too few: .* of this text are"):
         train_vocabulary(lambda: lines, 20, cased=False)
+
+
+def test_characters_are_counted_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = ["the cat sat", "über the mat, 12 times", "zzz qq the end"] * 3
+    whole = train_vocabulary(lambda: lines, 60, cased=False)
+    monkeypatch.setattr(wordpiece, "_MAX_CHARACTERS", 8)
+    few = train_vocabulary(lambda: lines, 60, cased=False)
+    monkeypatch.setattr(wordpiece, "_MAX_WORDS", 2)
+    assert train_vocabulary(lambda: lines, 60, cased=False).tokens == few.tokens
+    monkeypatch.setattr(wordpiece, "_MAX_CHARACTERS", 1000)
+    assert train_vocabulary(lambda: lines, 60, cased=False).tokens == whole.tokens
+    assert len(few) < len(whole)
