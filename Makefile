@@ -4,7 +4,8 @@
 #   make test            the tests                                     (under 25 minutes on 2 cores)
 #   make test-all        the tests with those marked long
 #   make test-faults     runs killed at 20 random moments, with a table of them
-#   make test-interchange  BERT beside transformers under PyTorch; installs both
+#   make test-interchange  BERT beside transformers, image networks beside timm and torchvision;
+#                        installs them and PyTorch
 #   make bench FLAGS=--data_dir=FOLDER   the benchmarks; FOLDER has MNIST's original files. Rows of
 #                        PyTorch need the extra bench: .venv/bin/pip install -e '.[bench]'
 #   make bench-distribution   one run on 1 to 8 devices and 1 to 4 processes: differences, traffic

@@ -14,7 +14,8 @@ from lamb_tpu.errors import UserError
 # Keys that may differ when a workdir is used again: where files lie and what is told, never what is
 # computed.
 FREE_KEYS = (
-    "data.dir", "data.prepared_dir", "data.options.vocab", "eval.batch_size", "checkpoint.", "log.",
+    "data.dir", "data.prepared_dir", "data.options.vocab", "data.options.threads",
+    "eval.batch_size", "checkpoint.", "log.",
     "guards.", "mesh.", "parallel.backend", "parallel.rules", "parallel.optimizer_state",
     "init_from",
 )

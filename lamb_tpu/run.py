@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 import os
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,6 +26,8 @@ from lamb_tpu.parallel import state as state_lib
 from lamb_tpu.parallel import step as step_lib
 from lamb_tpu.recipe import Recipe, naming, resolve, resolve_optimizer
 from lamb_tpu.workdir import Workdir
+
+_ROWS = 100  # of the table of parameters at the terminal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,9 +74,12 @@ class Run:
 
     @property
     def eval_batch_size(self) -> int:
-        """The config's, rounded up to what the mesh divides; no metric depends on it."""
+        """The config's, or all examples where they are fewer, rounded up to what the mesh divides.
+
+        No metric depends on it.
+        """
         parts = mesh_lib.num_batch_shards(self.mesh)
-        return -(-self.config.eval.batch_size // parts) * parts
+        return -(-min(self.config.eval.batch_size, len(self.eval_set)) // parts) * parts
 
     @functools.cached_property
     def model_flops(self) -> int | None:
@@ -180,12 +186,19 @@ class Run:
         if config.accumulation_steps > 1:
             rows = config.batch_size // config.accumulation_steps
             lines.append(f"accumulation: {config.accumulation_steps} microbatches of {rows:,}")
-        if self.eval_batch_size != config.eval.batch_size:
+        if self.eval_batch_size > config.eval.batch_size:
             lines.append(
                 f"evaluation: config.eval.batch_size is {config.eval.batch_size:,}; batches of "
                 f"{self.eval_batch_size:,}, which the devices divide"
             )
-        return "\n".join([*lines, self.table])
+        return "\n".join([*lines, self._describe_table()])
+
+    def _describe_table(self) -> str:
+        """The table, or of a long one, which would push the rest off the screen, the last line."""
+        rows = self.table.split("\n")
+        if self.folder is None or len(rows) <= _ROWS:
+            return self.table
+        return f"parameters: the table is in {self.folder.parameters.name}; {rows[-1]}"
 
     def _describe_flops(self) -> str:
         kind = self.mesh.devices.flat[0].device_kind
@@ -237,6 +250,8 @@ def prepare(
         )
     axes = mesh_lib.batch_axes(mesh) if named else ()
     task = tasks.build(model=models.build(axis_name=axes, **config.model), **config.task)
+    if training:
+        _check_pairs(config, mesh, task)
     # Durations and the optimizer need the size of the data, which may take a download: any size
     # will do to find a mistake in them first.
     resolve_optimizer(config, resolve(config, num_examples=10**6))
@@ -273,6 +288,7 @@ def prepare(
     tx, _ = resolve_optimizer(config, recipe, params)
     with naming("config.optimizer"):
         facts = parameters.resolve(params, rules)
+    _check_stacked(task.model.stacked, facts)
     heads = task.model.num_heads
     activation_axes = ()
     if heads is not None:
@@ -329,6 +345,38 @@ def _check_batch(config: ConfigDict, mesh: Mesh) -> tuple[int, str]:
         mesh_lib.check_divides("config.batch_size", config.batch_size, parts * steps, over)
     with naming("config.model"):
         return models.batch_norm_groups(config.model, config.batch_size // steps, parts)
+
+
+def _check_stacked(stacked: str | None, facts: Any) -> None:
+    """Refuses rules that take layers which a parameter stacks for one layer.
+
+    Args:
+      stacked: of the model.
+      facts: of its parameters.
+    """
+    if stacked is None:
+        return
+    for path, fact in zip(parameters.leaf_paths(facts), jax.tree.leaves(facts), strict=True):
+        if re.search(stacked, path) and fact.adapt and 0 not in fact.layer_axes:
+            raise UserError(
+                f"config.model stacks its layers along axis 0 of {path!r}, and "
+                "config.optimizer.rules give it no layer_axes, so all layers would share one trust "
+                "ratio; give rules with layer_axes=(0,) for them, as "
+                "lamb_tpu.models.bert_rules.PARAMETERS_SCANNED (configs/bert_pretrain.py has them "
+                "by its argument scan), or set config.model.scan_layers=False"
+            )
+
+
+def _check_pairs(config: ConfigDict, mesh: Mesh, task: tasks.Task) -> None:
+    """Refuses a batch that would tear apart the pairs of examples that a task mixes."""
+    names = getattr(task, "mixed_by", ())
+    if names:
+        parts, steps = mesh_lib.num_batch_shards(mesh), config.accumulation_steps
+        mesh_lib.check_divides(
+            "config.batch_size", config.batch_size, 2 * parts * steps,
+            f"the {parts} devices of config.mesh in config.accumulation_steps={steps} microbatches "
+            f"of whole pairs, which config.task.{names[0]} mixes",
+        )
 
 
 def _abstract(

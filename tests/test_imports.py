@@ -38,7 +38,7 @@ TOP = tuple(
     f"lamb_tpu.{name}"
     for name in (
         "best", "checkpoint", "cli", "config", "desync", "distributed", "evaluate", "export",
-        "flops", "guards", "heartbeat", "hlo", "initial", "launch", "metrics", "phases", "plan",
+        "guards", "heartbeat", "hlo", "initial", "launch", "metrics", "phases", "plan",
         "plots", "predict", "preemption", "progress", "recipe", "run", "throughput", "topology",
         "traffic", "train", "weights", "workdir",
     )
@@ -55,6 +55,12 @@ TOP = tuple(
 ])
 def test_nobody_reaches_up(folder: str, forbidden: tuple[str, ...]) -> None:
     assert not offenders(folder, forbidden)
+
+
+@pytest.mark.parametrize("name", ["errors", "flops"])
+def test_what_all_may_import_knows_nobody(name: str) -> None:
+    names = imported(ROOT / "lamb_tpu" / f"{name}.py")
+    assert not [item for item in names if item.startswith("lamb_tpu")]
 
 
 def test_steps_know_no_network() -> None:

@@ -13,6 +13,7 @@ from ml_collections import ConfigDict
 from lamb_tpu import run as run_lib
 from lamb_tpu.data import FieldSpec
 from lamb_tpu.errors import UserError
+from lamb_tpu.models.bert_rules import PARAMETERS, PARAMETERS_SCANNED
 from lamb_tpu.run import prepare
 from tests import tiny
 from tests.shared import shared
@@ -188,6 +189,57 @@ def test_summary_says_what_was_resolved(tmp_path: pathlib.Path) -> None:
         "hidden0/kernel", "total: 4 leaves",
     ):
         assert part in text, (part, text)
+
+
+def test_a_long_table_stays_in_its_file(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_lib, "_ROWS", 5)
+    text = prepare(tiny.digits(), tmp_path).describe()
+    assert "\nparameters: the table is in parameters.txt; total: 4 leaves" in text
+    assert "hidden0/kernel" not in text
+    assert "hidden0/kernel" in prepare(tiny.digits(), None).describe()  # where there is no file
+    monkeypatch.setattr(run_lib, "_ROWS", 6)
+    assert "hidden0/kernel" in prepare(tiny.digits(), tmp_path).describe()
+
+
+def test_evaluation_batches_are_no_larger_than_the_set() -> None:
+    run = prepare(
+        tiny.digits(eval__batch_size=1024), None, jax.devices()[:7], training=False
+    )
+    assert len(run.eval_set) == 360 and run.eval_batch_size == 364
+    assert "config.eval.batch_size" not in run.describe()
+
+
+def test_what_the_data_has_to_say_is_told() -> None:
+    run = prepare(tiny.digits(), None)
+    run.train_set.notes, run.eval_set.notes = ("3 were left out", "and 1 more"), ("none was",)
+    lines = run.describe().splitlines()
+    (data,) = [number for number, line in enumerate(lines) if line.startswith("data: digits")]
+    assert lines[data + 1:data + 4] == ["3 were left out", "and 1 more", "none was"]
+
+
+def test_stacked_layers_need_rules_that_say_so() -> None:
+    def by_override(rules: Any) -> ConfigDict:
+        changes = {"model.scan_layers": True, "optimizer.rules": rules}
+        return tiny.change(tiny.bert(), changes)
+
+    for rules, path in (
+        ("bert", "attention/key/kernel"), ("all", "attention/key/bias"), (PARAMETERS, "attention"),
+        # No axis of layers, or only some of the stacks.
+        ([("^encoder/", {"layer_axes": (1,)}), ("", {})], "attention/key/bias"),
+        ([("output/kernel", {"layer_axes": (0,)}), ("", {})], "attention/key/bias"),
+    ):
+        with pytest.raises(UserError, match=(
+            f"^config.model stacks .* axis 0 of 'encoder/layers/{path}.*config.optimizer.rules "
+            r"give it no layer_axes.* give rules with layer_axes=\(0,\) .*PARAMETERS_SCANNED"
+        )) as error:
+            prepare(by_override(rules), None)
+        assert "\n" not in str(error.value)
+    # What does not adapt has no ratio to share.
+    own = [("(bias|scale)$", {"adapt": False}), ("^encoder/layers", {"layer_axes": (0,)}), ("", {})]
+    for rules in (PARAMETERS_SCANNED, own):
+        assert prepare(by_override(rules), None).task.model.stacked
 
 
 @pytest.mark.parametrize("changes", [

@@ -1,4 +1,4 @@
-"""Sets by name: embedded ones, those we prepare ourselves, text, and any prepared TFDS set."""
+"""Sets by name: embedded, prepared by ourselves, photographs, text, and any prepared TFDS set."""
 
 import functools
 import os
@@ -10,6 +10,7 @@ import tensorflow_datasets as tfds
 
 from lamb_tpu.data.builders import BUILDERS
 from lamb_tpu.data.digits import load_digits
+from lamb_tpu.data.images.arrays import ArrayOptions, AugmentedArraySource
 from lamb_tpu.data.masked_lm import MaskedLmSource, Options
 from lamb_tpu.data.options import NoOptions, OptionsT, read_options
 from lamb_tpu.data.prepare import is_prepared, prepare
@@ -53,20 +54,27 @@ def load(
 
     Args:
       name: `digits` (embedded), `mnist`, `fashion_mnist`, `cifar10`, or `tfds:NAME[/CONFIG]` for
-        any set prepared by TFDS in the ArrayRecord format. Of text: `masked_lm` (prepared by
+        any set prepared by TFDS in the ArrayRecord format. Of photographs, decoded as they are
+        read: `image_folder`, `imagenet2012` (prepared by TFDS), and any TFDS set whose images
+        differ in size; and `cifar10_jpeg`, one file. Of text: `masked_lm` (prepared by
         `lamb_tpu.data.prepare_text`), `squad`, and, embedded, `python_docs` and
         `python_docs_cloze`, which are like the two of them.
       split: in TFDS syntax, such as `train`, `train[:1000]` or `test[50%:]`. `masked_lm`: a
-        prepared folder in `source_dir`; `squad`: a file in it; the embedded text: train or test.
+        prepared folder in `source_dir`; `squad`: a file in it; the embedded text: train or test;
+        `image_folder`: slices of a folder in it too, or as `images.folder.FolderRecords` has it.
       data_dir: folder of prepared sets; None is TFDS's own, `~/tensorflow_datasets`.
       source_dir: folder with the original files to prepare from, where the set is not prepared
-        yet; None downloads them. Of `masked_lm` and `squad` see `split`.
+        yet; None downloads them. Of `masked_lm`, `squad` and `image_folder` see `split`; of
+        `cifar10_jpeg` the folder of its file.
       in_memory: whether to read the whole split once into arrays, or all token ids of text; None
-        does so up to `IN_MEMORY_BYTES`. `digits`, questions and embedded text always lie in memory.
+        does so up to `IN_MEMORY_BYTES`. `digits`, questions and embedded text always lie in memory,
+        photographs never do.
       options: of text, fields of `masked_lm.Options` but the seed, `squad_source.Options`,
-        `python_docs.Options` or `python_docs.ClozeOptions`.
-      seed: of what is drawn at random while text is read for training. Evaluation has 0 instead,
-        so that runs of any seed are measured on the same examples.
+        `python_docs.Options` or `python_docs.ClozeOptions`; of photographs, of
+        `images.source.Options`, of a folder, `FolderOptions`; of `cifar10` and `cifar10_jpeg`,
+        `images.arrays.ArrayOptions`.
+      seed: of what is drawn at random while examples are read for training. Evaluation has 0
+        instead, so that runs of any seed are measured on the same examples.
       training: whether the split is trained on, or evaluated.
 
     Returns:
@@ -121,14 +129,28 @@ def check_same_text(train: Source, evaluation: Source) -> None:
 
 def _load_own(request: _Request) -> Source:
     request.options(NoOptions)
+    return _read_own(request, request.in_memory)
+
+
+def _read_own(request: _Request, in_memory: bool | None) -> Source:
     builder = functools.partial(BUILDERS[request.name], data_dir=request.data_dir)
     prepare(builder(), request.source_dir)
     # A new builder, because one made before another process had finished knows of no splits.
-    return _read(request.name, builder(), request.split, request.in_memory)
+    return _read(request.name, builder(), request.split, in_memory)
+
+
+def _load_cifar10(request: _Request) -> Source:
+    options = request.options(ArrayOptions)
+    augments = request.training and not options.change_nothing
+    plain = _read_own(request, in_memory=True if augments else request.in_memory)
+    return _augmented(plain, options, request.seed) if augments else plain
+
+
+def _augmented(plain: Source, options: ArrayOptions, seed: int) -> Source:
+    return AugmentedArraySource(plain.name, plain.arrays, plain.num_classes, options, seed)
 
 
 def _load_tfds(request: _Request) -> Source:
-    request.options(NoOptions)
     name, data_dir, source_dir = request.name, request.data_dir, request.source_dir
     tfds_name = name.removeprefix(_TFDS_PREFIX)
     if source_dir is not None:
@@ -147,27 +169,23 @@ def _load_tfds(request: _Request) -> Source:
             f"tfds.builder({tfds_name!r}, data_dir=..., file_format='array_record')"
             ".download_and_prepare(), on a machine with TensorFlow where the set needs it"
         )
+    if _holds_photographs(builder):
+        return _load_tfds_images(request, builder)
+    request.options(NoOptions)
     return _read(name, builder, request.split, request.in_memory)
+
+
+def _holds_photographs(builder: tfds.core.DatasetBuilder) -> bool:
+    """Whether the images of a set differ in size, so that they have to be cropped or resized."""
+    features = builder.info.features
+    image = features["image"] if "image" in features else None
+    return isinstance(image, tfds.features.Image) and None in image.shape[:2]
 
 
 def _read(
     name: str, builder: tfds.core.DatasetBuilder, split: str, in_memory: bool | None
 ) -> Source:
-    infos = builder.info.splits
-    parts = slices(name, split, {key: info.num_examples for key, info in infos.items()})
-    for path in [path for part, *_ in parts for path in infos[part].filepaths]:
-        if not path.exists():
-            raise UserError(
-                f"data set {name}: {path} is missing; delete {builder.data_dir} and prepare the "
-                "set again"
-            )
-    try:
-        records = builder.as_data_source(split=split)
-    except NotImplementedError as error:
-        raise UserError(
-            f"data set {name}: {builder.data_dir} is prepared as {builder.info.file_format}, which "
-            "cannot be read by index; prepare it in another data folder as array_record"
-        ) from error
+    records = _open(name, builder, split)
     features = builder.info.features
     labels = [key for key in features if isinstance(features[key], tfds.features.ClassLabel)]
     num_classes = features["label"].num_classes if "label" in labels else None
@@ -177,6 +195,30 @@ def _read(
         example_bytes = sum(spec.num_bytes for spec in source.element_spec.values())
         in_memory = len(source) * example_bytes <= IN_MEMORY_BYTES
     return source.read_all() if in_memory else source
+
+
+def _open(
+    name: str,
+    builder: tfds.core.DatasetBuilder,
+    split: str,
+    decoders: Mapping[str, Any] | None = None,
+) -> Any:
+    """The records of a prepared set, read by index."""
+    infos = builder.info.splits
+    parts = slices(name, split, {key: info.num_examples for key, info in infos.items()})
+    for path in [path for part, *_ in parts for path in infos[part].filepaths]:
+        if not path.exists():
+            raise UserError(
+                f"data set {name}: {path} is missing; delete {builder.data_dir} and prepare the "
+                "set again"
+            )
+    try:
+        return builder.as_data_source(split=split, decoders=decoders)
+    except NotImplementedError as error:
+        raise UserError(
+            f"data set {name}: {builder.data_dir} is prepared as {builder.info.file_format}, which "
+            "cannot be read by index; prepare it in another data folder as array_record"
+        ) from error
 
 
 def _load_digits(request: _Request) -> Source:
@@ -203,7 +245,7 @@ def _load_masked_lm(request: _Request) -> Source:
     return MaskedLmSource(TokenShards(root / request.split, request.in_memory), options)
 
 
-# The tokenizer is imported only where it is used: prepared text is read without.
+# The tokenizer and the decoder of pictures are imported only where they are used.
 
 
 def _load_squad(request: _Request) -> Source:
@@ -227,9 +269,56 @@ def _load_python_docs_cloze(request: _Request) -> Source:
     return python_docs.load_python_docs_cloze(request.split, options, request.training)
 
 
+def _load_tfds_images(request: _Request, builder: tfds.core.DatasetBuilder) -> Source:
+    from lamb_tpu.data.images.records import TfdsRecords
+    from lamb_tpu.data.images.source import ImageSource, Options
+
+    options = request.options(Options)
+    features = builder.info.features
+    label = features["label"] if "label" in features else None
+    if not isinstance(label, tfds.features.ClassLabel):
+        raise UserError(f"data set {request.name} has images and no class label named 'label'")
+    decoders = {"image": tfds.decode.SkipDecoding()}
+    source = _open(request.name, builder, request.split, decoders)
+    records = TfdsRecords(source, label.num_classes, str(builder.data_dir))
+    return ImageSource(
+        f"{request.name}:{request.split}", records, options, request.seed, request.training
+    )
+
+
+def _load_image_folder(request: _Request) -> Source:
+    from lamb_tpu.data.images.folder import FolderRecords
+    from lamb_tpu.data.images.source import FolderOptions, ImageSource
+
+    options = request.options(FolderOptions)
+    if request.source_dir is None:
+        raise UserError(
+            "config.data.dir is missing; for image_folder it is the folder DIR of pictures in "
+            "DIR/SPLIT/CLASS, or of those that DIR/labels.tsv lists"
+        )
+    skip = options.on_bad_record == "skip"
+    records = FolderRecords(request.source_dir, request.split, options.num_classes, skip)
+    return ImageSource(
+        f"image_folder:{request.split}", records, options, request.seed, request.training
+    )
+
+
+def _load_cifar10_jpeg(request: _Request) -> Source:
+    from lamb_tpu.data.images.cifar10_jpeg import load_cifar10_jpeg
+
+    options = request.options(ArrayOptions)
+    plain = load_cifar10_jpeg(request.split, request.source_dir)
+    augments = request.training and not options.change_nothing
+    return _augmented(plain, options, request.seed) if augments else plain
+
+
 DATASETS: dict[str, Callable[[_Request], Source]] = {
     "digits": _load_digits,
     **{name: _load_own for name in BUILDERS},
+    "cifar10": _load_cifar10,
+    "cifar10_jpeg": _load_cifar10_jpeg,
+    "image_folder": _load_image_folder,
+    "imagenet2012": _load_tfds,
     "masked_lm": _load_masked_lm,
     "squad": _load_squad,
     "python_docs": _load_python_docs,

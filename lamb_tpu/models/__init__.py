@@ -12,7 +12,9 @@ import flax.linen as nn
 import jax
 
 from lamb_tpu.errors import UserError
-from lamb_tpu.models.bert import BertConfig
+from lamb_tpu.models import efficientnet, resnet
+from lamb_tpu.models.bert import DTYPES, BertConfig
+from lamb_tpu.models.davidnet import DavidNet
 from lamb_tpu.models.groups import describe_groups
 from lamb_tpu.models.lenet import LeNet, LeNet5
 from lamb_tpu.models.mlp import MLP
@@ -33,6 +35,8 @@ class Model(NamedTuple):
         sequence it takes; None for others.
       num_heads: of a network that splits its sequences over the mesh axis 'sequence'; None for
         others.
+      stacked: regex over the paths of the parameters that stack layers along their first axis;
+        None: there are none.
 
     `inputs` are one array, or for a network that reads text the mapping of a batch's fields.
     """
@@ -42,14 +46,29 @@ class Model(NamedTuple):
     vocab_size: int | None = None
     max_positions: int | None = None
     num_heads: int | None = None
+    stacked: str | None = None
 
 
 # Linen modules, and a config that makes one.
 MODULES: dict[str, type[nn.Module] | type[BertConfig]] = {
     "bert": BertConfig,
+    "davidnet": DavidNet,
+    "efficientnet_b0": efficientnet.EfficientNetB0,
+    "efficientnet_b1": efficientnet.EfficientNetB1,
+    "efficientnet_b2": efficientnet.EfficientNetB2,
+    "efficientnet_b3": efficientnet.EfficientNetB3,
+    "efficientnet_b4": efficientnet.EfficientNetB4,
+    "efficientnet_b5": efficientnet.EfficientNetB5,
+    "efficientnet_b6": efficientnet.EfficientNetB6,
+    "efficientnet_b7": efficientnet.EfficientNetB7,
     "lenet": LeNet,
     "lenet5": LeNet5,
     "mlp": MLP,
+    "resnet18": resnet.ResNet18,
+    "resnet34": resnet.ResNet34,
+    "resnet50": resnet.ResNet50,
+    "resnet101": resnet.ResNet101,
+    "resnet152": resnet.ResNet152,
 }
 
 
@@ -97,6 +116,7 @@ def build(name: str, axis_name: Sequence[str] = (), **fields: Any) -> Model:
             vocab_size=config.vocab_size,
             max_positions=config.max_positions,
             num_heads=config.num_heads,
+            stacked="^encoder/layers/" if config.scan_layers else None,
         )
     return model
 
@@ -140,6 +160,10 @@ def _module(name: str, fields: Mapping[str, Any]) -> nn.Module:
     if type(num_classes) is not int or num_classes < 1:
         raise UserError(
             f"config.model.num_classes is {num_classes!r}; it must be a whole number of at least 1"
+        )
+    if fields.get("dtype", DTYPES[0]) not in DTYPES:
+        raise UserError(
+            f"config.model.dtype is {fields['dtype']!r}; known: {', '.join(DTYPES)}"
         )
     made = module(**fields)
     return made.module() if isinstance(made, BertConfig) else made

@@ -21,7 +21,7 @@ _positions: contextvars.ContextVar[jax.Array | None] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def example_positions(positions: jax.Array) -> Iterator[None]:
-    """Tells `Dropout` which examples of the global batch the rows at hand are.
+    """Tells which examples of the global batch the rows at hand are, see `positions_of`.
 
     In force while a network is traced inside the `with` block; there `positions` may be a tracer.
     Without it the rows count as 0, 1, ... An inner jit, scan or checkpoint of one and the same
@@ -45,6 +45,23 @@ def example_positions(positions: jax.Array) -> Iterator[None]:
         _positions.reset(token)
 
 
+def positions_of(rows: int) -> jax.Array:
+    """The positions, int32 (rows,), that `example_positions` tells of the rows at hand.
+
+    Raises:
+      ValueError: there is not one position for each row.
+    """
+    positions = _positions.get()
+    if positions is None:
+        return jnp.arange(rows, dtype=jnp.int32)
+    if positions.shape != (rows,):
+        raise ValueError(
+            f"there are {rows} rows and positions of shape {positions.shape}; it takes one "
+            "position for each row"
+        )
+    return positions
+
+
 def rounded(rate: float) -> float:
     """The rate that is drawn where `rate` is asked for: a multiple of 2^-16 below 1."""
     return min(round(rate * _LEVELS), _LEVELS - 1) / _LEVELS
@@ -62,14 +79,7 @@ def draw_kept(key: jax.Array, rate: float, shape: tuple[int, ...]) -> jax.Array:
       ValueError: there is not one position for each row.
     """
     rows, *row = shape
-    positions = _positions.get()
-    if positions is None:
-        positions = jnp.arange(rows, dtype=jnp.int32)
-    if positions.shape != (rows,):
-        raise ValueError(
-            f"Dropout got {rows} rows and positions of shape {positions.shape}; it takes one "
-            "position for each row"
-        )
+    positions = positions_of(rows)
     if str(jax.random.key_impl(key)) == "threefry2x32":
         bits = jax.vmap(lambda position: _bits_of_row(jax.random.fold_in(key, position), row))(
             positions
@@ -127,12 +137,16 @@ class Dropout(nn.Module):
 
     Attributes:
       rate: share of the values that are dropped, in [0, 1); `rounded` to a multiple of 2^-16.
+      whole_examples: an example's values stay or are dropped together. For the branch of a residual
+        block that is stochastic depth.
 
     References:
       Srivastava et al., Dropout: A Simple Way to Prevent Neural Networks from Overfitting, 2014.
+      Huang et al., Deep Networks with Stochastic Depth, arXiv:1603.09382.
     """
 
     rate: float
+    whole_examples: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
@@ -146,4 +160,7 @@ class Dropout(nn.Module):
         rate = rounded(self.rate)
         if not train or rate == 0:
             return x
-        return jnp.where(draw_kept(self.make_rng("dropout"), rate, x.shape), x / (1 - rate), 0)
+        shape = x.shape[:1] if self.whole_examples else x.shape
+        kept = draw_kept(self.make_rng("dropout"), rate, shape)
+        kept = jnp.expand_dims(kept, tuple(range(kept.ndim, x.ndim)))
+        return jnp.where(kept, x / (1 - rate), 0)

@@ -1,7 +1,8 @@
 """Classification of images (or any arrays) into classes by softmax cross entropy."""
 
 import dataclasses
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,6 +13,10 @@ import optax
 from lamb_tpu.data import Source
 from lamb_tpu.errors import UserError
 from lamb_tpu.models import Model
+from lamb_tpu.tasks import mixing
+
+# Fewer classes leave a top five little to get wrong.
+_MIN_CLASSES_OF_TOP5 = 11
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,30 +26,52 @@ class Classification:
     Attributes:
       model: the network; its outputs are logits (batch, num_classes).
       label_smoothing: share of the target spread evenly over all classes, in [0, 1).
-      input_mean: subtracted from the raw pixel values, in their units.
-      input_std: what the difference is divided by; 255 maps uint8 to [0, 1].
+      input_mean: subtracted from the raw pixel values, in their units; a number, or a tuple of one
+        for each channel.
+      input_std: what the difference is divided by, given as the mean is; 255 maps uint8 to [0, 1].
+      mixup_alpha, cutmix_alpha: where one is not 0, examples are mixed in pairs in training, see
+        `mixing.mix`.
     """
 
     model: Model
     label_smoothing: float = 0.0
-    input_mean: float = 0.0
-    input_std: float = 255.0
+    input_mean: float | Sequence[float] = 0.0
+    input_std: float | Sequence[float] = 255.0
+    mixup_alpha: float = 0.0
+    cutmix_alpha: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("label_smoothing", "input_mean", "input_std"):
+        for name in ("label_smoothing", "mixup_alpha", "cutmix_alpha"):
             value = getattr(self, name)
             if type(value) not in (int, float):
                 raise UserError(f"config.task.{name} is {value!r}; it must be a number")
+            if name != "label_smoothing" and not 0 <= value < math.inf:
+                raise UserError(f"config.task.{name} is {value}; it must be at least 0")
+        for name in ("input_mean", "input_std"):
+            value = getattr(self, name)
+            numbers = value if isinstance(value, (tuple, list)) and value else (value,)
+            if any(type(x) not in (int, float) or not math.isfinite(x) for x in numbers):
+                raise UserError(
+                    f"config.task.{name} is {value!r}; it must be a number, or a tuple of one for "
+                    "each channel"
+                )
+            if name == "input_std" and min(numbers) <= 0:
+                raise UserError(f"config.task.input_std is {value}; it must be positive")
         if not 0 <= self.label_smoothing < 1:
             raise UserError(
                 f"config.task.label_smoothing is {self.label_smoothing}; it must be in [0, 1)"
             )
-        if self.input_std <= 0:
-            raise UserError(f"config.task.input_std is {self.input_std}; it must be positive")
+
+    @property
+    def mixed_by(self) -> tuple[str, ...]:
+        """The fields that ask for mixed pairs; () where examples stay as they are."""
+        return tuple(name for name in ("mixup_alpha", "cutmix_alpha") if getattr(self, name))
 
     def _inputs(self, batch: Mapping[str, jax.Array]) -> jax.Array:
         # Images cross to the device in their stored type and are normalised there.
-        return (jnp.asarray(batch["image"], jnp.float32) - self.input_mean) / self.input_std
+        images = jnp.asarray(batch["image"], jnp.float32)
+        mean, std = np.float32(self.input_mean), np.float32(self.input_std)
+        return (images - mean) / std
 
     def check(self, source: Source) -> None:
         """Raises ValueError when a field is missing, or the model cannot tell the classes apart."""
@@ -55,6 +82,18 @@ class Classification:
                 f"{', '.join(source.element_spec)}"
             )
         spec = source.element_spec["image"]
+        for name in ("input_mean", "input_std"):
+            channels = np.size(getattr(self, name))
+            if channels > 1 and channels != (spec.shape or (1,))[-1]:
+                raise ValueError(
+                    f"config.task.{name} is {getattr(self, name)!r}, of {channels} channels; the "
+                    f"images of {source.name} have the shape {spec.shape}"
+                )
+        if self.cutmix_alpha and len(spec.shape) < 2:
+            raise ValueError(
+                f"config.task.cutmix_alpha is {self.cutmix_alpha}; it takes images of a height and "
+                f"a width, those of {source.name} have the shape {spec.shape}"
+            )
         image = jax.ShapeDtypeStruct((1, *spec.shape), spec.dtype)
         variables = jax.eval_shape(self.init, jax.random.key(0), {"image": image})
         logits, _ = jax.eval_shape(
@@ -78,35 +117,55 @@ class Classification:
     def loss(
         self, params: Any, model_state: Any, batch: Mapping[str, jax.Array], key: jax.Array
     ) -> tuple[dict[str, jax.Array], tuple[Any, Any]]:
-        """(sum of the loss, (new model state, metric sums)); logits in training."""
+        """(sum of the loss, (new model state, metric sums)); logits in training.
+
+        Where examples are mixed, so are the targets: what the model names counts for the accuracy
+        as much as there is of it in the example.
+        """
+        images, labels = self._inputs(batch), batch["label"]
+        if self.mixed_by:
+            images, shares = mixing.mix(images, key, self.mixup_alpha, self.cutmix_alpha)
         logits, model_state = self.model.apply(
-            {"params": params, **model_state}, self._inputs(batch), train=True, key=key
+            {"params": params, **model_state}, images, train=True, key=key
         )
-        labels = batch["label"]
-        if self.label_smoothing:
-            num_classes = logits.shape[-1]
-            targets = optax.smooth_labels(jax.nn.one_hot(labels, num_classes), self.label_smoothing)
+        named = jnp.argmax(logits, -1)
+        correct = jnp.float32(named == labels)
+        if self.mixed_by:
+            others = mixing.partners(labels)
+            correct = shares * correct + (1 - shares) * (named == others)
+        if self.mixed_by or self.label_smoothing:
+            targets = jax.nn.one_hot(labels, logits.shape[-1])
+            if self.mixed_by:
+                shares = shares[:, None]
+                targets = shares * targets + (1 - shares) * mixing.partners(targets)
+            targets = optax.smooth_labels(targets, self.label_smoothing)
             losses = optax.softmax_cross_entropy(logits, targets)
         else:
             losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
         weight = jnp.float32(losses.shape[0])
-        correct = jnp.sum(jnp.argmax(logits, -1) == labels, dtype=jnp.float32)
         terms = {"cross_entropy": jnp.sum(losses)}
-        return terms, (model_state, {"accuracy": (correct, weight)})
+        return terms, (model_state, {"accuracy": (jnp.sum(correct), weight)})
 
     def evaluate(
         self, params: Any, model_state: Any, batch: Mapping[str, jax.Array]
     ) -> dict[str, tuple[jax.Array, jax.Array]]:
-        """Sums of `loss` (cross entropy in nats, unsmoothed) and `accuracy`, where unmasked."""
+        """Sums of `loss` (cross entropy in nats, unsmoothed) and `accuracy`, where unmasked.
+
+        And, of more than 10 classes, of `top5_accuracy`: the label is among the five likeliest.
+        """
         logits, _ = self.model.apply(
             {"params": params, **model_state}, self._inputs(batch), train=False
         )
         labels, mask = batch["label"], batch["mask"] > 0
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
         weight = jnp.sum(mask, dtype=jnp.float32)
-        correct = jnp.sum(jnp.where(mask, jnp.argmax(logits, -1) == labels, 0), dtype=jnp.float32)
-        # A padded example may give any loss, also a NaN: select, do not multiply.
-        return {
-            "loss": (jnp.sum(jnp.where(mask, losses, 0.0)), weight),
-            "accuracy": (correct, weight),
-        }
+
+        def total(values: jax.Array) -> tuple[jax.Array, jax.Array]:
+            # A padded example may give any loss, also a NaN: select, do not multiply.
+            return jnp.sum(jnp.where(mask, values, 0), dtype=jnp.float32), weight
+
+        sums = {"loss": total(losses), "accuracy": total(jnp.argmax(logits, -1) == labels)}
+        if logits.shape[-1] >= _MIN_CLASSES_OF_TOP5:
+            _, likeliest = jax.lax.top_k(logits, 5)
+            sums["top5_accuracy"] = total(jnp.any(likeliest == labels[:, None], -1))
+        return sums

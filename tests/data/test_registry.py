@@ -83,7 +83,7 @@ def test_slice_of_a_set_on_disk(prepared_dir: str) -> None:
 @pytest.mark.parametrize(
     "name, split, message",
     [
-        ("minst", "train", "'minst', an unknown data set; known are cifar10, digits, fashion"),
+        ("minst", "train", "'minst', an unknown data set; known are cifar10, cifar10_jpeg, digits"),
         ("mnist", "validation", r"split 'validation'.* it has .*train \(60,000\)"),
         ("tfds:tiny_tokens", "test", r"split 'test'.* it has train \(20\)"),
         ("tfds:no_such_set", "train", "TFDS has no 'no_such_set'"),
@@ -166,9 +166,9 @@ def test_both_sets_have_one_vocabulary(text_dir: pathlib.Path, tmp_path: pathlib
 
 
 @pytest.mark.parametrize("name", ["digits", "mnist", "tfds:tiny_tokens"])
-def test_sets_without_options(name: str) -> None:
+def test_sets_without_options(tiny_dir: str, name: str) -> None:
     with pytest.raises(UserError, match=f"config.data.options.size is unknown; {name} has none"):
-        data.load(name, "train", options={"size": 3})
+        data.load(name, "train", data_dir=tiny_dir, options={"size": 3})
 
 
 def test_tfds_sets_take_no_originals(tiny_dir: str, tmp_path: pathlib.Path) -> None:

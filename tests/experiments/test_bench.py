@@ -3,12 +3,15 @@
 import importlib.util
 import re
 
+import numpy as np
 import pytest
 
-from experiments.bench import bert
+from experiments.bench import bert, image_routes
 from experiments.bench.bert import Target
+from experiments.bench.image_throughput import start
 from lamb_tpu.data.text.vocabulary import SPECIAL_TOKENS, Vocabulary
 from tests import tiny
+from tests.data.images.pictures import encode, smooth
 from tests.shared import shared
 
 
@@ -107,3 +110,57 @@ def test_train_loop_compiles_once(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1].endswith("| 1 |")
+
+
+def test_image_throughput(tmp_path):
+    for index in range(6):
+        (tmp_path / f"{index}.JPEG").write_bytes(encode(smooth(300, 400, index)))
+    done = tiny.command(
+        "experiments.bench.image_throughput", f"--images={tmp_path}", "--batch=2", "--batches=1",
+        "--rounds=1", "--note=Busy.",
+    )
+    assert done.returncode == 0, done.stderr
+    head, command, note, _, *table = done.stdout[done.stdout.index("6 photographs"):].splitlines()
+    assert "simplejpeg" in head and "--batch=2" in command and note == "Busy."
+    rows = dict(line.strip("| ").split(" | ", 1) for line in table[2:6])
+    installed = {
+        "ours, files": True, "ours, ArrayRecord": True,
+        "torchvision and Pillow, DataLoader": importlib.util.find_spec("torchvision") is not None,
+        "tf.data": importlib.util.find_spec("tensorflow") is not None,
+    }
+    assert {name: "not installed" not in row for name, row in rows.items()} == installed
+    models = [[cell.strip(" |") for cell in line.split(" | ")] for line in table[9:]]
+    assert [row[:2] for row in models] == [
+        ["ResNet-50", "224"], ["EfficientNet-B0", "224"], ["EfficientNet-B2", "260"],
+        ["EfficientNet-B5", "456"],
+    ]
+    for *_, wanted, rate, cores in models:
+        needed = int(wanted.replace(",", "")) / int(rate.replace(",", ""))
+        assert abs(needed - float(cores)) < 0.06 + 0.01 * needed
+
+
+def test_image_routes_give_the_same_pictures(tmp_path):
+    """A picture that shows its place: all routes take the same centre, and parts of it to train."""
+    rows, columns = np.mgrid[0:240, 0:320]
+    pixels = np.stack([columns * 0.75, rows, np.full_like(rows, 90)], -1).astype(np.uint8)
+    path = tmp_path / "1.JPEG"
+    path.write_bytes(encode(pixels, quality=98, subsampling=0))
+    routes = [image_routes.ours, image_routes.ours_prepared(str(tmp_path)),
+              image_routes.torchvision, image_routes.tf_data]
+    seen = 0
+    for route in routes:
+        for training in (False, True):
+            batches = start(route, [str(path)], 64, 4, training)
+            if batches is None:
+                continue
+            images, labels = next(batches).values() if route in routes[:2] else next(batches)
+            images = np.asarray(images)
+            images = images.transpose(0, 2, 3, 1) if images.shape[1] == 3 else images
+            assert images.shape == (4, 64, 64, 3) and len(labels) == 4
+            width = np.abs(images[:, 32, 0, 0].astype(int) - images[:, 32, -1, 0]) / 0.75 * 64 / 63
+            if training:
+                assert (width < 330).all() and len(set(images[:, 0, 0, 0].tolist())) > 1
+            else:
+                assert np.abs(width - 210).max() < 8  # 0.875 of 240
+            seen += 1
+    assert seen >= 4

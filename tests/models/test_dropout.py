@@ -232,6 +232,24 @@ def test_under_checkpoint_each_pass_draws_the_same_mask() -> None:
         np.testing.assert_allclose(again, plain, rtol=1e-5, atol=1e-6)
 
 
+def test_whole_examples() -> None:
+    drop_rows = Dropout(0.4, whole_examples=True).apply
+    x = np.random.default_rng(0).uniform(1, 2, (1000, 2, 3)).astype(np.float32)
+    found = np.asarray(drop_rows({}, x, train=True, rngs={"dropout": KEY}))
+    kept = found[:, 0, 0] != 0
+    drawn = np.round(0.4 * 65536) / 65536
+    np.testing.assert_allclose(found, x * kept[:, None, None] / (1 - drawn), rtol=1e-6)
+    assert abs(kept.mean() - 0.6) < 5 * np.sqrt(0.24 / 1000)
+    # An example is told by its position alone.
+    some = np.array([700, 3, 998, 11, 12])
+    with example_positions(jnp.asarray(some)):
+        part = drop_rows({}, x[some], train=True, rngs={"dropout": KEY})
+    np.testing.assert_array_equal(part, found[some])
+    half = drop_rows({}, jnp.asarray(x, jnp.bfloat16), train=True, rngs={"dropout": KEY})
+    assert half.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(drop_rows({}, x, train=False), x)
+
+
 def test_nothing_without_training_or_rate() -> None:
     x = jnp.asarray(ONES, jnp.bfloat16)
     assert drop(x).dtype == jnp.bfloat16

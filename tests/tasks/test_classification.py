@@ -14,6 +14,7 @@ from lamb_tpu.tasks.classification import Classification
 
 LOGITS = np.array([[2.0, 0.0, -1.0], [0.5, 1.5, 0.0], [0.0, 0.0, 3.0]], np.float32)
 LABELS = np.array([0, 2, 2], np.int32)
+KEY = jax.random.key(0)
 # The model gives back its inputs, so that the "images" are the logits.
 IDENTITY = models.Model(lambda key, x: {"params": {}}, lambda v, x, **_: (x, {}))
 
@@ -64,6 +65,30 @@ def test_pixels_are_normalised_on_the_device() -> None:
     assert seen[0].dtype == jnp.float32 and seen[0].tolist() == [[-2.0, 0.0, 3.0]]
 
 
+@pytest.mark.parametrize("kind", [tuple, list])
+def test_each_channel_is_normalised_by_its_own_numbers(kind: type) -> None:
+    mean, std = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)  # ImageNet's
+    spy = models.Model(IDENTITY.init, lambda v, x, **_: (x.sum((1, 2)), {}))
+    normalising = build("classification", spy, input_mean=kind(mean), input_std=kind(std))
+    image = np.random.default_rng(0).integers(0, 256, (3, 4, 5, 3), dtype=np.uint8)
+    (total,) = normalising.loss({}, {}, {"image": image, "label": LABELS}, KEY)[0].values()
+    logits = ((image - np.array(mean)) / np.array(std)).sum((1, 2))
+    expected = np.log(np.exp(logits - logits.max(1, keepdims=True)).sum(1)) + logits.max(1)
+    np.testing.assert_allclose(total, (expected - logits[range(3), LABELS]).sum(), rtol=1e-5)
+
+
+def test_top5_of_more_than_ten_classes() -> None:
+    logits = np.random.default_rng(0).permuted(np.arange(40 * 11.0).reshape(40, 11), axis=1)
+    labels, mask = np.arange(40, dtype=np.int32) % 11, np.arange(40) % 3 > 0
+    batch = {"image": np.float32(logits), "label": labels, "mask": np.float32(mask)}
+    sums = task().evaluate({}, {}, batch)
+    ranks = (logits > logits[range(40), labels][:, None]).sum(1)
+    assert [float(x) for x in sums["accuracy"]] == [(ranks < 1)[mask].sum(), mask.sum()]
+    assert [float(x) for x in sums["top5_accuracy"]] == [(ranks < 5)[mask].sum(), mask.sum()]
+    assert 0 < (ranks < 1)[mask].sum() < (ranks < 5)[mask].sum() < mask.sum()
+    assert task().evaluate({}, {}, batch | {"image": logits[:, :10]}).keys() == {"loss", "accuracy"}
+
+
 def source(num_classes: int | None, field: str = "image") -> data.ArraySource:
     arrays = {field: np.zeros((4, 8, 8, 1), np.uint8), "label": np.zeros(4, np.int32)}
     return data.ArraySource("made", arrays, num_classes)
@@ -77,6 +102,13 @@ def test_data_that_does_not_fit() -> None:
         ten.check(source(7))
     with pytest.raises(ValueError, match="fields image and label; made has pixels, label"):
         ten.check(source(10, "pixels"))
+    coloured = build("classification", models.build("mlp"), input_std=(1.0, 2.0, 3.0))
+    with pytest.raises(ValueError, match="task.input_std is .*, of 3 channels; .*(8, 8, 1)"):
+        coloured.check(source(10))
+    flat = data.ArraySource("flat", {"image": np.zeros((4, 64)), "label": np.zeros(4, int)}, 10)
+    build("classification", models.build("mlp"), mixup_alpha=1.0).check(flat)
+    with pytest.raises(ValueError, match=r"task.cutmix_alpha is 1.0; .* flat have the shape .64,"):
+        build("classification", models.build("mlp"), cutmix_alpha=1.0).check(flat)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +117,16 @@ def test_data_that_does_not_fit() -> None:
         ({"label_smoothing": 1.0}, r"label_smoothing is 1.0; it must be in \[0, 1\)"),
         ({"label_smoothing": -0.1}, r"label_smoothing is -0.1; it must be in \[0, 1\)"),
         ({"input_std": 0.0}, "input_std is 0.0; it must be positive"),
+        ({"label_smoothing": "x"}, "config.task.label_smoothing is 'x'; it must be a number"),
         ({"input_mean": "x"}, "config.task.input_mean is 'x'; it must be a number"),
+        ({"input_mean": ()}, r"config.task.input_mean is \(\); it must be a number, or a tuple of"),
+        ({"input_mean": (1, "x", 2)}, r"config.task.input_mean is \(1, 'x', 2\); it must be a"),
+        ({"input_mean": float("nan")}, "config.task.input_mean is nan; it must be a number"),
+        ({"input_std": (1.0, 0.0)}, r"input_std is \(1.0, 0.0\); it must be positive"),
+        ({"input_std": (1.0, True)}, r"input_std is \(1.0, True\); it must be a number"),
+        ({"mixup_alpha": -1}, "config.task.mixup_alpha is -1; it must be at least 0"),
+        ({"mixup_alpha": "x"}, "config.task.mixup_alpha is 'x'; it must be a number"),
+        ({"cutmix_alpha": float("inf")}, "config.task.cutmix_alpha is inf; it must be at least 0"),
         ({"smoothing": 0.1}, "config.task.smoothing is no field .*; known: label_smoothing"),
     ],
 )

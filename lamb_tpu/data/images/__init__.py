@@ -1,0 +1,1 @@
+"""Photographs: decoded, cropped and augmented on the host, as uint8 arrays."""

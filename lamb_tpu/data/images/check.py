@@ -1,0 +1,108 @@
+"""The command that looks through a set of photographs, before a long run meets what is wrong.
+
+    python -m lamb_tpu.data.images.check --name=image_folder --dir=DIR --split=train
+
+Every picture is decoded whole, which shows damage that a run sees only where its crops reach.
+"""
+
+import argparse
+import itertools
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from lamb_tpu.data import load
+from lamb_tpu.data.images.jpeg import BadImage, decode_whole
+from lamb_tpu.data.images.records import Records
+from lamb_tpu.data.images.source import ImageSource, num_cores
+from lamb_tpu.errors import UserError
+
+_CHUNK = 16  # examples that a thread takes at a time
+_SUMMARY = {"rgb": "in colour", "grey": "grey", "cmyk": "CMYK", "png": "PNG", "bad": "bad"}
+
+
+def look_through(records: Records) -> Iterator[tuple[str, str, str]]:
+    """(kind, name, reason) of each example in order; the reason is that of kind `bad`."""
+
+    def look(start: int) -> list[tuple[str, str, str]]:
+        indices = range(start, min(start + _CHUNK, len(records)))
+        found = []
+        for index, record in zip(indices, records.read(indices)):
+            kind, reason = "bad", record.problem
+            if not reason and not 0 <= record.label < records.num_classes:
+                reason = f"its label is {record.label}, of {records.num_classes} classes"
+            if not reason:
+                try:
+                    _, kind = decode_whole(record.content)
+                except BadImage as bad:
+                    reason = str(bad)
+            # Only what is rare is named: a name can cost the reading of a record.
+            name = records.name(index) if kind not in ("rgb", "grey") else ""
+            found.append((kind, name, reason))
+        return found
+
+    starts = iter(range(0, len(records), _CHUNK))
+    with ThreadPoolExecutor(num_cores()) as pool:
+        # A part at a time, so that what was found is told in the course of it.
+        while part := list(itertools.islice(starts, 8 * num_cores())):
+            for found in pool.map(look, part):
+                yield from found
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:
+        raise UserError(f"{message}; see --help")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; returns 0, 1 where records are bad, 2 for a mistake, 130 for Ctrl-C."""
+    try:
+        return _run(_parse(arguments))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _run(asked: argparse.Namespace) -> int:
+    options = {"on_bad_record": "skip"}
+    if asked.num_classes:
+        options["num_classes"] = asked.num_classes
+    source = load(
+        asked.name, asked.split, data_dir=asked.data_dir, source_dir=asked.dir, options=options,
+        training=False,
+    )
+    if not isinstance(source, ImageSource):
+        raise UserError(f"--name={asked.name} is no set of photographs that are decoded when read")
+    for note in source.notes:
+        print(f"bad\t{note}")
+    counts = dict.fromkeys(_SUMMARY, 0)
+    for kind, name, reason in look_through(source.records):
+        counts[kind] += 1
+        if name:
+            print("\t".join(part for part in (kind, name, reason) if part), flush=True)
+    listed = ", ".join(f"{count:,} {_SUMMARY[kind]}" for kind, count in counts.items() if count)
+    print(f"{len(source):,} pictures of {source.num_classes:,} classes: {listed}")
+    return 1 if counts["bad"] or source.notes else 0
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = _Parser(
+        prog="python -m lamb_tpu.data.images.check", description=__doc__.partition("\n")[0],
+        epilog="A line for each picture that is CMYK, PNG or bad, with what is wrong; then counts.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--name", default="image_folder", metavar="SET",
+        help="image_folder (the default), imagenet2012 or tfds:NAME")
+    add("--dir", metavar="DIR", help="as config.data.dir: of image_folder")
+    add("--data-dir", metavar="DIR", help="as config.data.prepared_dir: of sets that TFDS prepared")
+    add("--split", default="train", help="(default: %(default)s)")
+    add("--num-classes", type=int, metavar="N",
+        help="as config.data.options.num_classes: of image_folder")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

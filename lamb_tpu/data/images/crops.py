@@ -1,0 +1,74 @@
+"""Which part of a picture is used: a random box in training, the centre in evaluation."""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+ASPECT_RATIOS = (3 / 4, 4 / 3)  # width / height of a random box
+_ATTEMPTS = 10
+_PADDING = 32  # of the TPU code: a crop of `size` from a picture of `size` + 32
+
+
+class Box(NamedTuple):
+    """A rectangle of whole pixels."""
+
+    top: int
+    left: int
+    height: int
+    width: int
+
+
+def inception_box(
+    height: int, width: int, rng: np.random.Generator, min_area: float = 0.08
+) -> Box | None:
+    """A random box of `min_area` to all of the picture's area, 3/4 to 4/3 as wide as high.
+
+    As `tf.image.sample_distorted_bounding_box`, which the ResNet and EfficientNet code for TPUs
+    calls with ten attempts: the aspect ratio is uniform, the height is uniform among those that
+    give an allowed area and fit, and so is the place. (TensorFlow never draws the last row and
+    column of places; here they are as likely as all others.) Szegedy et al., "Going Deeper with
+    Convolutions", CVPR 2015, describe the idea.
+
+    Args:
+      height, width: of the picture, at least 1.
+      rng: three numbers of it are used in an attempt that succeeds.
+      min_area: share of the picture, in (0, 1].
+
+    Returns:
+      The box, or None where no attempt gave one, as for a picture 20 times as wide as high.
+    """
+    least, most = min_area * height * width, height * width
+    for _ in range(_ATTEMPTS):
+        ratio = ASPECT_RATIOS[0] + rng.random() * (ASPECT_RATIOS[1] - ASPECT_RATIOS[0])
+        high = min(height, math.floor((width + 0.5) / ratio), round(math.sqrt(most / ratio)))
+        low = min(high, round(math.sqrt(least / ratio)))
+        box_height = low + int(rng.random() * (high - low + 1))
+        box_width = round(box_height * ratio)
+        if box_height * box_width < least:  # by rounding alone: one row more
+            box_height += 1
+            box_width = round(box_height * ratio)
+        if not (1 <= box_height <= height and 1 <= box_width <= width):
+            continue
+        if box_height * box_width < least:
+            continue
+        place = rng.random()
+        top = int(place * (height - box_height + 1))
+        left = int(rng.random() * (width - box_width + 1))
+        return Box(top, left, box_height, box_width)
+    return None
+
+
+def central_box(height: int, width: int, fraction: float) -> Box:
+    """The square in the middle whose side is `fraction` of the shorter side, at least a pixel.
+
+    To scale the shorter side to 256 and cut out the central 224 pixels is to take 224/256 = 0.875
+    of it.
+    """
+    side = max(1, int(fraction * min(height, width)))
+    return Box((height - side + 1) // 2, (width - side + 1) // 2, side, side)
+
+
+def tpu_fraction(size: int) -> float:
+    """The fraction of the TPU code for pictures of `size` pixels: 0.875 at 224, 0.934 at 456."""
+    return size / (size + _PADDING)

@@ -1,0 +1,185 @@
+"""Pictures in a plain folder: DIR/SPLIT/CLASS/NAME.JPEG, or listed in DIR/labels.tsv."""
+
+import os
+import pathlib
+import re
+from collections.abc import Sequence
+
+import numpy as np
+
+from lamb_tpu.data.images.records import Record
+from lamb_tpu.data.splits import slices
+from lamb_tpu.errors import UserError
+
+LABELS = "labels.tsv"
+_WHOLE = "train"  # the one split of a list without a column for it
+_SUFFIXES = (".jpeg", ".jpg", ".png")
+_SHOWN = 5  # names in a message
+
+
+class FolderRecords:
+    """`Records` of files.
+
+    Where DIR/labels.tsv exists, it lists the examples in their order: a line of column names
+    first, then a line an example, between tabs; `file` (below DIR) and `label` (class index) have
+    to be there, `split` may, other columns are passed over. A list without splits is one, `train`.
+
+    Otherwise the folders in DIR are the splits, the folders in these are the classes, and their
+    indices follow the order of the names over all splits together, so that a class that one split
+    lacks moves no label in it. Files are those that end in .JPEG, .jpg or .png, upper or lower
+    case, in the order of their names.
+
+    Args:
+      root: the folder DIR.
+      split: in TFDS syntax, such as `train` or `train[:10%]`.
+      num_classes: how many classes there are; 0 counts those that are found (in labels.tsv: the
+        greatest label and one).
+      skip: leave out what is wrong, with a note, instead of refusing it: labels out of range,
+        classes without a file.
+
+    Raises:
+      UserError: the folder, the split or the list is not as described.
+    """
+
+    def __init__(
+        self, root: str | os.PathLike[str], split: str, num_classes: int = 0, skip: bool = False
+    ) -> None:
+        self._root = pathlib.Path(root)
+        if not self._root.is_dir():
+            raise UserError(f"config.data.dir={self._root} is no folder")
+        if num_classes < 0:
+            raise UserError(
+                f"config.data.options.num_classes must be at least 1, or 0 to count them; found "
+                f"{num_classes}"
+            )
+        self._skip = skip
+        self._notes: list[str] = []
+        read = self._read_list if (self._root / LABELS).exists() else self._list_folders
+        splits, self.num_classes = read(split, num_classes)
+        if "all" in splits:
+            raise UserError(
+                f"{self._root} has a split called 'all', which in TFDS syntax means all splits "
+                "together; call it something else"
+            )
+        parts = slices(str(self._root), split, {name: len(part) for name, part in splits.items()})
+        chosen = [row for name, start, stop in parts for row in splits[name][start:stop]]
+        self._paths = [path for path, _ in chosen]
+        self._labels = np.array([label for _, label in chosen], np.int32)
+        self.notes = tuple(self._notes)
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def read(self, indices: Sequence[int]) -> list[Record]:
+        """As in `Records`; a file that cannot be read is a record with a problem."""
+        return [self._read(self._paths[index], int(self._labels[index])) for index in indices]
+
+    def name(self, index: int) -> str:
+        """The file's path."""
+        return str(self._root / self._paths[index])
+
+    def _read(self, path: str, label: int) -> Record:
+        try:
+            with open(os.path.join(self._root, path), "rb") as file:
+                return Record(file.read(), label)
+        except OSError as error:
+            return Record(b"", label, error.strerror or str(error))
+
+    def _read_list(
+        self, split: str, num_classes: int
+    ) -> tuple[dict[str, list[tuple[str, int]]], int]:
+        del split
+        path = self._root / LABELS
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        columns = lines[0].split("\t") if lines else []
+        for wanted in ("file", "label"):
+            if wanted not in columns:
+                raise UserError(
+                    f"{path} has no column {wanted!r} in its first line, which has "
+                    f"{', '.join(columns) or 'none'}"
+                )
+        splits: dict[str, list[tuple[str, int]]] = {}
+        wrong, greatest = [], -1
+        for number, line in enumerate(lines[1:], start=2):
+            if not line.strip():
+                continue
+            row = dict(zip(columns, line.split("\t")))
+            if len(row) < len(columns):
+                raise UserError(
+                    f"{path}, line {number}, has {len(row)} columns, the first has {len(columns)}"
+                )
+            text = row["label"].strip()
+            label = int(text) if re.fullmatch(r"[0-9]{1,9}", text) else -1
+            rows = splits.setdefault(row.get("split", _WHOLE), [])
+            if label < 0 or (num_classes and label >= num_classes):
+                wrong.append(f"{row['file']} has {text!r}")
+                continue
+            greatest = max(greatest, label)
+            rows.append((row["file"], label))
+        classes = num_classes or greatest + 1
+        self._object(
+            wrong,
+            f"{path} has {len(wrong):,} labels out of the range 0 to {classes - 1}",
+            "these examples are left out",
+        )
+        return splits, classes
+
+    def _list_folders(
+        self, split: str, num_classes: int
+    ) -> tuple[dict[str, list[tuple[str, int]]], int]:
+        # Only the splits that are asked for are listed whole: ImageNet has over a million files.
+        names = [part.partition("[")[0].strip() for part in split.split("+")]
+        found = {name: _folders(self._root / name) for name in _folders(self._root)}
+        missing = [name for name in names if name not in found]
+        if missing:
+            raise UserError(
+                f"{self._root} has no folder {missing[0]!r} for the split {split!r}; it has "
+                f"{', '.join(sorted(found)) or 'none'}, and no {LABELS}"
+            )
+        classes = sorted({name for folders in found.values() for name in folders})
+        if not classes:
+            raise UserError(f"{self._root} has no folders of classes in {', '.join(sorted(found))}")
+        if num_classes and num_classes < len(classes):
+            raise UserError(
+                f"config.data.options.num_classes is {num_classes}, {self._root} has folders of "
+                f"{len(classes)} classes"
+            )
+        splits = {}
+        for name in dict.fromkeys(names):
+            files = [_files(self._root / name / folder) for folder in classes]
+            splits[name] = [
+                (f"{name}/{folder}/{file}", label)
+                for label, folder in enumerate(classes)
+                for file in files[label]
+            ]
+            empty = [folder for folder, inside in zip(classes, files) if not inside]
+            self._object(
+                empty,
+                f"{self._root / name} has no picture of {len(empty):,} of {len(classes):,} classes",
+                "the other classes keep their labels",
+            )
+        return splits, num_classes or len(classes)
+
+    def _object(self, wrong: list[str], told: str, consequence: str) -> None:
+        """Refuses what is wrong, or notes it, where anything is."""
+        if not wrong:
+            return
+        more = f" and {len(wrong) - _SHOWN:,} more" if len(wrong) > _SHOWN else ""
+        text = f"{told}: {', '.join(wrong[:_SHOWN])}{more}"
+        if not self._skip:
+            raise UserError(
+                f"{text}; mend that, or go on without with config.data.options.on_bad_record='skip'"
+            )
+        self._notes.append(f"{text}; {consequence}")
+
+
+def _folders(path: pathlib.Path) -> list[str]:
+    with os.scandir(path) as entries:
+        return [e.name for e in entries if e.is_dir() and not e.name.startswith(".")]
+
+
+def _files(path: pathlib.Path) -> list[str]:
+    if not path.is_dir():
+        return []
+    names = os.listdir(path)
+    return sorted(n for n in names if n.lower().endswith(_SUFFIXES) and not n.startswith("."))

@@ -1,0 +1,198 @@
+"""Encoded pictures to pixels of one size: only what the crop needs is decoded.
+
+Three things save time over decoding a photograph whole. The entropy-coded rows below the crop are
+left alone: the height in the JPEG's header is lowered to where the crop ends, and the decoder stops
+there. A crop of twice the wanted size or more is decoded at a half, quarter or eighth of its scale,
+which leaves out most of the inverse cosine transform and averages what would otherwise alias. The
+decoder, libjpeg-turbo in `simplejpeg`, and the resizing, of OpenCV, run without Python's lock.
+
+What is no ordinary JPEG is decoded by Pillow. An orientation told by EXIF is not followed, as in
+TensorFlow and torchvision.
+"""
+
+import io
+import re
+import threading
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import cv2
+import numpy as np
+import simplejpeg
+from PIL import Image
+
+from lamb_tpu.data.images.crops import Box
+
+Kind = Literal["rgb", "grey", "cmyk", "png"]
+
+# A picture is the work of one thread; OpenCV's own would only get in the way of the others.
+cv2.setNumThreads(1)
+
+# Memory of each thread for the pixels it decodes: new pages for every picture cost a twentieth of
+# its time.
+_SCRATCH = threading.local()
+
+_START_OF_SCAN = 0xDA
+_NOT_FRAMES = (0xC4, 0xC8, 0xCC)  # of the markers 0xC0 to 0xCF, those that are no frame headers
+_END = b"\xff\xd9"
+# Rows that are left alone look like this. libjpeg tells the first of its warnings only, so there
+# was none in the rows that were decoded.
+_LEFT_OVER = re.compile(r"Corrupt JPEG data: \d+ extraneous bytes before marker")
+_HARMLESS = re.compile(r"Warning: unknown JFIF revision|Unknown Adobe color transform")
+
+
+class BadImage(Exception):
+    """Why these bytes are no picture that can be used."""
+
+
+class _Frame(NamedTuple):
+    """What a JPEG's frame header tells."""
+
+    height: int
+    width: int
+    components: int
+    height_at: int  # where the two bytes of the height are
+    unit: int  # rows that are coded together
+
+
+def decode_crop(
+    content: bytes, choose_box: Callable[[int, int], Box], size: int
+) -> tuple[np.ndarray, Kind]:
+    """A part of an encoded picture, resized.
+
+    Args:
+      content: a JPEG (grey, RGB, CMYK) or a PNG, whatever its file is called.
+      choose_box: (height, width) of the picture -> the part of it.
+      size: of the result, at least 8.
+
+    Returns:
+      uint8 (size, size, 3) in RGB, and what the picture was. Bilinear; a crop of twice the size
+      or more is averaged first, and then its edges are rounded to whole pixels of that scale.
+
+    Raises:
+      BadImage: the content is no picture, or ends too early, or libjpeg objects to the part that
+        had to be decoded. JPEGs have no checksum: damage below the crop is not seen, nor what
+        happens to make sense.
+    """
+    frame = _read_frame(content)
+    if frame is None:
+        pixels = _decode_other(content, "PNG")
+        return _resize(_cut(pixels, choose_box(*pixels.shape[:2])), size), "png"
+    box = choose_box(frame.height, frame.width)
+    if frame.components == 4:
+        return _resize(_cut(_decode_other(content, "JPEG"), box), size), "cmyk"
+    pixels = _resize(_decode_box(content, frame, box, size), size)
+    return pixels, "grey" if frame.components == 1 else "rgb"
+
+
+def decode_whole(content: bytes) -> tuple[np.ndarray, Kind]:
+    """All of an encoded picture, uint8 (height, width, 3), in RGB, and what the picture was.
+
+    Raises:
+      BadImage: as `decode_crop`, and where bytes are left over, which is how most damage shows.
+    """
+    frame = _read_frame(content)
+    if frame is None:
+        return _decode_other(content, "PNG"), "png"
+    if frame.components == 4:
+        return _decode_other(content, "JPEG"), "cmyk"
+    pixels = _decode_rows(content, frame.height, frame.width, left_over=False).copy()
+    return pixels, "grey" if frame.components == 1 else "rgb"
+
+
+def _read_frame(content: bytes) -> _Frame | None:
+    """The frame header of a JPEG that has its end; None of what is no JPEG."""
+    if not content:
+        raise BadImage("the file is empty")
+    if content[:2] != b"\xff\xd8":
+        return None
+    # Segments of a marker, a length and as many bytes come before the scans.
+    at, frame = 2, None
+    while at + 4 <= len(content) and content[at] == 0xFF:
+        marker = content[at + 1]
+        if marker == 0xFF:  # a fill byte
+            at += 1
+            continue
+        if marker == _START_OF_SCAN:
+            if frame is None:
+                break
+            # From here on: a thumbnail in a segment has an end marker of its own.
+            if content.rfind(_END, at) < 0:
+                raise BadImage("it ends before its end marker")
+            return frame
+        length = int.from_bytes(content[at + 2 : at + 4], "big")
+        if 0xC0 <= marker <= 0xCF and marker not in _NOT_FRAMES and at + 10 <= len(content):
+            height = int.from_bytes(content[at + 5 : at + 7], "big")
+            width = int.from_bytes(content[at + 7 : at + 9], "big")
+            if not (height and width):
+                raise BadImage("its header tells no size")
+            # Three bytes a component, of which the second holds its share of the rows.
+            shares = [value & 15 for value in content[at + 11 : at + 2 + length : 3]]
+            frame = _Frame(height, width, content[at + 9], at + 5, 8 * max([1, *shares]))
+        at += 2 + length
+    raise BadImage("it begins as a JPEG and has no complete header")
+
+
+def _decode_box(content: bytes, frame: _Frame, box: Box, size: int) -> np.ndarray:
+    bottom = box.top + box.height
+    # Where colour has fewer rows than light, the last row needs some of the next one's.
+    needed = bottom + (frame.unit > 8)
+    rows = min(frame.height, -(-needed // frame.unit) * frame.unit)
+    if rows < frame.height:
+        content = bytearray(content)
+        content[frame.height_at : frame.height_at + 2] = rows.to_bytes(2, "big")
+    shrink = next((n for n in (8, 4, 2) if min(box.height, box.width) >= n * size), 1)
+    pixels = _decode_rows(content, -(-rows // shrink), -(-frame.width // shrink))
+    if shrink == 1:
+        return _cut(pixels, box)
+    top, left = box.top // shrink, box.left // shrink
+    return pixels[top : -(-bottom // shrink), left : -(-(box.left + box.width) // shrink)]
+
+
+def _decode_rows(
+    content: bytes | bytearray, height: int, width: int, left_over: bool = True
+) -> np.ndarray:
+    """A JPEG at the scale that gives this size, until this thread decodes the next.
+
+    Args:
+      content: the JPEG.
+      height, width: of the result.
+      left_over: whether bytes may be.
+    """
+    num_bytes = height * width * 3
+    if getattr(_SCRATCH, "pixels", np.empty(0)).size < num_bytes:
+        _SCRATCH.pixels = np.empty(num_bytes, np.uint8)
+    pixels = _SCRATCH.pixels[:num_bytes]
+    try:
+        simplejpeg.decode_jpeg(
+            content, "RGB", min_height=height, min_width=width, buffer=pixels
+        )
+    except ValueError as error:
+        if not (_HARMLESS.match(str(error)) or (left_over and _LEFT_OVER.match(str(error)))):
+            raise BadImage(str(error)) from None
+    return pixels.reshape(height, width, 3)
+
+
+def _decode_other(content: bytes, format: str) -> np.ndarray:
+    try:
+        with Image.open(io.BytesIO(content), formats=(format,)) as picture:
+            return np.asarray(picture.convert("RGB"))
+    except Image.UnidentifiedImageError:
+        raise BadImage("it is no JPEG and no PNG") from None
+    # Pillow's readers raise several kinds for damaged content.
+    except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
+        raise BadImage(" ".join(str(error).split())) from None
+
+
+def _cut(pixels: np.ndarray, box: Box) -> np.ndarray:
+    return pixels[box.top : box.top + box.height, box.left : box.left + box.width]
+
+
+def _resize(pixels: np.ndarray, size: int) -> np.ndarray:
+    pixels = pixels.copy()  # OpenCV takes longer over rows with gaps than copying them does
+    if pixels.shape[:2] == (size, size):
+        return pixels
+    area = min(pixels.shape[:2]) >= 2 * size
+    return cv2.resize(
+        pixels, (size, size), interpolation=cv2.INTER_AREA if area else cv2.INTER_LINEAR
+    )

@@ -1,0 +1,239 @@
+"""A `Source` of encoded pictures, decoded, cropped and augmented while they are read."""
+
+import functools
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import cv2
+import numpy as np
+
+from lamb_tpu.data.hashing import words
+from lamb_tpu.data.images.crops import Box, central_box, inception_box, tpu_fraction
+from lamb_tpu.data.images.jpeg import BadImage, decode_crop
+from lamb_tpu.data.images.policies import make_policy, random_erasing
+from lamb_tpu.data.images.records import Record, Records
+from lamb_tpu.data.images.tally import Tally
+from lamb_tpu.data.source import Batch, FieldSpec
+from lamb_tpu.data.text.vocabulary import Vocabulary
+from lamb_tpu.errors import UserError
+
+CROPS = ("inception", "pad", "none")
+_PAD = 4  # pixels at each side, of the crop "pad"
+_CHUNK = 16  # examples that a thread takes at a time
+_MOST_IN_A_ROW = 100  # bad records, after which the set is taken to be no set of pictures
+
+
+@dataclass(frozen=True)
+class Options:
+    """What becomes of a picture.
+
+    Attributes:
+      size: height and width of the result, in pixels.
+      crop: in training, 'inception' takes a random box (`crops.inception_box`; where there is none,
+        the centre); 'pad' the centre, moved by up to 4 pixels either way over black, as is usual
+        for pictures of few pixels; 'none' the centre. Evaluation always takes the centre.
+      min_area: least share of the picture in a box of 'inception'.
+      flip: mirror every other picture in training.
+      central_fraction: side of the centre, of the shorter side; 0 takes size / (size + 32), as the
+        ResNet and EfficientNet code for TPUs.
+      policy: in training, '' | 'autoaugment' | 'randaugment'.
+      policy_layers, policy_magnitude: of 'randaugment'.
+      erasing: probability that a random rectangle is filled with noise, in training.
+      on_bad_record: 'error' ends the run where a record is bad; 'skip' puts the next good example
+        in its place, and counts and names it.
+      threads: that decode at the same time; 0 is one a core.
+    """
+
+    size: int = 224
+    crop: str = "inception"
+    min_area: float = 0.08
+    flip: bool = True
+    central_fraction: float = 0.875
+    policy: str = ""
+    policy_layers: int = 2
+    policy_magnitude: float = 10.0
+    erasing: float = 0.0
+    on_bad_record: str = "error"
+    threads: int = 0
+
+    def __post_init__(self) -> None:
+        for name, found, known in (
+            ("crop", self.crop, CROPS),
+            ("policy", self.policy, ("", "autoaugment", "randaugment")),
+            ("on_bad_record", self.on_bad_record, ("error", "skip")),
+        ):
+            if found not in known:
+                listed = ", ".join(map(repr, known))
+                raise UserError(f"config.data.options.{name} is {found!r}; known are {listed}")
+        for name, found, least, most in (
+            ("size", self.size, 8, 2**14),
+            ("central_fraction", self.central_fraction, 0, 1),
+            ("policy_layers", self.policy_layers, 1, 100),
+            ("policy_magnitude", self.policy_magnitude, 0, 10),
+            ("erasing", self.erasing, 0, 1),
+            ("threads", self.threads, 0, 2**10),
+        ):
+            if not least <= found <= most:
+                raise UserError(
+                    f"config.data.options.{name} must lie in {least}..{most}, found {found}"
+                )
+        if not 0 < self.min_area <= 1:
+            raise UserError(
+                "config.data.options.min_area must be more than 0 and at most 1, found "
+                f"{self.min_area}"
+            )
+
+
+@dataclass(frozen=True)
+class FolderOptions(Options):
+    """Of a folder.
+
+    Attributes:
+      num_classes: of a folder that does not have an example of each class; 0 counts them.
+    """
+
+    num_classes: int = 0
+
+
+class ImageSource:
+    """A `Source` whose training examples are a function of (seed, epoch, index) alone.
+
+    Neither the threads nor the processes that read, nor the order in which they do, change an
+    example. Evaluation has no randomness.
+
+    Fields of an example:
+      image: uint8 (size, size, 3), RGB.
+      label: int32 ().
+
+    Attributes, besides those of `Source`:
+      records: the encoded pictures.
+      tally: counts of what was met that is out of the ordinary.
+    """
+
+    in_memory = False
+    vocabulary: Vocabulary | None = None
+    cased = False
+
+    def __init__(
+        self, name: str, records: Records, options: Options, seed: int = 0, training: bool = True
+    ) -> None:
+        """Reads nothing yet.
+
+        Args:
+          name: as in `Source`.
+          records: the encoded pictures.
+          options: what becomes of them.
+          seed: of what is drawn at random, 0 to 2**64 - 1.
+          training: whether crops and augmentation are random, or the centre is taken.
+        """
+        self.name = name
+        self.num_classes = records.num_classes
+        self.notes = records.notes
+        self.element_spec = {
+            "image": FieldSpec((options.size, options.size, 3), np.dtype(np.uint8)),
+            "label": FieldSpec((), np.dtype(np.int32)),
+        }
+        self.tally = Tally(name)
+        self.records = records
+        self._options = options
+        self._seed = seed
+        self._training = training
+        self._fraction = options.central_fraction or tpu_fraction(options.size)
+        self._policy = None
+        if options.policy:
+            self._policy = make_policy(
+                options.policy, options.policy_layers, options.policy_magnitude
+            )
+        self._threads = options.threads or num_cores()
+        # The threads start with the first batch.
+        self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="decode")
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def gather(self, indices: np.ndarray, epochs: np.ndarray | int = 0) -> Batch:
+        """As in `Source`.
+
+        Raises:
+          UserError: a record is bad, and the options do not say to skip it, or all are.
+        """
+        indices = np.asarray(indices, np.int64)
+        seeds = words(self._seed, np.broadcast_to(epochs, indices.shape), indices)
+        images = np.empty((len(indices), *self.element_spec["image"].shape), np.uint8)
+        labels = np.empty(len(indices), np.int32)
+
+        def fill(start: int) -> None:
+            chunk = indices[start : start + _CHUNK].tolist()
+            for place, (index, record) in enumerate(zip(chunk, self.records.read(chunk)), start):
+                images[place], labels[place] = self._example(index, record, int(seeds[place]))
+
+        # In their order, so that of several bad records it is always the first that is told.
+        for _ in self._pool.map(fill, range(0, len(indices), _CHUNK)):
+            pass
+        return {"image": images, "label": labels}
+
+    def _example(self, index: int, record: Record, seed: int) -> tuple[np.ndarray, int]:
+        """The example, or the next one that is good."""
+        for attempt in range(1, _MOST_IN_A_ROW + 1):
+            try:
+                if record.problem:
+                    raise BadImage(record.problem)
+                if not 0 <= record.label < self.num_classes:
+                    raise BadImage(
+                        f"its label is {record.label}, out of the range 0 to {self.num_classes - 1}"
+                    )
+                return self._image(index, record.content, seed), record.label
+            except BadImage as bad:
+                name = self.records.name(index)
+                if self._options.on_bad_record == "error":
+                    raise UserError(
+                        f"data set {self.name}: {name} is bad: {bad}; mend or remove it, or go on "
+                        "without such records with config.data.options.on_bad_record='skip'"
+                    ) from None
+                self.tally.skip(index, name, str(bad))
+            index = (index + 1) % len(self)
+            (record,) = self.records.read([index])
+        raise UserError(
+            f"data set {self.name}: {attempt} records in a row are bad, the last is {name}"
+        )
+
+    def _image(self, index: int, content: bytes, seed: int) -> np.ndarray:
+        # SFC64 is made in a fifth of the time that NumPy's default generator takes.
+        rng = np.random.Generator(np.random.SFC64(seed)) if self._training else None
+        image, kind = decode_crop(content, self._choose(rng), self._options.size)
+        if kind != "rgb":
+            self.tally.add(kind, index)
+        return image if rng is None else self._augment(image, rng)
+
+    def _choose(self, rng: np.random.Generator | None) -> Callable[[int, int], Box]:
+        if rng is None or self._options.crop != "inception":
+            return functools.partial(central_box, fraction=self._fraction)
+
+        def choose(height: int, width: int) -> Box:
+            box = inception_box(height, width, rng, self._options.min_area)
+            return box or central_box(height, width, self._fraction)
+
+        return choose
+
+    def _augment(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        options = self._options
+        if options.crop == "pad":
+            padded = np.pad(image, ((_PAD, _PAD), (_PAD, _PAD), (0, 0)))
+            top, left = (int(rng.random() * (2 * _PAD + 1)) for _ in range(2))
+            image = padded[top : top + options.size, left : left + options.size]
+        if options.flip and rng.random() < 0.5:
+            image = cv2.flip(image, 1)  # NumPy takes many times as long to turn pixels round
+        if self._policy is not None:
+            image = self._policy(np.ascontiguousarray(image), rng)
+        if options.erasing:
+            image = random_erasing(image, rng, options.erasing)
+        return image
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -1,0 +1,155 @@
+"""Weights of image networks as timm and torchvision keep them."""
+
+import os
+import pathlib
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load_file
+
+from lamb_tpu import models
+from lamb_tpu.errors import UserError
+
+# timm's networks that are ours, by its names. Its own efficientnet_b* have tensors of the same
+# names and shapes, but pad by the same on both sides and have another epsilon of BatchNorm.
+NETWORKS = {f"tf_efficientnet_b{index}": f"efficientnet_b{index}" for index in range(8)} | {
+    f"resnet{layers}": f"resnet{layers}" for layers in (18, 34, 50, 101, 152)
+}
+
+_LEAVES = {
+    "kernel": "weight", "scale": "weight", "bias": "bias",
+    "mean": "running_mean", "var": "running_var",
+}
+_RESNET = {
+    "stem_conv": "conv1", "stem_norm": "bn1", "output": "fc",
+    "projection": "downsample.0", "projection_norm": "downsample.1",
+}
+_EFFICIENTNET = {
+    "stem_conv": "conv_stem", "stem_norm": "bn1", "head_conv": "conv_head", "head_norm": "bn2",
+    "output": "classifier",
+    "squeeze_excite/reduce": "se.conv_reduce", "squeeze_excite/expand": "se.conv_expand",
+}
+# Of blocks with and without a convolution that expands.
+_EXPANDING = {
+    "expand": "conv_pw", "expand_norm": "bn1", "depthwise": "conv_dw", "depthwise_norm": "bn2",
+    "project": "conv_pwl", "project_norm": "bn3",
+}
+_PLAIN = {
+    "depthwise": "conv_dw", "depthwise_norm": "bn1", "project": "conv_pw", "project_norm": "bn2",
+}
+
+
+def from_timm(
+    name: str, tensors: Mapping[str, Any] | str | os.PathLike[str]
+) -> dict[str, dict[str, Any]]:
+    """The variables of a network here from its weights there.
+
+    Args:
+      name: of timm or torchvision, one of `NETWORKS`; what timm appends after a dot, as in
+        'resnet50.a1_in1k', says how it was trained and does not matter here.
+      tensors: the state dict, whose tensors may be all that `np.asarray` takes, such as those of
+        PyTorch on the CPU; or the path of a .safetensors file. The pixels that the weights expect
+        differ from one to the next: timm's `pretrained_cfg` has their mean and deviation.
+
+    Returns:
+      'params' and 'batch_stats' of `models.build(NETWORKS[name], num_classes=...)`, as float32
+      NumPy arrays; the number of classes is the output's.
+
+    Raises:
+      UserError: an unknown name; no readable file; a tensor is missing, superfluous or of another
+        shape than the network's.
+    """
+    known = name.partition(".")[0]
+    if known not in NETWORKS:
+        near = f"; did you mean tf_{known}, which is padded differently?"
+        raise UserError(
+            f"weights of {name!r} cannot be read; those of timm that can: {', '.join(NETWORKS)}"
+            f"{near if f'tf_{known}' in NETWORKS else ''}"
+        )
+    where = "the state dict"
+    if isinstance(tensors, str | os.PathLike):
+        where, tensors = str(tensors), _load(pathlib.Path(tensors))
+    output = "fc.bias" if known.startswith("resnet") else "classifier.bias"
+    # A tensor that is missing, or has no axis, is told below.
+    num_classes = (*np.shape(tensors.get(output, ())), 0)[0] or 1000
+    shapes, treedef = _expected(NETWORKS[known], num_classes)
+    missing = [item for item in shapes if item not in tensors]
+    if missing:
+        raise UserError(f"{where} lacks {len(missing)} tensor(s): {', '.join(missing[:4])}")
+    extra = [
+        item for item in tensors
+        if item not in shapes and not item.endswith(".num_batches_tracked")
+    ]
+    if extra:
+        raise UserError(f"{where} has {len(extra)} tensor(s) too many: {', '.join(extra[:4])}")
+    leaves = []
+    for item, shape in shapes.items():
+        tensor, expected = np.asarray(tensors[item]), _their_shape(item, shape)
+        if tensor.shape != expected:
+            raise UserError(
+                f"{where} has {item} of shape {tensor.shape}; of {known} it must be {expected}"
+            )
+        leaves.append(_ours(tensor.astype(np.float32), shape))
+    return jax.tree.unflatten(treedef, leaves)
+
+
+def _load(file: pathlib.Path) -> dict[str, np.ndarray]:
+    if not file.is_file():
+        raise UserError(f"there is no file {file}")
+    try:
+        return load_file(file)
+    except SafetensorError as error:
+        raise UserError(f"{file} is no complete safetensors file ({error})") from None
+
+
+def _expected(network: str, num_classes: int) -> tuple[dict[str, tuple[int, ...]], Any]:
+    """Their name and our shape of every leaf, and the tree that these are the leaves of."""
+    model = models.build(network, num_classes=num_classes)
+    # Neither the image's size nor the batch's changes a shape.
+    image = jax.ShapeDtypeStruct((1, 32, 32, 3), np.float32)
+    tree = jax.eval_shape(model.init, jax.random.key(0), image)
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
+    expanding = {path.split("/")[1] for path in paths if "/expand_norm/" in path}
+    names = [_name(path, network, expanding) for path in paths]
+    return dict(zip(names, (leaf.shape for _, leaf in leaves), strict=True)), treedef
+
+
+def _name(path: str, network: str, expanding: set[str]) -> str:
+    """Their name of our 'collection/module/.../leaf'; `expanding` are blocks that expand."""
+    _, *modules, leaf = path.split("/")
+    block = re.fullmatch(r"stage(\d+)_block(\d+)", modules[0])
+    inner = "/".join(modules[1:] if block else modules)
+    resnet = network.startswith("resnet")
+    if resnet:
+        theirs = _RESNET.get(inner) or inner.replace("norm", "bn")
+    elif block:
+        of_block = _EXPANDING if modules[0] in expanding else _PLAIN
+        theirs = {**_EFFICIENTNET, **of_block}[inner]
+    else:
+        theirs = _EFFICIENTNET[inner]
+    if block:
+        stage, index = int(block[1]), int(block[2]) - 1
+        theirs = f"layer{stage}.{index}.{theirs}" if resnet else (
+            f"blocks.{stage - 1}.{index}.{theirs}"
+        )
+    return f"{theirs}.{_LEAVES[leaf]}"
+
+
+def _their_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Outputs first; squeeze-excite's dense layers are convolutions of one pixel there."""
+    if len(shape) == 4:
+        height, width, inputs, outputs = shape
+        return outputs, inputs, height, width
+    if len(shape) == 2:
+        return (*shape[::-1], 1, 1) if ".se." in name else shape[::-1]
+    return shape
+
+
+def _ours(tensor: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    axes = (2, 3, 1, 0) if tensor.ndim == 4 else range(tensor.ndim)[::-1]
+    return np.ascontiguousarray(tensor.transpose(axes)).reshape(shape)

@@ -1,0 +1,77 @@
+"""DavidNet: the ResNet-9 of David Page's CIFAR-10 entry to DAWNBench."""
+
+import functools
+from collections.abc import Sequence
+from typing import ClassVar
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from lamb_tpu.models.lenet import max_pool_2x2
+from lamb_tpu.models.norm import BatchNorm
+
+# PyTorch's default: uniform within 1 / sqrt(inputs).
+_KERNEL_INIT = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
+_OUTPUT_SCALE = 0.125
+
+
+class DavidNet(nn.Module):
+    """3x3 convolutions of 64, 128, 256 and 512 channels, the second and last with two more each.
+
+    6,573,120 parameters for 32x32x3 inputs: github.com/davidcpage/cifar10-fast, dawn.py, and in
+    TensorFlow the network of the LAMB paper's CIFAR-10 table (github.com/fastalgo/davidnet-cifar).
+    BatchNorm and ReLU follow each convolution, also within the residual branches; 2x2 max pooling
+    follows all but the first. The output is a product without bias, times 0.125.
+
+    Convolutions compute in `dtype`; BatchNorm's statistics and the logits are float32.
+
+    Attributes:
+      num_classes: width of the output.
+      dtype: 'float32' or 'bfloat16', of the convolutions and what passes between them.
+      group_size: examples per group of BatchNorm; None for the whole batch.
+      axis_name: inside shard_map or pmap the mesh axes that split the batch; None under jit.
+      momentum, epsilon: of BatchNorm, by default PyTorch's.
+    """
+
+    image_size: ClassVar[int] = 32
+
+    num_classes: int = 10
+    dtype: str = "float32"
+    group_size: int | None = None
+    axis_name: str | Sequence[str] | None = None
+    momentum: float = 0.9
+    epsilon: float = 1e-5
+
+    @nn.compact
+    def __call__(self, inputs: jax.Array, train: bool) -> jax.Array:
+        """Float32 logits (batch, num_classes) for images (batch, height, width, channels).
+
+        Raises:
+          ValueError: height or width is no multiple of 8.
+        """
+        if any(size % 8 for size in inputs.shape[1:3]):
+            raise ValueError(
+                f"DavidNet needs height and width divisible by 8, not {inputs.shape[1:]}"
+            )
+        conv = functools.partial(
+            nn.Conv, kernel_size=(3, 3), use_bias=False, dtype=self.dtype, kernel_init=_KERNEL_INIT
+        )
+        norm = functools.partial(
+            BatchNorm, self.group_size, not train, self.axis_name, self.momentum, self.epsilon
+        )
+
+        def layer(x: jax.Array, channels: int, name: str) -> jax.Array:
+            return nn.relu(norm(name=f"{name}_norm")(conv(channels, name=f"{name}_conv")(x)))
+
+        x = layer(inputs, 64, "prep")
+        for index, channels in enumerate((128, 256, 512), start=1):
+            x = max_pool_2x2(layer(x, channels, f"layer{index}"))
+            if index != 2:
+                branch = layer(x, channels, f"layer{index}_branch1")
+                x = x + layer(branch, channels, f"layer{index}_branch2")
+        x = jnp.max(x, (1, 2)).astype(jnp.float32)
+        output = nn.Dense(
+            self.num_classes, use_bias=False, kernel_init=_KERNEL_INIT, name="output"
+        )
+        return _OUTPUT_SCALE * output(x)

@@ -1,0 +1,251 @@
+"""EfficientNet B0 to B7, as their authors wrote them for TPUs."""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from lamb_tpu.models.dropout import Dropout
+from lamb_tpu.models.norm import BatchNorm
+
+# A normal by the outputs, not cut; of a depthwise kernel the original counts one output.
+_CONV_INIT = nn.initializers.variance_scaling(2.0, "fan_out", "normal")
+_DEPTHWISE_INIT = nn.initializers.variance_scaling(2.0, "fan_in", "normal")
+# Uniform within 1 / sqrt(outputs).
+_OUTPUT_INIT = nn.initializers.variance_scaling(1 / 3, "fan_out", "uniform")
+
+
+class Stage(NamedTuple):
+    """Blocks of one width, before scaling: the first has the stride, the others none."""
+
+    count: int
+    kernel: int
+    stride: int
+    expansion: int
+    channels: int
+
+
+STEM, HEAD = 32, 1280
+STAGES = (
+    Stage(1, 3, 1, 1, 16),
+    Stage(2, 3, 2, 6, 24),
+    Stage(2, 5, 2, 6, 40),
+    Stage(3, 3, 2, 6, 80),
+    Stage(3, 5, 1, 6, 112),
+    Stage(4, 5, 2, 6, 192),
+    Stage(1, 3, 1, 6, 320),
+)
+
+
+def scaled_channels(channels: int, width: float) -> int:
+    """The nearest multiple of 8, at least 8, and up where nearest is over 10 % too few.
+
+    >>> [scaled_channels(channels, 1.1) for channels in (32, 16, 24, 1280)]
+    [32, 16, 24, 1408]
+    """
+    scaled = channels * width
+    nearest = max(8, int(scaled + 4) // 8 * 8)
+    return nearest + 8 if nearest < 0.9 * scaled else nearest
+
+
+def scaled_count(count: int, depth: float) -> int:
+    """Blocks, rounded up."""
+    return math.ceil(count * depth)
+
+
+def _conv(channels: int, kernel: int, stride: int, dtype: Any, name: str) -> nn.Conv:
+    return nn.Conv(
+        channels, (kernel, kernel), stride, padding="SAME", use_bias=False, dtype=dtype,
+        kernel_init=_CONV_INIT, name=name,
+    )
+
+
+class SqueezeExcite(nn.Module):
+    """Scales each channel of an example by what two dense layers make of all channels' means.
+
+    The original writes the two as 1x1 convolutions of one pixel.
+
+    Attributes:
+      reduced: channels between the two.
+      dtype: of the two.
+    """
+
+    reduced: int
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """(batch, height, width, channels), of the same dtype."""
+        dense = functools.partial(nn.Dense, dtype=self.dtype, kernel_init=_CONV_INIT)
+        means = jnp.mean(x, (1, 2), dtype=jnp.float32)
+        gates = dense(x.shape[-1], name="expand")(
+            nn.swish(dense(self.reduced, name="reduce")(means))
+        )
+        return x * nn.sigmoid(gates)[:, None, None]
+
+
+class Block(nn.Module):
+    """MBConv: expansion by a 1x1 convolution, a depthwise one, squeeze-excite, 1x1 projection.
+
+    Attributes:
+      channels: of the output.
+      kernel, stride: of the depthwise convolution.
+      expansion: channels within, as a multiple of the input's; at 1 there is no first convolution.
+      stochastic_depth_rate: share of the examples whose branch is dropped, if there is a shortcut.
+      norm: makes a BatchNorm.
+      dtype: of the convolutions.
+    """
+
+    channels: int
+    kernel: int
+    stride: int
+    expansion: int
+    stochastic_depth_rate: float
+    norm: Callable[..., BatchNorm]
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, inputs: jax.Array, train: bool) -> jax.Array:
+        """(batch, height, width, channels), smaller by the stride."""
+        width = inputs.shape[-1] * self.expansion
+        x = inputs
+        if self.expansion != 1:
+            x = _conv(width, 1, 1, self.dtype, "expand")(x)
+            x = nn.swish(self.norm(name="expand_norm")(x))
+        x = nn.Conv(
+            width, (self.kernel, self.kernel), self.stride, padding="SAME",
+            feature_group_count=width, use_bias=False, dtype=self.dtype,
+            kernel_init=_DEPTHWISE_INIT, name="depthwise",
+        )(x)
+        x = nn.swish(self.norm(name="depthwise_norm")(x))
+        # A quarter of the block's input, not of the expanded channels.
+        reduced = max(1, inputs.shape[-1] // 4)
+        x = SqueezeExcite(reduced, self.dtype, name="squeeze_excite")(x)
+        x = self.norm(name="project_norm")(_conv(self.channels, 1, 1, self.dtype, "project")(x))
+        if self.stride == 1 and x.shape == inputs.shape:
+            x = Dropout(self.stochastic_depth_rate, whole_examples=True)(x, train) + inputs
+        return x
+
+
+class EfficientNet(nn.Module):
+    """Tan and Le (2019): a searched network, its width, depth and image size scaled together.
+
+    Convolutions compute in `dtype`; BatchNorm's statistics, means over an image and the logits are
+    float32. Padding is TensorFlow's SAME: an odd pixel goes to the right and to the bottom.
+
+    Attributes:
+      num_classes: width of the output.
+      dropout_rate: share of the pooled features dropped in training.
+      stochastic_depth_rate: share of the examples that would skip a block after the last; the i-th
+        of n blocks, counted from 0, has i / n of it. The original calls it drop connect.
+      dtype: 'float32' or 'bfloat16', of the convolutions and what passes between them.
+      group_size: examples per group of BatchNorm; None for the whole batch.
+      axis_name: inside shard_map or pmap the mesh axes that split the batch; None under jit.
+      momentum, epsilon: of BatchNorm, by default the original's.
+
+    References:
+      Tan and Le, EfficientNet: Rethinking Model Scaling for Convolutional Neural Networks,
+        arXiv:1905.11946; models/official/efficientnet of github.com/tensorflow/tpu.
+      Huang et al., Deep Networks with Stochastic Depth, arXiv:1603.09382.
+      Wongpanich et al., Training EfficientNets at Supercomputer Scale, arXiv:2011.00071.
+    """
+
+    width: ClassVar[float]
+    depth: ClassVar[float]
+    image_size: ClassVar[int]
+
+    num_classes: int = 1000
+    dropout_rate: float = 0.2
+    stochastic_depth_rate: float = 0.2
+    dtype: str = "float32"
+    group_size: int | None = None
+    axis_name: str | Sequence[str] | None = None
+    momentum: float = 0.99
+    epsilon: float = 1e-3
+
+    @nn.compact
+    def __call__(self, inputs: jax.Array, train: bool) -> jax.Array:
+        """Float32 logits (batch, num_classes) for images (batch, height, width, channels).
+
+        Raises:
+          ValueError: a rate out of [0, 1).
+        """
+        norm = functools.partial(
+            BatchNorm, self.group_size, not train, self.axis_name, self.momentum, self.epsilon
+        )
+        x = _conv(scaled_channels(STEM, self.width), 3, 2, self.dtype, "stem_conv")(inputs)
+        x = nn.swish(norm(name="stem_norm")(x))
+        counts = [scaled_count(stage.count, self.depth) for stage in STAGES]
+        done = 0
+        for number, (stage, count) in enumerate(zip(STAGES, counts, strict=True), start=1):
+            channels = scaled_channels(stage.channels, self.width)
+            for index in range(count):
+                x = Block(
+                    channels, stage.kernel, stage.stride if index == 0 else 1, stage.expansion,
+                    self.stochastic_depth_rate * done / sum(counts), norm, self.dtype,
+                    name=f"stage{number}_block{index + 1}",
+                )(x, train)
+                done += 1
+        x = _conv(scaled_channels(HEAD, self.width), 1, 1, self.dtype, "head_conv")(x)
+        x = nn.swish(norm(name="head_norm")(x))
+        x = jnp.mean(x, (1, 2), dtype=jnp.float32)
+        x = Dropout(self.dropout_rate)(x, train)
+        return nn.Dense(self.num_classes, kernel_init=_OUTPUT_INIT, name="output")(x)
+
+
+class EfficientNetB0(EfficientNet):
+    """5,288,548 parameters for 1,000 classes."""
+
+    width, depth, image_size = 1.0, 1.0, 224
+
+
+class EfficientNetB1(EfficientNet):
+    """7,794,184 parameters for 1,000 classes."""
+
+    width, depth, image_size = 1.0, 1.1, 240
+
+
+class EfficientNetB2(EfficientNet):
+    """9,109,994 parameters for 1,000 classes."""
+
+    width, depth, image_size = 1.1, 1.2, 260
+    dropout_rate: float = 0.3
+
+
+class EfficientNetB3(EfficientNet):
+    """12,233,232 parameters for 1,000 classes."""
+
+    width, depth, image_size = 1.2, 1.4, 300
+    dropout_rate: float = 0.3
+
+
+class EfficientNetB4(EfficientNet):
+    """19,341,616 parameters for 1,000 classes."""
+
+    width, depth, image_size = 1.4, 1.8, 380
+    dropout_rate: float = 0.4
+
+
+class EfficientNetB5(EfficientNet):
+    """30,389,784 parameters for 1,000 classes."""
+
+    width, depth, image_size = 1.6, 2.2, 456
+    dropout_rate: float = 0.4
+
+
+class EfficientNetB6(EfficientNet):
+    """43,040,704 parameters for 1,000 classes."""
+
+    width, depth, image_size = 1.8, 2.6, 528
+    dropout_rate: float = 0.5
+
+
+class EfficientNetB7(EfficientNet):
+    """66,347,960 parameters for 1,000 classes."""
+
+    width, depth, image_size = 2.0, 3.1, 600
+    dropout_rate: float = 0.5

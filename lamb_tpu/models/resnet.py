@@ -1,0 +1,157 @@
+"""ResNet v1.5, as MLPerf and torchvision have it, for photographs and for small images."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from lamb_tpu.models.norm import BatchNorm
+
+STEMS = ("imagenet", "cifar")
+# He et al. (2015) by the outputs. torchvision does the same.
+_CONV_INIT = nn.initializers.variance_scaling(2.0, "fan_out", "normal")
+_OUTPUT_INIT = nn.initializers.normal(0.01)
+
+
+def _conv(channels: int, kernel: int, stride: int, dtype: Any, name: str) -> nn.Conv:
+    """A convolution without bias, padded by the same on both sides, unlike TensorFlow's SAME."""
+    return nn.Conv(
+        channels, (kernel, kernel), stride, padding=kernel // 2, use_bias=False, dtype=dtype,
+        kernel_init=_CONV_INIT, name=name,
+    )
+
+
+class Block(nn.Module):
+    """A residual branch of convolutions, each with BatchNorm, and its shortcut.
+
+    Attributes:
+      layers: (kernel, channels) of each convolution of the branch.
+      stride: of the first 3x3 of them and of the shortcut; in a bottleneck that is what makes v1.5.
+      norm: makes a BatchNorm.
+      dtype: of the convolutions.
+      zero_gamma: see `ResNet`.
+    """
+
+    layers: Sequence[tuple[int, int]]
+    stride: int
+    norm: Callable[..., BatchNorm]
+    dtype: Any
+    zero_gamma: bool
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """(batch, height, width, channels) from the like, smaller by the stride."""
+        y, shortcut, stride, last = x, x, self.stride, len(self.layers)
+        for index, (kernel, channels) in enumerate(self.layers, start=1):
+            y = _conv(channels, kernel, stride if kernel == 3 else 1, self.dtype, f"conv{index}")(y)
+            if kernel == 3:
+                stride = 1
+            if index < last:
+                y = nn.relu(self.norm(name=f"norm{index}")(y))
+        zeros, ones = nn.initializers.zeros, nn.initializers.ones
+        y = self.norm(scale_init=zeros if self.zero_gamma else ones, name=f"norm{last}")(y)
+        if shortcut.shape != y.shape:
+            projection = _conv(y.shape[-1], 1, self.stride, self.dtype, "projection")
+            shortcut = self.norm(name="projection_norm")(projection(shortcut))
+        return nn.relu(y + shortcut)
+
+
+class ResNet(nn.Module):
+    """He et al. (2016) with the stride of a bottleneck in its 3x3 convolution, called v1.5.
+
+    Convolutions compute in `dtype`; BatchNorm's statistics, the pooled features and the logits are
+    float32. Weights start as in Goyal et al., the output's from a normal of deviation 0.01.
+
+    Attributes:
+      num_classes: width of the output.
+      stem: 'imagenet', a 7x7 convolution of stride 2 and 3x3 max pooling of stride 2; or 'cifar', a
+        3x3 convolution alone, for images of 32x32 or 64x64.
+      zero_gamma: the last scale of a branch starts at 0, so that every block starts as its shortcut
+        (Goyal et al.; MLPerf); torchvision starts it at 1.
+      dtype: 'float32' or 'bfloat16', of the convolutions and what passes between them.
+      group_size: examples per group of BatchNorm; None for the whole batch.
+      axis_name: inside shard_map or pmap the mesh axes that split the batch; None under jit.
+      momentum, epsilon: of BatchNorm, by default as in MLPerf and torchvision.
+
+    References:
+      He et al., Deep Residual Learning for Image Recognition, arXiv:1512.03385.
+      Goyal et al., Accurate, Large Minibatch SGD, arXiv:1706.02677.
+    """
+
+    blocks: ClassVar[tuple[int, ...]]
+    bottleneck: ClassVar[bool]
+    image_size: ClassVar[int] = 224
+
+    num_classes: int = 1000
+    stem: str = "imagenet"
+    zero_gamma: bool = True
+    dtype: str = "float32"
+    group_size: int | None = None
+    axis_name: str | Sequence[str] | None = None
+    momentum: float = 0.9
+    epsilon: float = 1e-5
+
+    @nn.compact
+    def __call__(self, inputs: jax.Array, train: bool) -> jax.Array:
+        """Float32 logits (batch, num_classes) for images (batch, height, width, channels).
+
+        Raises:
+          ValueError: a field has a value that cannot be.
+        """
+        if self.stem not in STEMS:
+            raise ValueError(f"stem is {self.stem!r}; known: {', '.join(STEMS)}")
+        if type(self.zero_gamma) is not bool:
+            raise ValueError(f"zero_gamma must be True or False, not {self.zero_gamma!r}")
+        norm = functools.partial(
+            BatchNorm, self.group_size, not train, self.axis_name, self.momentum, self.epsilon
+        )
+        photographs = self.stem == "imagenet"
+        kernel, stride = (7, 2) if photographs else (3, 1)
+        x = _conv(64, kernel, stride, self.dtype, "stem_conv")(inputs)
+        x = nn.relu(norm(name="stem_norm")(x))
+        if photographs:
+            x = nn.max_pool(x, (3, 3), (2, 2), ((1, 1), (1, 1)))
+        for stage, count in enumerate(self.blocks):
+            width = 64 * 2**stage
+            layers = ((1, width), (3, width), (1, 4 * width))
+            if not self.bottleneck:
+                layers = ((3, width), (3, width))
+            for index in range(count):
+                stride = 2 if stage > 0 and index == 0 else 1
+                name = f"stage{stage + 1}_block{index + 1}"
+                x = Block(layers, stride, norm, self.dtype, self.zero_gamma, name=name)(x)
+        x = jnp.mean(x, (1, 2), dtype=jnp.float32)
+        return nn.Dense(self.num_classes, kernel_init=_OUTPUT_INIT, name="output")(x)
+
+
+class ResNet18(ResNet):
+    """11,689,512 parameters for 1,000 classes."""
+
+    blocks, bottleneck = (2, 2, 2, 2), False
+
+
+class ResNet34(ResNet):
+    """21,797,672 parameters for 1,000 classes."""
+
+    blocks, bottleneck = (3, 4, 6, 3), False
+
+
+class ResNet50(ResNet):
+    """25,557,032 parameters for 1,000 classes."""
+
+    blocks, bottleneck = (3, 4, 6, 3), True
+
+
+class ResNet101(ResNet):
+    """44,549,160 parameters for 1,000 classes."""
+
+    blocks, bottleneck = (3, 4, 23, 3), True
+
+
+class ResNet152(ResNet):
+    """60,192,808 parameters for 1,000 classes."""
+
+    blocks, bottleneck = (3, 8, 36, 3), True

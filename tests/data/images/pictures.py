@@ -1,0 +1,51 @@
+"""Pictures made up for tests, and their encodings."""
+
+import io
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+
+def smooth(height: int, width: int, seed: int = 0) -> np.ndarray:
+    """uint8 (height, width, 3): a few random colours that run into each other, like a photograph.
+
+    Left and right, top and bottom differ, so that a flip or a shift is seen.
+    """
+    coarse = np.random.default_rng(seed).integers(0, 256, (7, 9, 3), np.uint8)
+    return np.asarray(Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC))
+
+
+def encode(pixels: np.ndarray, kind: str = "rgb", **options: Any) -> bytes:
+    """A JPEG of quality 90 of the pixels, or of their grey or CMYK form; or a PNG."""
+    picture = Image.fromarray(pixels)
+    if kind == "png":
+        return _save(picture, "PNG", options)
+    picture = picture.convert({"rgb": "RGB", "grey": "L", "cmyk": "CMYK"}[kind])
+    return _save(picture, "JPEG", {"quality": 90} | options)
+
+
+def decode(content: bytes) -> np.ndarray:
+    """Pillow's pixels of the whole picture, uint8 (height, width, 3)."""
+    with Image.open(io.BytesIO(content)) as picture:
+        return np.asarray(picture.convert("RGB"))
+
+
+def bilinear(pixels: np.ndarray, size: int) -> np.ndarray:
+    """float64 (size, size, 3): each result pixel's centre between the four nearest centres."""
+
+    def along(values: np.ndarray) -> np.ndarray:
+        length = len(values)
+        at = np.clip((np.arange(size) + 0.5) * length / size - 0.5, 0, length - 1)
+        low = np.minimum(at.astype(int), length - 2) if length > 1 else np.zeros(size, int)
+        share = (at - low)[:, None, None]
+        return values[low] * (1 - share) + values[np.minimum(low + 1, length - 1)] * share
+
+    rows = along(pixels.astype(np.float64))
+    return along(rows.transpose(1, 0, 2)).transpose(1, 0, 2)
+
+
+def _save(picture: Image.Image, format: str, options: dict[str, Any]) -> bytes:
+    buffer = io.BytesIO()
+    picture.save(buffer, format, **options)
+    return buffer.getvalue()

@@ -1,0 +1,59 @@
+"""The command that looks through a set of photographs."""
+
+import pathlib
+
+import pytest
+
+from lamb_tpu.data.images.check import main
+from tests import tiny
+from tests.data.images.pictures import encode, smooth
+
+
+@pytest.fixture
+def folder(tmp_path: pathlib.Path) -> pathlib.Path:
+    """Forty good pictures of a and b, one of them grey."""
+    for index in range(40):
+        path = tmp_path / "train" / "ab"[index % 2] / f"{index:02d}.JPEG"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(encode(smooth(20, 30, index), "grey" if index == 3 else "rgb"))
+    return tmp_path
+
+
+def test_all_is_well(folder: pathlib.Path) -> None:
+    done = tiny.command("lamb_tpu.data.images.check", f"--dir={folder}")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "40 pictures of 2 classes: 39 in colour, 1 grey\n"
+
+
+def test_what_is_wrong_is_named(folder: pathlib.Path, capsys: pytest.CaptureFixture) -> None:
+    train = folder / "train"
+    whole = (train / "b" / "05.JPEG").read_bytes()
+    middle = len(whole) * 2 // 3
+    (train / "b" / "05.JPEG").write_bytes(whole[:middle] + bytes(range(60)) + whole[middle + 60 :])
+    (train / "a" / "10.JPEG").write_bytes(b"")
+    (train / "a" / "12.JPEG").write_bytes(encode(smooth(20, 30), "png"))
+    (train / "b" / "39.JPEG").write_bytes(encode(smooth(20, 30), "cmyk"))
+    (train / "c").mkdir()
+    assert main([f"--dir={folder}"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(f"bad\t{train} has no picture of 1 of 3 classes: c")
+    assert lines[1:3] == [
+        f"bad\t{train}/a/10.JPEG\tthe file is empty", f"png\t{train}/a/12.JPEG"
+    ]
+    assert lines[3].startswith(f"bad\t{train}/b/05.JPEG\tCorrupt JPEG data")
+    assert lines[4:] == [
+        f"cmyk\t{train}/b/39.JPEG",
+        "40 pictures of 3 classes: 35 in colour, 1 grey, 1 CMYK, 1 PNG, 2 bad",
+    ]
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (["--dir=nowhere"], "error: config.data.dir=nowhere is no folder"),
+    (["--name=digits"], "error: config.data.options.on_bad_record is unknown; digits has none"),
+    (["--nam=digits"], "error: unrecognized arguments: --nam=digits; see --help"),
+])
+def test_mistakes(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture
+) -> None:
+    assert main(arguments) == 2
+    assert capsys.readouterr().err.startswith(message)

@@ -1,0 +1,99 @@
+"""Boxes: the distribution of the random ones, the place of the central ones."""
+
+import math
+
+import numpy as np
+import pytest
+
+from lamb_tpu.data.images.crops import Box, central_box, inception_box, tpu_fraction
+
+DRAWS = 20_000
+
+
+def heights_by_definition(height: int, width: int, min_area: float) -> np.ndarray:
+    """float64 (height + 1,): how likely a box's height is, summed over a grid of aspect ratios."""
+    shares = np.zeros(height + 2)
+    least = min_area * height * width
+    for ratio in np.linspace(3 / 4, 4 / 3, 2001):
+        low = round(math.sqrt(least / ratio))
+        allowed = [h for h in range(low, height + 1) if round(h * ratio) <= width]
+        for h in allowed:  # where rounding leaves too little, it is one row more
+            shares[h + (h * round(h * ratio) < least)] += 1 / len(allowed)
+    return shares[:-1] / shares.sum()
+
+
+@pytest.mark.parametrize("height, width, min_area", [(75, 100, 0.08), (90, 60, 0.3)])
+def test_heights_are_uniform_over_what_fits(height: int, width: int, min_area: float) -> None:
+    rng = np.random.default_rng(0)
+    boxes = [inception_box(height, width, rng, min_area) for _ in range(DRAWS)]
+    found = np.bincount([box.height for box in boxes], minlength=height + 1) / DRAWS
+    expected = heights_by_definition(height, width, min_area)
+    # Four standard deviations of a count, and what the grid of ratios leaves.
+    assert (np.abs(found - expected) < 4 * np.sqrt(expected / DRAWS) + 2e-3).all()
+    ratios = np.array([box.width / box.height for box in boxes])
+    assert abs(ratios.mean() - (3 / 4 + 4 / 3) / 2) < 0.01
+    # Uniform ratios have a standard deviation of a twelfth's root of their range.
+    assert abs(ratios.std() - (4 / 3 - 3 / 4) / math.sqrt(12)) < 0.01
+
+
+def test_boxes_keep_within_their_bounds() -> None:
+    rng = np.random.default_rng(1)
+    for _ in range(3000):
+        height, width = (int(side) for side in rng.integers(40, 200, 2))
+        box = inception_box(height, width, rng, 0.2)
+        if box is None:
+            assert max(height / width, width / height) > 3
+            continue
+        assert 0 <= box.top <= height - box.height and 0 <= box.left <= width - box.width
+        assert 0.2 * height * width <= box.height * box.width
+        # Rounding moves a side by up to half a pixel.
+        assert (box.width + 0.5) / box.height >= 3 / 4
+        assert (box.width - 0.5) / box.height <= 4 / 3
+
+
+def test_every_place_is_as_likely() -> None:
+    rng = np.random.default_rng(2)
+    tops = [[] for _ in range(25)]
+    lefts = [[] for _ in range(31)]
+    for _ in range(DRAWS):
+        box = inception_box(24, 30, rng, 0.3)
+        tops[box.height].append(box.top)
+        lefts[box.width].append(box.left)
+    for side, places in ((24, tops), (30, lefts)):
+        for length, found in enumerate(places):
+            if len(found) > 500:
+                counts = np.bincount(found, minlength=side - length + 1)
+                expected = len(found) / (side - length + 1)
+                assert len(counts) == side - length + 1
+                assert (np.abs(counts - expected) < 4.5 * np.sqrt(expected)).all()
+
+
+def test_the_whole_and_the_smallest() -> None:
+    rng = np.random.default_rng(3)
+    assert inception_box(1, 1, rng) == Box(0, 0, 1, 1)
+    whole = [inception_box(30, 30, rng, 1.0) for _ in range(300)]
+    assert Box(0, 0, 30, 30) in whole and set(whole) <= {Box(0, 0, 30, 30), None}
+
+
+def test_where_no_box_fits_there_is_none() -> None:
+    rng = np.random.default_rng(4)
+    assert inception_box(20, 400, rng) is None and inception_box(400, 20, rng) is None
+    # 4/3 of 20 by 20 is 0.083 of 20 by 320; most attempts fail, some of ten succeed.
+    found = [inception_box(20, 320, rng) for _ in range(300)]
+    assert 30 < sum(box is not None for box in found) < 290
+
+
+@pytest.mark.parametrize("height, width, fraction, expected", [
+    (375, 500, 0.875, Box(24, 86, 328, 328)),  # of the TPU code: int(0.875 * 375), (47 + 1) // 2
+    (500, 375, 0.875, Box(86, 24, 328, 328)),
+    (64, 64, 1.0, Box(0, 0, 64, 64)),
+    (256, 341, 0.875, Box(16, 59, 224, 224)),
+    (1, 9, 0.5, Box(0, 4, 1, 1)),
+])
+def test_centre(height: int, width: int, fraction: float, expected: Box) -> None:
+    assert central_box(height, width, fraction) == expected
+
+
+def test_fraction_of_the_tpu_code() -> None:
+    assert tpu_fraction(224) == 0.875
+    assert [round(tpu_fraction(size), 4) for size in (260, 456)] == [0.8904, 0.9344]

@@ -1,0 +1,218 @@
+"""Decoding a part equals decoding all of it and cutting, and what is damaged is told."""
+
+import io
+
+import numpy as np
+import pytest
+import simplejpeg
+from PIL import Image
+
+from lamb_tpu.data.images import jpeg
+from lamb_tpu.data.images.crops import Box
+from lamb_tpu.data.images.jpeg import BadImage, decode_crop, decode_whole
+from tests.data.images.pictures import bilinear, decode, encode, smooth
+from tests.shared import shared
+
+CODINGS = {
+    "4:4:4": {"subsampling": 0},
+    "4:2:2": {"subsampling": 1},
+    "4:2:0": {"subsampling": 2},
+    "progressive": {"subsampling": 2, "progressive": True},
+    "with restarts": {"subsampling": 2, "restart_marker_blocks": 3},
+}
+
+
+def apart(found: np.ndarray, expected: np.ndarray) -> int:
+    assert found.shape == expected.shape
+    return int(np.abs(found.astype(int) - expected.astype(int)).max())
+
+
+def part(content: bytes, box: Box, size: int) -> np.ndarray:
+    image, _ = decode_crop(content, lambda height, width: box, size)
+    assert image.shape == (size, size, 3) and image.dtype == np.uint8
+    return image
+
+
+def cut(pixels: np.ndarray, box: Box) -> np.ndarray:
+    return pixels[box.top : box.top + box.height, box.left : box.left + box.width]
+
+
+@pytest.mark.parametrize("kind", ["rgb", "grey"])
+@pytest.mark.parametrize("coding", CODINGS)
+def test_rows_below_the_crop_change_nothing(coding: str, kind: str) -> None:
+    noise = np.random.default_rng(1).integers(-40, 41, (187, 251, 3))
+    pixels = np.clip(smooth(187, 251) + noise, 0, 255).astype(np.uint8)
+    content = encode(pixels, kind, **CODINGS[coding])
+    whole = decode(content)
+    for bottom in (40, 47, 48, 49, 64, 95, 96, 97, 160, 176, 187):
+        for size in (16, 40):
+            box = Box(bottom - size, 251 - size - bottom % 3, size, size)
+            assert apart(part(content, box, size), cut(whole, box)) <= 1
+
+
+def test_height_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, real = [], simplejpeg.decode_jpeg
+
+    def spy(content: bytes, *arguments: object, **named: object) -> np.ndarray:
+        asked.append((simplejpeg.decode_jpeg_header(content)[:2], named["min_height"]))
+        return real(content, *arguments, **named)
+
+    monkeypatch.setattr(jpeg.simplejpeg, "decode_jpeg", spy)
+    content = encode(smooth(400, 600))
+    part(content, Box(10, 0, 90, 90), 90)
+    part(content, Box(0, 0, 200, 200), 90)
+    part(content, Box(0, 0, 361, 361), 90)
+    part(content, Box(300, 0, 90, 90), 90)
+    part(encode(smooth(400, 600), subsampling=0), Box(10, 0, 90, 90), 90)
+    assert asked == [
+        ((112, 600), 112), ((208, 600), 104), ((368, 600), 92), ((400, 600), 400), ((104, 600), 104)
+    ]
+
+
+@pytest.mark.parametrize("height, width", [(60, 90), (33, 33), (97, 65), (65, 130)])
+def test_resized_as_by_the_formula(height: int, width: int) -> None:
+    content = encode(smooth(150, 200))
+    box = Box(20, 30, height, width)
+    expected = bilinear(cut(decode(content), box), 65)
+    # OpenCV computes with weights of 11 bits.
+    assert np.abs(part(content, box, 65) - expected).max() < 1.6
+
+
+@pytest.mark.parametrize("times", [2, 3, 5, 9])
+def test_reduced_scale_is_close_to_averaging_all_pixels(times: int) -> None:
+    size, shrink = 32, {2: 2, 3: 2, 5: 4, 9: 8}[times]
+    side = times * size + 5
+    content = encode(smooth(side + 60, side + 90), subsampling=2)
+    # Edges are rounded outwards to whole pixels of the scale.
+    top, left = 17, 26
+    edges = [at // shrink * shrink for at in (left, top)]
+    edges += [-(-at // shrink) * shrink for at in (left + side, top + side)]
+    whole = Image.fromarray(decode(content)).crop(edges)
+    expected = np.asarray(whole.resize((size, size), Image.Resampling.BILINEAR)).astype(int)
+    found = part(content, Box(top, left, side, side), size)
+    difference = np.abs(found - expected)
+    assert difference.mean() < 2 and difference.max() < 12
+    assert np.abs(found[:, ::-1] - expected).mean() > 20
+
+
+def test_other_kinds_are_converted() -> None:
+    pixels = smooth(50, 70)
+    box = Box(3, 5, 40, 40)
+    for kind, tolerance in (("grey", 0), ("cmyk", 0), ("png", 0)):
+        content = encode(pixels, kind)
+        image, found = decode_crop(content, lambda height, width: box, 40)
+        assert found == kind and apart(image, cut(decode(content), box)) <= tolerance
+        whole, found = decode_whole(content)
+        assert found == kind and apart(whole, decode(content)) <= tolerance
+    assert decode_crop(encode(pixels), lambda height, width: box, 40)[1] == "rgb"
+
+
+@pytest.mark.parametrize("colour", [(250, 10, 20), (10, 240, 30), (5, 20, 245), (200, 200, 30)])
+def test_colours_keep_their_places(colour: tuple[int, int, int]) -> None:
+    for kind in ("rgb", "cmyk", "png"):
+        content = encode(np.full((40, 40, 3), colour, np.uint8), kind)
+        image, _ = decode_crop(content, lambda height, width: Box(0, 0, 16, 16), 16)
+        assert np.abs(image.astype(int) - colour).max() <= 4, kind
+
+
+def test_alpha_and_palette_are_dropped() -> None:
+    pixels = smooth(20, 20)
+    alpha = np.dstack([pixels, np.full((20, 20), 7, np.uint8)])
+    assert apart(decode_whole(encode(alpha, "png"))[0], pixels) == 0
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).quantize(256).save(buffer, "PNG")
+    assert apart(decode_whole(buffer.getvalue())[0], decode(buffer.getvalue())) == 0
+
+
+def test_orientation_is_not_followed_and_what_stands_behind_is_passed_over() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # rotated by a quarter
+    content = encode(smooth(40, 60), exif=exif)
+    assert decode_whole(content)[0].shape == (40, 60, 3)
+    box = Box(0, 0, 16, 16)
+    behind = part(content + b"\0" * 99, box, 16)
+    np.testing.assert_array_equal(behind, part(content, box, 16))
+
+
+def with_thumbnail(pixels: np.ndarray) -> bytes:
+    """A JPEG that holds another one, with an end of its own, in its header."""
+    inner = b"Exif\0\0" + encode(smooth(16, 16))
+    segment = b"\xff\xe1" + (len(inner) + 2).to_bytes(2, "big") + inner
+    content = encode(pixels)
+    return content[:2] + segment + content[2:]
+
+
+PIXELS = np.clip(
+    smooth(90, 120) + np.random.default_rng(0).integers(-60, 61, (90, 120, 3)), 0, 255
+).astype(np.uint8)
+JPEG, PNG, CMYK = encode(PIXELS), encode(PIXELS, "png"), encode(PIXELS, "cmyk")
+
+
+@pytest.mark.parametrize("content, reason", [
+    (b"", "the file is empty"),
+    (b"not a picture at all", "it is no JPEG and no PNG"),
+    (JPEG[:1], "it is no JPEG and no PNG"),
+    (JPEG[:2], "begins as a JPEG and has no complete header"),
+    (JPEG[:100], "begins as a JPEG and has no complete header"),
+    (JPEG[: len(JPEG) * 3 // 4], "ends before its end marker"),
+    (JPEG[:-2], "ends before its end marker"),
+    (with_thumbnail(PIXELS)[:-2], "ends before its end marker"),
+    (JPEG[: len(JPEG) // 3] + b"\xff\xd9", "Corrupt JPEG data: premature end|Premature end"),
+    (JPEG.replace(b"\x00\x5a\x00\x78", b"\0\0\0\0", 1), "its header tells no size"),
+    (PNG[: len(PNG) // 2], "."),
+    (CMYK[: len(CMYK) // 2], "ends before its end marker"),
+    (b"GIF89a" + bytes(50), "it is no JPEG and no PNG"),
+])
+def test_bad_content(content: bytes, reason: str) -> None:
+    box = Box(20, 20, 70, 70)  # to the last row, so that all of the picture is decoded
+    for attempt in (lambda: part(content, box, 32), lambda: decode_whole(content)):
+        with pytest.raises(BadImage, match=reason):
+            attempt()
+
+
+@pytest.mark.parametrize("share", [0.3, 0.4, 0.6, 0.8])
+def test_damage_shows_where_all_is_decoded(share: float) -> None:
+    at = int(share * len(JPEG))
+    content = JPEG[:at] + bytes(range(100, 200)) + JPEG[at + 100 :]
+    with pytest.raises(BadImage, match="Corrupt JPEG data"):
+        decode_whole(content)
+    # Above the damage the picture is whole.
+    box = Box(0, 0, 16, 16)
+    np.testing.assert_array_equal(part(content, box, 16), part(JPEG, box, 16))
+
+
+def test_bytes_left_over_are_let_pass() -> None:
+    content = JPEG[:-2] + bytes(range(1, 31)) + JPEG[-2:]
+    box = Box(26, 20, 64, 64)
+    np.testing.assert_array_equal(part(content, box, 32), part(JPEG, box, 32))
+    with pytest.raises(BadImage, match=" extraneous bytes"):
+        decode_whole(content)
+
+
+def test_a_header_within_the_header_is_no_header() -> None:
+    content = with_thumbnail(PIXELS)
+    np.testing.assert_array_equal(decode_whole(content)[0], decode(JPEG))
+
+
+def test_pictures_keep_their_memory() -> None:
+    box = Box(0, 0, 90, 90)
+    other = encode(255 - PIXELS)
+    ways = (lambda content: part(content, box, 90), lambda content: decode_whole(content)[0])
+    for decoded in ways:
+        first = decoded(JPEG)
+        before = first.copy()
+        assert (decoded(other) != before).any()
+        np.testing.assert_array_equal(first, before)
+
+
+def test_photographs() -> None:
+    rng = np.random.default_rng(0)
+    paths = sorted(shared("data", "imagenet_sample").glob("*.JPEG"))[::40]
+    assert len(paths) == 10
+    for path in paths:
+        content = path.read_bytes()
+        whole = decode(content)
+        side = min(whole.shape[:2]) // 2
+        top, left = (int(rng.integers(0, extent - side)) for extent in whole.shape[:2])
+        box = Box(top, left, side, side)
+        assert apart(part(content, box, side), cut(whole, box)) <= 1

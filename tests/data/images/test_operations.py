@@ -1,0 +1,173 @@
+"""The operations of the policies against Pillow, and by hand where Pillow has none."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image, ImageEnhance, ImageOps
+
+from lamb_tpu.data.images import operations
+from tests.shared import shared
+
+
+@pytest.fixture(scope="module", params=["made", "photograph"])
+def image(request: pytest.FixtureRequest) -> np.ndarray:
+    """Noise on a gradient, each channel with its own range; or a real photograph."""
+    if request.param == "photograph":
+        path = shared("data", "imagenet_sample", "n01440764_tench.JPEG")
+        return np.asarray(Image.open(path).convert("RGB"))
+    rng = np.random.default_rng(0)
+    gradient = np.linspace(20, 230, 61)[:, None, None] * np.array([1.0, 0.6, 0.3])
+    noisy = gradient + rng.normal(0, 12, (61, 47, 3))
+    return np.clip(noisy, 0, 240).astype(np.uint8)
+
+
+def grey_levels(found: np.ndarray, expected: Any) -> int:
+    """The largest difference."""
+    assert found.dtype == np.uint8
+    return int(np.abs(found.astype(int) - np.asarray(expected)).max())
+
+
+@pytest.mark.parametrize("name, of_pillow", [
+    ("autocontrast", ImageOps.autocontrast),
+    ("equalize", ImageOps.equalize),
+    ("invert", ImageOps.invert),
+])
+def test_whole_image(image: np.ndarray, name: str, of_pillow: Callable[..., Any]) -> None:
+    found = getattr(operations, name)(image)
+    assert grey_levels(found, of_pillow(Image.fromarray(image))) == 0
+    # The photograph's darkest and brightest values are 0 and 255 already.
+    assert grey_levels(found, image) > 5 or name == "autocontrast" and np.ptp(image) == 255
+
+
+@pytest.mark.parametrize("name, of_pillow, arguments", [
+    ("posterize", ImageOps.posterize, (1, 2, 3, 4, 8)),
+    ("solarize", ImageOps.solarize, (0, 1, 76, 128, 255, 256)),
+])
+def test_of_a_number(
+    image: np.ndarray, name: str, of_pillow: Callable[..., Any], arguments: tuple[int, ...]
+) -> None:
+    found = [getattr(operations, name)(image, argument) for argument in arguments]
+    for argument, one in zip(arguments, found, strict=True):
+        assert grey_levels(one, of_pillow(Image.fromarray(image), argument)) == 0
+    assert grey_levels(found[-1], image) == 0 < grey_levels(found[0], image)
+
+
+def test_posterize_keeps_one_bit_at_least(image: np.ndarray) -> None:
+    np.testing.assert_array_equal(operations.posterize(image, 0), image // 128 * 128)
+
+
+@pytest.mark.parametrize("addition", [0, 33, 110, 200])
+def test_solarize_add(image: np.ndarray, addition: int) -> None:
+    expected = image.astype(int)
+    expected[expected < 128] += addition
+    assert grey_levels(operations.solarize_add(image, addition), expected.clip(0, 255)) == 0
+
+
+@pytest.mark.parametrize("factor", [0.0, 0.1, 0.46, 1.0, 1.36, 1.9])
+@pytest.mark.parametrize("name", ["color", "contrast", "brightness", "sharpness"])
+def test_factors(image: np.ndarray, name: str, factor: float) -> None:
+    found = getattr(operations, name)(image, factor)
+    enhancer = getattr(ImageEnhance, name.capitalize())(Image.fromarray(image))
+    assert grey_levels(found, enhancer.enhance(factor)) <= 1
+    assert (grey_levels(found, image) == 0) == (factor == 1)
+
+
+def test_factors_round(image: np.ndarray) -> None:
+    found = operations.brightness(image, 0.46)
+    assert grey_levels(found, np.rint(np.float64(image) * 0.46)) == 0
+    # By hand: grey is 0.299 R + 0.587 G + 0.114 B.
+    grey = image @ np.array([0.299, 0.587, 0.114])
+    for factor in (0.1, 1.9):
+        expected = np.clip(grey[..., None] + factor * (image - grey[..., None]), 0, 255)
+        # OpenCV rounds the factors too, to a 1,024th.
+        assert np.abs(operations.color(image, factor) - expected).max() < 0.5 + 3 * 255 / 2048
+    mean = math.floor(np.rint(grey).mean() + 0.5)
+    expected = np.clip(mean + 1.9 * (np.float64(image) - mean), 0, 255)
+    assert grey_levels(operations.contrast(image, 1.9), np.rint(expected)) == 0
+
+
+def test_contrast_starts_from_the_mean_not_from_the_size() -> None:
+    dark = np.full((224, 224, 3), 10, np.uint8)  # 224 * 224 / 256 is 196
+    np.testing.assert_array_equal(operations.contrast(dark, 0.1), dark)
+
+
+MOVES = [
+    ("rotate", 17.0), ("rotate", -30.0), ("shear_x", 0.27), ("shear_x", -0.3), ("shear_y", 0.12),
+    ("translate_x", 13.0), ("translate_x", -20.3), ("translate_y", 9.0), ("translate_y", 1000.0),
+]
+
+
+@pytest.mark.parametrize("name, argument", MOVES)
+def test_moves(image: np.ndarray, name: str, argument: float) -> None:
+    height, width = image.shape[:2]
+    found = getattr(operations, name)(image, argument)
+    # From where each pixel comes: a row of factors of x, y and 1, for x and for y.
+    cos, sin = math.cos(math.radians(argument)), math.sin(math.radians(argument))
+    x, y = (width - 1) / 2, (height - 1) / 2
+    (xx, xy, x1), (yx, yy, y1) = {
+        "rotate": ((cos, -sin, x - cos * x + sin * y), (sin, cos, y - sin * x - cos * y)),
+        "shear_x": ((1, argument, 0), (0, 1, 0)),
+        "shear_y": ((1, 0, 0), (argument, 1, 0)),
+        "translate_x": ((1, 0, argument), (0, 1, 0)),
+        "translate_y": ((1, 0, 0), (0, 1, argument)),
+    }[name]
+    # Pillow counts from the corner of a pixel, this from its centre.
+    corner = (xx, xy, x1 + 0.5 - (xx + xy) / 2, yx, yy, y1 + 0.5 - (yx + yy) / 2)
+    drawn = Image.fromarray(image)
+    expected = np.asarray(drawn.transform(
+        drawn.size, Image.Transform.AFFINE, corner, Image.Resampling.NEAREST,
+        fillcolor=(128, 128, 128),
+    ))
+    # Half way between two pixels either is the nearest.
+    column, row = np.meshgrid(np.arange(width), np.arange(height))
+    sources = np.stack([xx * column + xy * row + x1, yx * column + yy * row + y1])
+    clear = (np.abs(sources % 1 - 0.5) > 0.01).all(0)
+    assert clear.mean() > 0.9
+    np.testing.assert_array_equal(found[clear], expected[clear])
+    if name == "rotate":
+        pillows = drawn.rotate(argument, fillcolor=(128, 128, 128))
+        assert (found != np.asarray(pillows)).any(-1).mean() < 0.05
+    outside = (sources < -0.51).any(0) | (sources[0] > width - 0.49) | (sources[1] > height - 0.49)
+    assert outside.any() and (found[outside] == 128).all()
+
+
+@pytest.mark.parametrize("half, row, column", [(0, 5, 5), (4, 30, 20), (9, 0, 46), (500, 60, 0)])
+def test_cutout(image: np.ndarray, half: int, row: int, column: int) -> None:
+    found = operations.cutout(image, half, row, column)
+    y, x = np.mgrid[: image.shape[0], : image.shape[1]]
+    inside = (y - row >= -half) & (y - row < half) & (x - column >= -half) & (x - column < half)
+    expected = np.where(inside[..., None], 128, image)
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("name", ["autocontrast", "equalize"])
+def test_channel_of_one_value_stays(name: str) -> None:
+    image = np.zeros((8, 8, 3), np.uint8) + np.uint8([0, 77, 255])
+    image[:4, :, 0] = 9
+    found = getattr(operations, name)(image)
+    np.testing.assert_array_equal(found[..., 1:], image[..., 1:])
+    assert grey_levels(found, getattr(ImageOps, name)(Image.fromarray(image))) == 0
+
+
+ALL = [
+    ("autocontrast",), ("equalize",), ("invert",), ("posterize", 3), ("solarize", 99),
+    ("solarize_add", 50), ("color", 0.5), ("contrast", 0.5), ("brightness", 0.5),
+    ("sharpness", 0.5), *MOVES, ("cutout", 9, 3, 3),
+]
+
+
+@pytest.mark.parametrize("call", ALL, ids=str)
+def test_image_given_stays_and_may_be_a_view(image: np.ndarray, call: tuple[Any, ...]) -> None:
+    name, *arguments = call
+    mirrored = image[:, ::-1]  # as a flip leaves it
+    before = mirrored.copy()
+    found = getattr(operations, name)(mirrored, *arguments)
+    np.testing.assert_array_equal(mirrored, before)
+    assert not np.shares_memory(found, image)
+    assert found.shape == image.shape and found.dtype == np.uint8
+    np.testing.assert_array_equal(found, getattr(operations, name)(before, *arguments))
+    one = np.full((1, 1, 3), 200, np.uint8)
+    assert getattr(operations, name)(one, *arguments).shape == (1, 1, 3)

@@ -1,0 +1,32 @@
+"""Counts of what is out of the ordinary, and what of it is told."""
+
+import logging
+
+import pytest
+
+from lamb_tpu.data.images.tally import Tally
+
+
+def test_each_example_counts_once() -> None:
+    tally = Tally("own")
+    assert [tally.add("grey", index) for index in (4, 9, 4)] == [1, 2, 0]
+    assert tally.add("cmyk", 4) == 1
+    assert tally.counts() == {"cmyk": 1, "grey": 2}
+
+
+def test_bad_records_are_named_and_then_only_counted(caplog: pytest.LogCaptureFixture) -> None:
+    tally = Tally("own:train")
+    with caplog.at_level(logging.WARNING):
+        for index in range(70):
+            for _ in range(2):  # met again in the next epoch
+                tally.skip(index, f"file {index}", "it is no JPEG and no PNG")
+    told = [record.getMessage() for record in caplog.records]
+    assert told[0] == (
+        "data set own:train: file 0 is left out, and the next one stands in for it: it is no JPEG "
+        "and no PNG (1 so far)"
+    )
+    assert [text.split()[4] for text in told[:20]] == [str(index) for index in range(20)]
+    assert told[20:] == [
+        "data set own:train: 32 records are left out", "data set own:train: 64 records are left out"
+    ]
+    assert tally.counts() == {"bad": 70}

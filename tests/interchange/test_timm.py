@@ -1,0 +1,98 @@
+"""The same weights here and in timm or torchvision give the same logits, by as many products.
+
+Run by `make test-interchange`; skipped where PyTorch and timm are not installed.
+"""
+
+import pathlib
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from lamb_tpu import models
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+timm = pytest.importorskip("timm", reason="timm is not installed")
+torchvision = pytest.importorskip("torchvision", reason="torchvision is not installed")
+import safetensors.torch  # noqa: E402
+
+from lamb_tpu.models.convert import NETWORKS, from_timm  # noqa: E402
+from lamb_tpu.models.listing import describe  # noqa: E402
+
+# Of TensorFlow's padding an odd and an even size differ at each of five strides.
+IMAGES = np.random.default_rng(0).uniform(-2, 2, (3, 75, 90, 3)).astype(np.float32)
+
+
+def randomised(network: Any) -> Any:
+    """Random weights of a size that keeps activations near 1, and BatchNorm's own statistics.
+
+    Those are a batch's, changed a little: with others activations would grow or vanish from layer
+    to layer, and the logits with them.
+    """
+    generator = torch.Generator().manual_seed(1)
+
+    def noise(tensor: Any) -> Any:
+        return torch.rand(tensor.shape, generator=generator)
+
+    with torch.no_grad():
+        for module in network.modules():
+            if isinstance(module, torch.nn.BatchNorm2d):
+                module.weight.copy_(0.5 + noise(module.weight))
+                module.bias.copy_(noise(module.bias) - 0.5)
+                module.momentum = 1.0
+            elif getattr(module, "bias", None) is not None:
+                module.bias.copy_(noise(module.bias) - 0.5)
+        network.train()(torch.from_numpy(IMAGES.transpose(0, 3, 1, 2)))
+        for module in network.modules():
+            if isinstance(module, torch.nn.BatchNorm2d):
+                shift = 0.1 * (noise(module.running_mean) - 0.5)
+                module.running_mean.add_(shift * module.running_var.sqrt())
+                module.running_var.mul_(1.0 + 0.2 * noise(module.running_var))
+    return network.eval()
+
+
+def assert_agree(network: Any, name: str, tensors: Any) -> None:
+    with torch.no_grad():
+        theirs = network(torch.from_numpy(IMAGES.transpose(0, 3, 1, 2))).numpy()
+    model = models.build(NETWORKS[name], num_classes=theirs.shape[-1])
+    variables = from_timm(name, tensors)
+    ours = jax.jit(lambda v, x: model.apply(v, x, train=False)[0])(variables, IMAGES)
+    assert 0.05 < np.std(theirs, 0).mean() < 10  # images are told apart
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["tf_efficientnet_b0", "tf_efficientnet_b1", "resnet18",
+                                  "resnet50"])
+def test_logits_are_those_of_timm(name: str) -> None:
+    torch.manual_seed(0)
+    network = randomised(timm.create_model(name, num_classes=11))
+    assert_agree(network, name, network.state_dict())
+
+
+@pytest.mark.parametrize("name", ["resnet34", "resnet50"])
+def test_logits_are_those_of_torchvision(name: str, tmp_path: pathlib.Path) -> None:
+    torch.manual_seed(0)
+    network = randomised(getattr(torchvision.models, name)(num_classes=7))
+    file = tmp_path / "model.safetensors"
+    safetensors.torch.save_file(network.state_dict(), file)
+    assert_agree(network, name, file)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_multiply_adds_and_parameters(name: str) -> None:
+    ours = describe(NETWORKS[name])
+    found = []
+
+    def count(layer: Any, inputs: Any, output: Any) -> None:
+        del inputs
+        found.append(output[0].numel() * layer.weight[0].numel())
+
+    with torch.device("meta"):
+        network = timm.create_model(name).eval()
+        for layer in network.modules():
+            if isinstance(layer, torch.nn.Conv2d | torch.nn.Linear):
+                layer.register_forward_hook(count)
+        network(torch.zeros(1, 3, *ours.input_shape[:2]))
+    assert ours.multiply_adds == sum(found)
+    assert ours.parameters == sum(parameter.numel() for parameter in network.parameters())

@@ -1,0 +1,60 @@
+"""DavidNet against a forward pass in NumPy, and how it starts. See also test_image_networks.py."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from lamb_tpu.models.davidnet import DavidNet
+from tests.models import numpy_layers
+
+IMAGES = np.random.default_rng(1).normal(size=(2, 8, 16, 3)).astype(np.float32)
+
+
+def forward(tree: Any, x: np.ndarray) -> np.ndarray:
+    params, stats = tree["params"], tree["batch_stats"]
+
+    def layer(x: np.ndarray, name: str) -> np.ndarray:
+        y = numpy_layers.conv(x, params[f"{name}_conv"]["kernel"], 1, ((1, 1), (1, 1)))
+        norm = f"{name}_norm"
+        return np.maximum(numpy_layers.norm(y, params[norm], stats[norm], 1e-5), 0)
+
+    def pooled(x: np.ndarray) -> np.ndarray:
+        return numpy_layers.max_pool(x, 2, 2)
+
+    x = layer(x, "prep")
+    x = pooled(layer(x, "layer1"))
+    x = x + layer(layer(x, "layer1_branch1"), "layer1_branch2")
+    x = pooled(layer(x, "layer2"))
+    x = pooled(layer(x, "layer3"))
+    x = x + layer(layer(x, "layer3_branch1"), "layer3_branch2")
+    return 0.125 * x.max((1, 2)) @ params["output"]["kernel"]
+
+
+def test_forward_pass() -> None:
+    module = DavidNet(num_classes=5)
+    tree = numpy_layers.variables(module, IMAGES)
+    found = jax.jit(lambda v, x: module.apply(v, x, train=False))(tree, IMAGES)
+    expected = forward(tree, IMAGES)
+    assert np.std(expected[0] - expected[1]) > 0.1
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_first_values() -> None:
+    inputs = {"prep_conv": 27, "layer2_conv": 9 * 128, "output": 512}
+
+    @jax.jit
+    def draw(key: jax.Array) -> dict[str, jax.Array]:
+        params = DavidNet().init(key, IMAGES, train=False)["params"]
+        return {name: params[name]["kernel"] for name in inputs}
+
+    for name, kernel in draw(jax.random.key(0)).items():
+        bound = 1 / np.sqrt(inputs[name])
+        assert 0.99 * bound < np.abs(kernel).max() < bound * (1 + 1e-6)
+        assert abs(np.std(kernel) / (bound / np.sqrt(3)) - 1) < 0.03
+
+
+def test_sizes_that_cannot_be_halved() -> None:
+    with pytest.raises(ValueError, match="needs height and width divisible by 8, not .28, 28, 1"):
+        numpy_layers.variables(DavidNet(), np.zeros((1, 28, 28, 1), np.float32))

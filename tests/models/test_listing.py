@@ -1,0 +1,86 @@
+"""What each network costs, against published parameters and an independent count of products."""
+
+import doctest
+import json
+
+import pytest
+
+from lamb_tpu import models
+from lamb_tpu.models import listing
+from lamb_tpu.models.__main__ import main
+from lamb_tpu.models.listing import describe
+
+# Parameters as published. Multiply-adds of timm's networks, which tests/interchange/test_timm.py
+# counts by hooks on PyTorch's layers.
+PUBLISHED = {
+    "efficientnet_b0": (5_288_548, 385_814_752, 224),
+    "efficientnet_b1": (7_794_184, 686_802_832, 240),
+    "efficientnet_b2": (9_109_994, 993_561_872, 260),
+    "efficientnet_b3": (12_233_232, 1_827_141_392, 300),
+    "efficientnet_b4": (19_341_616, 4_393_771_024, 380),
+    "efficientnet_b5": (30_389_784, 10_266_384_752, 456),
+    "efficientnet_b6": (43_040_704, 19_067_593_536, 528),
+    "efficientnet_b7": (66_347_960, 37_745_884_192, 600),
+    "resnet18": (11_689_512, 1_814_073_344, 224),
+    "resnet34": (21_797_672, 3_663_761_408, 224),
+    "resnet50": (25_557_032, 4_089_184_256, 224),
+    "resnet101": (44_549_160, 7_801_405_440, 224),
+    "resnet152": (60_192_808, 11_513_626_624, 224),
+    # By hand: five of its convolutions have as many as the second.
+    "davidnet": (6_573_120, 32**2 * 64 * 27 + 5 * 32**2 * 128 * 576 + 5_120, 32),
+}
+# Billions of multiply-adds in Table 2 of arXiv:1905.11946 and Table 1 of arXiv:1512.03385, which
+# call them FLOPs; the latter has v1, whose bottlenecks have their stride in the first convolution.
+PAPERS = {
+    "efficientnet_b0": 0.39, "efficientnet_b1": 0.70, "efficientnet_b2": 1.0,
+    "efficientnet_b3": 1.8, "efficientnet_b4": 4.2, "efficientnet_b5": 9.9,
+    "efficientnet_b6": 19, "efficientnet_b7": 37, "resnet18": 1.8, "resnet34": 3.6,
+    "resnet50": 3.8, "resnet101": 7.6, "resnet152": 11.3,
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_networks(name: str) -> None:
+    parameters, multiply_adds, size = PUBLISHED[name]
+    assert describe(name) == (name, parameters, multiply_adds, (size, size, 3))
+    assert f"{parameters:,} parameters" in models.MODULES[name].__doc__
+    if name in PAPERS:
+        assert multiply_adds == pytest.approx(1e9 * PAPERS[name], rel=0.08)
+
+
+def test_other_networks() -> None:
+    described = {name: describe(name) for name in set(models.MODULES) - set(PUBLISHED)}
+    assert set(described) == {"bert", "lenet", "lenet5", "mlp"}
+    # BERT Base with both heads of pre-training, and 20 masked words.
+    layer = 4 * 768**2 + 2 * 768 * 3072 + 2 * 128 * 768
+    heads = 20 * (768**2 + 768 * 30522) + 768**2 + 2 * 768
+    types = 128 * 2 * 768
+    expected = ("bert", 110_106_428, 12 * 128 * layer + heads + types, (128,))
+    assert described["bert"] == expected
+    assert described["lenet"].parameters == 3_274_634
+    assert described["mlp"].multiply_adds == 784 * 128 + 128 * 64 + 64 * 10
+
+
+def test_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    few = {name: models.MODULES[name] for name in ("bert", "davidnet", "lenet5")}
+    monkeypatch.setattr(models, "MODULES", few)
+    assert main([]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["model", "parameters", "multiply-adds", "input"]
+    assert [line.split()[0] for line in lines[1:]] == list(few)
+    assert lines[1].endswith("  128 tokens")
+    assert lines[2].split(maxsplit=3) == ["davidnet", "6,573,120", "379,261,952", "32 x 32 x 3"]
+    assert main(["--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert [item["name"] for item in listed] == list(few)
+    assert listed[1] == {
+        "name": "davidnet", "parameters": 6_573_120, "multiply_adds": 379_261_952,
+        "input_shape": [32, 32, 3],
+    }
+    with pytest.raises(SystemExit) as caught:
+        main(["--jsn"])
+    assert caught.value.code == 2 and "unrecognized arguments: --jsn" in capsys.readouterr().err
+
+
+def test_docstrings() -> None:
+    assert doctest.testmod(listing) == (0, 2)
