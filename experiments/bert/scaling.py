@@ -3,14 +3,14 @@
   python -m experiments.bert.scaling --data_dir=DATA --runs=DIR
   python -m experiments.bert.scaling --runs=DIR --train=false
 
-A BERT of 4 layers and 256 units reads the same number of examples of 128 tokens at every batch
-from 64 to 4,096: the range of 64 times that the LAMB paper has from 512 to 32,768, with its warm-up
-from 1/320 of the run to 1/5. Each optimizer's rate is chosen at batch 64, from three, and carried
-to the others by a rule: for LAMB by the square root (that is LEGW), for AdamW by the square root or
-linearly, both with LAMB's warm-up. DATA holds the folders `train` and `validation` that
-`python -m lamb_tpu.data.prepare_text` made, with one vocabulary. Every cell is a resumable run in a
-workdir of its own below DIR; complete ones are not run again. Records go into scaling.jsonl, the
-table and the picture into scaling.md and scaling.png, in experiments/bert.
+A BERT of 4 layers reads the same number of examples of 128 tokens at every batch from 64 to 4,096:
+the range of 64 times that the LAMB paper has from 512 to 32,768, with its warm-up from 1/320 of the
+run to 1/5. Each optimizer's rate is chosen at batch 64, from three by runs of a quarter of the
+length, and carried to the others by a rule: for LAMB by the square root (that is LEGW), for AdamW
+by the square root or linearly, both with LAMB's warm-up. DATA holds the folders `train` and
+`validation` that `python -m lamb_tpu.data.prepare_text` made, with one vocabulary. Every cell is a
+resumable run in a workdir of its own below DIR; complete ones are not run again. Records go into
+scaling.jsonl, the table and the picture into scaling.md and scaling.png, in experiments/bert.
 """
 
 import json
@@ -48,6 +48,7 @@ class Cell(NamedTuple):
     batch: int
     rate: float
     examples: int
+    hidden_size: int
     seed: int
 
     @property
@@ -56,28 +57,26 @@ class Cell(NamedTuple):
         return "-".join(map(str, self))
 
 
-def tuning_cells(examples: int) -> list[Cell]:
-    """The runs at the base batch that choose the rates, by the held-out text."""
+def tuning_cells(examples: int, hidden_size: int) -> list[Cell]:
+    """The runs at the base batch that choose the rates of the study that reads `examples`."""
     return [
-        Cell(optimizer, "sqrt", BASE_BATCH, rate, examples, 0)
+        Cell(optimizer, "sqrt", BASE_BATCH, rate, examples // 4, hidden_size, 0)
         for optimizer, grid in GRIDS.items() for rate in grid
     ]
 
 
-def best_rates(records: Iterable[dict[str, Any]], examples: int) -> dict[str, float]:
-    """Of each optimizer the rate with the lowest held-out loss at the base batch.
+def best_rates(records: Iterable[dict[str, Any]], wanted: list[Cell]) -> dict[str, float]:
+    """Of each optimizer the rate with the lowest held-out loss in the runs of `tuning_cells`.
 
     Raises:
-      UserError: a run of `tuning_cells` is not there.
+      UserError: one of them is not there.
     """
-    wanted = tuning_cells(examples)
     found = {tuple(record[field] for field in Cell._fields): record for record in records}
     missing = [cell.name for cell in wanted if cell not in found]
     if missing:
         raise UserError(
-            f"{len(missing)} of {len(wanted)} runs that choose the rates for "
-            f"--examples={examples} are not there, {missing[0]} among them; run them without "
-            "--train=false"
+            f"{len(missing)} of {len(wanted)} runs that choose the rates are not there, "
+            f"{missing[0]} among them; run them without --train=false"
         )
     return {
         optimizer: min(
@@ -88,14 +87,16 @@ def best_rates(records: Iterable[dict[str, Any]], examples: int) -> dict[str, fl
     }
 
 
-def cells(examples: int, seeds: Iterable[int], rates: Mapping[str, float]) -> list[Cell]:
+def cells(
+    examples: int, hidden_size: int, seeds: Iterable[int], rates: Mapping[str, float]
+) -> list[Cell]:
     """All of the study; at the base batch AdamW's two rules are one and the same run."""
-    found = []
-    for seed in seeds:
-        for optimizer, scaling in (("lamb", "sqrt"), ("adamw", "sqrt"), ("adamw", "linear")):
-            for batch in BATCHES:
-                if (scaling, batch) != ("linear", BASE_BATCH):
-                    found.append(Cell(optimizer, scaling, batch, rates[optimizer], examples, seed))
+    lines = (("lamb", "sqrt"), ("adamw", "sqrt"), ("adamw", "linear"))
+    found = [
+        Cell(optimizer, scaling, batch, rates[optimizer], examples, hidden_size, seed)
+        for seed in seeds for optimizer, scaling in lines for batch in BATCHES
+        if (scaling, batch) != ("linear", BASE_BATCH)
+    ]
     # The large batches first: they are what the study is about, and none waits for another.
     return sorted(found, key=lambda cell: -cell.batch)
 
@@ -108,7 +109,14 @@ def make_config(cell: Cell, data_dir: str | None) -> ConfigDict:
     config.accumulation_steps = cell.batch // MICROBATCH
     config.duration = f"{cell.examples} examples"
     config.data.dir = data_dir
-    config.model.dtype = "float32"
+    # Words alone, and what few updates want: nothing is read twice, and the moments move on.
+    config.data.options.next_sentence = False
+    config.model.update({
+        "heads": ("mlm",), "hidden_size": cell.hidden_size, "num_heads": cell.hidden_size // 64,
+        "intermediate_size": 4 * cell.hidden_size, "dropout_rate": 0.0,
+        "attention_dropout_rate": 0.0, "dtype": "float32",
+    })
+    config.optimizer.b2 = 0.98
     if data_dir is not None:
         vocabulary = Vocabulary.read(pathlib.Path(data_dir) / "train" / "vocab.txt")
         config.model.vocab_size = len(vocabulary)
@@ -142,7 +150,6 @@ def collect(runs: pathlib.Path, wanted: Iterable[Cell]) -> list[dict[str, Any]]:
             "updates": evals[-1]["step"],
             "mlm_loss": evals[-1]["mlm_loss"],
             "mlm_accuracy": evals[-1]["mlm_accuracy"],
-            "nsp_accuracy": evals[-1]["nsp_accuracy"],
             "curve": [[e["step"] * cell.batch, round(e["mlm_loss"], 4)] for e in evals],
             "train_loss": training["loss"],
             "seconds": round(training["seconds"], 1),
@@ -180,12 +187,17 @@ def main() -> None:
     values = flags.FLAGS
     runs = pathlib.Path(values.runs).expanduser()
     records = read_records(RECORDS) if RECORDS.exists() else []
-    records = _run(tuning_cells(values.examples), records, runs)
-    rates = best_rates(records, values.examples)
-    records = _run(cells(values.examples, map(int, values.seeds), rates), records, runs)
-    text = scaling_page.page(records, values.examples, rates)
+    size = values.examples, values.hidden_size
+    tuning = tuning_cells(*size)
+    records = _run(tuning, records, runs)
+    rates = best_rates(records, tuning)
+    wanted = cells(*size, map(int, values.seeds), rates)
+    records = _run(wanted, records, runs)
+    shown, tuned = ([r for r in records if Cell(*(r[f] for f in Cell._fields)) in of]
+                    for of in (wanted, tuning))
+    text = scaling_page.page(shown, tuned)
     (FOLDER / "scaling.md").write_text(text)
-    scaling_page.draw(records, values.examples, rates, FOLDER / "scaling.png")
+    scaling_page.draw(shown, FOLDER / "scaling.png")
     print(text)
 
 
@@ -193,6 +205,7 @@ if __name__ == "__main__":
     flags.DEFINE_string("runs", "runs/bert_scaling", "Folder with one workdir a run.")
     flags.DEFINE_string("data_dir", None, "Folder with the prepared texts train and validation.")
     flags.DEFINE_integer("examples", 65_536, "Examples that each run reads.", lower_bound=4096)
+    flags.DEFINE_integer("hidden_size", 256, "Units, of 64 a head.", lower_bound=64)
     flags.DEFINE_list("seeds", ["0"], "Seeds to train.")
     flags.DEFINE_bool("train", True, "Whether to train what is missing before collecting.")
     cli.run_main(main)

@@ -2,7 +2,7 @@
 
 import pathlib
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -17,16 +17,13 @@ LINES = {
 }
 
 
-def _line(
-    records: Sequence[Record], examples: int, rates: Mapping[str, float], line: tuple[str, str]
-) -> list[Record]:
+def _line(records: Sequence[Record], line: tuple[str, str]) -> list[Record]:
     """A line's records; at the smallest batch, the base of both rules, AdamW's run is one."""
     base = min((record["batch"] for record in records), default=0)
     optimizer, scaling = line
     return [
         record for record in records
-        if record["optimizer"] == optimizer and record["examples"] == examples
-        and record["rate"] == rates[optimizer]
+        if record["optimizer"] == optimizer
         and (record["scaling"] == scaling or record["batch"] == base)
     ]
 
@@ -35,25 +32,18 @@ def _mean(records: Sequence[Record], key: str) -> float:
     return statistics.mean(record[key] for record in records)
 
 
-def page(records: Sequence[Record], examples: int, rates: Mapping[str, float]) -> str:
-    """The Markdown page.
-
-    Args:
-      records: of all runs.
-      examples: those shown read as many.
-      rates: of each optimizer, those that won at the smallest batch.
-    """
-    records = [record for record in records if record["examples"] == examples]
-    vocabulary = " or ".join(sorted({f"{record['vocabulary']:,}" for record in records}))
+def page(records: Sequence[Record], tuning: Sequence[Record]) -> str:
+    """The Markdown page: records of the study, of one length, and those that chose its rates."""
+    examples, width = records[0]["examples"], records[0]["hidden_size"]
     lines = [
         "# A small BERT on books, batch 64 to 4,096",
         "",
-        "4 layers, 256 units, 128 tokens, 20 predictions, next-sentence prediction, dropout 0.1,",
-        f"float32; {examples:,} examples at every batch, microbatches of 64. Trained on 190 books",
-        f"in the public domain (94.1 MB), vocabulary of {vocabulary}; measured on WikiText-2's",
-        "validation and test text, all of it, always with the same masks. Rates were chosen at",
-        "batch 64 and carried by the rule; warm-up 1/320 of the run at 64 to 1/5 at 4,096, linear",
-        "decay. Mean over the seeds.",
+        f"4 layers, {width} units, 128 tokens, 20 predictions, full sentences, no dropout, b2",
+        f"0.98, float32; {examples:,} examples at every batch, microbatches of 64, less than an",
+        "epoch. Trained on 190 books in the public domain (94.1 MB), vocabulary of",
+        f"{records[0]['vocabulary']:,}; measured on WikiText-2's validation and test text, all of",
+        "it, always with the same masks. Rates were chosen at batch 64 and carried by the rule;",
+        "warm-up 1/320 of the run at 64 to 1/5 at 4,096, linear decay. Mean over the seeds.",
         "",
         "| batch | updates | "
         + " | ".join(f"{name}: rate | loss | accuracy" for name, *_ in LINES.values()) + " |",
@@ -63,7 +53,7 @@ def page(records: Sequence[Record], examples: int, rates: Mapping[str, float]) -
     for batch in batches:
         cells = []
         for line in LINES:
-            found = [r for r in _line(records, examples, rates, line) if r["batch"] == batch]
+            found = [r for r in _line(records, line) if r["batch"] == batch]
             if not found:
                 cells += ["not run", "-", "-"]
                 continue
@@ -75,54 +65,48 @@ def page(records: Sequence[Record], examples: int, rates: Mapping[str, float]) -
             ]
         lines.append(f"| {batch:,} | {examples // batch:,} | {' | '.join(cells)} |")
     lines += ["", "Held-out masked-word loss in nats, and accuracy. ![](scaling.png)", ""]
-    tuning = sorted(
-        (r for r in records if r["batch"] == batches[0] and r["seed"] == 0),
-        key=lambda r: (r["optimizer"], r["rate"]),
-    )
     lines += [
         "## How the rates were chosen",
         "",
-        f"Batch {batches[0]}, seed 0, the same held-out text.",
+        f"Batch {tuning[0]['batch']}, {tuning[0]['examples']:,} examples, seed 0, the same "
+        "held-out text.",
         "",
         "| optimizer | rate | loss | accuracy |",
         "| --- | ---: | ---: | ---: |",
         *(
             f"| {r['optimizer']} | {r['rate']} | {r['mlm_loss']:.3f} | {r['mlm_accuracy']:.2%} |"
-            for r in tuning
+            for r in sorted(tuning, key=lambda r: (r["optimizer"], r["rate"]))
         ),
         "",
     ]
     seeds = sorted({str(record["seed"]) for record in records})
-    minutes = sum(record["seconds"] for record in records) / 60
+    minutes = sum(record["seconds"] for record in (*records, *tuning)) / 60
     machines = sorted({f"{r['devices']} x {r['device']}, {r['cores']} cores" for r in records})
     versions = sorted({f"jax {r['jax']} at commit {r['commit']}" for r in records})
     lines += [
         f"Machine: {'; '.join(machines)}; {minutes:.0f} minutes of runs in all. Seeds: "
         f"{', '.join(seeds)}. Versions: {'; '.join(versions)}.",
         "",
-        f"Command: `python -m experiments.bert.scaling --data_dir=DATA --examples={examples}`. "
-        "Records: scaling.jsonl.",
+        f"Command: `python -m experiments.bert.scaling --data_dir=DATA --examples={examples} "
+        f"--hidden_size={width}`. Records: scaling.jsonl.",
         "",
     ]
     return "\n".join(lines)
 
 
-def draw(
-    records: Sequence[Record], examples: int, rates: Mapping[str, float], path: pathlib.Path
-) -> None:
+def draw(records: Sequence[Record], path: pathlib.Path) -> None:
     """Draws held-out loss against the batch, and over the examples at the largest batch.
 
     Args:
-      records: of all runs.
-      examples: those drawn read as many.
-      rates: as in `page`.
+      records: of the study.
       path: the PNG.
     """
+    examples = records[0]["examples"]
     figure = Figure(figsize=(11, 4.8), dpi=150, layout="constrained")
     left, right = figure.subplots(1, 2)
-    batches = sorted({r["batch"] for r in records if r["examples"] == examples})
+    batches = sorted({record["batch"] for record in records})
     for line, (name, color, marker) in LINES.items():
-        found = _line(records, examples, rates, line)
+        found = _line(records, line)
         points = {
             batch: _mean(at, "mlm_loss")
             for batch in batches if (at := [r for r in found if r["batch"] == batch])
@@ -137,7 +121,7 @@ def draw(
     left.set_ylabel("held-out masked-word loss (nats)")
     left.set_title(f"after {examples:,} examples")
     right.set_xlabel("examples read")
-    right.set_title(f"at batch {batches[-1]:,}" if batches else "")
+    right.set_title(f"at batch {batches[-1]:,}")
     for axes in (left, right):
         axes.grid(alpha=0.3)
         axes.legend()

@@ -14,7 +14,7 @@ from lamb_tpu.recipe import resolve
 
 def test_a_rule_carries_the_rate_from_the_smallest_batch():
     rates = {"lamb": 0.004, "adamw": 0.001}
-    cells = scaling.cells(65_536, [0], rates)
+    cells = scaling.cells(65_536, 128, [0], rates)
     assert len({cell.name for cell in cells}) == len(cells) == 11
     peaks = {}
     for cell in cells:
@@ -33,18 +33,16 @@ def test_a_rule_carries_the_rate_from_the_smallest_batch():
 
 
 def test_the_rates_are_those_that_won_at_the_smallest_batch():
-    grid = scaling.tuning_cells(65_536)
-    assert {(cell.batch, cell.examples) for cell in grid} == {(64, 65_536)}
+    grid = scaling.tuning_cells(65_536, 128)
+    assert {(cell.batch, cell.examples) for cell in grid} == {(64, 16_384)}
     won = {"lamb": 0.005, "adamw": 0.002}
     records = [
         cell._asdict() | {"mlm_loss": 5.0 if cell.rate == won[cell.optimizer] else 6.0}
         for cell in grid
     ]
-    assert scaling.best_rates(records, 65_536) == won
-    # They are cells of the study, and are not run twice.
-    assert len(set(grid) & set(scaling.cells(65_536, [0], won))) == 2
-    with pytest.raises(UserError, match="1 of 6 runs that choose the rates .* are not there"):
-        scaling.best_rates(records[1:], 65_536)
+    assert scaling.best_rates(records, grid) == won
+    with pytest.raises(UserError, match="1 of 6 runs that choose the rates are not there"):
+        scaling.best_rates(records[1:], grid)
 
 
 def _write(folder: pathlib.Path, loss: float, steps: int) -> None:
@@ -62,29 +60,29 @@ def _write(folder: pathlib.Path, loss: float, steps: int) -> None:
 
 def test_page_of_the_complete_runs(tmp_path):
     rates = {"lamb": 0.01, "adamw": 0.001}
-    cells = scaling.cells(65_536, [0, 1], rates)
+    cells = scaling.cells(65_536, 128, [0, 1], rates)
     for number, cell in enumerate(cells):
         _write(tmp_path / cell.name, 5 + number, cell.examples // cell.batch)
     unfinished = cells[-1]
     metrics = tmp_path / unfinished.name / "metrics.jsonl"
     metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:-1]))
-    (tuned, *_) = (cell for cell in scaling.tuning_cells(65_536) if cell not in cells)
+    tuned = scaling.tuning_cells(65_536, 128)[0]
     _write(tmp_path / tuned.name, 7.5, tuned.examples // tuned.batch)
 
-    records = scaling.collect(tmp_path, [*cells, tuned])
-    assert len(records) == len(cells)
+    records = scaling.collect(tmp_path, cells)
+    assert len(records) == len(cells) - 1
     again = scaling.merge(records, [records[0] | {"mlm_loss": 1.0}])
     assert len(again) == len(records) and 1.0 in {record["mlm_loss"] for record in again}
-    text = scaling_page.page(records, 65_536, rates)
+    text = scaling_page.page(records, scaling.collect(tmp_path, [tuned]))
     rows = {line.split(" | ")[0].strip("| "): line for line in text.splitlines() if "% |" in line}
     large = [n for n, cell in enumerate(cells) if cell[:3] == ("lamb", "sqrt", 4096)]
     assert f"0.08 | {5 + sum(large) / 2:.3f} | 25.00% |" in rows["4,096"]
     assert "| lamb | 0.005 | 7.500 | 25.00% |" in text and "not run" not in text
-    assert "vocabulary of 8,192;" in text
+    assert "\n8,192; measured" in text and "128 units" in text
     # At the smallest batch both lines of AdamW show the one run that there is.
     assert rows["64"].split(" | ")[5:8] == [cell.strip(" |") for cell in
                                              rows["64"].split(" | ")[8:11]]
-    scaling_page.draw(records, 65_536, rates, tmp_path / "picture.png")
+    scaling_page.draw(records, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").read_bytes()[:4] == b"\x89PNG"
 
 
