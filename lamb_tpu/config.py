@@ -19,6 +19,8 @@ FREE_KEYS = (
     "guards.", "mesh.", "parallel.backend", "parallel.rules", "parallel.optimizer_state",
     "init_from",
 )
+# What an evaluation of its own may change besides.
+EVAL_FREE_KEYS = (*FREE_KEYS, "data.eval_split")
 
 
 def base_config() -> ConfigDict:
@@ -259,11 +261,39 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+def unflatten(flat: Mapping[str, Any]) -> ConfigDict:
+    """The config of which `flatten` made `flat`, locked; what is not in it is as in the base."""
+    nested: dict[str, Any] = {}
+    for path, value in flat.items():
+        *sections, key = path.split(".")
+        section = nested
+        for name in sections:
+            section = section.setdefault(name, {})
+        section[key] = value
+    config = base_config()
+    with config.unlocked():
+        _overlay(config, nested, "config")
+    return config
+
+
+def _overlay(config: ConfigDict, nested: Mapping[str, Any], path: str) -> None:
+    for key, value in nested.items():
+        old = config.get(key)
+        if isinstance(old, ConfigDict) and f"{path}.{key}" not in _OWN_FIELDS:
+            _overlay(old, value, f"{path}.{key}")
+        elif isinstance(value, dict):
+            config[key] = ConfigDict(value)
+        else:  # JSON has no tuples
+            config[key] = tuple(value) if isinstance(old, tuple) else value
+
+
+def differences(
+    old: Mapping[str, Any], new: Mapping[str, Any], free_keys: tuple[str, ...] = FREE_KEYS
+) -> list[str]:
     """One line for each key whose value differs between two flattened configs, free keys aside."""
     lines = []
     for key in sorted(old.keys() | new.keys()):
-        free = re.sub(r"^phases\.[^.]+\.", "", key).startswith(FREE_KEYS)
+        free = re.sub(r"^phases\.[^.]+\.", "", key).startswith(free_keys)
         if old.get(key) != new.get(key) and not free:
             lines.append(f"{key}: {old.get(key)!r} there, {new.get(key)!r} now")
     return lines

@@ -1,13 +1,17 @@
-"""Evaluates a checkpoint of a workdir on the config's evaluation split, every example once.
+"""Evaluates a checkpoint of a workdir on its run's evaluation split, every example once.
 
-  python -m lamb_tpu.evaluate --config=configs/digits.py --workdir=DIR
+  python -m lamb_tpu.evaluate --workdir=DIR
+  python -m lamb_tpu.evaluate --workdir=DIR --split=test --step=best
+  python -m lamb_tpu.evaluate --workdir=DIR --config=configs/digits.py --config.data.dir=ELSEWHERE
 
-The config must be the one the run was started with. Prints one JSON object. What a task keeps of
-its predictions, such as predictions.json, goes into DIR.
+Prints one JSON object. What a task keeps of its predictions, such as predictions.json, goes into
+DIR; those of another split than the run's as SPLIT_predictions.json. --config is the run's own, for
+keys that may differ, such as where the data lies; all its overrides have to be given again.
 """
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,6 +24,7 @@ from ml_collections import ConfigDict
 from lamb_tpu import cli, data, distributed
 from lamb_tpu.best import Best
 from lamb_tpu.checkpoint import Checkpoints
+from lamb_tpu.config import unflatten
 from lamb_tpu.errors import UserError
 from lamb_tpu.metrics import fetched, mean_metrics
 from lamb_tpu.parallel import mesh as mesh_lib
@@ -31,7 +36,10 @@ from lamb_tpu.workdir import Workdir
 
 
 def make_evaluator(
-    run: Run, between: Callable[[], None] = lambda: None, keep_files: bool = False
+    run: Run,
+    between: Callable[[], None] = lambda: None,
+    keep_files: bool = False,
+    files_prefix: str = "",
 ) -> Callable[[TrainState], dict[str, float]]:
     """A function of the state to the task's metrics over every example of the evaluation set.
 
@@ -44,6 +52,7 @@ def make_evaluator(
       between: called before each batch, by all processes before the same ones; may raise.
       keep_files: the first process writes the files that a `HostScored` task makes into the run's
         folder; those of the averages as 'ema_predictions.json' beside 'predictions.json'.
+      files_prefix: set before their names.
     """
     task, num_examples = run.task, len(run.eval_set)
     is_scored = isinstance(task, HostScored)
@@ -94,7 +103,7 @@ def make_evaluator(
             metrics |= {prefix + name: value for name, value in scores.items()}
             for name, text in files.items():
                 if keep_files:
-                    run.folder.write_file(prefix + name, text)
+                    run.folder.write_file(files_prefix + prefix + name, text)
         return metrics
 
     return evaluate
@@ -111,21 +120,33 @@ def metric_names(run: Run) -> list[str]:
 
 
 def evaluate_checkpoint(
-    config: ConfigDict, workdir: str | os.PathLike[str], step: int | str | None = None
+    config: ConfigDict | None,
+    workdir: str | os.PathLike[str],
+    step: int | str | None = None,
+    split: str | None = None,
 ) -> dict[str, float]:
     """Metrics of a checkpoint, with `step`, its update, among them; the task's files are written.
 
     Args:
-      config: the one that the run was started with.
+      config: the one that the run was started with; None reads it from the workdir.
       workdir: the run's.
       step: completed updates; 'best' for the one that `config.checkpoint.best` has kept, None for
         the newest.
+      split: in place of config.data.eval_split.
 
     Raises:
       UserError: a mistake in the config, or no such checkpoint.
     """
-    Workdir(workdir).read_config()  # refuses a folder without a run, before it is made one
-    run = prepare(config, workdir, training=False)
+    of_run = Workdir(workdir).read_config()  # refuses a folder without a run
+    config = unflatten(of_run) if config is None else config.copy_and_resolve_references()
+
+    def prepared(split: str) -> Run:
+        config.data.eval_split = split
+        return prepare(config, workdir, training=False)
+
+    own_split, split = of_run.get("data.eval_split"), split or config.data.eval_split
+    prefix = "" if split == own_split else re.sub(r"\W+", "_", split).strip("_") + "_"
+    run = prepared(split)
     with Checkpoints(
         run.folder.checkpoints,
         config.checkpoint.keep,
@@ -141,7 +162,8 @@ def evaluate_checkpoint(
             best = Best(kept["metric"], kept["mode"])
             best.restore(kept)
             if position["eval_due"]:  # a preempted run's last evaluation was broken off
-                best.see(int(state.step), make_evaluator(run)(state))
+                own = prepared(own_split) if prefix else run
+                best.see(int(state.step), make_evaluator(own)(state))
             step = best.step
             if step is None:
                 raise UserError(
@@ -155,7 +177,8 @@ def evaluate_checkpoint(
     if restored is None:
         raise UserError(f"--workdir {run.folder.path} has no checkpoint yet")
     state, _ = restored
-    return {"step": int(state.step), **make_evaluator(run, keep_files=True)(state)}
+    evaluator = make_evaluator(run, keep_files=True, files_prefix=prefix)
+    return {"step": int(state.step), **evaluator(state)}
 
 
 def main() -> None:
@@ -166,7 +189,8 @@ def main() -> None:
         if not step.isdecimal():
             raise UserError(f"--step is {step!r}; it must be a number of updates or 'best'")
         step = int(step)
-    metrics = evaluate_checkpoint(flags.FLAGS.config, flags.FLAGS.workdir, step)
+    values = flags.FLAGS
+    metrics = evaluate_checkpoint(values.config, values.workdir, step, values.split)
     if jax.process_index() == 0:
         print(json.dumps(metrics))
 
@@ -177,4 +201,5 @@ if __name__ == "__main__":
     flags.DEFINE_string(
         "step", None, "Completed updates of the checkpoint, or 'best'; default the newest."
     )
-    cli.run_main(main, required=("config", "workdir"))
+    flags.DEFINE_string("split", None, "Evaluated in place of the run's evaluation split.")
+    cli.run_main(main, required=("workdir",))

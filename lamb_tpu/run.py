@@ -223,8 +223,8 @@ def prepare(
       config: a recipe, see `lamb_tpu.config.base_config`.
       workdir: of the run; None for one that is only planned.
       devices: of the mesh; None: all there are.
-      training: False for an evaluation, which may have devices that the training batch does not
-        divide over.
+      training: False for an evaluation, which may have another evaluation split than the run, and
+        devices that the training batch does not divide over.
 
     Raises:
       UserError: a mistake in the config, the workdir or the data.
@@ -234,8 +234,8 @@ def prepare(
     if config.phases:
         raise UserError(
             f"config.phases has {', '.join(sorted(config.phases))}, each of them a run of its own "
-            "in a folder of its name; give one phase's config (often the config's argument "
-            "phase=N) and its folder as --workdir"
+            "in a folder of its name; give that folder as --workdir, and where --config is wanted "
+            "one phase's (often the config's argument phase=N)"
         )
     named = config.parallel.backend == "shard_map"
     mesh = mesh_lib.make_mesh(config.mesh, devices)
@@ -259,7 +259,7 @@ def prepare(
         rules_lib.check_rule(number, rule)
     folder = None if workdir is None else Workdir(workdir)
     if folder is not None:
-        folder.check(config)
+        folder.check(config, config_lib.FREE_KEYS if training else config_lib.EVAL_FREE_KEYS)
     start = initial.find(config, folder) if training else None
 
     options = _data_options(config, folder, start)

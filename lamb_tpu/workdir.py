@@ -16,7 +16,7 @@ import jax
 from ml_collections import ConfigDict
 
 from lamb_tpu import __version__
-from lamb_tpu.config import differences, flatten
+from lamb_tpu.config import FREE_KEYS, differences, flatten
 from lamb_tpu.data import Source
 from lamb_tpu.data.text import saved
 from lamb_tpu.errors import UserError
@@ -49,10 +49,10 @@ class Workdir:
         self.init = self.path / "init.json"
         self.checkpoints = self.path / "checkpoints"
 
-    def check(self, config: ConfigDict) -> None:
+    def check(self, config: ConfigDict, free_keys: tuple[str, ...] = FREE_KEYS) -> None:
         """Makes the folder when missing, and refuses one that this config may not write into.
 
-        Nothing that is already there is changed.
+        Nothing that is already there is changed. `free_keys` of the config may differ.
 
         Raises:
           UserError: it cannot be written, or holds a run of another config or of none.
@@ -68,7 +68,7 @@ class Workdir:
                 "that can"
             ) from None
         if self.config.exists():
-            changed = differences(self.read_config(), flatten(config))
+            changed = differences(self.read_config(), flatten(config), free_keys)
             if changed:
                 more = f"; and {len(changed) - _LISTED} more" if len(changed) > _LISTED else ""
                 raise UserError(

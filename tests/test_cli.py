@@ -112,7 +112,7 @@ def test_evaluate(copy: pathlib.Path, tmp_path: pathlib.Path) -> None:
         "from tests import tiny\ndef get_config(argument=None):\n    return tiny.digits()\n"
     )
     arguments = [f"--config={file}", f"--workdir={copy}"]
-    done = tiny.command("lamb_tpu.evaluate", *arguments, "--step=8")
+    done = tiny.command("lamb_tpu.evaluate", f"--workdir={copy}", "--step=8")
     assert done.returncode == 0, done.stderr
     metrics = json.loads(done.stdout)
     assert metrics["step"] == 8 and 0 < metrics["accuracy"] < 1

@@ -1,5 +1,7 @@
 """Keys, arguments and comparison of configs."""
 
+import json
+
 import pytest
 from ml_collections import ConfigDict
 
@@ -80,6 +82,16 @@ def test_flatten_is_what_json_gives_back() -> None:
     assert list(flat) == sorted(flat)
     with pytest.raises(UserError, match="config.a.dtype is <class 'float'>; .*'bfloat16'"):
         config_lib.flatten({"a": {"dtype": float}})
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in tiny.ROOT.glob("configs/[a-z]*.py")))
+def test_unflatten_undoes_it(name: str) -> None:
+    config = tiny.recipe_file(tiny.ROOT / "configs" / f"{name}.py").get_config()
+    flat = config_lib.flatten(config)
+    again = config_lib.unflatten(json.loads(json.dumps(flat)))
+    assert config_lib.flatten(again) == flat
+    config_lib.check_keys(again)
+    assert again.is_locked and type(again.parallel.rules) is tuple
 
 
 def test_differences_leave_free_keys_out() -> None:

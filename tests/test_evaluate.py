@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
-from lamb_tpu import data, models
+from lamb_tpu import data, evaluate, models
 from lamb_tpu.checkpoint import Checkpoints
 from lamb_tpu.errors import UserError
 from lamb_tpu.evaluate import evaluate_checkpoint, make_evaluator, metric_names
@@ -232,6 +232,24 @@ def test_checkpoints_give_the_metrics_of_the_run(trained: pathlib.Path) -> None:
     assert newest == {"step": 12, **{k: records[-1][k] for k in ("accuracy", "loss")}}
     before = evaluate_checkpoint(settings, trained, step=8)
     assert before["step"] == 8 and before["loss"] > newest["loss"]
+
+
+def test_the_config_is_that_of_the_run(
+    monkeypatch: pytest.MonkeyPatch, copy: pathlib.Path
+) -> None:
+    own = evaluate_checkpoint(None, copy)
+    assert own == evaluate_checkpoint(tiny.digits(), copy)
+    other = evaluate_checkpoint(None, copy, split="test[:100]")
+    again = evaluate_checkpoint(tiny.digits(data__eval_split="test[:100]"), copy)
+    assert other == again and other["step"] == own["step"] and other["loss"] != own["loss"]
+    # What is kept of another split does not take the place of the run's own.
+    makers = []
+    monkeypatch.setattr(
+        evaluate, "make_evaluator", lambda *_, **options: makers.append(options) or (lambda _: {})
+    )
+    evaluate_checkpoint(None, copy, split="test[:100]")
+    evaluate_checkpoint(None, copy, split=tiny.digits().data.eval_split)
+    assert [options["files_prefix"] for options in makers] == ["test_100_", ""]
 
 
 def test_what_is_not_there(trained: pathlib.Path, tmp_path: pathlib.Path) -> None:

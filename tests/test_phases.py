@@ -253,7 +253,8 @@ def test_evaluation_is_of_one_phase(whole: pathlib.Path) -> None:
     with pytest.raises(UserError, match="config.phases has phase_1, phase_2, .* argument phase=N"):
         evaluate_checkpoint(two(), whole)
     phase = phases.split(two(), whole)[1]
-    assert evaluate_checkpoint(phase.config, phase.folder)["step"] == 8
+    own = evaluate_checkpoint(phase.config, phase.folder)
+    assert own["step"] == 8 and own == evaluate_checkpoint(None, phase.folder)
 
 
 def test_a_plan_of_each(
