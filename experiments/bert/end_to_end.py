@@ -2,88 +2,117 @@
 
   python -m experiments.bert.end_to_end --data_dir=DATA --squad_dir=SQUAD --runs=DIR
 
-Pre-trains configs/bert_pretrain.py:size=mini in both phases in DIR/pretrained (128 tokens, then
-512), fine-tunes configs/bert_squad.py:size=mini from it and from random weights, and writes exact
-match and F1 of both into experiments/bert/end_to_end.md. DATA holds the folders `train` and
-`validation` that `python -m lamb_tpu.data.prepare_text` made, SQUAD the files of SQuAD v1.1. Every
-run is resumable; complete ones are not run again.
+Pre-trains a BERT of 4 layers in both phases of configs/bert_pretrain.py (128 tokens, then 512) in
+DIR/pretrained, fine-tunes it by configs/bert_squad.py from there and from random weights, at the
+same rates, and writes exact match and F1 of all into experiments/bert/end_to_end.md. DATA holds the
+folders `train` and `validation` that `python -m lamb_tpu.data.prepare_text` made, SQUAD the files
+of SQuAD v1.1. Every run is resumable; complete ones are not run again.
 """
 
 import json
 import pathlib
 import statistics
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from absl import flags
 from ml_collections import ConfigDict
 
 from configs import bert_pretrain, bert_squad
 from lamb_tpu import cli
+from lamb_tpu.data.text.vocabulary import Vocabulary
 from lamb_tpu.errors import UserError
 from lamb_tpu.metrics import read_records
 from lamb_tpu.train import train
 
 FOLDER = pathlib.Path(__file__).parent
 STARTS = ("pretrained", "random")
-RATE = 1e-3  # of both starts; not tuned
 
 
-def pretrain_config(data_dir: str, examples: int) -> ConfigDict:
-    """Both phases: `examples` of 128 tokens at batch 128, a twelfth of them of 512 at batch 32."""
+class Run(NamedTuple):
+    """One fine-tuning."""
+
+    start: str
+    rate: float
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """Of its workdir."""
+        return "-".join(map(str, self))
+
+
+def _shrink(config: ConfigDict, hidden_size: int) -> None:
+    """A float32 network of 4 layers."""
+    config.model.update({
+        "hidden_size": hidden_size, "num_heads": hidden_size // 64,
+        "intermediate_size": 4 * hidden_size, "dtype": "float32",
+    })
+
+
+def pretrain_config(data_dir: str, examples: int, hidden_size: int, vocab_size: int) -> ConfigDict:
+    """Both phases: `examples` of 128 tokens at batch 64, a twelfth of them of 512 at batch 32."""
     config = bert_pretrain.get_config("size=mini")
     config.data.dir = data_dir
-    config.model.dtype = "float32"
+    # As in scaling.py.
+    config.data.options.next_sentence = False
+    config.model.update({
+        "heads": ("mlm",), "dropout_rate": 0.0, "attention_dropout_rate": 0.0,
+        "vocab_size": vocab_size,
+    })
+    config.optimizer.b2 = 0.98
+    _shrink(config, hidden_size)
     config.eval.batch_size = 64
-    config.log.every = "10 steps"
-    config.checkpoint.every = "10 percent"
-    config.schedule.base_batch_size = 128
+    config.eval.every = "50 percent"
+    config.log.every = "20 steps"
+    config.checkpoint.every = "5 percent"
+    config.schedule.base_batch_size = 64
     first, second = config.phases.phase_1, config.phases.phase_2
-    first.update({"batch_size": 128, "duration": f"{examples} examples"})
+    first.update({"batch_size": 64, "duration": f"{examples} examples"})
     second.update({"batch_size": 32, "duration": f"{examples // 12} examples"})
-    for phase in (first, second):
-        phase.optimizer.learning_rate = 4e-3
+    for phase, rate in ((first, 0.01), (second, 0.005)):
+        phase.optimizer.learning_rate = rate
         phase.schedule.warmup = "5 percent"
     return config
 
 
 def squad_config(
-    squad_dir: str, train_file: str, start: str, pretrained: pathlib.Path, seed: int, epochs: float
+    squad_dir: str, train_file: str, run: Run, pretrained: pathlib.Path, epochs: float
 ) -> ConfigDict:
-    """Fine-tuning from one of `STARTS`, windows of 192 tokens."""
+    """Fine-tuning in windows of 256 tokens."""
     config = bert_squad.get_config("size=mini,batch=32")
-    config.seed = seed
+    config.seed = run.seed
     config.data.dir = squad_dir
     config.data.train_split = train_file
-    config.data.options.update({"max_length": 192, "document_stride": 64, "max_query": 32})
+    config.data.options.update({"max_length": 256, "document_stride": 96, "max_query": 32})
+    before = json.loads((pretrained / "phase_2" / "config.json").read_text())
     config.data.options.vocab = str(pretrained / "phase_2" / "vocab.txt")
-    config.model.dtype = "float32"
+    config.model.vocab_size = before["model.vocab_size"]
+    _shrink(config, before["model.hidden_size"])
     config.duration = f"{epochs} epochs"
-    config.eval.every = "50 percent"
-    config.optimizer.learning_rate = RATE
+    config.eval.every = "100 percent"
+    config.optimizer.learning_rate = run.rate
     config.schedule.base_batch_size = 32
     config.checkpoint.every = "10 percent"
-    if start == "pretrained":
+    if run.start == "pretrained":
         config.init_from = str(pretrained)
     return config
 
 
-def collect(runs: pathlib.Path, seeds: Iterable[int]) -> list[dict[str, Any]]:
-    """One record for each fine-tuning run of `seeds` below `runs`, all of them complete."""
+def collect(runs: pathlib.Path, wanted: Iterable[Run]) -> list[dict[str, Any]]:
+    """One record for each run of `wanted` below `runs`, all of them complete."""
     records = []
-    for start in STARTS:
-        for folder in (runs / f"{start}-seed{seed}" for seed in seeds):
-            evals = read_records(folder / "metrics.jsonl", "eval")
-            receipt = read_records(folder / "run.jsonl")[-1]
-            trained = read_records(folder / "metrics.jsonl", "train")[-1]
-            config = json.loads((folder / "config.json").read_text())
-            records.append({
-                "start": start, "seed": config["seed"], "updates": evals[-1]["step"],
-                "exact_match": evals[-1]["exact_match"], "f1": evals[-1]["f1"],
-                "loss": trained["loss"], "rate": config["optimizer.learning_rate"],
-                "seconds": round(trained["seconds"], 1),
-                **{key: receipt[key] for key in ("device", "devices", "cores", "jax", "commit")},
-            })
+    for run in wanted:
+        folder = runs / run.name
+        evals = read_records(folder / "metrics.jsonl", "eval")
+        receipt = read_records(folder / "run.jsonl")[-1]
+        trained = read_records(folder / "metrics.jsonl", "train")[-1]
+        records.append({
+            **run._asdict(), "updates": evals[-1]["step"],
+            "exact_match": evals[-1]["exact_match"], "f1": evals[-1]["f1"],
+            "loss": trained["loss"], "seconds": round(trained["seconds"], 1),
+            **{key: receipt[key] for key in ("device", "devices", "cores", "jax", "commit")},
+        })
     return records
 
 
@@ -92,32 +121,28 @@ def page(records: list[dict[str, Any]], phases: list[dict[str, Any]], command: s
     lines = [
         "# From text to SQuAD with a small BERT",
         "",
-        "4 layers, 256 units, the public uncased vocabulary, float32. Pre-trained with LAMB on 190",
-        "books in the public domain in two phases; fine-tuned with LAMB on the 11,877 questions",
-        "of 44 articles of SQuAD v1.1's training set that were to be had (of 87,599), windows of",
-        "192 tokens; measured on all 10,570 questions of its development set.",
+        f"4 layers, {phases[0]['hidden_size']} units, vocabulary of {phases[0]['vocabulary']:,},",
+        "float32. Pre-trained with LAMB on 190 books in the public domain in two phases of full",
+        "sentences, held-out text WikiText-2's; fine-tuned with LAMB on the 11,877 questions of 44",
+        "articles of SQuAD v1.1's training set that were to be had (of 87,599), windows of 256",
+        "tokens; measured on all 10,570 questions of its development set.",
         "",
-        "| phase | tokens | batch | updates | held-out masked-word loss | accuracy | next sentence "
-        "| minutes |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| phase | tokens | batch | updates | held-out masked-word loss | accuracy | minutes |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
         *(
             f"| {p['phase']} | {p['tokens']} | {p['batch']} | {p['updates']:,} | "
-            f"{p['mlm_loss']:.3f} | {p['mlm_accuracy']:.2%} | {p['nsp_accuracy']:.2%} | "
-            f"{p['seconds'] / 60:.0f} |"
+            f"{p['mlm_loss']:.3f} | {p['mlm_accuracy']:.2%} | {p['seconds'] / 60:.0f} |"
             for p in phases
         ),
         "",
-        "| fine-tuned from | exact match | F1 | by seed | updates | minutes a run |",
-        "| --- | ---: | ---: | --- | ---: | ---: |",
+        "| fine-tuned from | rate | exact match | F1 | F1 by seed | updates | minutes a run |",
+        "| --- | ---: | ---: | ---: | --- | ---: | ---: |",
     ]
-    for start in STARTS:
-        found = [record for record in records if record["start"] == start]
-        if not found:
-            lines.append(f"| {start} | not run | - | - | - | - |")
-            continue
+    for start, rate in dict.fromkeys((r["start"], r["rate"]) for r in records):
+        found = [r for r in records if (r["start"], r["rate"]) == (start, rate)]
         by_seed = ", ".join(f"{r['seed']}: {r['f1']:.2f}" for r in found)
         lines.append(
-            f"| {start} | {statistics.mean(r['exact_match'] for r in found):.2f} | "
+            f"| {start} | {rate} | {statistics.mean(r['exact_match'] for r in found):.2f} | "
             f"{statistics.mean(r['f1'] for r in found):.2f} | {by_seed} | {found[0]['updates']:,} "
             f"| {statistics.mean(r['seconds'] for r in found) / 60:.0f} |"
         )
@@ -139,7 +164,8 @@ def phase_records(pretrained: pathlib.Path) -> list[dict[str, Any]]:
         records.append({
             "phase": folder.name, "tokens": config["data.options.sequence_length"],
             "batch": config["batch_size"], "updates": last["step"],
-            **{key: last[key] for key in ("mlm_loss", "mlm_accuracy", "nsp_accuracy")},
+            "hidden_size": config["model.hidden_size"], "vocabulary": config["model.vocab_size"],
+            **{key: last[key] for key in ("mlm_loss", "mlm_accuracy")},
             "seconds": trained["seconds"],
         })
     return records
@@ -153,22 +179,30 @@ def main() -> None:
         if values[name].value is None:
             raise UserError(f"--{name} is missing; see --help")
     pretrained = runs / "pretrained"
-    train(pretrain_config(values.data_dir, values.examples), pretrained, label="pre-training")
-    seeds = list(map(int, values.seeds))
-    for seed in seeds:
-        for start in STARTS:
-            config = squad_config(
-                values.squad_dir, values.train_file, start, pretrained, seed, values.epochs
-            )
-            folder = runs / f"{start}-seed{seed}"
-            train(config, folder, label=folder.name)
-    records = collect(runs, seeds)
+    vocabulary = Vocabulary.read(pathlib.Path(values.data_dir) / "train" / "vocab.txt")
+    config = pretrain_config(
+        values.data_dir, values.examples, values.hidden_size, len(vocabulary)
+    )
+    train(config, pretrained, label="pre-training")
+    wanted = [
+        Run(start, float(rate), int(seed))
+        for seed in values.seeds for rate in values.rates for start in STARTS
+    ]
+    for run in wanted:
+        config = squad_config(
+            values.squad_dir, values.train_file, run, pretrained, values.epochs
+        )
+        train(config, runs / run.name, label=run.name)
+    records = collect(runs, sorted(wanted))
     (FOLDER / "end_to_end.jsonl").write_text(
         "".join(json.dumps(record) + "\n" for record in records)
     )
+    given = " ".join(
+        f"--{name}={values[name].value}" for name in ("examples", "hidden_size", "epochs")
+    )
     command = (
-        f"python -m experiments.bert.end_to_end --data_dir=DATA --squad_dir=SQUAD "
-        f"--examples={values.examples} --epochs={values.epochs} --seeds={','.join(values.seeds)}"
+        f"python -m experiments.bert.end_to_end --data_dir=DATA --squad_dir=SQUAD {given} "
+        f"--rates={','.join(values.rates)} --seeds={','.join(values.seeds)}"
     )
     text = page(records, phase_records(pretrained), command)
     (FOLDER / "end_to_end.md").write_text(text)
@@ -181,6 +215,8 @@ if __name__ == "__main__":
     flags.DEFINE_string("squad_dir", None, "Folder with SQuAD v1.1's files.")
     flags.DEFINE_string("train_file", "train-v1.1.json", "The questions to train on.")
     flags.DEFINE_integer("examples", 98_304, "Examples of the first phase.", lower_bound=1536)
+    flags.DEFINE_integer("hidden_size", 256, "Units, of 64 a head.", lower_bound=64)
+    flags.DEFINE_list("rates", ["0.001", "0.004"], "Of the fine-tuning, each from both starts.")
     flags.DEFINE_float("epochs", 2.0, "Of the fine-tuning.", lower_bound=0.01)
     flags.DEFINE_list("seeds", ["0"], "Seeds of the fine-tuning.")
     cli.run_main(main)

@@ -45,12 +45,14 @@ def test_the_rates_are_those_that_won_at_the_smallest_batch():
         scaling.best_rates(records[1:], grid)
 
 
-def _write(folder: pathlib.Path, loss: float, steps: int) -> None:
+def _write(
+    folder: pathlib.Path, loss: float, steps: int, scores: dict[str, float] | None = None
+) -> None:
     folder.mkdir(parents=True)
     lines = [
         {"step": steps, "kind": "train", "loss": loss, "seconds": 60.0},
         *({"step": step, "kind": "eval", "mlm_loss": loss * steps / step, "mlm_accuracy": 0.25,
-           "nsp_accuracy": 0.5} for step in (steps // 2, steps)),
+           **(scores or {})} for step in (steps // 2, steps)),
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     receipt = {"device": "cpu", "devices": 1, "cores": 2, "jax": "0.10", "commit": "abc"}
@@ -87,23 +89,32 @@ def test_page_of_the_complete_runs(tmp_path):
 
 
 def test_end_to_end_recipes_and_page(tmp_path):
-    config = end_to_end.pretrain_config("text", 98_304)
+    config = end_to_end.pretrain_config("text", 98_304, 128, 8192)
     first, second = (phase.config for phase in phases.split(config, tmp_path))
-    assert (resolve(first, 10**6).total_steps, resolve(second, 10**6).total_steps) == (768, 256)
+    assert (resolve(first, 10**6).total_steps, resolve(second, 10**6).total_steps) == (1536, 256)
     assert (first.data.options.sequence_length, second.data.options.sequence_length) == (128, 512)
     pretrained = tmp_path / "pretrained"
-    for start in end_to_end.STARTS:
-        tuned = end_to_end.squad_config("squad", "train.json", start, pretrained, 0, 2.0)
+    for number, phase in enumerate((first, second), start=1):
+        folder = pretrained / f"phase_{number}"
+        _write(folder, 5.0, 64)
+        (folder / "config.json").write_text(json.dumps(config_lib.flatten(phase)))
+    wanted = [end_to_end.Run(start, 1e-3, seed) for start in end_to_end.STARTS for seed in (0, 1)]
+    for run in wanted:
+        tuned = end_to_end.squad_config("squad", "train.json", run, pretrained, 2.0)
         config_lib.check_keys(tuned)
         config_lib.check_values(tuned)
-        assert (tuned.init_from == str(pretrained)) == (start == "pretrained")
+        assert (tuned.init_from == str(pretrained)) == (run.start == "pretrained")
         assert tuned.data.options.vocab.endswith("phase_2/vocab.txt")
-    record = {"seed": 0, "updates": 9, "exact_match": 10.0, "f1": 20.5, "loss": 1.0, "rate": 1e-3,
-              "seconds": 60.0, "device": "cpu", "devices": 1, "cores": 2, "jax": "0.10",
-              "commit": "abc"}
-    text = end_to_end.page([{"start": "random", **record}], [], "command")
-    assert "| random | 10.00 | 20.50 | 0: 20.50 | 9 | 1 |" in text
-    assert "| pretrained | not run |" in text
+        assert (tuned.model.vocab_size, tuned.model.hidden_size) == (8192, 128)
+        score = 20.0 + run.seed + (run.start == "pretrained")
+        _write(tmp_path / run.name, 1.0, 9, {"exact_match": 10.0, "f1": score})
+    text = end_to_end.page(
+        end_to_end.collect(tmp_path, wanted), end_to_end.phase_records(pretrained), "command"
+    )
+    assert "| phase_2 | 512 | 32 | 64 | 5.000 | 25.00% | 1 |" in text
+    assert "4 layers, 128 units, vocabulary of 8,192," in text
+    assert "| random | 0.001 | 10.00 | 20.50 | 0: 20.00, 1: 21.00 | 9 | 1 |" in text
+    assert "| pretrained | 0.001 | 10.00 | 21.50 | 0: 21.00, 1: 22.00 | 9 | 1 |" in text
 
 
 def test_pod_plan_page():
