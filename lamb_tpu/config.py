@@ -17,7 +17,7 @@ FREE_KEYS = (
     "data.dir", "data.prepared_dir", "data.options.vocab", "data.options.threads",
     "eval.batch_size", "checkpoint.", "log.",
     "guards.", "mesh.", "parallel.backend", "parallel.rules", "parallel.optimizer_state",
-    "init_from",
+    "init_from", "target.stop",
 )
 # What an evaluation of its own may change besides.
 EVAL_FREE_KEYS = (*FREE_KEYS, "data.eval_split")
@@ -74,6 +74,12 @@ def base_config() -> ConfigDict:
     config.schedule.min_factor = 0.0  # floor under the learning rate / peak
     config.schedule.first_step = 0  # the first update's place: 1 loses none to a rate of 0
     config.eval = ConfigDict({"every": "1 epochs", "batch_size": 1024})
+    # What the run is to reach. Wall time and update of the first evaluation that does are recorded.
+    config.target = ConfigDict()
+    config.target.metric = ""  # of the evaluation, such as 'accuracy' or 'ema_accuracy'; '': none
+    config.target.value = 0.0
+    config.target.mode = "max"  # max | min: at least the value, or at most
+    config.target.stop = True  # the run ends there; False: it goes on
     config.checkpoint = ConfigDict()
     config.checkpoint.every = "1 epochs"
     config.checkpoint.keep = 3  # of the newest
@@ -84,6 +90,7 @@ def base_config() -> ConfigDict:
     config.checkpoint.best_mode = "max"  # max | min: which value of it is the best
     config.log = ConfigDict({"every": "10 steps", "tensorboard": True})
     config.log.heartbeat_seconds = 60.0  # from line to line of each process but the first; 0: none
+    config.log.mlperf = False  # mlperf.log in the workdir, of the way to config.target
     config.ema = ConfigDict({"decay": 0.0})  # of an average of the weights, evaluated too; 0: none
     config.guards = ConfigDict()
     config.guards.max_skipped = 0  # of a run's updates, left out where the gradient is not finite
@@ -162,6 +169,7 @@ _CHOICES = {
     "parallel.optimizer_state": ("replicated", "zero1"),
     "parallel.gradient_dtype": ("float32", "bfloat16"),
     "checkpoint.best_mode": ("max", "min"),
+    "target.mode": ("max", "min"),
     "init.optimizer_state": ("reset", "keep"),
     "prng": ("threefry2x32", "rbg"),
 }
@@ -211,6 +219,16 @@ def check_values(config: ConfigDict) -> None:
     for key, known in _CHOICES.items():
         if flat[key] not in known:
             raise UserError(f"config.{key} is {flat[key]!r}; known: {', '.join(known)}")
+    if not math.isfinite(config.target.value):
+        raise UserError(f"config.target.value is {config.target.value}; it must be finite")
+    if not config.target.metric:
+        for key, off in (("target.value", 0.0), ("log.mlperf", False)):
+            if flat[key] != off:
+                raise UserError(
+                    f"config.{key} is {flat[key]}, and config.target.metric is ''; give the metric "
+                    "of the evaluation that is to reach config.target.value, such as 'accuracy', "
+                    f"or config.{key}={off}"
+                )
     if not 0 <= config.ema.decay < 1:
         raise UserError(f"config.ema.decay is {config.ema.decay}; it must be in [0, 1)")
     if config.parallel.gradient_dtype != "float32" and config.parallel.backend != "shard_map":

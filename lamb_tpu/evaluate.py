@@ -43,6 +43,8 @@ def make_evaluator(
 ) -> Callable[[TrainState], dict[str, float]]:
     """A function of the state to the task's metrics over every example of the evaluation set.
 
+    What it runs is compiled here, not in the time of the first evaluation.
+
     Each example counts exactly once, whatever the batch size and the number of devices and
     processes. Where the state has moving averages of the weights, their metrics are there too, as
     'ema_accuracy' beside 'accuracy'.
@@ -67,6 +69,10 @@ def make_evaluator(
         lambda averages: jax.tree.map(lambda e, x: e.astype(x.dtype), averages, weights),
         out_shardings=jax.tree.map(lambda leaf: leaf.sharding, weights),
     )
+    for step in (eval_step, predict_step) if is_scored else (eval_step,):
+        step.lower(*weights, run.abstract_eval_batch()).compile()
+    if run.abstract_state.ema is not None:
+        place.lower(run.abstract_state.ema).compile()
 
     def evaluate(state: TrainState) -> dict[str, float]:
         models = {"": (state.params, state.model_state)}

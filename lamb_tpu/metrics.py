@@ -46,13 +46,15 @@ class MetricsWriter:
     """Appends records to metrics.jsonl, one JSON object a line, and mirrors them to TensorBoard.
 
     The JSON lines are the record that tables and plots are made from. Each has `step` (completed
-    updates) and `kind`: 'train', 'eval', 'layers' or 'spike'. A record of 'train' is of the updates
-    since the last one; beside the metrics it has, where they can be told:
+    updates) and `kind`: 'train', 'eval', 'layers', 'spike' or 'target' (of the evaluation that was
+    the first to reach it, see `lamb_tpu.target`). A record of 'train' is of the updates since the
+    last one; beside the metrics it has, where they can be told:
 
     - `examples_per_second`, `tokens_per_second` (padding counts as tokens) and `mfu`, the model
       FLOP/s utilisation (`lamb_tpu.flops`) of all devices together, in 0 to 1: over these updates
       without evaluation, saving and the first update of a start, which waits for the compiler;
-    - `seconds` of training since update 0, of all starts and with all that they do;
+    - `seconds` since the first update began, of all starts: training, evaluation and saving,
+      without start-up and compiling;
     - `ratio_min`, `ratio_median`, `ratio_max`: trust ratios of the last update, over the layers
       that adapt; each layer's own are in the record of 'layers'.
 
@@ -62,8 +64,8 @@ class MetricsWriter:
         killed after its last checkpoint, are removed first.
       tensorboard: whether to write TensorBoard's files too.
       enabled: False writes nothing, as on every process but the first.
-      evaluated: False where the evaluation of `start_step` is still to come: its record is removed
-        too.
+      evaluated: False where the evaluation of `start_step` is still to come: what it had recorded
+        is removed too.
     """
 
     def __init__(
@@ -130,7 +132,7 @@ def read_records(path: pathlib.Path, kind: str | None = None) -> list[dict[str, 
 
 def _remove_records_after(path: pathlib.Path, step: int, evaluated: bool) -> None:
     def remains(record: Mapping[str, Any]) -> bool:
-        return record["step"] < step + (record["kind"] != "eval" or evaluated)
+        return record["step"] < step + (record["kind"] not in ("eval", "target") or evaluated)
 
     kept = [record for record in read_records(path) if remains(record)]
     replacement = path.with_suffix(".jsonl.new")

@@ -5,7 +5,7 @@ import functools
 import math
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -147,10 +147,20 @@ class Run:
 
     def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes, dtypes and shardings of a training batch."""
-        rows, sharding = self.config.batch_size, mesh_lib.batch_sharding(self.mesh)
+        return self._abstract_rows(self.config.batch_size, self.train_set.element_spec)
+
+    def abstract_eval_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """The same of an evaluation's, with its mask."""
+        mask = {"mask": data.FieldSpec((), np.dtype(np.float32))}
+        return self._abstract_rows(self.eval_batch_size, self.eval_set.element_spec | mask)
+
+    def _abstract_rows(
+        self, rows: int, spec: Mapping[str, data.FieldSpec]
+    ) -> dict[str, jax.ShapeDtypeStruct]:
+        sharding = mesh_lib.batch_sharding(self.mesh)
         return {
-            name: jax.ShapeDtypeStruct((rows, *spec.shape), spec.dtype, sharding=sharding)
-            for name, spec in self.train_set.element_spec.items()
+            name: jax.ShapeDtypeStruct((rows, *value.shape), value.dtype, sharding=sharding)
+            for name, value in spec.items()
         }
 
     def describe(self) -> str:

@@ -26,10 +26,12 @@ from lamb_tpu.evaluate import make_evaluator, metric_names
 from lamb_tpu.guards import Guards
 from lamb_tpu.heartbeat import Heartbeat
 from lamb_tpu.metrics import MetricsWriter, mean_metrics
+from lamb_tpu.mlperf import MLPerfLog
 from lamb_tpu.optim import readings
 from lamb_tpu.preemption import Preemption
 from lamb_tpu.progress import RunProgress, format_seconds, format_values
 from lamb_tpu.run import prepare
+from lamb_tpu.target import Target
 from lamb_tpu.throughput import Throughput
 from lamb_tpu.workdir import Workdir
 
@@ -45,6 +47,9 @@ def train(
     quiet: bool = False,
 ) -> dict[str, float]:
     """Runs, or resumes, the recipe `config` in the folder `workdir`; see `phases` for several.
+
+    It ends with its duration or, where `config.target` says so, at the first evaluation that
+    reaches the target.
 
     SIGTERM is answered by a checkpoint of the last completed update; only before the first one is
     nothing saved, because the seed gives that state again.
@@ -94,7 +99,10 @@ def _train(
     progress.message(run.describe())
 
     best = Best(config.checkpoint.best, config.checkpoint.best_mode)
-    best.check(metric_names(run))
+    target = Target(config.target)
+    names = metric_names(run)
+    best.check(names)
+    target.check(names)
     loader = data.TrainLoader(
         run.train_set,
         config.batch_size,
@@ -119,14 +127,16 @@ def _train(
             state, position = restored
             loader.restore(position["loader"])
             best.restore(position["best"])
+            target.restore(position["target"])
             progress.message(f"resumed from the checkpoint of update {int(state.step)}")
         first_step = saved_step = step = int(state.step)
-        seconds_before = position.get("seconds", 0.0)
+        is_over = step == recipe.total_steps or target.ends_run
+        seconds_before, starts = position.get("seconds", 0.0), position.get("starts", 0) + 1
         # What a preempted run had in hand: metrics of updates since its last record, and an
         # evaluation that was broken off.
         unlogged: list[tasks.Sums] = position.get("unlogged", [])
         eval_due: bool = position.get("eval_due", False)
-        if is_first and step < recipe.total_steps:
+        if is_first and not is_over:
             facts = {
                 "mesh": dict(mesh.shape), "batch_norm": run.batch_norm, "from_step": step,
             }
@@ -153,6 +163,10 @@ def _train(
         def seconds() -> float:
             return seconds_before + time.monotonic() - start
 
+        def clock() -> dict[str, float]:
+            now = seconds()
+            return {"seconds": now, "seconds_with_startup": now + startup, "starts": starts}
+
         def go_on(completed: str) -> None:
             watchdog.progress(completed)
             preemption.poll()
@@ -173,9 +187,12 @@ def _train(
             position = {
                 "loader": loader.state(),
                 "seconds": seconds(),
+                "startup": startup,
+                "starts": starts,
                 "unlogged": unlogged,
                 "eval_due": eval_due,
                 "best": best.state(),
+                "target": target.state(),
                 "guards": guards.state(),
             }
             checkpoints.save(step, state, position)
@@ -185,35 +202,51 @@ def _train(
         evaluate = make_evaluator(
             run, between=lambda: go_on("a batch of the evaluation"), keep_files=True
         )
-        start = time.monotonic()
+        if not is_over:  # compiled here, before the clock starts, as the evaluation was
+            train_step.lower(run.abstract_state, run.abstract_batch()).compile()
         in_flight: collections.deque[Any] = collections.deque()
         unseen: list[tuple[int, tasks.Sums]] = []
         save_due = False
         eval_metrics: dict[str, float] = {}
+        has_log = config.log.mlperf and is_first and target.reached is None
+        mlperf = MLPerfLog(
+            folder.path / "mlperf.log" if has_log and (eval_due or not is_over) else None,
+            recipe, step, config.target.metric,
+        )
+        start = time.monotonic()
+        mlperf.describe(run, start - began)
+        startup = position.get("startup", 0.0) + start - began
 
-        with progress, writer, Heartbeat(config.log.heartbeat_seconds, step) as heartbeat:
+        with progress, writer, mlperf, Heartbeat(config.log.heartbeat_seconds, step) as heartbeat:
             try:
                 while True:
                     if eval_due:
                         # Else updates under way would end in the evaluation's time.
                         jax.block_until_ready(list(in_flight))
-                        with throughput.paused():
+                        with throughput.paused(), mlperf.evaluation(step):
                             eval_metrics = evaluate(state)
                         eval_due = False
                         best.see(step, eval_metrics)
                         epoch = recipe.epoch(step)
                         writer.write(step, "eval", {**eval_metrics, "epoch": epoch})
+                        mlperf.accuracy(step, eval_metrics)
                         progress.message(
                             f"update {step} (epoch {epoch:.4g}): {format_values(eval_metrics)}"
                         )
-                    if save_due:
+                        if target.see(step, epoch, eval_metrics, clock()):
+                            writer.write(step, "target", target.reached)
+                            mlperf.success(step)
+                            if not target.ends_run:
+                                progress.message(target.describe())
+                    if save_due or (target.ends_run and step > saved_step):
                         with throughput.paused():
                             save()
                         saved_step = step
-                    if step == recipe.total_steps:
+                    if step == recipe.total_steps or target.ends_run:
                         break
                     go_on(f"update {step}")
 
+                    mlperf.train(step)
                     batch = run.shard_batch(next(loader))
                     state, metrics = train_step(state, batch)
                     heartbeat.step = step = step + 1
@@ -233,11 +266,12 @@ def _train(
                         or (eval_due and config.checkpoint.best != "")
                     )
                     # What is saved has been compared, and its metrics were seen to be finite.
+                    may_save = save_due or (eval_due and target.may_end_run)
                     if recipe.desync_every and (
-                        save_due or recipe.is_due(recipe.desync_every, step)
+                        may_save or recipe.is_due(recipe.desync_every, step)
                     ):
                         check_copies(copied(state), step)
-                    if save_due or recipe.is_due(recipe.log_every, step):
+                    if may_save or recipe.is_due(recipe.log_every, step):
                         look()
                         values = mean_metrics(unlogged)
                         values["learning_rate"] = float(recipe.learning_rates[step - 1])
@@ -259,14 +293,13 @@ def _train(
                         progress.update(step, values)
                         unlogged = []
 
-                if first_step == recipe.total_steps and not eval_metrics:
+                told = f"{step} updates in {format_seconds(seconds())}"
+                if is_over and not eval_metrics:
+                    ended = "stopped at its target" if target.ends_run else "complete"
+                    told = f"the run was already {ended}"
                     eval_metrics = evaluate(state)
-                    progress.message(f"the run was already complete: {format_values(eval_metrics)}")
-                else:
-                    progress.message(
-                        f"{step} updates in {format_seconds(seconds())}: "
-                        f"{format_values(eval_metrics)}"
-                    )
+                told += f": {format_values(eval_metrics)}; {target.describe()}"
+                progress.message(told.removesuffix("; "))
             except Preempted:
                 if not step:
                     raise Preempted(

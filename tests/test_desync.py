@@ -185,6 +185,7 @@ def corrupt_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
                 )
             return state, metrics
 
+        stepped.lower = train_step.lower
         return stepped
 
     monkeypatch.setattr(Run, "make_train_step", made)

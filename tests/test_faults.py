@@ -72,7 +72,8 @@ def check_complete(workdir: pathlib.Path, whole: pathlib.Path) -> None:
     assert int(found.step) == faults.STEPS
     tiny.assert_equal(found, expected)
     # Where the last evaluation was broken off, the state is that from before it.
-    excepted = {"seconds": 0} | ({"eval_due": 0, "best": 0} if position_found["eval_due"] else {})
+    excepted = {"seconds": 0, "startup": 0, "starts": 0}
+    excepted |= {"eval_due": 0, "best": 0} if position_found["eval_due"] else {}
     assert position_found | excepted == position | excepted
     expected, found = (
         [tiny.untimed(record) for record in read_records(folder / "metrics.jsonl")]

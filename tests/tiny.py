@@ -74,7 +74,9 @@ def digits(**changes: Any) -> ConfigDict:
 
 def untimed(record: dict[str, Any]) -> dict[str, Any]:
     """A record of metrics.jsonl without what was measured of time, in which no two runs agree."""
-    measured = ("seconds", "examples_per_second", "tokens_per_second", "mfu")
+    measured = (
+        "seconds", "seconds_with_startup", "examples_per_second", "tokens_per_second", "mfu",
+    )
     return {key: value for key, value in record.items() if key not in measured}
 
 
