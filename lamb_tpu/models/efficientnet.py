@@ -142,6 +142,8 @@ class EfficientNet(nn.Module):
       dropout_rate: share of the pooled features dropped in training.
       stochastic_depth_rate: share of the examples that would skip a block after the last; the i-th
         of n blocks, counted from 0, has i / n of it. The original calls it drop connect.
+      stages: the fields of a `Stage` each, before scaling; the original's, or fewer for a network
+        that compiles in seconds.
       dtype: 'float32' or 'bfloat16', of the convolutions and what passes between them.
       group_size: examples per group of BatchNorm; None for the whole batch.
       axis_name: inside shard_map or pmap the mesh axes that split the batch; None under jit.
@@ -161,6 +163,7 @@ class EfficientNet(nn.Module):
     num_classes: int = 1000
     dropout_rate: float = 0.2
     stochastic_depth_rate: float = 0.2
+    stages: Sequence[Sequence[int]] = STAGES
     dtype: str = "float32"
     group_size: int | None = None
     axis_name: str | Sequence[str] | None = None
@@ -179,9 +182,10 @@ class EfficientNet(nn.Module):
         )
         x = _conv(scaled_channels(STEM, self.width), 3, 2, self.dtype, "stem_conv")(inputs)
         x = nn.swish(norm(name="stem_norm")(x))
-        counts = [scaled_count(stage.count, self.depth) for stage in STAGES]
+        stages = [Stage(*stage) for stage in self.stages]
+        counts = [scaled_count(stage.count, self.depth) for stage in stages]
         done = 0
-        for number, (stage, count) in enumerate(zip(STAGES, counts, strict=True), start=1):
+        for number, (stage, count) in enumerate(zip(stages, counts, strict=True), start=1):
             channels = scaled_channels(stage.channels, self.width)
             for index in range(count):
                 x = Block(

@@ -1,0 +1,131 @@
+r"""CIFAR-10, DavidNet at batch 512 for 24 epochs: the LAMB paper's appendix; and larger batches.
+
+Paper: arXiv:1904.00962, appendix, CIFAR-10/DavidNet, test accuracy: LAMB 0.9408, momentum 0.9372,
+AdamW 0.9271, Adam 0.9225, Adagrad 0.9074; [recalled], not read in the paper. Quoted, not run here
+yet.
+
+  python -m lamb_tpu.train --config=configs/cifar10.py --workdir=DIR
+  python -m lamb_tpu.train --config=configs/cifar10.py:optimizer=momentum,batch=4096 --workdir=DIR
+  python -m lamb_tpu.train --config=configs/cifar10.py:model=resnet18,data=cifar10_jpeg \
+      --workdir=DIR --config.data.dir=FOLDER
+
+data=cifar10 is the original archive, downloaded, or in a folder: --config.data.dir=FOLDER.
+data=cifar10_jpeg is the same pictures as JPEGs of quality 75 in one file in FOLDER, which costs
+some accuracy: say so beside a number of it. Hardware: any accelerator; the paper's runs were on
+cores of TPUs.
+
+The network was made for momentum: github.com/davidcpage/cifar10-fast, dawn.py, has Nesterov's, 0.4
+after 5 epochs, weight decay 5e-4, pictures padded by 4, mirrored, a square of 8 cut out [seen].
+Those of the other optimizers are from the LAMB authors' logs and code of their search,
+github.com/fastalgo/davidnet-cifar [seen], where losses are summed, not averaged, over a batch:
+  lamb      their best run, 0.9409: "10.0", which their code divides by 512, weight decay 1.0,
+            warm-up of 6 epochs, a triangle; no bias correction and, other than for BERT, no
+            clipping; eps is divided by 512 as the gradients are.
+  adamw     their best, 0.9340 after 30 epochs: "5.0", which is divided by 512, warm-up 5. Their
+            decay of 1e-4 of the weights each update, if as in TensorFlow the rate does not multiply
+            it, is 0.02 times the rates of a triangle.
+  adam      adamw's rate. The code of their folder for Adam is LAMB's in the commit that is public,
+            so the rates in its log (0.02) are not Adam's.
+  adagrad   their best, 0.9044 after 30 epochs: 0.013, constant; first accumulator 0.1 / 512^2.
+  lars      not in the paper's table; 4.0 with power 2, the row of batch 512 of ResNet-50 in
+            NUS-HPC-AI-Lab/LARS-ImageNet-PyTorch [seen]; not tuned for this network.
+Here BatchNorm's parameters decay under none of them; in dawn.py they do.
+
+`batch=` up to 16,384: momentum linearly, LAMB and LARS by the square root, the others not at all;
+the warm-up's epochs stay, as LEGW's would outlast the run. BatchNorm's groups are 512 examples at
+every batch, as in dawn.py; the LAMB authors' were a core's, by a flag of theirs of 8 cores 64
+(--config.model.group_size=64). They leave out an epoch's last examples: 2,328 updates, here 2,344.
+model=resnet18 has the same rates, untuned for it.
+"""
+
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from lamb_tpu.config import base_config, parse_argument
+from lamb_tpu.errors import UserError
+
+_SUM = 512  # a loss summed over the batch is as many times the mean
+
+# Optimizer fields, scaling rule, epochs of warm-up, decay and its power.
+OPTIMIZERS: dict[str, tuple[dict[str, Any], str, int, str, float]] = {
+    "lamb": (
+        {"name": "lamb", "learning_rate": 10.0 / _SUM, "weight_decay": 1.0,
+         "bias_correction": "none", "eps": 1e-6 / _SUM},
+        "sqrt", 6, "polynomial", 1.0,
+    ),
+    "momentum": (
+        {"name": "nesterov", "learning_rate": 0.4, "momentum": 0.9, "weight_decay": 5e-4},
+        "linear", 5, "polynomial", 1.0,
+    ),
+    "adamw": (
+        {"name": "adamw", "learning_rate": 5.0 / _SUM, "weight_decay": 0.02},
+        "identity", 5, "polynomial", 1.0,
+    ),
+    "adam": ({"name": "adam", "learning_rate": 5.0 / _SUM}, "identity", 5, "polynomial", 1.0),
+    "adagrad": (
+        {"name": "adagrad", "learning_rate": 0.013,
+         "initial_accumulator_value": 0.1 / _SUM**2, "eps": 0.0},
+        "identity", 0, "constant", 1.0,
+    ),
+    "lars": (
+        {"name": "lars", "preset": "you2017", "learning_rate": 4.0, "weight_decay": 5e-4},
+        "sqrt", 5, "polynomial", 2.0,
+    ),
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "davidnet": {"name": "davidnet"},
+    "resnet18": {"name": "resnet18", "stem": "cifar", "zero_gamma": True},
+}
+DATA = ("cifar10", "cifar10_jpeg")
+
+
+def get_config(argument: str | None = None) -> ConfigDict:
+    """Arguments: model=davidnet|resnet18, optimizer=lamb|momentum|adamw|adam|adagrad|lars,
+    batch=512, data=cifar10|cifar10_jpeg, smoke.
+    """
+    arg = parse_argument(
+        argument, model="davidnet", optimizer="lamb", batch=512, data="cifar10", smoke=False
+    )
+    for key, known in (("model", MODELS), ("optimizer", OPTIMIZERS), ("data", DATA)):
+        if arg[key] not in known:
+            raise UserError(
+                f"the config's argument {key}={arg[key]!r} is unknown; known: {', '.join(known)}"
+            )
+    fields, scaling, warmup_epochs, decay, power = OPTIMIZERS[arg.optimizer]
+    config = base_config()
+    config.batch_size = arg.batch
+    config.duration = "24 epochs"
+    config.data.name = arg.data
+    config.data.options = ConfigDict({
+        "pad": 4, "pad_mode": "reflect", "flip": True, "cutout": 8,
+    })
+    config.task = ConfigDict({
+        "name": "classification", "label_smoothing": 0.0,
+        "input_mean": (125.307, 122.950, 113.865), "input_std": (62.993, 62.089, 66.705),
+        "mixup_alpha": 0.0, "cutmix_alpha": 0.0,
+    })
+    config.model = ConfigDict({
+        **MODELS[arg.model], "num_classes": 10, "dtype": "float32",
+        "group_size": min(512, arg.batch),
+    })
+    config.optimizer = ConfigDict({**fields, "rules": "no_bias_no_norm"})
+    config.schedule.base_batch_size = 512
+    config.schedule.scaling = scaling
+    config.schedule.warmup = f"{warmup_epochs} epochs"
+    config.schedule.decay = decay
+    config.schedule.power = power
+    config.eval.batch_size = 2000
+    config.checkpoint.every = "4 epochs"
+    if arg.smoke:
+        config.data.name = "digits"
+        config.data.options = ConfigDict()
+        config.task = ConfigDict({"name": "classification", "input_std": 16.0})
+        config.model.group_size = 16
+        config.batch_size = config.schedule.base_batch_size = 32
+        config.duration = "20 steps"
+        config.schedule.warmup = "20 percent" if warmup_epochs else "0 epochs"
+        config.eval.batch_size = 360
+        config.eval.every = config.checkpoint.every = "100 percent"
+        config.log.every = "4 steps"
+    return config

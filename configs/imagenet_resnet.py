@@ -1,0 +1,223 @@
+r"""ImageNet, ResNet v1.5: LAMB without tuning from 512 to 32K, LARS as on TPUs, momentum.
+
+Papers: LAMB, arXiv:1904.00962, appendix (untuned LAMB for ResNet-50, 90 epochs); LARS,
+arXiv:1708.03888, by the table of rates in tensorflow/tpu's ResNet and by two entries to MLPerf;
+momentum, arXiv:1706.02677. Their numbers are quoted below, none is measured here: not run, ImageNet
+is not at hand. [seen] is read in code, logs or a README, [recalled] is from memory.
+
+Top-1 by batch, ResNet-50:
+            512    1K     2K     4K     8K     16K    32K    64K
+  lamb      0.7696 0.7706 0.7692 0.7689 ?      0.7666 0.7642        the paper's [recalled, unsure]
+  lamb                           0.7714 0.7731 0.7691 0.7671        NUS-HPC-AI-Lab/pytorch-lamb
+                                                                    [seen]
+  lamb, recipe=author                                 0.7634        fastalgo/imagenet_resnet50_lamb,
+                                                                    its log [seen]
+  lars, recipe=mlperf*                                0.759  0.759  the target of MLPerf, reached
+                                                                    [seen]
+  momentum                              0.763 at 256 and at 8K      [recalled]
+
+  python -m lamb_tpu.train --config=configs/imagenet_resnet.py --workdir=DIR
+  python -m lamb_tpu.train --config=configs/imagenet_resnet.py:optimizer=lars,recipe=mlperf \
+      --workdir=DIR
+  python -m lamb_tpu.train --config=configs/imagenet_resnet.py:optimizer=momentum,batch=8192 \
+      --workdir=DIR
+  python -m lamb_tpu.train --config=configs/imagenet_resnet.py:size=18,batch=512 --workdir=DIR \
+      --config.data.name=image_folder --config.data.dir=IMAGENET --config.data.eval_split=val
+
+TFDS's imagenet2012, prepared once, is read from --config.data.prepared_dir; image_folder is a
+folder of photographs by class. Hardware and wall time of the sources: recipe=author 256 cores of
+TPU v3; mlperf, to 0.759, 1,024 cores, 2.27 minutes, at 32K, and 8,192 cores, 0.48 minutes (JAX:
+0.47), at 64K [seen: computed from the logs].
+
+Recipes (`optimizer=` and `recipe=`, the first is the default):
+  lamb      untuned: 0.04 at 32,768, at other batches by its square root; 20 epochs of warm-up
+            there, as many updates at others (0.3125 epochs at 512); linear decay. Rates and warm-up
+            of 4K to 32K [seen], below [recalled]; weight decay 1.5, no bias correction, gradients
+            clipped to 1 and BatchNorm left out are those of the authors' code [seen].
+            author: their run at 32,768 update for update. That is the rule again, in their whole
+            updates.
+  lars      tpu: the table LARS_TPU [seen]. In that code the L2 term is left out of the loss and the
+            optimizer adds none, so the weights do not decay: weight_decay is in the ratio alone.
+            mlperf: Google's entries in TensorFlow, of v0.6 at 32,768 and of v0.7 at 65,536;
+            mlperf_jax: v0.7 in JAX, 65,536. Rates, warm-up, momentum and updates [seen: logs]; that
+            weights decay in the entries in TensorFlow [recalled].
+  momentum  goyal: 0.1 at 256, linear in the batch, warmed up over 5 epochs from 0.1; a tenth at
+            epochs 30, 60 and 80 [recalled, sure]. Labels are not smoothed.
+
+The batch is the config's argument; --config.batch_size follows the rule of lamb and momentum but
+leaves lars in its row. BatchNorm's groups: 128 examples for lamb, a device's part in the second
+row [seen], 32 for momentum [recalled] and lars, 64 at 65,536 (model_bn_span in the logs [seen]).
+"""
+
+from typing import Any, NamedTuple
+
+from ml_collections import ConfigDict
+
+from lamb_tpu.config import base_config, parse_argument
+from lamb_tpu.errors import UserError
+
+
+class Row(NamedTuple):
+    """A run of LARS."""
+
+    learning_rate: float
+    warmup: str
+    duration: str
+    end_rate: float
+    group_size: int
+    optimizer: dict[str, Any]
+
+
+_TPU = {"name": "lars", "preset": "unscaled", "weight_decay": 1e-4}
+# tensorflow/tpu, models/official/resnet/lars_util.py: below that batch, peak, epochs of warm-up.
+LARS_TPU = ((16_384, 10.0, 5), (32_768, 25.0, 5), (65_536, 32.0, 14), (float("inf"), 35.6, 40))
+# mlcommons/training_results_v0.6 and v0.7, Google/results/*/resnet. The logs have warm-up in epochs
+# and the updates of the decay: 2,007, 1,133 and 1,166.25, one more than those after the warm-up.
+MLPERF = {
+    ("mlperf", 32_768): Row(
+        31.2, "977 steps", "2983 steps", 1e-4, 32, {**_TPU, "l2_in_loss": False, "eps": 1e-5}
+    ),
+    ("mlperf", 65_536): Row(
+        24.699, "606 steps", "1738 steps", 1e-4, 64,
+        {**_TPU, "l2_in_loss": False, "momentum": 0.951807},
+    ),
+    ("mlperf_jax", 65_536): Row(
+        23.080977304670448, "651.75 steps", "1817 steps", 1e-4, 64,
+        {"name": "lars", "preset": "you2017", "weight_decay": 1e-4,
+         "momentum": 0.9537213777059405},
+    ),
+}
+RECIPES = {
+    "lamb": ("untuned", "author"),
+    "lars": ("tpu", "mlperf", "mlperf_jax"),
+    "momentum": ("goyal",),
+}
+SIZES = (18, 34, 50, 101, 152)
+
+
+def get_config(argument: str | None = None) -> ConfigDict:
+    """Arguments: size=50 (18 | 34 | 50 | 101 | 152), optimizer=lamb|lars|momentum, recipe (of that
+    optimizer, see above), batch=32768, smoke.
+    """
+    arg = parse_argument(
+        argument, size=50, optimizer="lamb", recipe="", batch=32_768, smoke=False
+    )
+    _check("size", arg.size, SIZES)
+    _check("optimizer", arg.optimizer, RECIPES)
+    recipe = arg.recipe or RECIPES[arg.optimizer][0]
+    _check("recipe", recipe, RECIPES[arg.optimizer])
+    config = base_config()
+    config.batch_size = arg.batch
+    config.duration = "90 epochs"
+    config.data.name = "imagenet2012"
+    config.data.train_split, config.data.eval_split = "train", "validation"
+    config.data.options = ConfigDict({
+        "size": 224, "crop": "inception", "flip": True, "central_fraction": 0.875,
+        "erasing": 0.0, "on_bad_record": "error", "threads": 0,
+    })
+    config.task = ConfigDict({
+        "name": "classification", "label_smoothing": 0.1,
+        "input_mean": (123.675, 116.28, 103.53), "input_std": (58.395, 57.12, 57.375),
+        "mixup_alpha": 0.0, "cutmix_alpha": 0.0,
+    })
+    config.model = ConfigDict({
+        "name": f"resnet{arg.size}", "num_classes": 1000, "stem": "imagenet", "zero_gamma": True,
+        "dtype": "bfloat16", "group_size": 32,
+    })
+    config.schedule.decay = "polynomial"
+    config.schedule.base_batch_size = arg.batch
+    config.parallel.backend = "shard_map"
+    config.eval.batch_size = 1024
+    config.eval.every = "4 epochs"
+    config.checkpoint.every = "4 epochs"
+    config.log.every = "20 steps"
+
+    if arg.optimizer == "lamb":
+        _lamb(config, recipe)
+    elif arg.optimizer == "lars":
+        _lars(config, recipe)
+    else:
+        _momentum(config)
+    if arg.smoke:
+        _smoke(config)
+    return config
+
+
+def _lamb(config: ConfigDict, recipe: str) -> None:
+    config.optimizer = ConfigDict({
+        "name": "lamb", "preset": "author", "learning_rate": 0.04, "weight_decay": 1.5,
+        "rules": "resnet",
+    })
+    config.model.group_size = 128
+    config.schedule.base_batch_size = 32_768
+    config.schedule.scaling = "legw"
+    config.schedule.warmup = "20 epochs"
+    if recipe == "author":
+        _check("batch", config.batch_size, (32_768,))
+        config.duration = "3519 steps"
+        config.schedule.scaling = "identity"
+        config.schedule.warmup = "782 steps"
+
+
+def _lars(config: ConfigDict, recipe: str) -> None:
+    if recipe == "tpu":
+        rate, epochs = next(row[1:] for row in LARS_TPU if config.batch_size < row[0])
+        row = Row(rate, f"{epochs} epochs", config.duration, 0.0, 32, _TPU)
+    else:
+        _check("batch", config.batch_size, [batch for name, batch in MLPERF if name == recipe])
+        row = MLPERF[recipe, config.batch_size]
+    config.optimizer = ConfigDict({
+        **row.optimizer, "learning_rate": row.learning_rate, "rules": "no_bias_no_norm",
+    })
+    config.duration = row.duration
+    config.model.group_size = row.group_size
+    config.schedule.warmup = row.warmup
+    config.schedule.power = 2.0
+    config.schedule.end_factor = row.end_rate / row.learning_rate
+
+
+def _momentum(config: ConfigDict) -> None:
+    config.optimizer = ConfigDict({
+        "name": "nesterov", "learning_rate": 0.1, "momentum": 0.9, "weight_decay": 1e-4,
+        "rules": "resnet",
+    })
+    config.task.label_smoothing = 0.0
+    config.schedule.base_batch_size = 256
+    config.schedule.scaling = "linear"
+    config.schedule.warmup = "5 epochs"
+    config.schedule.start_factor = min(1.0, 256 / config.batch_size)
+    config.schedule.decay = "step"
+    config.schedule.decay_from = "zero"
+    config.schedule.decay_factor = 0.1
+    config.schedule.boundaries = "30 epochs, 60 epochs, 80 epochs"
+
+
+def _smoke(config: ConfigDict) -> None:
+    """ResNet-18 on 8x8 digits at batch 32, in float32."""
+    config.data.name = "digits"
+    config.data.eval_split = "test"
+    config.data.options = ConfigDict()
+    config.task = ConfigDict({
+        "name": "classification", "label_smoothing": config.task.label_smoothing, "input_std": 16.0,
+    })
+    config.model.update({
+        "name": "resnet18", "num_classes": 10, "dtype": "float32", "group_size": 32,
+    })
+    config.model.momentum = 0.8  # of BatchNorm's averages, which have to keep up with a short run
+    config.batch_size = config.schedule.base_batch_size = 32
+    config.duration = "40 steps"
+    config.schedule.warmup = "20 percent"
+    config.schedule.start_factor = 0.0
+    if config.schedule.decay == "step":
+        config.schedule.boundaries = "60 percent, 80 percent"
+    config.eval.batch_size = 360
+    config.eval.every = config.checkpoint.every = "100 percent"
+    config.log.every = "8 steps"
+
+
+def _check(key: str, value: Any, known: Any) -> None:
+    if value not in known:
+        raise UserError(
+            f"the config's argument {key}={value!r} is unknown; "
+            f"known: {', '.join(map(str, known))}"
+        )
