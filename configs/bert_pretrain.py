@@ -37,7 +37,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from lamb_tpu.config import base_config, parse_argument
+from lamb_tpu.config import base_config, check_argument, parse_argument
 from lamb_tpu.errors import UserError
 from lamb_tpu.models.bert import SIZES
 from lamb_tpu.models.bert_rules import PARAMETERS, PARAMETERS_SCANNED
@@ -106,11 +106,7 @@ def get_config(argument: str | None = None) -> ConfigDict:
         ("size", SIZES), ("recipe", ("paper", *RECIPES)), ("optimizer", OPTIMIZERS),
         ("phase", (0, 1, 2)),
     ):
-        if arg[key] not in known:
-            raise UserError(
-                f"the config's argument {key}={arg[key]!r} is unknown; "
-                f"known: {', '.join(map(str, known))}"
-            )
+        check_argument(key, arg[key], known)
     if arg.recipe != "paper" and arg.batch != 32_768:
         raise UserError(
             f"the config's argument batch={arg.batch} is for recipe=paper; {arg.recipe} has its "

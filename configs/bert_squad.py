@@ -25,8 +25,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from lamb_tpu.config import base_config, parse_argument
-from lamb_tpu.errors import UserError
+from lamb_tpu.config import base_config, check_argument, parse_argument
 from lamb_tpu.models.bert import SIZES
 from lamb_tpu.models.bert_rules import PARAMETERS
 
@@ -41,10 +40,7 @@ def get_config(argument: str | None = None) -> ConfigDict:
     """Arguments: size=large, optimizer=lamb|adamw, batch=64, smoke."""
     arg = parse_argument(argument, size="large", optimizer="lamb", batch=64, smoke=False)
     for key, known in (("size", SIZES), ("optimizer", OPTIMIZERS)):
-        if arg[key] not in known:
-            raise UserError(
-                f"the config's argument {key}={arg[key]!r} is unknown; known: {', '.join(known)}"
-            )
+        check_argument(key, arg[key], known)
     config = base_config()
     config.batch_size = arg.batch
     config.duration = "2 epochs"

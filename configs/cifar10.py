@@ -42,8 +42,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from lamb_tpu.config import base_config, parse_argument
-from lamb_tpu.errors import UserError
+from lamb_tpu.config import base_config, check_argument, parse_argument
 
 _SUM = 512  # a loss summed over the batch is as many times the mean
 
@@ -88,10 +87,7 @@ def get_config(argument: str | None = None) -> ConfigDict:
         argument, model="davidnet", optimizer="lamb", batch=512, data="cifar10", smoke=False
     )
     for key, known in (("model", MODELS), ("optimizer", OPTIMIZERS), ("data", DATA)):
-        if arg[key] not in known:
-            raise UserError(
-                f"the config's argument {key}={arg[key]!r} is unknown; known: {', '.join(known)}"
-            )
+        check_argument(key, arg[key], known)
     fields, scaling, warmup_epochs, decay, power = OPTIMIZERS[arg.optimizer]
     config = base_config()
     config.batch_size = arg.batch

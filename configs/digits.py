@@ -13,8 +13,7 @@ here; see experiments/demo/README.md). Source: none, a study of this project.
 
 from ml_collections import ConfigDict
 
-from lamb_tpu.config import base_config, parse_argument
-from lamb_tpu.errors import UserError
+from lamb_tpu.config import base_config, check_argument, parse_argument
 
 # Optimizer fields, scaling rule, and the warm-up at batch 32. LEGW's warm-up there is the share of
 # the run that it is in the LAMB paper (0.3125 of 90 epochs, for ResNet-50), a tenth of an epoch.
@@ -33,11 +32,7 @@ OPTIMIZERS = {
 def get_config(argument: str | None = None) -> ConfigDict:
     """Arguments: optimizer=lamb|adamw|momentum, batch=32, epochs=30.0, smoke."""
     arg = parse_argument(argument, optimizer="lamb", batch=32, epochs=30.0, smoke=False)
-    if arg.optimizer not in OPTIMIZERS:
-        raise UserError(
-            f"the config's argument optimizer={arg.optimizer!r} is unknown; "
-            f"known: {', '.join(OPTIMIZERS)}"
-        )
+    check_argument("optimizer", arg.optimizer, OPTIMIZERS)
     fields, scaling, warmup = OPTIMIZERS[arg.optimizer]
     config = base_config()
     config.batch_size = arg.batch

@@ -36,8 +36,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from lamb_tpu.config import base_config, parse_argument
-from lamb_tpu.errors import UserError
+from lamb_tpu.config import base_config, check_argument, parse_argument
 from lamb_tpu.models import MODULES
 
 # By batch: peak rate for each 256 examples, epochs of warm-up, examples a core.
@@ -58,11 +57,11 @@ def get_config(argument: str | None = None) -> ConfigDict:
     arg = parse_argument(
         argument, size="b2", optimizer="rmsprop", batch=4096, augment="autoaugment", smoke=False
     )
-    _check("size", arg.size, SIZES)
-    _check("optimizer", arg.optimizer, OPTIMIZERS)
-    _check("augment", arg.augment, AUGMENTS)
+    check_argument("size", arg.size, SIZES)
+    check_argument("optimizer", arg.optimizer, OPTIMIZERS)
+    check_argument("augment", arg.augment, AUGMENTS)
     if arg.optimizer == "lars" and not arg.smoke:
-        _check("batch", arg.batch, LARS)
+        check_argument("batch", arg.batch, LARS)
     name = f"efficientnet_{arg.size}"
     network: Any = MODULES[name]
     row = RMSPROP if arg.optimizer == "rmsprop" else LARS.get(arg.batch, LARS[16_384])
@@ -146,11 +145,3 @@ def _smoke(config: ConfigDict) -> None:
     config.eval.batch_size = 360
     config.eval.every = config.checkpoint.every = "100 percent"
     config.log.every = "8 steps"
-
-
-def _check(key: str, value: Any, known: Any) -> None:
-    if value not in known:
-        raise UserError(
-            f"the config's argument {key}={value!r} is unknown; "
-            f"known: {', '.join(map(str, known))}"
-        )

@@ -53,8 +53,7 @@ from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 
-from lamb_tpu.config import base_config, parse_argument
-from lamb_tpu.errors import UserError
+from lamb_tpu.config import base_config, check_argument, parse_argument
 
 
 class Row(NamedTuple):
@@ -102,10 +101,10 @@ def get_config(argument: str | None = None) -> ConfigDict:
     arg = parse_argument(
         argument, size=50, optimizer="lamb", recipe="", batch=32_768, smoke=False
     )
-    _check("size", arg.size, SIZES)
-    _check("optimizer", arg.optimizer, RECIPES)
+    check_argument("size", arg.size, SIZES)
+    check_argument("optimizer", arg.optimizer, RECIPES)
     recipe = arg.recipe or RECIPES[arg.optimizer][0]
-    _check("recipe", recipe, RECIPES[arg.optimizer])
+    check_argument("recipe", recipe, RECIPES[arg.optimizer])
     config = base_config()
     config.batch_size = arg.batch
     config.duration = "90 epochs"
@@ -153,7 +152,7 @@ def _lamb(config: ConfigDict, recipe: str) -> None:
     config.schedule.scaling = "legw"
     config.schedule.warmup = "20 epochs"
     if recipe == "author":
-        _check("batch", config.batch_size, (32_768,))
+        check_argument("batch", config.batch_size, (32_768,))
         config.duration = "3519 steps"
         config.schedule.scaling = "identity"
         config.schedule.warmup = "782 steps"
@@ -164,7 +163,8 @@ def _lars(config: ConfigDict, recipe: str) -> None:
         rate, epochs = next(row[1:] for row in LARS_TPU if config.batch_size < row[0])
         row = Row(rate, f"{epochs} epochs", config.duration, 0.0, 32, _TPU)
     else:
-        _check("batch", config.batch_size, [batch for name, batch in MLPERF if name == recipe])
+        known = [batch for name, batch in MLPERF if name == recipe]
+        check_argument("batch", config.batch_size, known)
         row = MLPERF[recipe, config.batch_size]
     config.optimizer = ConfigDict({
         **row.optimizer, "learning_rate": row.learning_rate, "rules": "no_bias_no_norm",
@@ -213,11 +213,3 @@ def _smoke(config: ConfigDict) -> None:
     config.eval.batch_size = 360
     config.eval.every = config.checkpoint.every = "100 percent"
     config.log.every = "8 steps"
-
-
-def _check(key: str, value: Any, known: Any) -> None:
-    if value not in known:
-        raise UserError(
-            f"the config's argument {key}={value!r} is unknown; "
-            f"known: {', '.join(map(str, known))}"
-        )

@@ -19,7 +19,7 @@ are given for batch 1,024; `batch=` rescales them (LAMB by LEGW, momentum linear
 
 from ml_collections import ConfigDict
 
-from lamb_tpu.config import base_config, parse_argument
+from lamb_tpu.config import base_config, check_argument, parse_argument
 from lamb_tpu.errors import UserError
 
 NETWORKS = ("lenet", "lenet5")
@@ -50,10 +50,7 @@ def get_config(argument: str | None = None) -> ConfigDict:
     """Arguments: network=lenet|lenet5, optimizer=lamb|adamw|momentum, batch=1024, smoke."""
     arg = parse_argument(argument, network="lenet", optimizer="lamb", batch=1024, smoke=False)
     for key, known in (("network", NETWORKS), ("optimizer", OPTIMIZERS)):
-        if arg[key] not in known:
-            raise UserError(
-                f"the config's argument {key}={arg[key]!r} is unknown; known: {', '.join(known)}"
-            )
+        check_argument(key, arg[key], known)
     fields, scaling, warmup, end_factor = OPTIMIZERS[arg.optimizer]
     config = base_config()
     config.batch_size = arg.batch

@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -133,6 +133,14 @@ def parse_argument(argument: str | None, **defaults: Any) -> ConfigDict:
             )
         values[key] = _convert(key, text if has_value else "true", defaults[key])
     return ConfigDict(values)
+
+
+def check_argument(key: str, value: Any, known: Collection[Any]) -> None:
+    """Raises a UserError where a config's argument is none of the known values."""
+    if value not in known:
+        raise UserError(
+            f"the config's argument {key}={value!r} is unknown; known: {', '.join(map(str, known))}"
+        )
 
 
 def _convert(key: str, text: str, default: Any) -> Any:

@@ -45,6 +45,12 @@ def test_wrong_argument(argument: str, message: str) -> None:
         config_lib.parse_argument(argument, batch=32, smoke=False)
 
 
+def test_argument_that_is_none_of_the_known() -> None:
+    config_lib.check_argument("phase", 1, (1, 2))
+    with pytest.raises(UserError, match="the config's argument phase=3 is unknown; known: 1, 2$"):
+        config_lib.check_argument("phase", 3, (1, 2))
+
+
 def test_missing_key() -> None:
     config = tiny.digits()
     with config.unlocked():
