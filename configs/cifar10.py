@@ -35,7 +35,8 @@ Here BatchNorm's parameters decay under none of them; in dawn.py they do.
 the warm-up's epochs stay, as LEGW's would outlast the run. BatchNorm's groups are 512 examples at
 every batch, as in dawn.py; the LAMB authors' were a core's, by a flag of theirs of 8 cores 64
 (--config.model.group_size=64). They leave out an epoch's last examples: 2,328 updates, here 2,344.
-model=resnet18 has the same rates, untuned for it.
+model=resnet18 has the same rates, untuned for it. `epochs=` other than 24 makes the warm-up shorter
+or longer by as much. --config.model.width=16 makes DavidNet narrower, for a CPU.
 """
 
 from typing import Any
@@ -44,9 +45,10 @@ from ml_collections import ConfigDict
 
 from lamb_tpu.config import base_config, check_argument, parse_argument
 
+EPOCHS = 24
 _SUM = 512  # a loss summed over the batch is as many times the mean
 
-# Optimizer fields, scaling rule, epochs of warm-up, decay and its power.
+# Optimizer fields, scaling rule, epochs of warm-up of 24, decay and its power.
 OPTIMIZERS: dict[str, tuple[dict[str, Any], str, int, str, float]] = {
     "lamb": (
         {"name": "lamb", "learning_rate": 10.0 / _SUM, "weight_decay": 1.0,
@@ -73,7 +75,7 @@ OPTIMIZERS: dict[str, tuple[dict[str, Any], str, int, str, float]] = {
     ),
 }
 MODELS: dict[str, dict[str, Any]] = {
-    "davidnet": {"name": "davidnet"},
+    "davidnet": {"name": "davidnet", "width": 64},
     "resnet18": {"name": "resnet18", "stem": "cifar", "zero_gamma": True},
 }
 DATA = ("cifar10", "cifar10_jpeg")
@@ -81,17 +83,18 @@ DATA = ("cifar10", "cifar10_jpeg")
 
 def get_config(argument: str | None = None) -> ConfigDict:
     """Arguments: model=davidnet|resnet18, optimizer=lamb|momentum|adamw|adam|adagrad|lars,
-    batch=512, data=cifar10|cifar10_jpeg, smoke.
+    batch=512, epochs=24, data=cifar10|cifar10_jpeg, smoke.
     """
     arg = parse_argument(
-        argument, model="davidnet", optimizer="lamb", batch=512, data="cifar10", smoke=False
+        argument, model="davidnet", optimizer="lamb", batch=512, epochs=float(EPOCHS),
+        data="cifar10", smoke=False,
     )
     for key, known in (("model", MODELS), ("optimizer", OPTIMIZERS), ("data", DATA)):
         check_argument(key, arg[key], known)
     fields, scaling, warmup_epochs, decay, power = OPTIMIZERS[arg.optimizer]
     config = base_config()
     config.batch_size = arg.batch
-    config.duration = "24 epochs"
+    config.duration = f"{arg.epochs:.12g} epochs"
     config.data.name = arg.data
     config.data.options = ConfigDict({
         "pad": 4, "pad_mode": "reflect", "flip": True, "cutout": 8,
@@ -108,7 +111,7 @@ def get_config(argument: str | None = None) -> ConfigDict:
     config.optimizer = ConfigDict({**fields, "rules": "no_bias_no_norm"})
     config.schedule.base_batch_size = 512
     config.schedule.scaling = scaling
-    config.schedule.warmup = f"{warmup_epochs} epochs"
+    config.schedule.warmup = f"{warmup_epochs * arg.epochs / EPOCHS:.12g} epochs"
     config.schedule.decay = decay
     config.schedule.power = power
     config.eval.batch_size = 2000

@@ -13,12 +13,13 @@ import json
 import pathlib
 import statistics
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from absl import flags
 from ml_collections import ConfigDict
 
 from configs import bert_pretrain, bert_squad
+from experiments.records import Record, evaluations, facts, integers, machines, versions
 from lamb_tpu import cli
 from lamb_tpu.data.text.vocabulary import Vocabulary
 from lamb_tpu.errors import UserError
@@ -99,24 +100,21 @@ def squad_config(
     return config
 
 
-def collect(runs: pathlib.Path, wanted: Iterable[Run]) -> list[dict[str, Any]]:
+def collect(runs: pathlib.Path, wanted: Iterable[Run]) -> list[Record]:
     """One record for each run of `wanted` below `runs`, all of them complete."""
     records = []
     for run in wanted:
         folder = runs / run.name
-        evals = read_records(folder / "metrics.jsonl", "eval")
-        receipt = read_records(folder / "run.jsonl")[-1]
-        trained = read_records(folder / "metrics.jsonl", "train")[-1]
+        last = evaluations(folder)[-1]
         records.append({
-            **run._asdict(), "updates": evals[-1]["step"],
-            "exact_match": evals[-1]["exact_match"], "f1": evals[-1]["f1"],
-            "loss": trained["loss"], "seconds": round(trained["seconds"], 1),
-            **{key: receipt[key] for key in ("device", "devices", "cores", "jax", "commit")},
+            **run._asdict(), "updates": last["step"], "exact_match": last["exact_match"],
+            "f1": last["f1"], "loss": read_records(folder / "metrics.jsonl", "train")[-1]["loss"],
+            **facts(folder),
         })
     return records
 
 
-def page(records: list[dict[str, Any]], phases: list[dict[str, Any]], command: str) -> str:
+def page(records: list[Record], phases: list[Record], command: str) -> str:
     """The Markdown page."""
     lines = [
         "# From text to SQuAD with a small BERT",
@@ -146,27 +144,24 @@ def page(records: list[dict[str, Any]], phases: list[dict[str, Any]], command: s
             f"{statistics.mean(r['f1'] for r in found):.2f} | {by_seed} | {found[0]['updates']:,} "
             f"| {statistics.mean(r['seconds'] for r in found) / 60:.0f} |"
         )
-    machines = sorted({f"{r['devices']} x {r['device']}, {r['cores']} cores" for r in records})
-    versions = sorted({f"jax {r['jax']} at commit {r['commit']}" for r in records})
     return "\n".join([
-        *lines, "", f"Machine: {'; '.join(machines)}. Versions: {'; '.join(versions)}. Command: "
+        *lines, "", f"Machine: {machines(records)}. Versions: {versions(records)}. Command: "
         f"`{command}`. Records: end_to_end.jsonl.", "",
     ])
 
 
-def phase_records(pretrained: pathlib.Path) -> list[dict[str, Any]]:
+def phase_records(pretrained: pathlib.Path) -> list[Record]:
     """What each phase of the pre-training came to."""
     records = []
     for folder in sorted(pretrained.glob("phase_*")):
         config = json.loads((folder / "config.json").read_text())
-        last = read_records(folder / "metrics.jsonl", "eval")[-1]
-        trained = read_records(folder / "metrics.jsonl", "train")[-1]
+        last = evaluations(folder)[-1]
         records.append({
             "phase": folder.name, "tokens": config["data.options.sequence_length"],
             "batch": config["batch_size"], "updates": last["step"],
             "hidden_size": config["model.hidden_size"], "vocabulary": config["model.vocab_size"],
             **{key: last[key] for key in ("mlm_loss", "mlm_accuracy")},
-            "seconds": trained["seconds"],
+            "seconds": facts(folder)["seconds"],
         })
     return records
 
@@ -185,8 +180,8 @@ def main() -> None:
     )
     train(config, pretrained, label="pre-training")
     wanted = [
-        Run(start, float(rate), int(seed))
-        for seed in values.seeds for rate in values.rates for start in STARTS
+        Run(start, float(rate), seed)
+        for seed in integers("seeds") for rate in values.rates for start in STARTS
     ]
     for run in wanted:
         config = squad_config(

@@ -9,8 +9,8 @@ run to 1/5. Each optimizer's rate is chosen at batch 64, from three by runs of a
 length, and carried to the others by a rule: for LAMB by the square root (that is LEGW), for AdamW
 by the square root or linearly, both with LAMB's warm-up. DATA holds the folders `train` and
 `validation` that `python -m lamb_tpu.data.prepare_text` made, with one vocabulary. Every cell is a
-resumable run in a workdir of its own below DIR; complete ones are not run again. Records go into
-scaling.jsonl, the table and the picture into scaling.md and scaling.png, in experiments/bert.
+resumable run in a workdir of its own below DIR; those with a record are not run again. Records go
+into scaling.jsonl, the table and the picture into scaling.md and scaling.png, in experiments/bert.
 """
 
 import json
@@ -23,6 +23,7 @@ from ml_collections import ConfigDict
 
 from configs import bert_pretrain
 from experiments.bert import scaling_page
+from experiments.records import Records, best_rates, evaluations, facts, integers, run_missing
 from lamb_tpu import cli
 from lamb_tpu.data.text.vocabulary import Vocabulary
 from lamb_tpu.errors import UserError
@@ -30,7 +31,6 @@ from lamb_tpu.metrics import read_records
 from lamb_tpu.train import train
 
 FOLDER = pathlib.Path(__file__).parent
-RECORDS = FOLDER / "scaling.jsonl"
 BATCHES = (64, 256, 1024, 4096)
 BASE_BATCH = BATCHES[0]
 MICROBATCH = 64
@@ -63,28 +63,6 @@ def tuning_cells(examples: int, hidden_size: int) -> list[Cell]:
         Cell(optimizer, "sqrt", BASE_BATCH, rate, examples // 4, hidden_size, 0)
         for optimizer, grid in GRIDS.items() for rate in grid
     ]
-
-
-def best_rates(records: Iterable[dict[str, Any]], wanted: list[Cell]) -> dict[str, float]:
-    """Of each optimizer the rate with the lowest held-out loss in the runs of `tuning_cells`.
-
-    Raises:
-      UserError: one of them is not there.
-    """
-    found = {tuple(record[field] for field in Cell._fields): record for record in records}
-    missing = [cell.name for cell in wanted if cell not in found]
-    if missing:
-        raise UserError(
-            f"{len(missing)} of {len(wanted)} runs that choose the rates are not there, "
-            f"{missing[0]} among them; run them without --train=false"
-        )
-    return {
-        optimizer: min(
-            (cell for cell in wanted if cell.optimizer == optimizer),
-            key=lambda cell: found[cell]["mlm_loss"],
-        ).rate
-        for optimizer in GRIDS
-    }
 
 
 def cells(
@@ -136,13 +114,9 @@ def collect(runs: pathlib.Path, wanted: Iterable[Cell]) -> list[dict[str, Any]]:
     records = []
     for cell in wanted:
         folder = runs / cell.name
-        evals = []
-        if (folder / "metrics.jsonl").exists():
-            evals = read_records(folder / "metrics.jsonl", "eval")
+        evals = evaluations(folder)
         if not evals or evals[-1]["step"] * cell.batch < cell.examples:
             continue
-        training = read_records(folder / "metrics.jsonl", "train")[-1]
-        receipt = read_records(folder / "run.jsonl")[-1]
         config = json.loads((folder / "config.json").read_text())
         records.append({
             **cell._asdict(),
@@ -151,34 +125,9 @@ def collect(runs: pathlib.Path, wanted: Iterable[Cell]) -> list[dict[str, Any]]:
             "mlm_loss": evals[-1]["mlm_loss"],
             "mlm_accuracy": evals[-1]["mlm_accuracy"],
             "curve": [[e["step"] * cell.batch, round(e["mlm_loss"], 4)] for e in evals],
-            "train_loss": training["loss"],
-            "seconds": round(training["seconds"], 1),
-            **{key: receipt[key] for key in ("device", "devices", "cores", "jax", "commit")},
+            "train_loss": read_records(folder / "metrics.jsonl", "train")[-1]["loss"],
+            **facts(folder),
         })
-    return records
-
-
-def merge(old: Iterable[dict[str, Any]], new: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """All records, a new one in place of an old one of the same cell."""
-    found = {tuple(record[field] for field in Cell._fields): record for record in (*old, *new)}
-    return [found[key] for key in sorted(found)]
-
-
-def _run(
-    wanted: list[Cell], old: list[dict[str, Any]], runs: pathlib.Path
-) -> list[dict[str, Any]]:
-    """Runs what is missing of `wanted`; all records, which are kept after every run."""
-    values = flags.FLAGS
-    records = merge(old, collect(runs, wanted))
-    for number, cell in enumerate(wanted):
-        done = {tuple(record[field] for field in Cell._fields) for record in records}
-        if values.train and cell not in done:
-            if values.data_dir is None:
-                raise UserError("--data_dir is missing; give the folder with train and validation")
-            print(f"run {number + 1} of {len(wanted)}: {cell.name}", flush=True)
-            train(make_config(cell, values.data_dir), runs / cell.name, label=cell.name)
-            records = merge(records, collect(runs, [cell]))
-        RECORDS.write_text("".join(json.dumps(record) + "\n" for record in records))
     return records
 
 
@@ -186,16 +135,22 @@ def main() -> None:
     """Runs the missing cells and writes the page."""
     values = flags.FLAGS
     runs = pathlib.Path(values.runs).expanduser()
-    records = read_records(RECORDS) if RECORDS.exists() else []
+
+    def run(cell: Cell, folder: pathlib.Path) -> None:
+        if values.data_dir is None:
+            raise UserError("--data_dir is missing; give the folder with train and validation")
+        train(make_config(cell, values.data_dir), folder, label=cell.name)
+
+    records = Records(FOLDER / "scaling.jsonl", Cell._fields)
+    how = records, runs, collect, run if values.train else None
     size = values.examples, values.hidden_size
     tuning = tuning_cells(*size)
-    records = _run(tuning, records, runs)
-    rates = best_rates(records, tuning)
-    wanted = cells(*size, map(int, values.seeds), rates)
-    records = _run(wanted, records, runs)
-    shown, tuned = ([r for r in records if Cell(*(r[f] for f in Cell._fields)) in of]
-                    for of in (wanted, tuning))
-    text = scaling_page.page(shown, tuned)
+    run_missing(tuning, *how)
+    rates = best_rates(records.of(tuning), tuning, lambda record: record["mlm_loss"])
+    wanted = cells(*size, integers("seeds"), rates)
+    run_missing(wanted, *how)
+    shown = records.of(wanted)
+    text = scaling_page.page(shown, records.of(tuning))
     (FOLDER / "scaling.md").write_text(text)
     scaling_page.draw(shown, FOLDER / "scaling.png")
     print(text)

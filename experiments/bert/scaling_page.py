@@ -3,11 +3,9 @@
 import pathlib
 import statistics
 from collections.abc import Sequence
-from typing import Any
 
-from matplotlib.figure import Figure
-
-Record = dict[str, Any]
+from experiments import batch_plot
+from experiments.records import Record, machines, versions
 
 # What a line of the table is called, and how it is drawn (colours of Okabe and Ito).
 LINES = {
@@ -81,11 +79,9 @@ def page(records: Sequence[Record], tuning: Sequence[Record]) -> str:
     ]
     seeds = sorted({str(record["seed"]) for record in records})
     minutes = sum(record["seconds"] for record in (*records, *tuning)) / 60
-    machines = sorted({f"{r['devices']} x {r['device']}, {r['cores']} cores" for r in records})
-    versions = sorted({f"jax {r['jax']} at commit {r['commit']}" for r in records})
     lines += [
-        f"Machine: {'; '.join(machines)}; {minutes:.0f} minutes of runs in all. Seeds: "
-        f"{', '.join(seeds)}. Versions: {'; '.join(versions)}.",
+        f"Machine: {machines(records)}; {minutes:.0f} minutes of runs in all. Seeds: "
+        f"{', '.join(seeds)}. Versions: {versions(records)}.",
         "",
         f"Command: `python -m experiments.bert.scaling --data_dir=DATA --examples={examples} "
         f"--hidden_size={width}`. Records: scaling.jsonl.",
@@ -101,28 +97,8 @@ def draw(records: Sequence[Record], path: pathlib.Path) -> None:
       records: of the study.
       path: the PNG.
     """
-    examples = records[0]["examples"]
-    figure = Figure(figsize=(11, 4.8), dpi=150, layout="constrained")
-    left, right = figure.subplots(1, 2)
-    batches = sorted({record["batch"] for record in records})
-    for line, (name, color, marker) in LINES.items():
-        found = _line(records, line)
-        points = {
-            batch: _mean(at, "mlm_loss")
-            for batch in batches if (at := [r for r in found if r["batch"] == batch])
-        }
-        left.plot(list(points), list(points.values()), color=color, marker=marker, label=name)
-        for record in found:
-            if record["batch"] == batches[-1]:
-                right.plot(*zip(*record["curve"]), color=color, marker=marker, label=name)
-    left.set_xscale("log", base=2)
-    left.set_xticks(batches, [f"{batch:,}" for batch in batches])
-    left.set_xlabel("batch (examples)")
-    left.set_ylabel("held-out masked-word loss (nats)")
-    left.set_title(f"after {examples:,} examples")
-    right.set_xlabel("examples read")
-    right.set_title(f"at batch {batches[-1]:,}")
-    for axes in (left, right):
-        axes.grid(alpha=0.3)
-        axes.legend()
-    figure.savefig(path)
+    batch_plot.draw(
+        [batch_plot.Line(*how, _line(records, line)) for line, how in LINES.items()],
+        path, "mlm_loss", "held-out masked-word loss (nats)",
+        f"after {records[0]['examples']:,} examples", "examples read",
+    )

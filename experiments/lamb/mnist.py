@@ -3,25 +3,33 @@
   python -m experiments.lamb.mnist --runs=DIR --networks=lenet5 --seeds=0,1,2 --data_dir=FOLDER
   python -m experiments.lamb.mnist --runs=DIR --train=false
 
-The first command trains every cell asked for whose run in DIR is not complete (each in its own
-workdir, resumable); both then collect the complete runs of these recipes in DIR into
+The first command trains every cell asked for that has no record yet (each in its own workdir,
+resumable); both collect the complete runs of these recipes in DIR into
 experiments/lamb/mnist.jsonl, one record a run, and write the table experiments/lamb/mnist.md from
 all records in that file.
 """
 
 import json
 import pathlib
-import statistics
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from absl import flags
 
 from configs import mnist_lenet
+from experiments.records import (
+    Records,
+    choices,
+    evaluations,
+    facts,
+    integers,
+    run_missing,
+    seed_columns,
+    versions,
+)
 from lamb_tpu import cli
 from lamb_tpu.config import differences, flatten
 from lamb_tpu.errors import UserError
-from lamb_tpu.metrics import read_records
 from lamb_tpu.train import train
 
 FOLDER = pathlib.Path(__file__).parent
@@ -36,9 +44,22 @@ NETWORKS = {
 }
 
 
+class Cell(NamedTuple):
+    """One run of the study."""
+
+    network: str
+    optimizer: str
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """Of its workdir."""
+        return "-".join(map(str, self))
+
+
 def is_complete(folder: pathlib.Path) -> bool:
     """Whether the workdir holds a run of one of the table's recipes, trained to its end."""
-    if not (folder / "config.json").exists() or not (folder / "metrics.jsonl").exists():
+    if not (folder / "config.json").exists():
         return False
     config = json.loads((folder / "config.json").read_text())
     network, optimizer = config.get("model.name"), config.get("optimizer.name")
@@ -47,7 +68,7 @@ def is_complete(folder: pathlib.Path) -> bool:
     recipe = flatten(mnist_lenet.get_config(f"network={network},optimizer={optimizer}"))
     if differences(config | {"seed": recipe["seed"]}, recipe):
         return False
-    evals = read_records(folder / "metrics.jsonl", "eval")
+    evals = evaluations(folder)
     return bool(evals) and evals[-1]["epoch"] >= EPOCHS
 
 
@@ -58,9 +79,7 @@ def collect(runs: pathlib.Path) -> list[dict[str, Any]]:
         if not is_complete(folder):
             continue
         config = json.loads((folder / "config.json").read_text())
-        evaluation = read_records(folder / "metrics.jsonl", "eval")[-1]
-        training = read_records(folder / "metrics.jsonl", "train")[-1]
-        receipt = read_records(folder / "run.jsonl")[-1]
+        evaluation = evaluations(folder)[-1]
         records.append({
             "network": config["model.name"],
             "optimizer": config["optimizer.name"],
@@ -68,23 +87,14 @@ def collect(runs: pathlib.Path) -> list[dict[str, Any]]:
             "test_accuracy": evaluation["accuracy"],
             "test_loss": evaluation["loss"],
             "updates": evaluation["step"],
-            "seconds": round(training["seconds"], 1),
-            **{key: receipt[key] for key in ("device", "devices", "cores", "jax", "commit")},
+            **facts(folder),
         })
     return records
 
 
-def merge(old: Iterable[dict[str, Any]], new: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """All records, a new one in place of an old one of the same cell and seed."""
-
-    def key(record: dict[str, Any]) -> tuple[Any, ...]:
-        return record["network"], record["optimizer"], record["seed"]
-
-    return sorted({key(record): record for record in (*old, *new)}.values(), key=key)
-
-
-def table(records: list[dict[str, Any]]) -> str:
+def table(records: Iterable[dict[str, Any]]) -> str:
     """The Markdown page."""
+    records = list(records)
     lines = [
         "# MNIST: LeNet at batch 1,024, 30 epochs",
         "",
@@ -110,7 +120,8 @@ def table(records: list[dict[str, Any]]) -> str:
             ]
             quoted = f"{paper:.4f}" if network == "lenet" else "-"
             rate = mnist_lenet.OPTIMIZERS[optimizer][0]["learning_rate"]
-            lines.append(f"| {optimizer} | {rate} | {quoted} | {_measured(cell)} |")
+            measured = seed_columns(cell, "test_accuracy")
+            lines.append(f"| {optimizer} | {rate} | {quoted} | {measured} |")
         lines += [
             "",
             "One run: `python -m lamb_tpu.train "
@@ -126,48 +137,36 @@ def table(records: list[dict[str, Any]]) -> str:
             "collapsed, the accuracy is about that of guessing.",
             "",
         ]
-    versions = sorted({f"jax {record['jax']} at commit {record['commit']}" for record in records})
-    lines += [f"Versions: {'; '.join(versions)}. Records: mnist.jsonl.", ""]
+    lines += [f"Versions: {versions(records)}. Records: mnist.jsonl.", ""]
     return "\n".join(lines)
-
-
-def _measured(cell: list[dict[str, Any]]) -> str:
-    """The measured columns of a row, joined."""
-    if not cell:
-        return "not run | - | - | - | -"
-    accuracies = [record["test_accuracy"] for record in cell]
-    spread = f"{min(accuracies):.4f} to {max(accuracies):.4f}" if len(cell) > 1 else "-"
-    by_seed = ", ".join(f"{record['seed']}: {record['test_accuracy']:.4f}" for record in cell)
-    minutes = statistics.mean(record["seconds"] for record in cell) / 60
-    machines = sorted({f"{r['devices']} x {r['device']}, {r['cores']} cores" for r in cell})
-    return (
-        f"{statistics.mean(accuracies):.4f} | {spread} | {by_seed} | {minutes:.1f} | "
-        f"{'; '.join(machines)}"
-    )
 
 
 def main() -> None:
     """Runs the missing cells and writes the table."""
     values = flags.FLAGS
     runs = pathlib.Path(values.runs).expanduser()
-    if values.train:
-        for network in values.networks:
-            for optimizer in values.optimizers:
-                for seed in map(int, values.seeds):
-                    run_config = mnist_lenet.get_config(f"network={network},optimizer={optimizer}")
-                    run_config.seed = seed
-                    run_config.data.dir = values.data_dir
-                    name = f"{network}-{optimizer}-{seed}"
-                    if not is_complete(runs / name):
-                        train(run_config, runs / name, label=name)
-    record_file = FOLDER / "mnist.jsonl"
-    old = read_records(record_file) if record_file.exists() else []
-    records = merge(old, collect(runs))
-    if not records:
+
+    def run(cell: Cell, folder: pathlib.Path) -> None:
+        config = mnist_lenet.get_config(f"network={cell.network},optimizer={cell.optimizer}")
+        config.seed = cell.seed
+        config.data.dir = values.data_dir
+        train(config, folder, label=cell.name)
+
+    records = Records(FOLDER / "mnist.jsonl", Cell._fields)
+    wanted = [
+        Cell(network, optimizer, seed)
+        for network in choices("networks", NETWORKS)
+        for optimizer in choices("optimizers", PAPER)
+        for seed in integers("seeds")
+    ]
+    run_missing(
+        wanted, records, runs, lambda runs, cells: collect(runs), run if values.train else None
+    )
+    if not list(records):
         raise UserError(f"--runs {runs} holds no complete run, and there are no records yet")
-    record_file.write_text("".join(json.dumps(record) + "\n" for record in records))
-    (FOLDER / "mnist.md").write_text(table(records))
-    print(table(records))
+    text = table(records)
+    (FOLDER / "mnist.md").write_text(text)
+    print(text)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ class DavidNet(nn.Module):
 
     6,573,120 parameters for 32x32x3 inputs: github.com/davidcpage/cifar10-fast, dawn.py, and in
     TensorFlow the network of the LAMB paper's CIFAR-10 table (github.com/fastalgo/davidnet-cifar).
+    A smaller `width` is for machines without an accelerator.
     BatchNorm and ReLU follow each convolution, also within the residual branches; 2x2 max pooling
     follows all but the first. The output is a product without bias, times 0.125.
 
@@ -28,6 +29,7 @@ class DavidNet(nn.Module):
 
     Attributes:
       num_classes: width of the output.
+      width: channels of the first convolution; the others have 2, 4 and 8 times as many.
       dtype: 'float32' or 'bfloat16', of the convolutions and what passes between them.
       group_size: examples per group of BatchNorm; None for the whole batch.
       axis_name: inside shard_map or pmap the mesh axes that split the batch; None under jit.
@@ -37,6 +39,7 @@ class DavidNet(nn.Module):
     image_size: ClassVar[int] = 32
 
     num_classes: int = 10
+    width: int = 64
     dtype: str = "float32"
     group_size: int | None = None
     axis_name: str | Sequence[str] | None = None
@@ -48,8 +51,10 @@ class DavidNet(nn.Module):
         """Float32 logits (batch, num_classes) for images (batch, height, width, channels).
 
         Raises:
-          ValueError: height or width is no multiple of 8.
+          ValueError: height or width of the images is no multiple of 8, or `width` is below 1.
         """
+        if self.width < 1:
+            raise ValueError(f"DavidNet's width must be at least 1, not {self.width}")
         if any(size % 8 for size in inputs.shape[1:3]):
             raise ValueError(
                 f"DavidNet needs height and width divisible by 8, not {inputs.shape[1:]}"
@@ -64,8 +69,9 @@ class DavidNet(nn.Module):
         def layer(x: jax.Array, channels: int, name: str) -> jax.Array:
             return nn.relu(norm(name=f"{name}_norm")(conv(channels, name=f"{name}_conv")(x)))
 
-        x = layer(inputs, 64, "prep")
-        for index, channels in enumerate((128, 256, 512), start=1):
+        x = layer(inputs, self.width, "prep")
+        for index in (1, 2, 3):
+            channels = self.width * 2**index
             x = max_pool_2x2(layer(x, channels, f"layer{index}"))
             if index != 2:
                 branch = layer(x, channels, f"layer{index}_branch1")

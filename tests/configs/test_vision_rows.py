@@ -169,6 +169,17 @@ def test_cifar10(optimizer: str, batch: int, rate: float, epochs: int) -> None:
     assert constant == (optimizer == "adagrad")
 
 
+def test_a_shorter_run_shrinks_its_whole_schedule() -> None:
+    whole, shorter = (
+        _recipe("cifar10", f"optimizer=lamb,epochs={epochs}", CIFAR10) for epochs in (24, 3)
+    )
+    assert shorter.total_steps == math.ceil(3 * CIFAR10 / 512)
+    assert shorter.warmup_steps == pytest.approx(whole.warmup_steps / 8)
+    assert shorter.peak_learning_rate == whole.peak_learning_rate
+    with pytest.raises(UserError, match="config.duration is '0 epochs', which is not one update"):
+        _recipe("cifar10", "epochs=0", CIFAR10)
+
+
 def test_a_summed_loss_makes_the_same_steps() -> None:
     """The numbers of the authors' code, for losses summed over 512 examples, carried over."""
     grad = {"kernel": jnp.linspace(-2e-3, 3e-3, 12).reshape(3, 4)}

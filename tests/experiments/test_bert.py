@@ -6,9 +6,9 @@ import pathlib
 import pytest
 
 from experiments.bert import end_to_end, pod_plan, scaling, scaling_page
+from experiments.records import best_rates
 from lamb_tpu import config as config_lib
 from lamb_tpu import phases, plan, topology
-from lamb_tpu.errors import UserError
 from lamb_tpu.recipe import resolve
 
 
@@ -40,9 +40,7 @@ def test_the_rates_are_those_that_won_at_the_smallest_batch():
         cell._asdict() | {"mlm_loss": 5.0 if cell.rate == won[cell.optimizer] else 6.0}
         for cell in grid
     ]
-    assert scaling.best_rates(records, grid) == won
-    with pytest.raises(UserError, match="1 of 6 runs that choose the rates are not there"):
-        scaling.best_rates(records[1:], grid)
+    assert best_rates(records, grid, lambda record: record["mlm_loss"]) == won
 
 
 def _write(
@@ -73,8 +71,6 @@ def test_page_of_the_complete_runs(tmp_path):
 
     records = scaling.collect(tmp_path, cells)
     assert len(records) == len(cells) - 1
-    again = scaling.merge(records, [records[0] | {"mlm_loss": 1.0}])
-    assert len(again) == len(records) and 1.0 in {record["mlm_loss"] for record in again}
     text = scaling_page.page(records, scaling.collect(tmp_path, [tuned]))
     rows = {line.split(" | ")[0].strip("| "): line for line in text.splitlines() if "% |" in line}
     large = [n for n, cell in enumerate(cells) if cell[:3] == ("lamb", "sqrt", 4096)]

@@ -6,6 +6,7 @@ import pathlib
 
 from configs import mnist_lenet
 from experiments.lamb import mnist
+from experiments.records import Records
 from lamb_tpu.config import flatten
 from lamb_tpu.metrics import read_records
 
@@ -39,10 +40,11 @@ def test_only_complete_runs_count(tmp_path):
 def test_a_repeated_run_replaces_its_record(tmp_path):
     write_run(tmp_path / "old", 0.98)
     write_run(tmp_path / "other", 0.97, seed=1)
-    old = mnist.collect(tmp_path)
+    records = Records(tmp_path / "mnist.jsonl", mnist.Cell._fields)
+    records.add(mnist.collect(tmp_path))
     write_run(tmp_path / "new" / "run", 0.99)
-    merged = mnist.merge(old, mnist.collect(tmp_path / "new"))
-    assert [record["test_accuracy"] for record in merged] == [0.99, 0.97]
+    records.add(mnist.collect(tmp_path / "new"))
+    assert [record["test_accuracy"] for record in records] == [0.99, 0.97]
 
 
 def test_table_has_mean_spread_and_cells_not_run(tmp_path):

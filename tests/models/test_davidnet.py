@@ -32,9 +32,13 @@ def forward(tree: Any, x: np.ndarray) -> np.ndarray:
     return 0.125 * x.max((1, 2)) @ params["output"]["kernel"]
 
 
-def test_forward_pass() -> None:
-    module = DavidNet(num_classes=5)
+@pytest.mark.parametrize("width", [64, 6])
+def test_forward_pass(width: int) -> None:
+    module = DavidNet(num_classes=5, width=width)
     tree = numpy_layers.variables(module, IMAGES)
+    channels = {name: leaf["kernel"].shape[-1] // width for name, leaf in tree["params"].items()
+                if name.endswith("_conv")}
+    assert sorted(channels.values()) == [1, 2, 2, 2, 4, 8, 8, 8]
     found = jax.jit(lambda v, x: module.apply(v, x, train=False))(tree, IMAGES)
     expected = forward(tree, IMAGES)
     assert np.std(expected[0] - expected[1]) > 0.1
@@ -53,6 +57,11 @@ def test_first_values() -> None:
         bound = 1 / np.sqrt(inputs[name])
         assert 0.99 * bound < np.abs(kernel).max() < bound * (1 + 1e-6)
         assert abs(np.std(kernel) / (bound / np.sqrt(3)) - 1) < 0.03
+
+
+def test_no_width() -> None:
+    with pytest.raises(ValueError, match="width must be at least 1, not 0"):
+        numpy_layers.variables(DavidNet(width=0), IMAGES)
 
 
 def test_sizes_that_cannot_be_halved() -> None:
