@@ -45,12 +45,14 @@ def base_config() -> ConfigDict:
     config.task = ConfigDict({"name": "classification"})
     config.model = ConfigDict({"name": "mlp"})
     config.optimizer = ConfigDict({"name": "lamb", "learning_rate": 0.001})
-    # Where the first weights come from: the workdir of a run (of its newest checkpoint), or a
-    # folder with Hugging Face's config.json and model.safetensors; None: random ones.
+    # Where the first weights come from: the workdir of a run (of its newest checkpoint), a folder
+    # with config.json and model.safetensors of Hugging Face's or timm's, or a .safetensors file of
+    # timm's or torchvision's; None: random ones.
     config.init_from = placeholder(str)
     config.init = ConfigDict()
     config.init.optimizer_state = "reset"  # reset | keep: moments and counts are the other run's
-    config.init.new_parameters = ""  # regex over paths of those that may be missing there; '': none
+    # Regex over paths of those that may be missing there, or of another shape; '': none.
+    config.init.new_parameters = ""
     config.prng = "threefry2x32"  # threefry2x32 | rbg: what draws dropout's masks
     # Runs one after the other, each from the weights of the one before: name -> the keys that it
     # sets otherwise, in the order of the names. See lamb_tpu.phases.

@@ -1,12 +1,18 @@
-"""Evaluates a checkpoint of a workdir on its run's evaluation split, every example once.
+"""Evaluates a checkpoint of a workdir, or published weights, every example once.
 
   python -m lamb_tpu.evaluate --workdir=DIR
   python -m lamb_tpu.evaluate --workdir=DIR --split=test --step=best
   python -m lamb_tpu.evaluate --workdir=DIR --config=configs/digits.py --config.data.dir=ELSEWHERE
+  python -m lamb_tpu.evaluate --config=configs/imagenet_resnet.py --config.init_from=FOLDER
 
-Prints one JSON object. What a task keeps of its predictions, such as predictions.json, goes into
-DIR; those of another split than the run's as SPLIT_predictions.json. --config is the run's own, for
-keys that may differ, such as where the data lies; all its overrides have to be given again.
+Prints one JSON object, of the run's evaluation split or of --split. What a task keeps of its
+predictions, such as predictions.json, goes into DIR; those of another split than the run's as
+SPLIT_predictions.json. --config is the run's own, for keys that may differ, such as where the data
+lies; all its overrides have to be given again.
+
+Without --workdir the weights are those of config.init_from: of another run, or of Hugging Face,
+timm or torchvision, as lamb_tpu/initial.py has it. Nothing is trained or written, and of the data
+only the evaluation split has to be there.
 """
 
 import json
@@ -24,7 +30,7 @@ from ml_collections import ConfigDict
 from lamb_tpu import cli, data, distributed
 from lamb_tpu.best import Best
 from lamb_tpu.checkpoint import Checkpoints
-from lamb_tpu.config import unflatten
+from lamb_tpu.config import base_config, check_keys, unflatten
 from lamb_tpu.errors import UserError
 from lamb_tpu.metrics import fetched, mean_metrics
 from lamb_tpu.parallel import mesh as mesh_lib
@@ -184,7 +190,54 @@ def evaluate_checkpoint(
         raise UserError(f"--workdir {run.folder.path} has no checkpoint yet")
     state, _ = restored
     evaluator = make_evaluator(run, keep_files=True, files_prefix=prefix)
-    return {"step": int(state.step), **evaluator(state)}
+    metrics = evaluator(state)
+    _tell(run.describe_read(training=False))
+    return {"step": int(state.step), **metrics}
+
+
+def evaluate_weights(config: ConfigDict | None, split: str | None = None) -> dict[str, float]:
+    """Metrics of the weights of config.init_from; no folder of a run is needed, nor made.
+
+    Args:
+      config: of it data, task, model, mesh and partition rules are heeded.
+      split: in place of config.data.eval_split.
+
+    Raises:
+      UserError: a mistake in the config, or weights that do not fit or are not all of the model's.
+    """
+    if config is None or not config.init_from:
+        raise UserError(
+            "--workdir is missing; for weights that no run here has trained give --config and "
+            "--config.init_from instead"
+        )
+    check_keys(config)
+    given = config.copy_and_resolve_references()
+    # Of what only training has there is the least: no moments, no averages, one split.
+    config = base_config()
+    with config.unlocked(), config.ignore_type():
+        for key in ("data", "eval", "init_from", "mesh", "model", "phases", "task"):
+            config[key] = given[key]
+        config.parallel.rules = given.parallel.rules
+        config.init.new_parameters = given.init.new_parameters
+        config.data.eval_split = config.data.train_split = split or config.data.eval_split
+        config.optimizer = ConfigDict({"name": "sgd", "learning_rate": 0.0})
+        config.batch_size = 1
+    run = prepare(config, None, training=False)
+    new = run.start.match.new
+    if new:
+        raise UserError(
+            f"config.init_from {config.init_from} does not fit all of the model: {len(new)} of its "
+            f"arrays would be random, such as {new[0].partition('/')[2]}; train from it first"
+        )
+    _tell("; ".join([run.start.describe_weights(), *run.start.notes]))
+    metrics = make_evaluator(run)(run.first_state())
+    _tell(run.describe_read(training=False))
+    return metrics
+
+
+def _tell(text: str) -> None:
+    if text and jax.process_index() == 0:
+        print(text, file=sys.stderr)
 
 
 def main() -> None:
@@ -196,16 +249,21 @@ def main() -> None:
             raise UserError(f"--step is {step!r}; it must be a number of updates or 'best'")
         step = int(step)
     values = flags.FLAGS
-    metrics = evaluate_checkpoint(values.config, values.workdir, step, values.split)
+    if values.workdir:
+        metrics = evaluate_checkpoint(values.config, values.workdir, step, values.split)
+    elif step is not None:
+        raise UserError(f"--step={step} is of a run's checkpoints; give its --workdir")
+    else:
+        metrics = evaluate_weights(values.config, values.split)
     if jax.process_index() == 0:
         print(json.dumps(metrics))
 
 
 if __name__ == "__main__":
-    cli.define_run_flags(workdir="Folder of the run.")
+    cli.define_run_flags(workdir="Folder of the run; without it, config.init_from is evaluated.")
     distributed.define_flags()
     flags.DEFINE_string(
         "step", None, "Completed updates of the checkpoint, or 'best'; default the newest."
     )
     flags.DEFINE_string("split", None, "Evaluated in place of the run's evaluation split.")
-    cli.run_main(main, required=("workdir",))
+    cli.run_main(main)

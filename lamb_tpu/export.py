@@ -15,7 +15,7 @@ from absl import flags
 from lamb_tpu import cli
 from lamb_tpu.data.text import saved
 from lamb_tpu.errors import UserError
-from lamb_tpu.models.bert_huggingface import WEIGHTS, to_huggingface
+from lamb_tpu.models.bert_huggingface import to_huggingface
 from lamb_tpu.weights import open_weights
 
 
@@ -26,12 +26,12 @@ def export(
 
     Args:
       workdir: of a run with a BERT; with phases the last one's that has a checkpoint.
-      output: made if it is not there; an earlier export in it is replaced.
+      output: made if it is not there; nothing in it is replaced.
       step: completed updates; None for the newest checkpoint.
 
     Raises:
       UserError: no such checkpoint, a network that is no BERT or has heads that transformers does
-        not know together, or a folder that holds something else.
+        not know together, or a folder that holds something.
     """
     weights = open_weights(os.fspath(workdir), "--workdir", step)
     config, text = weights.bert(), weights.text()
@@ -43,8 +43,8 @@ def export(
     folder = pathlib.Path(output).expanduser().absolute()
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--output {folder} is a file; give a folder")
-    if folder.exists() and any(folder.iterdir()) and not (folder / WEIGHTS).exists():
-        raise UserError(f"--output {folder} holds something else; give a new folder")
+    if folder.exists() and any(folder.iterdir()):
+        raise UserError(f"--output {folder} holds something already; give a new or empty folder")
     to_huggingface(config, weights.params(), folder)
     if text is not None:
         vocabulary, cased = text

@@ -1,28 +1,32 @@
 """A first state that is not all random: `config.init_from` and `config.init`.
 
-The parameters are those of another run's newest checkpoint, or of a Hugging Face folder. Everything
-else starts anew: the step, the data, the random key, and averages of the weights, which start at
-the parameters that were taken. With `config.init.optimizer_state = 'keep'` moments and counts are
+The parameters are those of another run's newest checkpoint, of a Hugging Face folder, or of a
+network of timm's or torchvision's with its BatchNorm averages. Everything else starts anew: the
+step, the data, the random key, and averages of the weights, which start at the parameters that were
+taken. With `config.init.optimizer_state = 'keep'` moments and counts are
 the other run's: bias correction goes on, while the schedule's clock starts at 0, because the
 learning rate is that of the count less what it stood at. That number is kept in init.json, so a run
 that has begun needs the other's folder no more.
 """
 
 import dataclasses
+import pathlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import flax.traverse_util
 import jax
+import numpy as np
 from ml_collections import ConfigDict
 
-from lamb_tpu.data import Source
+from lamb_tpu.data import Source, title
 from lamb_tpu.errors import UserError
 from lamb_tpu.models.bert import BertConfig
 from lamb_tpu.models.transformer import stack_layers, unstack_layers
 from lamb_tpu.parallel import mesh as mesh_lib
 from lamb_tpu.parallel.state import TrainState
+from lamb_tpu.tasks.classification import Classification
 from lamb_tpu.weights import Weights, open_weights
 from lamb_tpu.workdir import Workdir
 
@@ -37,7 +41,7 @@ class Match:
 
     Attributes:
       taken: of parameters and model state, those that are there.
-      new: those that start at random.
+      new: those that start at random, because they are not there or of another shape.
       left: those there that have no place here.
       convert: makes the parameters there into those here, where layers are stacked in one only.
     """
@@ -53,15 +57,17 @@ class Start:
     """Where a run's first weights come from.
 
     Attributes:
-      record: for init.json: init_from, update (None for Hugging Face), optimizer_state,
+      record: for init.json: init_from, update (None for published weights), optimizer_state,
         updates_before (see `recipe.Recipe`), new and left.
       weights: the weights; None where the run goes on from a checkpoint of its own.
       match: which of them are taken.
+      notes: what the person at the terminal should know besides.
     """
 
     record: Mapping[str, Any]
     weights: Weights | None = None
     match: Match | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def updates_before(self) -> int:
@@ -70,6 +76,13 @@ class Start:
 
     def describe(self) -> str:
         """A line for the terminal."""
+        kept = f"kept, its counts {self.updates_before:,} ahead"
+        if self.record["optimizer_state"] != "keep":
+            kept = "new"
+        return "; ".join([self.describe_weights(), f"optimizer state {kept}", *self.notes])
+
+    def describe_weights(self) -> str:
+        """The same of the weights alone."""
         record = self.record
         update = "" if record["update"] is None else f", update {record['update']:,}"
         text = f"first weights: {record['init_from']}{update}"
@@ -77,9 +90,7 @@ class Start:
             text += f"; {len(self.match.taken)} arrays taken"
             for name, paths in (("new, at random", self.match.new), ("left", self.match.left)):
                 text += f"; {name}: {_list(paths)}" if paths else ""
-        if record["optimizer_state"] == "keep":
-            return f"{text}; optimizer state kept, its counts {self.updates_before:,} ahead"
-        return f"{text}; optimizer state new"
+        return text
 
     def values(self, abstract: TrainState) -> dict[str, jax.Array]:
         """The arrays that are taken, by their paths, placed as those of the state.
@@ -142,7 +153,7 @@ def find(config: ConfigDict, folder: Workdir | None) -> Start | None:
                 f"config.init_from is {source!r}, but --workdir {folder.path} holds a run that "
                 "began at random; give another folder, or leave config.init_from out to resume it"
             )
-        return None if record is None else Start(record)
+        return None if record is None else Start(record, notes=_changed(record, source))
     if source is None:
         if record is not None:
             raise UserError(
@@ -150,7 +161,18 @@ def find(config: ConfigDict, folder: Workdir | None) -> Start | None:
                 "has no checkpoint yet; give that as config.init_from again"
             )
         return None
-    weights = open_weights(source, "config.init_from")
+    return of_weights(config)
+
+
+def of_weights(config: ConfigDict) -> Start:
+    """The start from config.init_from, before it is known whether the weights fit.
+
+    Raises:
+      UserError: there are none.
+    """
+    weights = open_weights(
+        config.init_from, "config.init_from", network=config.model.get("name")
+    )
     keeps = config.init.optimizer_state == "keep"
     if keeps and "opt_state" not in weights.shapes:
         raise UserError(
@@ -164,6 +186,16 @@ def find(config: ConfigDict, folder: Workdir | None) -> Start | None:
         "updates_before": weights.updates_before + weights.step if keeps else 0,
     }
     return Start(record, weights)
+
+
+def _changed(record: Mapping[str, Any], source: str | None) -> tuple[str, ...]:
+    """A note where another folder is given than the one that a run began from."""
+    if source is None:
+        return ()
+    began, given = pathlib.Path(record["init_from"]), Workdir(source, "config.init_from").path
+    if given == began or given in began.parents:  # of a run with phases the last of them was taken
+        return ()
+    return (f"config.init_from, now {source}, changes nothing in a run that has begun",)
 
 
 def check(start: Start, config: ConfigDict, abstract: TrainState, train_set: Source) -> Start:
@@ -184,7 +216,8 @@ def check(start: Start, config: ConfigDict, abstract: TrainState, train_set: Sou
     _check_text(weights, train_set)
     found = match(config, abstract, weights.shapes, weights.model, str(weights.folder))
     record = {**start.record, "new": found.new, "left": found.left}
-    return dataclasses.replace(start, record=record, match=found)
+    notes = _other_pixels(weights, config.task)
+    return dataclasses.replace(start, record=record, match=found, notes=notes)
 
 
 def match(
@@ -214,25 +247,26 @@ def match(
     if convert is not None:
         found["params"] = jax.eval_shape(convert, found["params"])
     found = _flat(found)
-    new, pattern = tuple(path for path in here if path not in found), config.init.new_parameters
-    missing = [path for path in new if not (pattern and re.search(pattern, _short(path)))]
+    pattern = config.init.new_parameters
+    fits = {path for path in here if path in found and found[path].shape == here[path].shape}
+    taken = tuple(path for path in here if path in fits)
+    new = tuple(path for path in here if path not in fits)
+    wrong = [path for path in new if not (pattern and re.search(pattern, _short(path)))]
+    missing = [path for path in wrong if path not in found]
+    told = f"config.init.new_parameters, now {pattern!r}, is the regex of paths that may start "
     if missing:
+        raise UserError(f"{where} has no {_list(missing)}; {told}at random")
+    for path in wrong:
+        ours, theirs = here[path].shape, found[path].shape
+        words = ""
+        if path == "params/embeddings/word" and ours[1:] == theirs[1:]:
+            words = f": its vocabulary has {theirs[0]:,} words, this run's {ours[0]:,}"
         raise UserError(
-            f"{where} has no {_list(missing)}; config.init.new_parameters, now {pattern!r}, is the "
-            "regex of paths that may start at random"
+            f"{where} has {_short(path)} of shape {theirs}, this model of {ours}{words}; {told}at "
+            "random"
         )
-    taken = tuple(path for path in here if path in found)
     if not taken:
         raise UserError(f"{where} has nothing that this model has")
-    for path in taken:
-        ours, theirs = here[path].shape, found[path].shape
-        if ours != theirs:
-            words = ""
-            if path == "params/embeddings/word" and ours[1:] == theirs[1:]:
-                words = f": its vocabulary has {theirs[0]:,} words, this run's {ours[0]:,}"
-            raise UserError(
-                f"{where} has {_short(path)} of shape {theirs}, this model of {ours}{words}"
-            )
     if config.init.optimizer_state == "keep":
         _check_kept(abstract.opt_state, there["opt_state"], convert, where)
     return Match(taken, new, tuple(path for path in found if path not in here), convert)
@@ -260,8 +294,13 @@ def _check_kept(
 
 
 def _check_model(there: Mapping[str, Any], here: Mapping[str, Any], where: str) -> None:
-    """Refuses a BERT that has the same shapes and computes something else."""
-    if {there.get("name"), here.get("name")} != {"bert"}:
+    """Refuses another network, also where it has all the names and shapes of this one."""
+    if there["name"] != here["name"]:
+        raise UserError(
+            f"{where} is of the model {there['name']!r}, and config.model.name is "
+            f"{here['name']!r}; make it the same"
+        )
+    if here["name"] != "bert":
         return
     theirs, ours = (
         BertConfig(**{field: model[field] for field in model if field != "name"})
@@ -284,14 +323,24 @@ def _check_text(weights: Weights, train_set: Source) -> None:
     if cased not in (None, train_set.cased):
         raise UserError(
             f"config.init_from: {weights.folder} is of text with cased = {cased}, "
-            f"{train_set.name} has cased = {train_set.cased}; prepare the text alike"
+            f"{title(train_set)} has cased = {train_set.cased}; prepare the text alike"
         )
     for number, (theirs, ours) in enumerate(zip(vocabulary.tokens, here.tokens, strict=True)):
         if theirs != ours:
             raise UserError(
                 f"config.init_from: {weights.folder} is of another vocabulary: its token {number} "
-                f"is {theirs!r}, that of {train_set.name} {ours!r}; give the data its vocab.txt"
+                f"is {theirs!r}, that of {title(train_set)} {ours!r}; give the data its vocab.txt"
             )
+
+
+def _other_pixels(weights: Weights, task: Mapping[str, Any]) -> tuple[str, ...]:
+    """A note where the task normalises pixels otherwise than the weights were trained on."""
+    notes = []
+    for field, theirs in zip(("input_mean", "input_std"), weights.pixels or (), strict=False):
+        ours = task.get(field, getattr(Classification, field))
+        if not np.allclose(ours, theirs, atol=0.01):
+            notes.append(f"they were trained with config.task.{field}={theirs}, here it is {ours}")
+    return tuple(notes)
 
 
 def _conversion(there: Any, here: Any) -> Callable[[Any], Any] | None:

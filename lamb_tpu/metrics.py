@@ -46,9 +46,10 @@ class MetricsWriter:
     """Appends records to metrics.jsonl, one JSON object a line, and mirrors them to TensorBoard.
 
     The JSON lines are the record that tables and plots are made from. Each has `step` (completed
-    updates) and `kind`: 'train', 'eval', 'layers', 'spike' or 'target' (of the evaluation that was
-    the first to reach it, see `lamb_tpu.target`). A record of 'train' is of the updates since the
-    last one; beside the metrics it has, where they can be told:
+    updates) and `kind`: 'train', 'eval', 'layers', 'spike', 'target' (of the evaluation that was
+    the first to reach it, see `lamb_tpu.target`) or 'pictures' (how many of each kind out of the
+    ordinary the first process has met in this start, see `lamb_tpu.data.images.tally`). A record of
+    'train' is of the updates since the last one; beside the metrics it has, where they can be told:
 
     - `examples_per_second`, `tokens_per_second` (padding counts as tokens) and `mfu`, the model
       FLOP/s utilisation (`lamb_tpu.flops`) of all devices together, in 0 to 1: over these updates

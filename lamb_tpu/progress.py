@@ -124,5 +124,5 @@ class RunProgress:
     def message(self, text: str) -> None:
         """A line of its own."""
         if self._told:
-            self._console.print(text, markup=False)
+            self._console.print(text, markup=False, emoji=False)  # a split may be ':train:'
             self._console.file.flush()

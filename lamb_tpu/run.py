@@ -203,6 +203,31 @@ class Run:
             )
         return "\n".join([*lines, self._describe_table()])
 
+    def describe_read(self, training: bool = True) -> str:
+        """What this process met that is out of the ordinary; '' where there is nothing.
+
+        Args:
+          training: whether the training set was read too.
+        """
+        read = [self.train_set, self.eval_set] if training else [self.eval_set]
+        lines = [source.tally.describe() for source in read if source.tally is not None]
+        lines = [line for line in lines if line]
+        if lines and jax.process_count() > 1:
+            lines.append(
+                f"these are the pictures that process {jax.process_index()} of "
+                f"{jax.process_count()} has read; the others have read others"
+            )
+        return "\n".join(lines)
+
+    def counts_read(self) -> dict[str, int]:
+        """The same as numbers, such as `train_bad`."""
+        read = {"train": self.train_set.tally, "eval": self.eval_set.tally}
+        return {
+            f"{name}_{kind}": count
+            for name, tally in read.items() if tally is not None
+            for kind, count in tally.counts().items()
+        }
+
     def _describe_table(self) -> str:
         """The table, or of a long one, which would push the rest off the screen, the last line."""
         rows = self.table.split("\n")
@@ -231,7 +256,8 @@ def prepare(
 
     Args:
       config: a recipe, see `lamb_tpu.config.base_config`.
-      workdir: of the run; None for one that is only planned.
+      workdir: of the run; None for one that is only planned, and for an evaluation of the first
+        weights.
       devices: of the mesh; None: all there are.
       training: False for an evaluation, which may have another evaluation split than the run, and
         devices that the training batch does not divide over.
@@ -270,7 +296,11 @@ def prepare(
     folder = None if workdir is None else Workdir(workdir)
     if folder is not None:
         folder.check(config, config_lib.FREE_KEYS if training else config_lib.EVAL_FREE_KEYS)
-    start = initial.find(config, folder) if training else None
+    start = None
+    if training:
+        start = initial.find(config, folder)
+    elif folder is None and config.init_from:
+        start = initial.of_weights(config)
 
     options = _data_options(config, folder, start)
     with naming("config.data"):

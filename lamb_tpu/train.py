@@ -78,6 +78,9 @@ def train(
         due = phases.due(config, workdir)
         if is_first:
             folder.write_config(config)
+        complete = sorted(config.phases)[: -len(due)]
+        if complete and is_first and not quiet:
+            print(f"{', '.join(complete)}: complete, passed over", flush=True)
         for phase in due:
             if is_first and not quiet:
                 print(f"{phase.name} (phases: {', '.join(sorted(config.phases))})", flush=True)
@@ -300,6 +303,9 @@ def _train(
                     eval_metrics = evaluate(state)
                 told += f": {format_values(eval_metrics)}; {target.describe()}"
                 progress.message(told.removesuffix("; "))
+                if not is_over and (pictures := run.counts_read()):
+                    writer.write(step, "pictures", pictures)
+                    progress.message(run.describe_read())
             except Preempted:
                 if not step:
                     raise Preempted(

@@ -1,6 +1,8 @@
-"""Weights that lie in a folder: those of a run, or of a BERT as Hugging Face publishes it."""
+"""Weights that are there: of a run, of a BERT as Hugging Face has it, of a network as timm has it.
+"""
 
 import dataclasses
+import json
 import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,11 +18,15 @@ from lamb_tpu.data.text.vocabulary import Vocabulary
 from lamb_tpu.errors import UserError
 from lamb_tpu.models import bert_huggingface
 from lamb_tpu.models.bert import BertConfig
+from lamb_tpu.models.bert_huggingface import CONFIG, WEIGHTS
+from lamb_tpu.models.convert import NETWORKS, from_timm
 from lamb_tpu.optim import parameters
 from lamb_tpu.workdir import Workdir
 
-# What a state has besides that can be taken from it; of Hugging Face there are the parameters.
+# What a state has that can be taken from it; of Hugging Face there are the parameters alone.
 PARTS = ("params", "model_state", "opt_state")
+_OF_NETWORK = {network: name for name, network in NETWORKS.items()}
+_PICKLES = (".bin", ".ckpt", ".pt", ".pth", ".tar")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,14 +34,16 @@ class Weights:
     """Weights that can be read.
 
     Attributes:
-      folder: the workdir, of a phase where there are several, or Hugging Face's folder.
-      step: the update of the checkpoint; None for Hugging Face.
+      folder: the workdir, of a phase where there are several, or the published folder or file.
+      step: the update of the checkpoint; None for published ones.
       model: config.model of the network.
       shapes: those of `PARTS` that are there, as trees of dicts and lists of
         `jax.ShapeDtypeStruct`s.
       updates_before: see `recipe.Recipe`.
       read: takes a part of `shapes` with shardings (some keys of its dicts; dtypes may differ) and
         returns the arrays.
+      pixels: mean and deviation, a number a channel, of the pixels 0 ... 255 that the network takes
+        normalised by them; None where nothing tells.
     """
 
     folder: pathlib.Path
@@ -44,6 +52,7 @@ class Weights:
     shapes: Mapping[str, Any]
     updates_before: int
     read: Callable[[Mapping[str, Any]], dict[str, Any]]
+    pixels: tuple[tuple[float, ...], tuple[float, ...]] | None = None
 
     def describe(self) -> str:
         """Where they are from, in a few words."""
@@ -77,41 +86,125 @@ class Weights:
 
 
 def open_weights(
-    folder: str, key: str, step: int | None = None, report: Callable[[str], None] = print
+    folder: str,
+    key: str,
+    step: int | None = None,
+    report: Callable[[str], None] = print,
+    network: str | None = None,
 ) -> Weights:
     """The weights of a folder; of a run with phases those of the last phase that has any.
 
     Args:
-      folder: a run's workdir, or one with Hugging Face's config.json and model.safetensors.
+      folder: a run's workdir; a folder with config.json and model.safetensors, of Hugging Face's
+        transformers or of timm; or a .safetensors file alone, of timm or torchvision.
       key: what errors call the folder.
       step: completed updates of the checkpoint; None for the newest that can be read.
       report: called with a sentence when a damaged checkpoint is passed over.
+      network: config.model.name, of which a file is taken to be where no config.json tells.
 
     Raises:
-      UserError: there are none, or they are damaged.
+      UserError: there are none, or they are damaged, or of a kind that cannot be read.
     """
     workdir = Workdir(folder, key)
-    if not workdir.path.is_dir():
+    path = workdir.path
+    if not path.exists():
         raise UserError(
             f"{key} is {folder!r}, which is no folder; give the workdir of a run, or a folder with "
-            f"Hugging Face's {bert_huggingface.CONFIG} and {bert_huggingface.WEIGHTS}"
+            f"Hugging Face's or timm's {CONFIG} and {WEIGHTS}"
         )
-    if (workdir.path / bert_huggingface.WEIGHTS).exists():
+    file = path if path.is_file() else path / WEIGHTS
+    if file.exists():
         if step is not None:
-            raise UserError(f"{key} {workdir.path} is no run's, so it has no update {step}")
-        return _of_huggingface(workdir.path)
+            raise UserError(f"{key} {path} is no run's, so it has no update {step}")
+        return _of_published(path, file, key, network)
+    if not workdir.has_checkpoint():
+        for other in sorted(path.iterdir()):
+            _check_format(other, key)
     return _of_run(workdir, key, step, report)
+
+
+def _check_format(file: pathlib.Path, key: str) -> None:
+    """Refuses a file of PyTorch's own kind, which may run code when it is read."""
+    if file.suffix in _PICKLES:
+        raise UserError(
+            f"{key}: {file} is a pickle of PyTorch's, which is not read here; where PyTorch is, "
+            f"convert it: safetensors.torch.save_file(torch.load({file.name!r}, "
+            f"weights_only=True), {WEIGHTS!r})"
+        )
+
+
+def _of_published(
+    path: pathlib.Path, file: pathlib.Path, key: str, network: str | None
+) -> Weights:
+    """Of a folder with the file, or of the file alone."""
+    _check_format(file, key)
+    settings: Any = {}
+    if path.is_dir() and (path / CONFIG).exists():
+        try:
+            settings = json.loads((path / CONFIG).read_text())
+        except ValueError as error:
+            raise UserError(f"{path / CONFIG} is no JSON ({error})") from None
+    name, taken = None, ""
+    if isinstance(settings, dict):
+        name = settings.get("architecture")  # timm's word; transformers' is in the plural
+    if not name and not settings and network in _OF_NETWORK:
+        name = _OF_NETWORK[network]
+        taken = f"; it is taken to be {name}, for config.model.name is {network!r}"
+    if name:
+        return _of_timm(path, file, str(name), settings, key, taken)
+    if path.is_file():
+        raise UserError(
+            f"{key} {path} is a file, which is read for config.model.name of "
+            f"{', '.join(_OF_NETWORK)}, not {network!r}; give a folder that has a {CONFIG} too"
+        )
+    return _of_huggingface(path)
+
+
+def _of_timm(
+    path: pathlib.Path, file: pathlib.Path, name: str, settings: Any, key: str, taken: str
+) -> Weights:
+    def load() -> dict[str, Any]:
+        try:
+            variables = from_timm(name, file)
+        except UserError as error:
+            raise UserError(f"{key}: {error}{taken}") from None
+        return {"params": variables.pop("params"), "model_state": variables}
+
+    shapes = _shapes(load())
+    preprocessing = settings.get("pretrained_cfg") or settings  # early files have it flat
+    try:
+        mean, deviation = (
+            tuple(round(255 * value, 3) for value in preprocessing[kind])
+            for kind in ("mean", "std")
+        )
+        pixels = mean, deviation
+    except (AttributeError, KeyError, TypeError):
+        pixels = None
+    model = {"name": NETWORKS[name.partition(".")[0]]}
+    return Weights(path, None, model, shapes, 0, _reader(load), pixels)
 
 
 def _of_huggingface(folder: pathlib.Path) -> Weights:
     config, params = bert_huggingface.from_huggingface(folder)
-    model = {"name": "bert", **dataclasses.asdict(config)}
-    shapes = {"params": jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)}
-    del params  # a run would keep them for as long as it lasts
+    model, shapes = {"name": "bert", **dataclasses.asdict(config)}, _shapes({"params": params})
+
+    def load() -> dict[str, Any]:
+        return {"params": bert_huggingface.from_huggingface(folder)[1]}
+
+    return Weights(folder, None, model, shapes, 0, _reader(load))
+
+
+def _shapes(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
+
+
+def _reader(
+    load: Callable[[], dict[str, Any]],
+) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+    """`Weights.read` of what is loaded whole: anew, or it would lie in memory as long as a run."""
 
     def read(wanted: Mapping[str, Any]) -> dict[str, Any]:
-        _, params = bert_huggingface.from_huggingface(folder)
-        flat = flax.traverse_util.flatten_dict({"params": params}, sep="/")
+        flat = flax.traverse_util.flatten_dict(load(), sep="/")
 
         def place(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
             value = flat[jax.tree_util.keystr(path, simple=True, separator="/")]
@@ -122,7 +215,7 @@ def _of_huggingface(folder: pathlib.Path) -> Weights:
 
         return jax.tree_util.tree_map_with_path(place, dict(wanted))
 
-    return Weights(folder, None, model, shapes, 0, read)
+    return read
 
 
 def _of_run(
@@ -132,7 +225,7 @@ def _of_run(
     if "model.name" not in config:
         raise UserError(
             f"{key} {workdir.path} holds no run, for its config.json is of something else, and "
-            f"{bert_huggingface.WEIGHTS} is not there either"
+            f"{WEIGHTS} is not there either"
         )
     phases = {name.split(".")[1] for name in config if name.startswith("phases.")}
     for phase in sorted(phases, reverse=True):

@@ -17,7 +17,7 @@ from ml_collections import ConfigDict
 
 from lamb_tpu import __version__
 from lamb_tpu.config import FREE_KEYS, differences, flatten
-from lamb_tpu.data import Source
+from lamb_tpu.data import Source, title
 from lamb_tpu.data.text import saved
 from lamb_tpu.errors import UserError
 
@@ -162,7 +162,7 @@ class Workdir:
             vocabulary, cased = saved.read(self.path)
             if (vocabulary.tokens, cased) != (source.vocabulary.tokens, source.cased):
                 raise UserError(
-                    f"the vocabulary of {source.name} is not that of {self._key} {self.path}, "
+                    f"the vocabulary of {title(source)} is not that of {self._key} {self.path}, "
                     f"{saved.VOCABULARY} with cased={cased}; give the text that the run began "
                     "with, or another folder"
                 )

@@ -31,16 +31,21 @@ def test_what_is_written_predicts_the_same(
     tiny.assert_equal(from_huggingface(folder)[1], tiny.restored(tiny.bert(), pretrained)[0].params)
 
 
-def test_another_checkpoint_over_the_first(
+def test_another_checkpoint_does_not_take_the_place_of_the_first(
     pretrained: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
     export(pretrained, tmp_path / "out")
+    before = tiny.fingerprint(tmp_path / "out")
+    with pytest.raises(UserError, match="out holds something already; give a new or empty folder"):
+        export(pretrained, tmp_path / "out", 1)
+    assert tiny.fingerprint(tmp_path / "out") == before
     newest = from_huggingface(tmp_path / "out")[1]
+    (tmp_path / "first").mkdir()
     done = tiny.command(
-        "lamb_tpu.export", f"--workdir={pretrained}", f"--output={tmp_path / 'out'}", "--step=1"
+        "lamb_tpu.export", f"--workdir={pretrained}", f"--output={tmp_path / 'first'}", "--step=1"
     )
     assert done.returncode == 0 and "update 1 is written to" in done.stdout, done.stderr
-    found = from_huggingface(tmp_path / "out")[1]
+    found = from_huggingface(tmp_path / "first")[1]
     tiny.assert_equal(found, open_weights(str(pretrained), "--workdir", 1).params())
     with pytest.raises(AssertionError):
         tiny.assert_equal(found, newest)
@@ -72,8 +77,8 @@ def test_mistakes(
     (tmp_path / "full" / "config.json").write_text("{}")
     for workdir, output, step, message in [
         (trained, tmp_path / "out", None, f"--workdir {trained} has the model 'mlp'; only 'bert'"),
-        (pretrained, pretrained, None, f"--output {pretrained} holds something else; give a new"),
-        (pretrained, tmp_path / "full", None, "--output .*/full holds something else"),
+        (pretrained, pretrained, None, f"--output {pretrained} holds something already; give a"),
+        (pretrained, tmp_path / "full", None, "--output .*/full holds something already"),
         (pretrained, tmp_path / "full" / "config.json", None, "config.json is a file; give a fold"),
         (pretrained, tmp_path / "out", 7, "has no checkpoint of update 7; it has: 1, 2"),
         (tmp_path, tmp_path / "out", None, f"--workdir {tmp_path} holds no run"),

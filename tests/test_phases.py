@@ -87,13 +87,18 @@ def test_are_two_runs_of_their_own(whole: pathlib.Path, tmp_path: pathlib.Path) 
     assert open_weights(str(whole), "--checkpoint").folder == whole / "phase_2"
 
 
-def test_complete_ones_are_passed_over(whole: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_complete_ones_are_passed_over(
+    whole: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture
+) -> None:
     workdir = tmp_path / "copy"
     shutil.copytree(whole, workdir)
     # Never needed again.
     shutil.rmtree(workdir / "phase_1" / "checkpoints" / "6")
     before = tiny.fingerprint(workdir)
-    metrics = train(two(log__every="2 steps"), workdir, quiet=True)
+    metrics = train(two(log__every="2 steps"), workdir)
+    assert capsys.readouterr().out.startswith(
+        "phase_1: complete, passed over\nphase_2 (phases: phase_1, phase_2)\n"
+    )
     last = read_records(whole / "phase_2" / "metrics.jsonl", "eval")[-1]
     assert metrics == {name: last[name] for name in metrics} and "ema_accuracy" in metrics
     after = tiny.fingerprint(workdir)

@@ -26,14 +26,14 @@ def test_lines_where_there_is_no_terminal(
     clock: list[float], capsys: pytest.CaptureFixture
 ) -> None:
     with RunProgress("train", 1000, 64) as progress:
-        progress.message("a [bracket] stays")
+        progress.message("a [bracket] and :train: stay")
         progress.start(1, 2.5)
         for step in range(2, 42):
             clock[0] += 0.5
             progress.update(step, {"loss": 1 / step})
     lines = capsys.readouterr().out.splitlines()
     first = "first update after 2.5 s, reading data and compiling included"
-    assert lines[:2] == ["a [bracket] stays", first]
+    assert lines[:2] == ["a [bracket] and :train: stay", first]
     # Twenty seconds at two updates a second: one line each ten.
     assert lines[2:] == [
         "update 21/1000: loss 0.04762; 128 examples/s, 8:09 left",

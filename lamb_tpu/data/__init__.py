@@ -4,7 +4,7 @@ from lamb_tpu.data.evaluation import eval_batches
 from lamb_tpu.data.loader import TrainLoader
 from lamb_tpu.data.order import example_order, global_indices
 from lamb_tpu.data.registry import DATASETS, check_same_text, load
-from lamb_tpu.data.source import ArraySource, Batch, FieldSpec, RecordSource, Source
+from lamb_tpu.data.source import ArraySource, Batch, FieldSpec, RecordSource, Source, title
 
 __all__ = [
     "DATASETS",
@@ -19,4 +19,5 @@ __all__ = [
     "example_order",
     "global_indices",
     "load",
+    "title",
 ]

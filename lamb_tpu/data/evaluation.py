@@ -26,7 +26,7 @@ def eval_batches(
 
     Returns:
       Iterator of the source's fields, (rows, *shape), and `mask`, float32 (rows,): 1 for an
-      example, 0 for padding.
+      example, 0 for padding and for what the source itself masks.
     """
     within = np.arange(batch_size) if rows is None else rows
 
@@ -34,7 +34,7 @@ def eval_batches(
         places = number * batch_size + within
         present = places < len(source)
         batch = source.gather(np.where(present, places, 0))
-        return {**batch, "mask": present.astype(np.float32)}
+        return {**batch, "mask": np.float32(present) * batch.get("mask", np.float32(1))}
 
     num_batches = -(-len(source) // batch_size)
     if source.in_memory:

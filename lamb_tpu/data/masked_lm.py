@@ -59,6 +59,7 @@ class MaskedLmSource:
     num_classes = None
     in_memory = False  # also where the ids are: masking is work that should overlap with the step
     notes: tuple[str, ...] = ()
+    tally = None
 
     def __init__(self, shards: TokenShards, options: Options) -> None:
         """Packs the text.

@@ -123,8 +123,9 @@ def _run(options: argparse.Namespace) -> int:
         )
     counts = manifest["counts"]
     shown.tell(
-        f"{options.output} holds {counts['documents']:,} documents, {counts['sentences']:,} "
-        f"sentences and {counts['tokens']:,} tokens in {len(manifest['shards']):,} shards; "
+        f"{options.output} holds {_number(counts['documents'], 'document')}, "
+        f"{_number(counts['sentences'], 'sentence')} and {_number(counts['tokens'], 'token')} in "
+        f"{_number(len(manifest['shards']), 'shard')}; "
         f"{counts['unknown_tokens'] / counts['tokens']:.2%} of the tokens are unknown"
     )
     folder = pathlib.Path(options.output).expanduser().absolute()
@@ -141,6 +142,10 @@ def _run(options: argparse.Namespace) -> int:
         if counts[key]:
             print(f"warning: {counts[key]:,} {text}", file=sys.stderr)
     return 0
+
+
+def _number(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" + "s" * (count != 1)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

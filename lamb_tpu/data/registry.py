@@ -14,7 +14,7 @@ from lamb_tpu.data.images.arrays import ArrayOptions, AugmentedArraySource
 from lamb_tpu.data.masked_lm import MaskedLmSource, Options
 from lamb_tpu.data.options import NoOptions, OptionsT, read_options
 from lamb_tpu.data.prepare import is_prepared, prepare
-from lamb_tpu.data.source import RecordSource, Source
+from lamb_tpu.data.source import RecordSource, Source, title
 from lamb_tpu.data.splits import slices
 from lamb_tpu.data.text.shards import MANIFEST, TokenShards
 from lamb_tpu.errors import UserError
@@ -115,14 +115,15 @@ def check_same_text(train: Source, evaluation: Source) -> None:
     ):
         if first != second:
             raise UserError(
-                f"config.data: the training set {train.name} has {what} = {first}, the evaluation "
-                f"set {evaluation.name} has {second}; prepare both with the same vocabulary"
+                f"config.data: the training set {title(train)} has {what} = {first}, the "
+                f"evaluation set {title(evaluation)} has {second}; prepare both with the same "
+                "vocabulary"
             )
     for number, (first, second) in enumerate(zip(ours.tokens, theirs.tokens)):
         if first != second:
             raise UserError(
-                f"config.data: token {number} of the training set {train.name} is {first!r}, of "
-                f"the evaluation set {evaluation.name} {second!r}; prepare both with the same "
+                f"config.data: token {number} of the training set {title(train)} is {first!r}, of "
+                f"the evaluation set {title(evaluation)} {second!r}; prepare both with the same "
                 "vocabulary"
             )
 

@@ -1,10 +1,12 @@
 """Where examples come from: sets of records read by index, a batch at a time."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from lamb_tpu.data.images.tally import Tally
 from lamb_tpu.data.text.vocabulary import Vocabulary
 from lamb_tpu.errors import UserError
 
@@ -34,6 +36,7 @@ class Source(Protocol):
       vocabulary: what the token ids of a set of text mean; None for other sets.
       cased: whether the tokens keep case and accents; False for other sets.
       notes: sentences for the person at the terminal, such as what had to be left out.
+      tally: counts of photographs out of the ordinary that were met so far; None for other sets.
     """
 
     name: str
@@ -43,6 +46,7 @@ class Source(Protocol):
     vocabulary: Vocabulary | None
     cased: bool
     notes: tuple[str, ...]
+    tally: Tally | None
 
     def __len__(self) -> int: ...
 
@@ -50,9 +54,15 @@ class Source(Protocol):
         """The examples at `indices` (int, (n,)), each field stacked to (n, *shape).
 
         A set whose examples are drawn anew in every pass over it makes them as in `epochs`, (n,)
-        or one for all; evaluation leaves that out and so sees the same ones every time.
+        or one for all; evaluation leaves that out and so sees the same ones every time. A set to
+        evaluate may add `mask`, float32 (n,), with 0 for examples that are not to count.
         """
         ...
+
+
+def title(source: Source) -> str:
+    """The name for a person to read: without the digest of the content that some end with."""
+    return re.sub(":[0-9a-f]{12}$", "", source.name)
 
 
 class ArraySource:
@@ -62,6 +72,7 @@ class ArraySource:
     vocabulary: Vocabulary | None = None
     cased = False
     notes: tuple[str, ...] = ()
+    tally: Tally | None = None
 
     def __init__(self, name: str, arrays: Mapping[str, np.ndarray], num_classes: int | None):
         lengths = {field: len(array) for field, array in arrays.items()}
@@ -103,6 +114,7 @@ class RecordSource:
     vocabulary: Vocabulary | None = None
     cased = False
     notes: tuple[str, ...] = ()
+    tally: Tally | None = None
 
     def __init__(
         self,

@@ -129,7 +129,7 @@ def make_init(
         init_key, train_key = jax.random.split(key)
         if prng != str(jax.random.key_impl(key)):
             train_key = jax.random.key(jax.random.bits(train_key), impl=prng)
-        zeros = {name: jnp.zeros(value.shape, value.dtype) for name, value in batch.items()}
+        zeros = {name: jnp.zeros_like(value) for name, value in batch.items()}
         model_state = dict(task.init(init_key, zeros))
         params = filled("params", model_state.pop("params"))
         model_state = filled("model_state", model_state)

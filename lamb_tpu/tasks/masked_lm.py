@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from lamb_tpu.data import Source
+from lamb_tpu.data import Source, title
 from lamb_tpu.models import Model
 from lamb_tpu.tasks.text import check_text
 
@@ -50,12 +50,12 @@ class MaskedLm:
             )
         if has_pairs and not has_head:
             raise ValueError(
-                f"config.model.heads has no 'nsp', and {source.name} has pairs for it; set "
+                f"config.model.heads has no 'nsp', and {title(source)} has pairs for it; set "
                 "config.model.heads=('mlm', 'nsp'), or config.data.options.next_sentence=False"
             )
         if has_head and not has_pairs:
             raise ValueError(
-                f"config.model.heads has 'nsp', and {source.name} no pairs for it; set "
+                f"config.model.heads has 'nsp', and {title(source)} no pairs for it; set "
                 "config.model.heads=('mlm',), or config.data.options.next_sentence=True"
             )
 

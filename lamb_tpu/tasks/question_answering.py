@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from lamb_tpu.data import title
 from lamb_tpu.data.squad_source import SquadSource
 from lamb_tpu.errors import UserError
 from lamb_tpu.models import Model
@@ -69,7 +70,7 @@ class QuestionAnswering:
             )
         if not self.version2 and any(question.impossible for question in source.questions):
             raise ValueError(
-                f"{source.name} has questions without an answer, as SQuAD v2; set "
+                f"{title(source)} has questions without an answer, as SQuAD v2; set "
                 "config.task.version2=True"
             )
 

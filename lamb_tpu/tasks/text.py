@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import jax
 
-from lamb_tpu.data import Source
+from lamb_tpu.data import Source, title
 from lamb_tpu.models import Model
 
 
@@ -27,21 +27,22 @@ def check_text(
     """
     if set(fields) - set(source.element_spec):
         raise ValueError(
-            f"{task} needs the fields {', '.join(fields)}; {source.name} has "
+            f"{task} needs the fields {', '.join(fields)}; {title(source)} has "
             f"{', '.join(source.element_spec)}"
         )
     vocabulary = source.vocabulary
     if vocabulary is not None and model.vocab_size not in (None, len(vocabulary)):
         raise ValueError(
-            f"config.model.vocab_size is {model.vocab_size}, the vocabulary of {source.name} has "
+            f"config.model.vocab_size is {model.vocab_size}, the vocabulary of {title(source)} has "
             f"{len(vocabulary)} words; set config.model.vocab_size={len(vocabulary)}, or give data "
             "with the vocabulary that the model is for"
         )
     length = source.element_spec["input_ids"].shape[0]
     if model.max_positions is not None and length > model.max_positions:
         raise ValueError(
-            f"config.model.max_positions is {model.max_positions}, the sequences of {source.name} "
-            f"have {length} tokens; set config.model.max_positions={length}, or make them shorter"
+            f"config.model.max_positions is {model.max_positions}, the sequences of "
+            f"{title(source)} have {length} tokens; set config.model.max_positions={length}, or "
+            "make them shorter"
         )
     batch = {
         name: jax.ShapeDtypeStruct((1, *spec.shape), spec.dtype)

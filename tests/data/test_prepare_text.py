@@ -25,7 +25,7 @@ def test_what_it_prints(arguments: list[str], capsys: pytest.CaptureFixture[str]
     printed = capsys.readouterr()
     output = pathlib.Path(arguments[2].removeprefix("--output="))
     assert printed.out.splitlines() == [
-        f"{output} holds 1 documents, 4 sentences and 2,006 tokens in 1 shards; 0.05% of the "
+        f"{output} holds 1 document, 4 sentences and 2,006 tokens in 1 shard; 0.05% of the "
         "tokens are unknown",
         f"to train on it: --config.data.dir={output.parent} --config.data.train_split=out "
         "--config.model.vocab_size=8",

@@ -37,6 +37,14 @@ def assert_equal_batches(ours: data.Batch, theirs: data.Batch) -> None:
         np.testing.assert_array_equal(ours[field], theirs[field])
 
 
+def test_title_is_the_name_without_the_digest_of_the_content() -> None:
+    for name, title in (
+        ("masked_lm:books:0123456789ab", "masked_lm:books"), ("mnist:train", "mnist:train"),
+        ("tfds:x:train[:1000]", "tfds:x:train[:1000]"),
+    ):
+        assert data.title(data.ArraySource(name, {"label": np.zeros(1)}, 2)) == title
+
+
 def test_the_two_kinds_agree(both: tuple[data.Source, data.Source]) -> None:
     in_memory, by_record = both
     assert isinstance(in_memory, data.ArraySource) and isinstance(by_record, data.RecordSource)

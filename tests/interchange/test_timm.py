@@ -19,6 +19,7 @@ import safetensors.torch  # noqa: E402
 
 from lamb_tpu.models.convert import NETWORKS, from_timm  # noqa: E402
 from lamb_tpu.models.listing import describe  # noqa: E402
+from lamb_tpu.weights import open_weights  # noqa: E402
 
 # Of TensorFlow's padding an odd and an even size differ at each of five strides.
 IMAGES = np.random.default_rng(0).uniform(-2, 2, (3, 75, 90, 3)).astype(np.float32)
@@ -96,3 +97,15 @@ def test_multiply_adds_and_parameters(name: str) -> None:
         network(torch.zeros(1, 3, *ours.input_shape[:2]))
     assert ours.multiply_adds == sum(found)
     assert ours.parameters == sum(parameter.numel() for parameter in network.parameters())
+
+
+def test_folder_that_timm_writes(tmp_path: pathlib.Path) -> None:
+    torch.manual_seed(0)
+    network = randomised(timm.create_model("tf_efficientnet_b0", num_classes=11))
+    timm.models.save_for_hf(network, tmp_path, safe_serialization=True)
+    weights = open_weights(str(tmp_path), "config.init_from")
+    assert weights.model == {"name": "efficientnet_b0"}
+    mean, deviation = (network.pretrained_cfg[kind] for kind in ("mean", "std"))
+    np.testing.assert_allclose(weights.pixels, 255 * np.array([mean, deviation]), atol=1e-3)
+    expected = from_timm("tf_efficientnet_b0", network.state_dict())["params"]
+    jax.tree.map(np.testing.assert_array_equal, weights.params(), expected)

@@ -1,5 +1,6 @@
 """The state of a run: where every array of it lives, and what that saves."""
 
+import warnings
 from typing import Any
 
 import jax
@@ -81,6 +82,15 @@ def test_axis_of_each_update() -> None:
 def test_state_does_not_depend_on_where_it_lives() -> None:
     states = [run_of(n, **changes).first_state() for n, changes in ((1, {}), (8, ZERO1))]
     tiny.assert_equal(states[0], states[1])
+
+
+def test_fields_of_64_bits_make_no_warning() -> None:
+    run = run_of(1)
+    init = state_lib.make_init(run.task, run.tx, {"image": np.zeros((1, 8, 8, 1))})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = jax.eval_shape(init, jax.random.key(0))
+    assert found.params["hidden0"]["kernel"].dtype == jnp.float32
 
 
 def test_optimizer_that_needs_whole_matrices() -> None:

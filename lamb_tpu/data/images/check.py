@@ -15,10 +15,11 @@ from lamb_tpu.data import load
 from lamb_tpu.data.images.jpeg import BadImage, decode_whole
 from lamb_tpu.data.images.records import Records
 from lamb_tpu.data.images.source import ImageSource, num_cores
+from lamb_tpu.data.images.tally import KINDS
 from lamb_tpu.errors import UserError
 
 _CHUNK = 16  # examples that a thread takes at a time
-_SUMMARY = {"rgb": "in colour", "grey": "grey", "cmyk": "CMYK", "png": "PNG", "bad": "bad"}
+_SUMMARY = {"rgb": "in colour", **KINDS}
 
 
 def look_through(records: Records) -> Iterator[tuple[str, str, str]]:

@@ -41,8 +41,8 @@ class Options:
       policy: in training, '' | 'autoaugment' | 'randaugment'.
       policy_layers, policy_magnitude: of 'randaugment'.
       erasing: probability that a random rectangle is filled with noise, in training.
-      on_bad_record: 'error' ends the run where a record is bad; 'skip' puts the next good example
-        in its place, and counts and names it.
+      on_bad_record: 'error' ends the run where a record is bad; 'skip' counts and names it, and in
+        training puts the next good example in its place; an evaluation leaves it out.
       threads: that decode at the same time; 0 is one a core.
     """
 
@@ -135,7 +135,7 @@ class ImageSource:
             "image": FieldSpec((options.size, options.size, 3), np.dtype(np.uint8)),
             "label": FieldSpec((), np.dtype(np.int32)),
         }
-        self.tally = Tally(name)
+        self.tally = Tally(name, training)
         self.records = records
         self._options = options
         self._seed = seed
@@ -154,7 +154,7 @@ class ImageSource:
         return len(self.records)
 
     def gather(self, indices: np.ndarray, epochs: np.ndarray | int = 0) -> Batch:
-        """As in `Source`.
+        """As in `Source`; in evaluation with `mask`, which is 0 for a bad record.
 
         Raises:
           UserError: a record is bad, and the options do not say to skip it, or all are.
@@ -163,19 +163,22 @@ class ImageSource:
         seeds = words(self._seed, np.broadcast_to(epochs, indices.shape), indices)
         images = np.empty((len(indices), *self.element_spec["image"].shape), np.uint8)
         labels = np.empty(len(indices), np.int32)
+        mask = np.empty(len(indices), np.float32)
 
         def fill(start: int) -> None:
             chunk = indices[start : start + _CHUNK].tolist()
             for place, (index, record) in enumerate(zip(chunk, self.records.read(chunk)), start):
-                images[place], labels[place] = self._example(index, record, int(seeds[place]))
+                seed = int(seeds[place])
+                images[place], labels[place], mask[place] = self._example(index, record, seed)
 
         # In their order, so that of several bad records it is always the first that is told.
         for _ in self._pool.map(fill, range(0, len(indices), _CHUNK)):
             pass
-        return {"image": images, "label": labels}
+        batch = {"image": images, "label": labels}
+        return batch if self._training else batch | {"mask": mask}
 
-    def _example(self, index: int, record: Record, seed: int) -> tuple[np.ndarray, int]:
-        """The example, or the next one that is good."""
+    def _example(self, index: int, record: Record, seed: int) -> tuple[np.ndarray, int, bool]:
+        """The example, or the next one that is good; and whether it is the example itself."""
         for attempt in range(1, _MOST_IN_A_ROW + 1):
             try:
                 if record.problem:
@@ -184,7 +187,7 @@ class ImageSource:
                     raise BadImage(
                         f"its label is {record.label}, out of the range 0 to {self.num_classes - 1}"
                     )
-                return self._image(index, record.content, seed), record.label
+                return self._image(index, record.content, seed), record.label, attempt == 1
             except BadImage as bad:
                 name = self.records.name(index)
                 if self._options.on_bad_record == "error":

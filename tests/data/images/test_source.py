@@ -226,6 +226,33 @@ def test_bad_records_are_replaced(kind: str, caplog: pytest.LogCaptureFixture) -
     }
 
 
+@pytest.mark.parametrize("kind", BAD)
+def test_bad_records_do_not_count_in_an_evaluation(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    record, reason = BAD[kind]
+    source = make(with_bad(at2=record, at7=record), training=False, on_bad_record="skip")
+    with caplog.at_level(logging.WARNING):
+        batches = list(data.eval_batches(source, 3))
+    # Of nine places the last is padding.
+    mask = np.concatenate([batch["mask"] for batch in batches])
+    assert mask.dtype == np.float32 and mask.tolist() == [1, 1, 0, 1, 1, 1, 1, 0, 0]
+    labels = np.concatenate([batch["label"] for batch in batches])
+    assert labels[mask == 1].tolist() == [0, 1, 3, 0, 1, 2]
+    good = images(make(training=False), range(8))
+    found = np.concatenate([batch["image"] for batch in batches])
+    np.testing.assert_array_equal(found[mask == 1], good[[0, 1, 3, 4, 5, 6]])
+    told = [item.getMessage() for item in caplog.records]
+    assert sorted(text.split(" (")[0] for text in told) == [
+        f"data set own: picture {index} is left out, and does not count: {reason}"
+        for index in (2, 7)
+    ]
+
+
+def test_what_is_trained_on_has_no_mask() -> None:
+    assert make().gather(np.arange(3)).keys() == {"image", "label"}
+
+
 def test_the_error_comes_through_the_loader() -> None:
     loader = data.TrainLoader(make(with_bad(at2=BAD["text"][0])), 4, seed=0)
     with pytest.raises(UserError, match="picture 2 is bad: it is no JPEG and no PNG"):

@@ -12,6 +12,8 @@ def test_each_example_counts_once() -> None:
     assert [tally.add("grey", index) for index in (4, 9, 4)] == [1, 2, 0]
     assert tally.add("cmyk", 4) == 1
     assert tally.counts() == {"cmyk": 1, "grey": 2}
+    assert tally.describe() == "data set own: of the pictures read in training 2 grey, 1 CMYK"
+    assert Tally("own").describe() == ""
 
 
 def test_bad_records_are_named_and_then_only_counted(caplog: pytest.LogCaptureFixture) -> None:
@@ -30,3 +32,7 @@ def test_bad_records_are_named_and_then_only_counted(caplog: pytest.LogCaptureFi
         "data set own:train: 32 records are left out", "data set own:train: 64 records are left out"
     ]
     assert tally.counts() == {"bad": 70}
+    assert tally.describe() == (
+        "data set own:train: of the pictures read in training 70 bad, and the bad ones were left "
+        "out"
+    )

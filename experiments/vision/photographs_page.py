@@ -1,0 +1,82 @@
+"""The page and the picture of the study on 400 photographs."""
+
+import pathlib
+from collections.abc import Sequence
+
+from matplotlib.figure import Figure
+
+from experiments import records as records_lib
+from experiments.records import Record
+
+# What a network is called, and how it is drawn (colours of Okabe and Ito).
+NETWORKS = {
+    "efficientnet_b0": ("EfficientNet-B0", "#0072B2", "o"),
+    "resnet50": ("ResNet-50", "#D55E00", "s"),
+}
+
+
+def page(records: Sequence[Record]) -> str:
+    """The Markdown page of the runs of one kind."""
+    first = records[0]
+    lines = [
+        "# 400 photographs of ImageNet, learnt by heart",
+        "",
+        "One original photograph of each of 400 classes of ImageNet, told apart among all 1,000.",
+        "Training reads the JPEGs through the whole input path: random crops of at least half a",
+        f"picture at {first['pixels']} pixels, random mirroring, uint8 to the device, normalised",
+        "there. Measured are the same 400, cut to the centre, with BatchNorm's running averages; a",
+        "run ends at the first evaluation above 0.9.",
+        f"LAMB, batch {first['batch']}, peak rate {first['rate']}, linear decay to 0 at epoch",
+        f"{first['epochs']}, no label smoothing, dropout or stochastic depth, float32.",
+        "",
+        "| network | top-1 | top-5 | loss | updates | epoch | top-1 in training, last epoch | "
+        "minutes | machine |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- |",
+        *(
+            f"| {NETWORKS[r['network']][0]} | {r['accuracy']:.4f} | {r['top5_accuracy']:.4f} | "
+            f"{r['loss']:.3f} | {r['updates']:,} | {r['ended_epoch']:g} | "
+            f"{r['train_accuracy']:.4f} | {r['seconds'] / 60:.1f} | "
+            f"{records_lib.machines([r])} |"
+            for r in records
+        ),
+        "",
+        *(
+            f"{NETWORKS[r['network']][0]} did not get above 0.9 in its {r['epochs']} epochs."
+            for r in records if not r["reached"]
+        ),
+        "![](photographs.png)",
+        "",
+    ]
+    grey = [record["grey"] for record in records if record["grey"] is not None]
+    if grey:
+        lines += [f"Of the 400 files {grey[0]} are grey; they are read as colour.", ""]
+    options = " ".join(
+        f"--{name}={first[name]}" for name in ("pixels", "batch", "rate", "epochs", "seed")
+    )
+    lines += [
+        f"Command: `python -m experiments.vision.photographs --data_dir=DATA {options}`. Versions: "
+        f"{records_lib.versions(records)}. Records: photographs.jsonl.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def draw(records: Sequence[Record], path: pathlib.Path) -> None:
+    """Draws top-1 over the epochs, of the centres and in training, into a PNG."""
+    figure = Figure(figsize=(8, 4.8), dpi=150, layout="constrained")
+    axes = figure.subplots()
+    for record in records:
+        name, color, marker = NETWORKS[record["network"]]
+        axes.plot(*zip(*record["curve"]), color=color, marker=marker, label=f"{name}, centre")
+        if record["train_curve"]:
+            axes.plot(
+                *zip(*record["train_curve"]), color=color, alpha=0.5, linestyle="--",
+                label=f"{name}, random crops, in training",
+            )
+    axes.axhline(0.9, color="0.5", linewidth=0.8)
+    axes.set_xlabel("epochs of 400 photographs")
+    axes.set_ylabel("top-1 accuracy on the 400")
+    axes.set_ylim(0, 1)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path)

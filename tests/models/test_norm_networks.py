@@ -1,0 +1,162 @@
+"""BatchNorm over groups of devices in the training step of whole networks, on 8 devices.
+
+Of a few layers: tests/models/test_norm.py has the layer alone, in every placement.
+"""
+
+import functools
+import itertools
+from typing import Any, NamedTuple
+
+import flax.traverse_util
+import jax
+import numpy as np
+import pytest
+from ml_collections import ConfigDict
+
+from lamb_tpu import data, models
+from lamb_tpu.models.resnet import ResNet
+from lamb_tpu.run import prepare
+from tests import tiny
+from tests.models.numpy_layers import conv, variables
+from tests.parallel.nets import difference
+
+DEVICES, ROWS, UPDATES = 8, 4, 3  # rows of a batch on a device
+MOMENTUM = 0.5
+# Devices that share statistics. Each takes seconds to compile, so not every one is here.
+SHARED = {
+    ("efficientnet", "shard_map"): (1, 2, 4, 8), ("efficientnet", "jit"): (4,),
+    ("resnet", "shard_map"): (1, 8), ("resnet", "jit"): (8,),
+}
+CASES = [(*key, shared) for key, several in SHARED.items() for shared in several]
+# So compiled, half as long: nothing here is measured by the clock.
+QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+
+class CutResNet(ResNet):
+    """Two blocks of ResNet-18."""
+
+    blocks, bottleneck = (1, 1), False
+
+
+NETWORKS = {
+    "efficientnet": {
+        "name": "efficientnet_b0", "stages": ((1, 3, 1, 1, 16), (1, 3, 2, 6, 24)),
+    },
+    "resnet": {"name": "cut_resnet", "stem": "cifar", "zero_gamma": False},
+}
+
+
+class Trained(NamedTuple):
+    """The images of the first batch; all variables before and after one and `UPDATES` updates."""
+
+    images: np.ndarray
+    start: Any
+    first: Any
+    last: Any
+
+
+@functools.cache
+def trained(network: str, backend: str, shared: int) -> Trained:
+    """By the training step, with groups of `shared` devices' rows."""
+    fields = {
+        **NETWORKS[network], "num_classes": 10, "group_size": ROWS * shared, "momentum": MOMENTUM,
+    }
+    optimizer = ConfigDict({"name": "nesterov", "learning_rate": 0.02, "rules": "no_bias_no_norm"})
+    settings = tiny.digits(
+        model=ConfigDict(fields), optimizer=optimizer, batch_size=DEVICES * ROWS,
+        schedule__warmup="0 steps", parallel__backend=backend,
+    )
+    run = prepare(settings, None)
+    assert run.batch_norm.endswith(f" {shared} device(s) each")
+    loader = data.TrainLoader(run.train_set, DEVICES * ROWS, 0, run.local_rows())
+    batches = [next(loader) for _ in range(UPDATES)]
+    module = models.MODULES[fields.pop("name")](**fields)
+    start = variables(module, np.float32(batches[0]["image"][:1]))
+    given = {"params": start["params"], "model_state": {"batch_stats": start["batch_stats"]}}
+    given = flax.traverse_util.flatten_dict(given, sep="/")
+    state = jax.jit(run.init, out_shardings=run.shardings)(jax.random.key(0), given)
+    step = run.make_train_step().lower(run.abstract_state, run.abstract_batch()).compile(QUICKLY)
+    states = []
+    for batch in batches:
+        state, _ = step(state, run.shard_batch(batch))
+        states.append(jax.device_get({"params": state.params, **state.model_state}))
+    return Trained(np.float64(batches[0]["image"]) / 16, start, states[0], states[-1])
+
+
+@pytest.fixture(autouse=True)
+def known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(models.MODULES, "cut_resnet", CutResNet)
+
+
+def normalised(
+    x: np.ndarray, start: Any, layer: tuple[str, ...], size: int, epsilon: float
+) -> tuple[np.ndarray, dict[str, Any]]:
+    """By the statistics of each `size` examples; and the running averages after it.
+
+    The whole batch's statistics come from the groups' by the law of total variance.
+    """
+    params, old = (functools.reduce(lambda tree, key: tree[key], layer, start[collection])
+                   for collection in ("params", "batch_stats"))
+    groups = x.reshape(-1, size, *x.shape[1:])
+    mean, var = groups.mean((1, 2, 3)), groups.var((1, 2, 3))
+    places = (slice(None), None, None, None)
+    y = ((groups - mean[places]) / np.sqrt(var[places] + epsilon)).reshape(x.shape)
+    whole = {"mean": mean.mean(0), "var": var.mean(0) + mean.var(0)}
+    moved = {
+        name: MOMENTUM * old[name] + (1 - MOMENTUM) * value for name, value in whole.items()
+    }
+    return params["scale"] * y + params["bias"], moved
+
+
+def expected(network: str, found: Trained, shared: int) -> dict[str, Any]:
+    """The running averages of the network's first two normalisations, in float64."""
+    params, size, same = found.start["params"], shared * ROWS, ((1, 1), (1, 1))
+    if network == "efficientnet":
+        # SAME of TensorFlow at an even size: the odd pixel lies at the end.
+        x = conv(found.images, params["stem_conv"]["kernel"], 2, ((0, 1), (0, 1)))
+        x, stem = normalised(x, found.start, ("stem_norm",), size, 1e-3)
+        x, layer, name = x / (1 + np.exp(-x)), "depthwise", "depthwise_norm"
+    else:
+        x = conv(found.images, params["stem_conv"]["kernel"], 1, same)
+        x, stem = normalised(x, found.start, ("stem_norm",), size, 1e-5)
+        x, layer, name = np.maximum(x, 0), "conv1", "norm1"
+    x = conv(x, params["stage1_block1"][layer]["kernel"], 1, same)
+    _, second = normalised(x, found.start, ("stage1_block1", name), size, 1e-5)
+    return {"stem_norm": stem, "stage1_block1": {name: second}}
+
+
+def apart(one: Trained, two: Trained, collection: str) -> float:
+    """How far two trainings are from each other, as a share of the way they went."""
+
+    def length(ours: Any, theirs: Any) -> float:
+        squares = jax.tree.map(lambda a, b: np.sum((np.float64(a) - b) ** 2), ours, theirs)
+        return float(np.sqrt(sum(jax.tree.leaves(squares))))
+
+    tiny.assert_equal(two.start, one.start)
+    return length(two.last[collection], one.last[collection]) / length(
+        one.last[collection], one.start[collection]
+    )
+
+
+@pytest.mark.parametrize("network, backend, shared", CASES)
+def test_statistics_are_those_of_numpy(network: str, backend: str, shared: int) -> None:
+    found = trained(network, backend, shared)
+    stats = tiny.arrays(found.first["batch_stats"])
+    of_groups = expected(network, found, shared)
+    for path, value in tiny.arrays(of_groups).items():
+        np.testing.assert_allclose(stats[path], value, rtol=2e-5, atol=2e-5, err_msg=path)
+    # Behind the first normalisation the groups are seen: other ones would not pass.
+    other = 2 if shared != 2 else 1
+    assert difference(expected(network, found, other), of_groups) > 1e-3
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+def test_training_depends_on_the_groups_and_not_on_the_placement(network: str) -> None:
+    for shared in SHARED[network, "jit"]:
+        one, two = (trained(network, backend, shared) for backend in ("jit", "shard_map"))
+        assert apart(one, two, "params") < 1e-4
+        assert apart(one, two, "batch_stats") < 1e-4
+    # Groups of one device are local BatchNorm; any two sizes are two trainings.
+    several = [trained(network, "shard_map", shared) for shared in SHARED[network, "shard_map"]]
+    for one, two in itertools.combinations(several, 2):
+        assert apart(one, two, "params") > 0.05
