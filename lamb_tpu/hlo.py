@@ -56,6 +56,11 @@ class Instruction(NamedTuple):
         found = re.search(rf"\b{key}=(\{{[^}}]*\}}|%?[^\s,]+)", self.rest)
         return re.findall(r"[^\s,%{}]+", found[1]) if found else []
 
+    def cycles(self) -> int:
+        """The compiler's estimate; 0 where it has none."""
+        estimate = _CYCLES.search(self.rest)
+        return int(estimate[1]) if estimate else 0
+
     def arrays(self) -> list[Array]:
         """What it gives: one array, or those of a tuple."""
         return [
@@ -224,15 +229,10 @@ def program_cost(hlo: str) -> Cost:
       ValueError: text that is no HLO module; a loop whose number of turns it does not tell.
     """
     program = Program(hlo)
-
-    def cycles(instruction: Instruction) -> int:
-        estimate = _CYCLES.search(instruction.rest)
-        return int(estimate[1]) if estimate else 0
-
-    runs = program.run(lambda instruction, _: cycles(instruction))
+    runs = program.run(lambda instruction, _: instruction.cycles())
     fusions = program.run(lambda instruction, _: instruction.opcode == "fusion")
     return Cost(
-        sum(times * cycles(instruction) for times, instruction, _ in runs),
+        sum(times * instruction.cycles() for times, instruction, _ in runs),
         sum(times for times, _, _ in fusions),
     )
 

@@ -83,6 +83,7 @@ class Plan:
       cycles: the compiler's estimate, without the network.
       collectives: what is sent.
       notes: what could not be told, and why.
+      program: the optimized HLO, see `lamb_tpu.hlo`; not in the JSON.
     """
 
     topology: topology_lib.Topology
@@ -100,6 +101,7 @@ class Plan:
     cycles: int | None = None
     collectives: tuple[traffic.Row, ...] | None = None
     notes: tuple[str, ...] = ()
+    program: str = dataclasses.field(default="", repr=False)
 
     @property
     def seconds(self) -> float | None:
@@ -240,6 +242,7 @@ def make_plan(
         cycles=cost and cost.cycles,
         collectives=None if found is None else tuple(traffic.table(found)),
         notes=tuple(dict.fromkeys(notes)),
+        program=text,
     )
 
 

@@ -71,8 +71,7 @@ def load(
         photographs never do.
       options: of text, fields of `masked_lm.Options` but the seed, `squad_source.Options`,
         `python_docs.Options` or `python_docs.ClozeOptions`; of photographs, of
-        `images.source.Options`, of a folder, `FolderOptions`; of `cifar10` and `cifar10_jpeg`,
-        `images.arrays.ArrayOptions`.
+        `images.source.Options`; of `cifar10` and `cifar10_jpeg`, `images.arrays.ArrayOptions`.
       seed: of what is drawn at random while examples are read for training. Evaluation has 0
         instead, so that runs of any seed are measured on the same examples.
       training: whether the split is trained on, or evaluated.
@@ -279,9 +278,15 @@ def _load_tfds_images(request: _Request, builder: tfds.core.DatasetBuilder) -> S
     label = features["label"] if "label" in features else None
     if not isinstance(label, tfds.features.ClassLabel):
         raise UserError(f"data set {request.name} has images and no class label named 'label'")
+    num_classes = options.num_classes or label.num_classes
+    if num_classes < label.num_classes:
+        raise UserError(
+            f"config.data.options.num_classes is {num_classes}, data set {request.name} has "
+            f"{label.num_classes} classes; give 0 or at least as many"
+        )
     decoders = {"image": tfds.decode.SkipDecoding()}
     source = _open(request.name, builder, request.split, decoders)
-    records = TfdsRecords(source, label.num_classes, str(builder.data_dir))
+    records = TfdsRecords(source, num_classes, str(builder.data_dir))
     return ImageSource(
         f"{request.name}:{request.split}", records, options, request.seed, request.training
     )
@@ -289,9 +294,9 @@ def _load_tfds_images(request: _Request, builder: tfds.core.DatasetBuilder) -> S
 
 def _load_image_folder(request: _Request) -> Source:
     from lamb_tpu.data.images.folder import FolderRecords
-    from lamb_tpu.data.images.source import FolderOptions, ImageSource
+    from lamb_tpu.data.images.source import ImageSource, Options
 
-    options = request.options(FolderOptions)
+    options = request.options(Options)
     if request.source_dir is None:
         raise UserError(
             "config.data.dir is missing; for image_folder it is the folder DIR of pictures in "

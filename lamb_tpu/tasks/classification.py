@@ -101,9 +101,12 @@ class Classification:
             variables, image,
         )
         if source.num_classes is not None and logits.shape[-1] != source.num_classes:
+            known = logits.shape[-1]
+            lacking = source.tally is not None and source.num_classes < known
             raise ValueError(
-                f"the model tells {logits.shape[-1]} classes apart, {source.name} has "
-                f"{source.num_classes}; set config.model.num_classes={source.num_classes}"
+                f"the model tells {known} classes apart, {source.name} has {source.num_classes}; "
+                f"set config.model.num_classes={source.num_classes}"
+                + f", or config.data.options.num_classes={known} if it lacks some" * lacking
             )
 
     def init(self, key: jax.Array, batch: Mapping[str, Any]) -> Mapping[str, Any]:

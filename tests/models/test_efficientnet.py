@@ -100,18 +100,6 @@ def test_forward_pass() -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_padding_at_stride_2() -> None:
-    """Of a row of ones, kernel of ones: what is missing at an end was padded there."""
-    for size, kernel, expected in (
-        (5, 3, [2, 3, 2]), (6, 3, [3, 3, 2]), (7, 5, [3, 5, 5, 3]), (6, 5, [4, 5, 3]),
-    ):
-        layer = efficientnet._conv(1, kernel, 2, "float32", None)
-        row = np.ones((1, size, size, 1), np.float32)
-        params = {"kernel": np.ones((kernel, kernel, 1, 1), np.float32)}
-        found = np.asarray(layer.apply({"params": params}, row))[0, :, :, 0]
-        np.testing.assert_array_equal(found, np.outer(expected, expected))
-
-
 def test_squeeze_excite() -> None:
     """By hand: of two channels with means 1 and 3, one unit between."""
     x = np.array([[[[0.0, 2.0], [2.0, 4.0]]]], np.float32)
@@ -265,3 +253,39 @@ def test_training_is_the_same_on_devices_and_in_one() -> None:
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), found_state, state
     )
     assert np.std(logits, 0).min() > 0.01
+
+
+def test_packed_examples_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a TPU, packed up to the second of three blocks, which has a shortcut."""
+    stages = ((4, 5, 2, 6, 40), (1, 3, 1, 12, 24))
+    images = np.random.default_rng(3).normal(size=(8, 9, 8, 3)).astype(np.float32)
+    weights = np.random.default_rng(4).normal(size=(8, 5)).astype(np.float32)
+    module = Small(5, stages=stages, group_size=4, dropout_rate=0.5, stochastic_depth_rate=0.9)
+    tree = numpy_layers.variables(module, images)
+    shapes = []
+
+    def record(run: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
+        if isinstance(context.module, Block) and context.method_name == "__call__":
+            shapes.append(args[0].shape[::3])
+        return run(*args, **kwargs)
+
+    def step(packed: int) -> Any:
+        def loss(params: Any) -> Any:
+            with nn.intercept_methods(record):
+                logits, state = module.apply(
+                    {**tree, "params": params}, images, True, rngs={"dropout": KEY},
+                    mutable="batch_stats",
+                )
+            return jnp.sum(weights * logits), (logits, state)
+
+        monkeypatch.setattr(efficientnet, "examples_a_row", lambda rows: packed)
+        monkeypatch.setattr(efficientnet, "_PACKED_CHANNELS", 96)
+        return jax.jit(jax.grad(loss, has_aux=True))(tree["params"])
+
+    expected, found = step(1), step(4)
+    assert shapes == [(8, 8), (8, 16), (8, 16), (2, 32), (2, 64), (8, 16)]
+    scale = jax.tree.map(lambda a: np.max(np.abs(a)), expected)
+    jax.tree.map(
+        lambda a, b, most: np.testing.assert_allclose(a, b, 1e-3, 1e-5 + 2e-5 * most),
+        found, expected, scale,
+    )

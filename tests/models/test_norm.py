@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from lamb_tpu.models import norm as norm_lib
 from lamb_tpu.models.groups import groups_of
 from lamb_tpu.models.norm import BatchNorm, combine_moments
+from lamb_tpu.models.packing import pack, unpack
 
 BATCH, DEVICES, CHANNELS = 32, 8, 5
 # Examples per group with 4 on a device: ghost, ghost, local, 2 devices, 4 devices, all of them.
@@ -251,6 +252,33 @@ def test_init_needs_no_mesh_and_moves_nothing() -> None:
     stats = {"mean": zeros, "var": np.ones(4)}
     assert_close(variables, {"params": {"scale": zeros, "bias": zeros}, "batch_stats": stats}, 0)
     assert_close(norm.apply(variables, x, use_running_average=True), np.zeros((3, 4)), 0)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("group_size", GROUP_SIZES)
+def test_packed_examples_make_no_difference(group_size: int | None, dtype: Any) -> None:
+    case = make_case(mean=3.0, dtype=dtype)
+    variables = {name: case[name] for name in ("params", "batch_stats")}
+
+    def run(packed: int, params: Any, x: jax.Array) -> Any:
+        norm = BatchNorm(group_size, momentum=0.9, packed=packed)
+        given, x = {**variables, "params": params}, pack(x, packed)
+        evaluated = norm.apply(given, x, True)
+        y, state = norm.apply(given, x, False, mutable="batch_stats")
+        y, evaluated = unpack(y, packed), unpack(evaluated, packed)
+        return jnp.sum(case["weights"] * y), (y, state, evaluated)
+
+    def step(packed: int) -> Any:
+        grad = jax.grad(functools.partial(run, packed), (0, 1), has_aux=True)
+        return jax.tree.map(np.float64, jax.jit(grad)(case["params"], case["x"]))
+
+    (dparams, dx), rest = step(4)
+    (expected_dparams, expected_dx), expected = step(1)
+    # Sums in another order; of bfloat16 the last of 8 bits may round the other way.
+    rtol, atol = (1e-5, 1e-5) if dtype == jnp.float32 else (2**-7, 1e-3)
+    assert_close(rest, expected, rtol, atol)
+    assert_close(dparams, expected_dparams, 1e-5, 1e-4)
+    assert_close(dx, expected_dx, rtol, 10 * atol)
 
 
 def test_second_derivatives() -> None:

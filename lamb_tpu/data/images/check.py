@@ -67,9 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(asked: argparse.Namespace) -> int:
-    options = {"on_bad_record": "skip"}
-    if asked.num_classes:
-        options["num_classes"] = asked.num_classes
+    options = {"on_bad_record": "skip", "num_classes": asked.num_classes}
     source = load(
         asked.name, asked.split, data_dir=asked.data_dir, source_dir=asked.dir, options=options,
         training=False,
@@ -100,8 +98,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--dir", metavar="DIR", help="as config.data.dir: of image_folder")
     add("--data-dir", metavar="DIR", help="as config.data.prepared_dir: of sets that TFDS prepared")
     add("--split", default="train", help="(default: %(default)s)")
-    add("--num-classes", type=int, metavar="N",
-        help="as config.data.options.num_classes: of image_folder")
+    add("--num-classes", type=int, default=0, metavar="N",
+        help="as config.data.options.num_classes; default what the set tells")
     return parser.parse_args(arguments)
 
 

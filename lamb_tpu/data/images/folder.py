@@ -47,11 +47,6 @@ class FolderRecords:
         self._root = pathlib.Path(root)
         if not self._root.is_dir():
             raise UserError(f"config.data.dir={self._root} is no folder")
-        if num_classes < 0:
-            raise UserError(
-                f"config.data.options.num_classes must be at least 1, or 0 to count them; found "
-                f"{num_classes}"
-            )
         self._skip = skip
         self._notes: list[str] = []
         read = self._read_list if (self._root / LABELS).exists() else self._list_folders

@@ -43,6 +43,8 @@ class Options:
       erasing: probability that a random rectangle is filled with noise, in training.
       on_bad_record: 'error' ends the run where a record is bad; 'skip' counts and names it, and in
         training puts the next good example in its place; an evaluation leaves it out.
+      num_classes: labels are 0 to `num_classes - 1`; 0 is what the set tells, of a folder the
+        classes that are in it, of which it may not have all that a network knows.
       threads: that decode at the same time; 0 is one a core.
     """
 
@@ -56,6 +58,7 @@ class Options:
     policy_magnitude: float = 10.0
     erasing: float = 0.0
     on_bad_record: str = "error"
+    num_classes: int = 0
     threads: int = 0
 
     def __post_init__(self) -> None:
@@ -73,6 +76,7 @@ class Options:
             ("policy_layers", self.policy_layers, 1, 100),
             ("policy_magnitude", self.policy_magnitude, 0, 10),
             ("erasing", self.erasing, 0, 1),
+            ("num_classes", self.num_classes, 0, 2**31 - 1),
             ("threads", self.threads, 0, 2**10),
         ):
             if not least <= found <= most:
@@ -84,17 +88,6 @@ class Options:
                 "config.data.options.min_area must be more than 0 and at most 1, found "
                 f"{self.min_area}"
             )
-
-
-@dataclass(frozen=True)
-class FolderOptions(Options):
-    """Of a folder.
-
-    Attributes:
-      num_classes: of a folder that does not have an example of each class; 0 counts them.
-    """
-
-    num_classes: int = 0
 
 
 class ImageSource:

@@ -64,6 +64,7 @@ def test_set_prepared_by_tfds(photos_dir: str) -> None:
     source = load(photos_dir, "train[2:]", central_fraction=1.0)
     assert isinstance(source, ImageSource) and len(source) == 10 and source.num_classes == 5
     assert source.name == "tfds:tiny_photos:train[2:]"
+    assert load(photos_dir, num_classes=9).num_classes == 9
     batch = source.gather(np.array([9, 0, 4]))
     assert batch["label"].tolist() == [1, 2, 1]
     for image, index in zip(batch["image"], (11, 2, 6)):
@@ -87,7 +88,8 @@ def test_bytes_and_names(photos_dir: str) -> None:
 
 @pytest.mark.parametrize("options, message", [
     ({"sise": 3}, r"config.data.options.sise is unknown; tfds:tiny_photos has, .*size = 224"),
-    ({"num_classes": 5}, "config.data.options.num_classes is unknown"),
+    ({"num_classes": 4}, "options.num_classes is 4, data set tfds:tiny_photos has 5 classes"),
+    ({"num_classes": -1}, "options.num_classes must lie in 0"),
     ({"crop": "random"}, "config.data.options.crop is 'random'; known are 'inception', 'pad'"),
 ])
 def test_mistakes(photos_dir: str, options: dict, message: str) -> None:

@@ -1,0 +1,74 @@
+"""The pods' plans for images: the page, the shares by kind, the recipes; nothing is compiled."""
+
+import pathlib
+
+import pytest
+
+from experiments.vision import pod_plan
+from lamb_tpu import config as config_lib
+from lamb_tpu import data, plan, topology
+from lamb_tpu.recipe import resolve
+
+# Of 100, 300, 2 x 250 and 100 cycles.
+PROGRAM = """
+%body (p: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %p = (s32[], f32[8]) parameter(0)
+  ROOT %c = (s32[], f32[8]) fusion(%p), calls=%g, metadata={op_name="jit(f)/head_conv/conv_general_dilated"}, backend_config={"estimated_cycles":"250"}
+}
+
+%condition (p: (s32[], f32[8])) -> pred[] {
+  ROOT %p = pred[] parameter(0)
+}
+
+ENTRY %main (x: f32[8]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  %a = f32[8]{0} fusion(%x), calls=%g, backend_config={"estimated_cycles":"100"}
+  %b = f32[8]{0} fusion(%a), calls=%g, metadata={op_name="jit(f)/jvp(N)/stage1_block1/depthwise/conv_general_dilated"}, backend_config={"estimated_cycles":"300"}
+  %w = (s32[], f32[8]) while(%b), body=%body, condition=%condition, backend_config={"known_trip_count":{"n":"2"}}
+  ROOT %d = f32[8]{0} fusion(%w), calls=%g, metadata={op_name="jit(f)/stage1_block1/expand_norm/reduce_sum"}, backend_config={"estimated_cycles":"100"}
+}
+"""
+
+
+def made(**fields: object) -> plan.Plan:
+    return plan.Plan(
+        topology=topology.topology("v3-1024"), mesh={"data": 1024}, hosts=128, batch_size=32_768,
+        backend="shard_map", compile_seconds=12.3, fits=True, needed=2.0**31, **fields,
+    )
+
+
+def test_shares() -> None:
+    assert pod_plan.shares(PROGRAM) == pytest.approx({
+        "depthwise convolutions": 0.3, "other convolutions": 0.5, "BatchNorm, activations": 0.1,
+        "squeeze-excite": 0.0, "the rest": 0.1,
+    })
+
+
+def test_page() -> None:
+    plans = (
+        made(cycles=94_000_000, collectives=(), program=PROGRAM),  # 0.1 s at 940 MHz
+        made(cycles=None),
+    )
+    rows = pod_plan.ROWS[0], pod_plan.ROWS[3]
+    text = pod_plan.page([pod_plan.record(row, each) for row, each in zip(rows, plans)])
+    assert (
+        "| EfficientNet-B2 | 32,768 | yes | 2.0 | 100.0 | 327.7 | 451.35 | 0 MB | 12 s |" in text
+    )
+    assert "| ResNet-50 | 32,768 | yes | 2.0 | - | - | at most 717 | 0 MB | 12 s |" in text
+    assert "| EfficientNet-B2 | 32,768 | 30% | 50% | 10% | 0% | 10% |" in text
+
+
+def test_recipes_are_complete(tmp_path: pathlib.Path) -> None:
+    pod_plan.write_pictures(tmp_path)
+    for row, size, batch in zip(
+        pod_plan.ROWS, (260, 456, 456, 224), (32_768, 32_768, 65_536, 32_768), strict=True
+    ):
+        config = pod_plan.config_of(row, tmp_path)
+        config_lib.check_keys(config)
+        config_lib.check_values(config)
+        assert config.batch_size == batch and config.optimizer.name == "lars"
+        assert resolve(config, 65_536).total_steps > 100
+        assert config.parallel.backend == "shard_map"
+        assert config.data.options["size"] == size
+    source = data.load("image_folder", "train", source_dir=str(tmp_path), options={"size": 32})
+    assert len(source) == 65_536 and source.element_spec["image"].shape == (32, 32, 3)
