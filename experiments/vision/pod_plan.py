@@ -138,6 +138,7 @@ def config_of(row: Row, folder: pathlib.Path) -> ConfigDict:
     recipe = imagenet_resnet if row.name.startswith(RESNET) else imagenet_efficientnet
     config = recipe.get_config(row.argument)
     config.data.name, config.data.dir = "image_folder", str(folder)
+    config.data.options.num_classes = config.model.num_classes
     return config
 
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from lamb_tpu.models.dropout import Dropout
 from lamb_tpu.models.norm import BatchNorm
+from lamb_tpu.models.packing import Conv, examples_a_row, pack, unpack
 
 # A normal by the outputs, not cut; of a depthwise kernel the original counts one output.
 _CONV_INIT = nn.initializers.variance_scaling(2.0, "fan_out", "normal")
@@ -30,6 +31,9 @@ class Stage(NamedTuple):
 
 
 STEM, HEAD = 32, 1280
+# Up to so many channels within a block examples are packed. By the TPU compiler's estimates for v3
+# that takes 40 % off a block of 144 channels, 9 % off 240 and 2 % off 384; to 528 it adds 4 %.
+_PACKED_CHANNELS = 384
 STAGES = (
     Stage(1, 3, 1, 1, 16),
     Stage(2, 3, 2, 6, 24),
@@ -57,13 +61,6 @@ def scaled_count(count: int, depth: float) -> int:
     return math.ceil(count * depth)
 
 
-def _conv(channels: int, kernel: int, stride: int, dtype: Any, name: str) -> nn.Conv:
-    return nn.Conv(
-        channels, (kernel, kernel), stride, padding="SAME", use_bias=False, dtype=dtype,
-        kernel_init=_CONV_INIT, name=name,
-    )
-
-
 class SqueezeExcite(nn.Module):
     """Scales each channel of an example by what two dense layers make of all channels' means.
 
@@ -72,20 +69,22 @@ class SqueezeExcite(nn.Module):
     Attributes:
       reduced: channels between the two.
       dtype: of the two.
+      packed: examples in a row, see `lamb_tpu.models.packing`.
     """
 
     reduced: int
     dtype: Any
+    packed: int = 1
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """(batch, height, width, channels), of the same dtype."""
+        """(batch / packed, height, width, packed x channels), of the same dtype."""
         dense = functools.partial(nn.Dense, dtype=self.dtype, kernel_init=_CONV_INIT)
-        means = jnp.mean(x, (1, 2), dtype=jnp.float32)
-        gates = dense(x.shape[-1], name="expand")(
+        means = jnp.mean(x, (1, 2), dtype=jnp.float32).reshape(len(x) * self.packed, -1)
+        gates = dense(means.shape[-1], name="expand")(
             nn.swish(dense(self.reduced, name="reduce")(means))
         )
-        return x * nn.sigmoid(gates)[:, None, None]
+        return x * nn.sigmoid(gates).reshape(len(x), 1, 1, -1)
 
 
 class Block(nn.Module):
@@ -98,6 +97,7 @@ class Block(nn.Module):
       stochastic_depth_rate: share of the examples whose branch is dropped, if there is a shortcut.
       norm: makes a BatchNorm.
       dtype: of the convolutions.
+      packed: examples in a row, see `lamb_tpu.models.packing`.
     """
 
     channels: int
@@ -107,27 +107,34 @@ class Block(nn.Module):
     stochastic_depth_rate: float
     norm: Callable[..., BatchNorm]
     dtype: Any
+    packed: int = 1
 
     @nn.compact
     def __call__(self, inputs: jax.Array, train: bool) -> jax.Array:
-        """(batch, height, width, channels), smaller by the stride."""
-        width = inputs.shape[-1] * self.expansion
+        """(batch / packed, height, width, packed x channels), smaller by the stride."""
+        channels = inputs.shape[-1] // self.packed
+        width = channels * self.expansion
+        conv = functools.partial(Conv, packed=self.packed)
+        norm = functools.partial(self.norm, packed=self.packed)
         x = inputs
         if self.expansion != 1:
-            x = _conv(width, 1, 1, self.dtype, "expand")(x)
-            x = nn.swish(self.norm(name="expand_norm")(x))
-        x = nn.Conv(
-            width, (self.kernel, self.kernel), self.stride, padding="SAME",
-            feature_group_count=width, use_bias=False, dtype=self.dtype,
-            kernel_init=_DEPTHWISE_INIT, name="depthwise",
+            x = conv(width, 1, 1, self.dtype, _CONV_INIT, name="expand")(x)
+            x = nn.swish(norm(name="expand_norm")(x))
+        x = conv(
+            width, self.kernel, self.stride, self.dtype, _DEPTHWISE_INIT, depthwise=True,
+            name="depthwise",
         )(x)
-        x = nn.swish(self.norm(name="depthwise_norm")(x))
+        x = nn.swish(norm(name="depthwise_norm")(x))
         # A quarter of the block's input, not of the expanded channels.
-        reduced = max(1, inputs.shape[-1] // 4)
-        x = SqueezeExcite(reduced, self.dtype, name="squeeze_excite")(x)
-        x = self.norm(name="project_norm")(_conv(self.channels, 1, 1, self.dtype, "project")(x))
+        reduced = max(1, channels // 4)
+        x = SqueezeExcite(reduced, self.dtype, self.packed, name="squeeze_excite")(x)
+        x = conv(self.channels, 1, 1, self.dtype, _CONV_INIT, name="project")(x)
+        x = norm(name="project_norm")(x)
         if self.stride == 1 and x.shape == inputs.shape:
-            x = Dropout(self.stochastic_depth_rate, whole_examples=True)(x, train) + inputs
+            # Of each example by itself, as it may share a row.
+            ones = jnp.ones((len(x) * self.packed, channels))
+            kept = Dropout(self.stochastic_depth_rate, whole_examples=True)(ones, train)
+            x = (x * kept.reshape(len(x), 1, 1, -1) + inputs).astype(x.dtype)
         return x
 
 
@@ -135,7 +142,8 @@ class EfficientNet(nn.Module):
     """Tan and Le (2019): a searched network, its width, depth and image size scaled together.
 
     Convolutions compute in `dtype`; BatchNorm's statistics, means over an image and the logits are
-    float32. Padding is TensorFlow's SAME: an odd pixel goes to the right and to the bottom.
+    float32. Padding is TensorFlow's SAME: an odd pixel goes to the right and to the bottom. On TPUs
+    in shard_map the first blocks compute on packed examples, see `lamb_tpu.models.packing`.
 
     Attributes:
       num_classes: width of the output.
@@ -180,21 +188,30 @@ class EfficientNet(nn.Module):
         norm = functools.partial(
             BatchNorm, self.group_size, not train, self.axis_name, self.momentum, self.epsilon
         )
-        x = _conv(scaled_channels(STEM, self.width), 3, 2, self.dtype, "stem_conv")(inputs)
-        x = nn.swish(norm(name="stem_norm")(x))
+        packed = examples_a_row(len(inputs))
+        x = pack(inputs, packed)
+        x = Conv(
+            scaled_channels(STEM, self.width), 3, 2, self.dtype, _CONV_INIT, packed=packed,
+            name="stem_conv",
+        )(x)
+        x = nn.swish(norm(packed=packed, name="stem_norm")(x))
         stages = [Stage(*stage) for stage in self.stages]
         counts = [scaled_count(stage.count, self.depth) for stage in stages]
         done = 0
         for number, (stage, count) in enumerate(zip(stages, counts, strict=True), start=1):
             channels = scaled_channels(stage.channels, self.width)
             for index in range(count):
+                if x.shape[-1] // packed * stage.expansion > _PACKED_CHANNELS:
+                    x, packed = unpack(x, packed), 1
                 x = Block(
                     channels, stage.kernel, stage.stride if index == 0 else 1, stage.expansion,
-                    self.stochastic_depth_rate * done / sum(counts), norm, self.dtype,
+                    self.stochastic_depth_rate * done / sum(counts), norm, self.dtype, packed,
                     name=f"stage{number}_block{index + 1}",
                 )(x, train)
                 done += 1
-        x = _conv(scaled_channels(HEAD, self.width), 1, 1, self.dtype, "head_conv")(x)
+        x = unpack(x, packed)
+        head = scaled_channels(HEAD, self.width)
+        x = Conv(head, 1, 1, self.dtype, _CONV_INIT, name="head_conv")(x)
         x = nn.swish(norm(name="head_norm")(x))
         x = jnp.mean(x, (1, 2), dtype=jnp.float32)
         x = Dropout(self.dropout_rate)(x, train)

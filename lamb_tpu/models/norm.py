@@ -62,6 +62,7 @@ class BatchNorm(nn.Module):
       momentum: share of a running average that stays at an update, in [0, 1]; Flax's default.
       epsilon: added to the variance, at least 0; Flax's default.
       scale_init: initial scale; zeros for the last normalisation of a residual branch.
+      packed: examples that lie side by side on the channel axis, see `lamb_tpu.models.packing`.
 
     References:
       Wongpanich et al., Training EfficientNets at Supercomputer Scale, arXiv:2011.00071.
@@ -82,10 +83,13 @@ class BatchNorm(nn.Module):
     momentum: float = 0.99
     epsilon: float = 1e-5
     scale_init: nn.initializers.Initializer = nn.initializers.ones
+    packed: int = 1
 
     @nn.compact
     def __call__(self, x: jax.Array, use_running_average: bool | None = None) -> jax.Array:
         """Normalises activations of shape (batch, ..., channels), two axes or more.
+
+        Of packed examples: (batch / packed, ..., packed x channels).
 
         In `init` the running averages stay as they are, and the batch counts as one group.
 
@@ -104,7 +108,7 @@ class BatchNorm(nn.Module):
             raise ValueError(f"momentum must be in [0, 1], not {self.momentum}")
         if not self.epsilon >= 0:
             raise ValueError(f"epsilon must be at least 0, not {self.epsilon}")
-        dtype, channels = x.dtype, x.shape[-1]
+        dtype, rows, channels = x.dtype, len(x) * self.packed, x.shape[-1] // self.packed
         # Once, so that gradients with respect to x are summed in float32 too.
         x = x.astype(jnp.promote_types(dtype, jnp.float32))
         running_mean = self.variable("batch_stats", "mean", jnp.zeros, channels, jnp.float32)
@@ -116,11 +120,11 @@ class BatchNorm(nn.Module):
             mean, var = running_mean.value, running_var.value
         else:
             if self.is_initializing():
-                groups = Groups(len(x))
+                groups = Groups(rows)
             else:
-                groups = groups_of(len(x), self.group_size, self.axis_name)
+                groups = groups_of(rows, self.group_size, self.axis_name)
             centre = running_mean.value[None] if dtype == jnp.bfloat16 else None
-            mean, var = _group_moments(x, groups, centre)
+            mean, var = _group_moments(x, groups, centre, self.packed)
             if not self.is_initializing():
                 batch_mean, batch_var = _batch_moments(mean, var, groups)
                 momentum = jnp.float32(self.momentum)
@@ -131,7 +135,8 @@ class BatchNorm(nn.Module):
                 running_mean.value = _moved(running_mean.value, batch_mean, momentum)
                 running_var.value = _moved(running_var.value, batch_var, momentum)
         factor = scale * lax.rsqrt(var + self.epsilon)
-        y = (x - _per_example(mean, x)) * _per_example(factor, x) + bias
+        mean, factor, bias = (_per_example(each, x, self.packed) for each in (mean, factor, bias))
+        y = (x - mean) * factor + bias
         return y.astype(dtype)
 
 
@@ -184,7 +189,7 @@ def combine_moments(model_state: Any, moments: Any) -> Any:
 
 
 def _group_moments(
-    x: jax.Array, groups: Groups, centre: jax.Array | None
+    x: jax.Array, groups: Groups, centre: jax.Array | None, packed: int = 1
 ) -> tuple[jax.Array, jax.Array]:
     """Mean and variance of each group, (groups, channels).
 
@@ -208,12 +213,15 @@ def _group_moments(
                 "innermost axis of that size"
             ) from error
 
+    def of_examples(values: jax.Array) -> jax.Array:
+        return values.reshape(len(values) * packed, -1)
+
     positions = tuple(range(1, x.ndim - 1))
-    pixel = x[(slice(None), *(0,) * len(positions))]
+    pixel = of_examples(x[(slice(None), *(0,) * len(positions))])
     near = lax.stop_gradient(pixel if centre is None else centre)
-    d = x - jnp.expand_dims(near, positions)
-    near_mean = jnp.mean(d, positions)
-    near_var = jnp.mean(d * d, positions) - near_mean**2
+    d = x - _per_example(near, x, packed)
+    near_mean = of_examples(jnp.mean(d, positions))
+    near_var = of_examples(jnp.mean(d * d, positions)) - near_mean**2
 
     if centre is None:
         centre = mean_of_group(near + near_mean)
@@ -242,9 +250,9 @@ def _moved(running: jax.Array, new: jax.Array, momentum: jax.Array) -> jax.Array
     return (momentum * running + (1 - momentum) * new).astype(running.dtype)
 
 
-def _per_example(values: jax.Array, x: jax.Array) -> jax.Array:
+def _per_example(values: jax.Array, x: jax.Array, packed: int = 1) -> jax.Array:
     """(channels,) or (groups, channels) so that it broadcasts against the examples `x`."""
     if values.ndim == 1 or len(values) == 1:
-        return values.reshape(-1)
-    values = jnp.repeat(values, len(x) // len(values), 0)
+        return jnp.tile(values.reshape(-1), packed)
+    values = jnp.repeat(values, len(x) * packed // len(values), 0).reshape(len(x), -1)
     return jnp.expand_dims(values, tuple(range(1, x.ndim - 1)))

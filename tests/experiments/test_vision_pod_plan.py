@@ -9,24 +9,33 @@ from lamb_tpu import config as config_lib
 from lamb_tpu import data, plan, topology
 from lamb_tpu.recipe import resolve
 
-# Of 100, 300, 2 x 250 and 100 cycles.
-PROGRAM = """
-%body (p: (s32[], f32[8])) -> (s32[], f32[8]) {
-  %p = (s32[], f32[8]) parameter(0)
-  ROOT %c = (s32[], f32[8]) fusion(%p), calls=%g, metadata={op_name="jit(f)/head_conv/conv_general_dilated"}, backend_config={"estimated_cycles":"250"}
-}
+TWICE = 'backend_config={"known_trip_count":{"n":"2"}}'
 
-%condition (p: (s32[], f32[8])) -> pred[] {
+
+def kernel(name: str, operand: str, cycles: int, path: str) -> str:
+    return (
+        f'%{name} = f32[8]{{0}} fusion(%{operand}), calls=%g, metadata={{op_name="jit(f)/{path}"}}'
+        f', backend_config={{"estimated_cycles":"{cycles}"}}'
+    )
+
+
+PROGRAM = f"""
+%body (p: f32[8]) -> f32[8] {{
+  %p = f32[8]{{0}} parameter(0)
+  ROOT {kernel("c", "p", 250, "head_conv/conv_general_dilated")}
+}}
+
+%condition (p: f32[8]) -> pred[] {{
   ROOT %p = pred[] parameter(0)
-}
+}}
 
-ENTRY %main (x: f32[8]) -> f32[8] {
-  %x = f32[8]{0} parameter(0)
-  %a = f32[8]{0} fusion(%x), calls=%g, backend_config={"estimated_cycles":"100"}
-  %b = f32[8]{0} fusion(%a), calls=%g, metadata={op_name="jit(f)/jvp(N)/stage1_block1/depthwise/conv_general_dilated"}, backend_config={"estimated_cycles":"300"}
-  %w = (s32[], f32[8]) while(%b), body=%body, condition=%condition, backend_config={"known_trip_count":{"n":"2"}}
-  ROOT %d = f32[8]{0} fusion(%w), calls=%g, metadata={op_name="jit(f)/stage1_block1/expand_norm/reduce_sum"}, backend_config={"estimated_cycles":"100"}
-}
+ENTRY %main (x: f32[8]) -> f32[8] {{
+  %x = f32[8]{{0}} parameter(0)
+  {kernel("a", "x", 100, "add")}
+  {kernel("b", "a", 300, "jvp(N)/stage1_block1/depthwise/conv_general_dilated")}
+  %w = f32[8]{{0}} while(%b), body=%body, condition=%condition, {TWICE}
+  ROOT {kernel("d", "w", 100, "stage1_block1/expand_norm/reduce_sum")}
+}}
 """
 
 
@@ -69,6 +78,8 @@ def test_recipes_are_complete(tmp_path: pathlib.Path) -> None:
         assert config.batch_size == batch and config.optimizer.name == "lars"
         assert resolve(config, 65_536).total_steps > 100
         assert config.parallel.backend == "shard_map"
-        assert config.data.options["size"] == size
-    source = data.load("image_folder", "train", source_dir=str(tmp_path), options={"size": 32})
-    assert len(source) == 65_536 and source.element_spec["image"].shape == (32, 32, 3)
+        source = data.load(
+            "image_folder", "train", source_dir=str(tmp_path), options=config.data.options
+        )
+        assert len(source) == 65_536 and source.num_classes == config.model.num_classes == 1000
+        assert source.element_spec["image"].shape == (size, size, 3)

@@ -1,0 +1,111 @@
+"""Examples side by side on the channel axis, so that few channels fill the lanes of a TPU.
+
+A TPU computes on tiles of 8 x 128 values, for images 8 examples by 128 channels of one place. What
+is missing of 128 is computed and moved all the same: of 32 channels three quarters are for nothing,
+of 144 channels 112 / 256. So the examples n, n + 1, ... of a device's batch share a row, with the
+channels of one behind those of the other: (32, h, w, 144) becomes (8, h, w, 4 x 144), and of 640
+lanes 576 are in use. What treats each channel alone, as a depthwise convolution, goes on as before.
+
+A convolution over channels gets a kernel with zeros from an example to its neighbours: `packed`
+times the products, on matrix units that so few channels leave idle. So this pays while channels are
+few, and on TPUs only. `BatchNorm` of `lamb_tpu.models.norm` takes packed examples, too.
+"""
+
+import math
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+_SUBLANES, _MOST = 8, 4
+
+
+def examples_a_row(rows: int) -> int:
+    """How many examples to pack where a device has `rows` of them: 4, 2, or 1 for none.
+
+    It is 1 where packing does not pay: on other devices than TPUs, and where there would be no
+    whole number of tiles, of 8 packed examples each. It is 1, too, outside shard_map, where `rows`
+    are those of many devices, so that a packed example could belong to two.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    device = mesh.abstract_device
+    if not mesh.manual_axes or device is None or device.platform != "tpu":
+        return 1
+    return _fitting(rows)
+
+
+def _fitting(rows: int) -> int:
+    """
+    >>> [_fitting(rows) for rows in (4, 8, 16, 24, 32, 36, 128)]
+    [1, 1, 2, 1, 4, 1, 4]
+    """
+    return 1 if rows % _SUBLANES else math.gcd(rows // _SUBLANES, _MOST)
+
+
+def pack(x: jax.Array, packed: int) -> jax.Array:
+    """(batch, ..., channels) as (batch / packed, ..., packed x channels).
+
+    >>> print(pack(jnp.array([[[1, 2], [3, 4]], [[5, 6], [7, 8]]]), 2))
+    [[[1 2 5 6]
+      [3 4 7 8]]]
+    """
+    rows, *places, channels = x.shape
+    x = x.reshape(rows // packed, packed, *places, channels)
+    return jnp.moveaxis(x, 1, -2).reshape(rows // packed, *places, packed * channels)
+
+
+def unpack(x: jax.Array, packed: int) -> jax.Array:
+    """The inverse of `pack`."""
+    rows, *places, channels = x.shape
+    x = x.reshape(rows, *places, packed, channels // packed)
+    return jnp.moveaxis(x, -2, 1).reshape(rows * packed, *places, channels // packed)
+
+
+class Conv(nn.Module):
+    """A square convolution without bias, padded as TensorFlow's SAME, of packed examples.
+
+    Its parameter is that of `flax.linen.Conv`, whatever is packed.
+
+    Attributes:
+      channels: of the output, of one example.
+      size: of the kernel in both directions.
+      stride: in both directions.
+      dtype: of the computation.
+      kernel_init: draws the kernel, float32 (size, size, inputs, channels).
+      depthwise: each channel by itself; `channels` are then those of the input, and inputs is 1.
+      packed: examples in a row.
+    """
+
+    channels: int
+    size: int
+    stride: int
+    dtype: str
+    kernel_init: nn.initializers.Initializer
+    depthwise: bool = False
+    packed: int = 1
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """(batch / packed, height, width, packed x channels), smaller by the stride."""
+        inputs = 1 if self.depthwise else x.shape[-1] // self.packed
+        shape = (self.size, self.size, inputs, self.channels)
+        kernel = self.param("kernel", self.kernel_init, shape, jnp.float32)
+        if self.depthwise:
+            kernel = jnp.tile(kernel, self.packed)
+        elif self.packed > 1:
+            kernel = _block_diagonal(kernel, self.packed)
+        # Rounded after that, so that the gradients of the copies are added up in float32.
+        x, kernel = nn.dtypes.promote_dtype(x, kernel, dtype=self.dtype)
+        return jax.lax.conv_general_dilated(
+            x, kernel, (self.stride, self.stride), "SAME",
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+            feature_group_count=x.shape[-1] if self.depthwise else 1,
+        )
+
+
+def _block_diagonal(kernel: jax.Array, count: int) -> jax.Array:
+    """(height, width, inputs, channels) `count` times along a diagonal of the last two axes."""
+    height, width, inputs, channels = kernel.shape
+    own = jnp.eye(count)[:, None, :, None]
+    blocks = kernel[:, :, None, :, None] * own
+    return blocks.reshape(height, width, count * inputs, count * channels)
