@@ -153,7 +153,8 @@ def test_image_routes_give_the_same_pictures(tmp_path):
             batches = start(route, [str(path)], 64, 4, training)
             if batches is None:
                 continue
-            images, labels = next(batches).values() if route in routes[:2] else next(batches)
+            batch = next(batches)
+            images, labels = (batch["image"], batch["label"]) if route in routes[:2] else batch
             images = np.asarray(images)
             images = images.transpose(0, 2, 3, 1) if images.shape[1] == 3 else images
             assert images.shape == (4, 64, 64, 3) and len(labels) == 4
