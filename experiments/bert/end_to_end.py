@@ -193,7 +193,8 @@ def main() -> None:
         "".join(json.dumps(record) + "\n" for record in records)
     )
     given = " ".join(
-        f"--{name}={values[name].value}" for name in ("examples", "hidden_size", "epochs")
+        f"--{name}={values[name].value}"
+        for name in ("train_file", "examples", "hidden_size", "epochs")
     )
     command = (
         f"python -m experiments.bert.end_to_end --data_dir=DATA --squad_dir=SQUAD {given} "
