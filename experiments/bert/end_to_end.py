@@ -21,6 +21,7 @@ from ml_collections import ConfigDict
 from configs import bert_pretrain, bert_squad
 from experiments.records import Record, evaluations, facts, integers, machines, versions
 from lamb_tpu import cli
+from lamb_tpu.config import differences, flatten
 from lamb_tpu.data.text.vocabulary import Vocabulary
 from lamb_tpu.errors import UserError
 from lamb_tpu.metrics import read_records
@@ -98,6 +99,15 @@ def squad_config(
     if run.start == "pretrained":
         config.init_from = str(pretrained)
     return config
+
+
+def is_complete(config: ConfigDict, folder: pathlib.Path, epochs: float) -> bool:
+    """Whether the workdir holds this very fine-tuning, trained to its end and scored."""
+    found = evaluations(folder)
+    if not found or found[-1]["epoch"] < epochs:
+        return False
+    before = json.loads((folder / "config.json").read_text())
+    return not differences(before, flatten(config))
 
 
 def collect(runs: pathlib.Path, wanted: Iterable[Run]) -> list[Record]:
@@ -187,7 +197,9 @@ def main() -> None:
         config = squad_config(
             values.squad_dir, values.train_file, run, pretrained, values.epochs
         )
-        train(config, runs / run.name, label=run.name)
+        # A complete one would be scored once more, which takes minutes.
+        if not is_complete(config, runs / run.name, values.epochs):
+            train(config, runs / run.name, label=run.name)
     records = collect(runs, sorted(wanted))
     (FOLDER / "end_to_end.jsonl").write_text(
         "".join(json.dumps(record) + "\n" for record in records)

@@ -102,8 +102,15 @@ def test_end_to_end_recipes_and_page(tmp_path):
         assert (tuned.init_from == str(pretrained)) == (run.start == "pretrained")
         assert tuned.data.options.vocab.endswith("phase_2/vocab.txt")
         assert (tuned.model.vocab_size, tuned.model.hidden_size) == (8192, 128)
+        folder = tmp_path / run.name
+        assert not end_to_end.is_complete(tuned, folder, 2.0)
         score = 20.0 + run.seed + (run.start == "pretrained")
-        _write(tmp_path / run.name, 1.0, 9, {"exact_match": 10.0, "f1": score})
+        _write(folder, 1.0, 9, {"exact_match": 10.0, "f1": score, "epoch": 2.0})
+        (folder / "config.json").write_text(json.dumps(config_lib.flatten(tuned)))
+        assert end_to_end.is_complete(tuned, folder, 2.0)
+        assert not end_to_end.is_complete(tuned, folder, 3.0)
+        tuned.optimizer.weight_decay = 0.5
+        assert not end_to_end.is_complete(tuned, folder, 2.0)
     text = end_to_end.page(
         end_to_end.collect(tmp_path, wanted), end_to_end.phase_records(pretrained), "command"
     )
