@@ -183,16 +183,26 @@ def main() -> None:
     for name in ("data_dir", "squad_dir"):
         if values[name].value is None:
             raise UserError(f"--{name} is missing; see --help")
+    # All that fine-tuning needs is looked at before hours of pre-training.
+    try:
+        rates = [float(rate) for rate in values.rates]
+    except ValueError:
+        raise UserError(
+            f"--rates is {','.join(values.rates)!r}; it must be numbers, such as 0.001,0.004"
+        ) from None
+    wanted = [
+        Run(start, rate, seed)
+        for seed in integers("seeds") for rate in rates for start in STARTS
+    ]
+    for name in (values.train_file, "dev-v1.1.json"):
+        if not (pathlib.Path(values.squad_dir).expanduser() / name).is_file():
+            raise UserError(f"--squad_dir {values.squad_dir} has no {name}")
     pretrained = runs / "pretrained"
     vocabulary = Vocabulary.read(pathlib.Path(values.data_dir) / "train" / "vocab.txt")
     config = pretrain_config(
         values.data_dir, values.examples, values.hidden_size, len(vocabulary)
     )
     train(config, pretrained, label="pre-training")
-    wanted = [
-        Run(start, float(rate), seed)
-        for seed in integers("seeds") for rate in values.rates for start in STARTS
-    ]
     for run in wanted:
         config = squad_config(
             values.squad_dir, values.train_file, run, pretrained, values.epochs

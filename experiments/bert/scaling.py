@@ -134,7 +134,7 @@ def collect(runs: pathlib.Path, wanted: Iterable[Cell]) -> list[dict[str, Any]]:
 def main() -> None:
     """Runs the missing cells and writes the page."""
     values = flags.FLAGS
-    runs = pathlib.Path(values.runs).expanduser()
+    runs, seeds = pathlib.Path(values.runs).expanduser(), integers("seeds")
 
     def run(cell: Cell, folder: pathlib.Path) -> None:
         if values.data_dir is None:
@@ -147,7 +147,7 @@ def main() -> None:
     tuning = tuning_cells(*size)
     run_missing(tuning, *how)
     rates = best_rates(records.of(tuning), tuning, lambda record: record["mlm_loss"])
-    wanted = cells(*size, integers("seeds"), rates)
+    wanted = cells(*size, seeds, rates)
     run_missing(wanted, *how)
     shown = records.of(wanted)
     text = scaling_page.page(shown, records.of(tuning))
