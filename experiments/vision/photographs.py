@@ -157,7 +157,7 @@ if __name__ == "__main__":
     flags.DEFINE_integer("pixels", 72, "Height and width of a crop.", lower_bound=32)
     flags.DEFINE_integer("batch", 25, "Photographs an update.", lower_bound=2)
     flags.DEFINE_float("rate", 0.01, "Peak learning rate of LAMB.")
-    flags.DEFINE_integer("epochs", 40, "At most.", lower_bound=EPOCHS_BETWEEN_EVALUATIONS)
+    flags.DEFINE_integer("epochs", 120, "At most.", lower_bound=EPOCHS_BETWEEN_EVALUATIONS)
     flags.DEFINE_integer("seed", 0, "Seed.")
     flags.DEFINE_bool("train", True, "Whether to train what is missing before collecting.")
     cli.run_main(main)

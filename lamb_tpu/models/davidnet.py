@@ -8,6 +8,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from lamb_tpu.models.convolution import convolve
 from lamb_tpu.models.lenet import max_pool_2x2
 from lamb_tpu.models.norm import BatchNorm
 
@@ -60,7 +61,8 @@ class DavidNet(nn.Module):
                 f"DavidNet needs height and width divisible by 8, not {inputs.shape[1:]}"
             )
         conv = functools.partial(
-            nn.Conv, kernel_size=(3, 3), use_bias=False, dtype=self.dtype, kernel_init=_KERNEL_INIT
+            nn.Conv, kernel_size=(3, 3), use_bias=False, dtype=self.dtype,
+            kernel_init=_KERNEL_INIT, conv_general_dilated=convolve,
         )
         norm = functools.partial(
             BatchNorm, self.group_size, not train, self.axis_name, self.momentum, self.epsilon

@@ -1,13 +1,17 @@
 """LeNet: the network of the LAMB paper's MNIST table, and the smaller LeNet-5 it descends from."""
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from lamb_tpu.models.convolution import convolve
 from lamb_tpu.models.dropout import Dropout
 
 # Keras' default, which the author's code uses; Linen's is LeCun's normal.
 _KERNEL_INIT = nn.initializers.glorot_uniform()
+_Conv = functools.partial(nn.Conv, kernel_init=_KERNEL_INIT, conv_general_dilated=convolve)
 
 
 def max_pool_2x2(x: jax.Array) -> jax.Array:
@@ -41,7 +45,7 @@ class LeNet(nn.Module):
             raise ValueError(f"LeNet needs height and width divisible by 4, not {inputs.shape[1:]}")
         x = inputs
         for index, channels in enumerate((32, 64), start=1):
-            conv = nn.Conv(channels, (5, 5), kernel_init=_KERNEL_INIT, name=f"conv{index}")
+            conv = _Conv(channels, (5, 5), name=f"conv{index}")
             x = max_pool_2x2(nn.relu(conv(x)))
         x = x.reshape(x.shape[0], -1)
         x = nn.relu(nn.Dense(1024, kernel_init=_KERNEL_INIT, name="dense")(x))
@@ -64,9 +68,9 @@ class LeNet5(nn.Module):
         del train
         if min(inputs.shape[1:3]) < 12:
             raise ValueError(f"LeNet-5 needs images of 12x12 or more, not {inputs.shape[1:]}")
-        x = nn.Conv(6, (5, 5), padding="SAME", kernel_init=_KERNEL_INIT, name="conv1")(inputs)
+        x = _Conv(6, (5, 5), padding="SAME", name="conv1")(inputs)
         x = max_pool_2x2(nn.relu(x))
-        x = nn.Conv(16, (5, 5), padding="VALID", kernel_init=_KERNEL_INIT, name="conv2")(x)
+        x = _Conv(16, (5, 5), padding="VALID", name="conv2")(x)
         x = max_pool_2x2(nn.relu(x))
         x = x.reshape(x.shape[0], -1)
         x = nn.relu(nn.Dense(120, kernel_init=_KERNEL_INIT, name="dense1")(x))

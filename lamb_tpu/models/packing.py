@@ -17,6 +17,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from lamb_tpu.models.convolution import convolve
+
 _SUBLANES, _MOST = 8, 4
 
 
@@ -96,10 +98,9 @@ class Conv(nn.Module):
             kernel = _block_diagonal(kernel, self.packed)
         # Rounded after that, so that the gradients of the copies are added up in float32.
         x, kernel = nn.dtypes.promote_dtype(x, kernel, dtype=self.dtype)
-        return jax.lax.conv_general_dilated(
-            x, kernel, (self.stride, self.stride), "SAME",
-            dimension_numbers=("NHWC", "HWIO", "NHWC"),
-            feature_group_count=x.shape[-1] if self.depthwise else 1,
+        groups = x.shape[-1] if self.depthwise else 1
+        return convolve(
+            x, kernel, (self.stride, self.stride), "SAME", feature_group_count=groups
         )
 
 

@@ -8,6 +8,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from lamb_tpu.models.convolution import convolve
 from lamb_tpu.models.norm import BatchNorm
 
 STEMS = ("imagenet", "cifar")
@@ -20,7 +21,7 @@ def _conv(channels: int, kernel: int, stride: int, dtype: Any, name: str) -> nn.
     """A convolution without bias, padded by the same on both sides, unlike TensorFlow's SAME."""
     return nn.Conv(
         channels, (kernel, kernel), stride, padding=kernel // 2, use_bias=False, dtype=dtype,
-        kernel_init=_CONV_INIT, name=name,
+        kernel_init=_CONV_INIT, conv_general_dilated=convolve, name=name,
     )
 
 

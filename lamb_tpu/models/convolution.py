@@ -1,0 +1,161 @@
+"""The convolution of all networks here, in forms that XLA computes fast on CPUs, too.
+
+XLA's CPU backend has fast convolutions for one order of axes and one group. Within a loop, such as
+that over microbatches, the gradients that JAX derives have another order, and outside of fast code
+they take up to thirty times as long; depthwise ones, anywhere and in both directions, up to a
+hundred times. So a program for CPUs says the same sums in another way: the gradients as
+convolutions of the order that is fast, a kernel of one place as a matrix product, a depthwise
+kernel as a sum of shifted images. Programs for other devices are as JAX makes them.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+_NHWC = ("NHWC", "HWIO", "NHWC")
+_Pads = tuple[tuple[int, int], ...]
+
+
+def convolve(
+    x: jax.Array,
+    kernel: jax.Array,
+    strides: Sequence[int],
+    padding: str | Sequence[tuple[int, int]],
+    lhs_dilation: Sequence[int] = (1, 1),
+    rhs_dilation: Sequence[int] = (1, 1),
+    dimension_numbers: lax.ConvDimensionNumbers | None = None,
+    feature_group_count: int = 1,
+    precision: lax.PrecisionLike = None,
+) -> jax.Array:
+    """`jax.lax.conv_general_dilated` of images; for `conv_general_dilated` of `flax.linen.Conv`.
+
+    Args:
+      x: (batch, height, width, channels).
+      kernel: (height, width, channels / feature_group_count, outputs), of the same dtype.
+      strides: of height and width.
+      padding: 'SAME', 'VALID' or the pixels before and behind, of height and width.
+      lhs_dilation, rhs_dilation, dimension_numbers, precision: what `flax.linen.Conv` gives where
+        it is not told otherwise; nothing else.
+      feature_group_count: groups of channels that do not mix.
+
+    Returns:
+      (batch, height, width, outputs), differentiable in reverse mode.
+
+    Raises:
+      ValueError: a dilation, a precision or another order of axes.
+    """
+    order = lax.conv_dimension_numbers(x.shape, kernel.shape, _NHWC)
+    plain = {*lhs_dilation, *rhs_dilation} == {1} and precision is None
+    if not plain or dimension_numbers not in (None, order):
+        raise ValueError("convolve takes NHWC images, no dilation and no precision")
+    pads = padding
+    if isinstance(padding, str):
+        pads = lax.padtype_to_pads(x.shape[1:3], kernel.shape[:2], strides, padding)
+    return _convolve(
+        x, kernel, tuple(strides), tuple(map(tuple, pads)), feature_group_count
+    )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def _convolve(
+    x: jax.Array, kernel: jax.Array, strides: tuple[int, ...], pads: _Pads, groups: int
+) -> jax.Array:
+    return lax.platform_dependent(
+        x, kernel,
+        cpu=lambda x, kernel: _on_cpu(x, kernel, strides, pads, groups),
+        default=lambda x, kernel: _lax(x, kernel, strides, pads, groups),
+    )
+
+
+def _forward(
+    x: jax.Array, kernel: jax.Array, strides: tuple[int, ...], pads: _Pads, groups: int
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return _convolve(x, kernel, strides, pads, groups), (x, kernel)
+
+
+def _backward(
+    strides: tuple[int, ...],
+    pads: _Pads,
+    groups: int,
+    inputs: tuple[jax.Array, jax.Array],
+    gradient: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    def derived(
+        convolution: Callable[..., jax.Array], x: jax.Array, kernel: jax.Array, gradient: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        back = jax.vjp(lambda *both: convolution(*both, strides, pads, groups), x, kernel)[1]
+        return back(gradient)
+
+    def on_cpu(
+        x: jax.Array, kernel: jax.Array, gradient: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        if groups > 1 or kernel.shape[:2] == (1, 1):
+            return derived(_on_cpu, x, kernel, gradient)
+        found = _gradients_on_cpu(x, kernel, gradient, strides, pads)
+        # Each is a factor's gradient here, so that under shard_map's check_vma JAX adds those of
+        # a factor that all devices share, as it does with what it derives.
+        return jax.grad(lambda *both: sum(map(jnp.vdot, both, found)), (0, 1))(x, kernel)
+
+    return lax.platform_dependent(
+        *inputs, gradient, cpu=on_cpu, default=functools.partial(derived, _lax)
+    )
+
+
+_convolve.defvjp(_forward, _backward)
+
+
+def _lax(
+    x: jax.Array, kernel: jax.Array, strides: tuple[int, ...], pads: _Pads, groups: int
+) -> jax.Array:
+    return lax.conv_general_dilated(
+        x, kernel, strides, pads, dimension_numbers=_NHWC, feature_group_count=groups
+    )
+
+
+def _on_cpu(
+    x: jax.Array, kernel: jax.Array, strides: tuple[int, ...], pads: _Pads, groups: int
+) -> jax.Array:
+    depthwise = groups == x.shape[3] == kernel.shape[3]
+    if not depthwise and (groups > 1 or kernel.shape[:2] != (1, 1)):
+        return _lax(x, kernel, strides, pads, groups)
+    padded = jnp.pad(x, ((0, 0), *pads, (0, 0)))
+    (height, width), (down, right) = kernel.shape[:2], strides
+    shifted = [
+        padded[:, row : padded.shape[1] - height + row + 1 : down,
+               column : padded.shape[2] - width + column + 1 : right]
+        for row in range(height) for column in range(width)
+    ]
+    if not depthwise:
+        return shifted[0] @ kernel[0, 0]
+    dtype = jnp.promote_types(x.dtype, jnp.float32)
+    places = kernel.reshape(-1, kernel.shape[3]).astype(dtype)
+    return sum(part * place for part, place in zip(shifted, places)).astype(x.dtype)
+
+
+def _gradients_on_cpu(
+    x: jax.Array, kernel: jax.Array, gradient: jax.Array, strides: tuple[int, ...], pads: _Pads
+) -> tuple[jax.Array, jax.Array]:
+    """Those of the input and of the kernel, of one group."""
+    # The input's: the outputs go back the other way round, apart by the stride.
+    sizes = list(zip(x.shape[1:3], kernel.shape, gradient.shape[1:3], strides, pads))
+    back = [
+        (reach - 1 - before, size + before - (output - 1) * stride - 1)
+        for size, reach, output, stride, (before, _) in sizes
+    ]
+    of_x = lax.conv_general_dilated(
+        gradient, kernel[::-1, ::-1].transpose(0, 1, 3, 2), (1, 1), back, lhs_dilation=strides,
+        dimension_numbers=_NHWC,
+    )
+    # The kernel's: channels are the examples here, and examples the channels.
+    reached = [
+        (before, (output - 1) * stride + reach - size - before)
+        for size, reach, output, stride, (before, _) in sizes
+    ]
+    of_kernel = lax.conv_general_dilated(
+        x.transpose(3, 1, 2, 0), gradient.transpose(1, 2, 0, 3), (1, 1), reached,
+        rhs_dilation=strides, dimension_numbers=_NHWC,
+    )
+    return of_x, of_kernel.transpose(1, 2, 0, 3)

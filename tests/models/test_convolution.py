@@ -1,0 +1,149 @@
+"""The forms for CPUs are the convolutions of `jax.lax`, and other devices get those themselves."""
+
+import functools
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from lamb_tpu.models.convolution import convolve
+
+ORDER = ("NHWC", "HWIO", "NHWC")
+CASES = [  # kernel, strides, padding, groups
+    ((3, 3, 4, 5), (1, 1), "SAME", 1),
+    ((3, 3, 4, 5), (2, 2), "SAME", 1),
+    ((3, 2, 4, 5), (3, 2), "VALID", 1),
+    ((7, 7, 4, 5), (2, 2), ((3, 3), (3, 3)), 1),
+    ((3, 3, 4, 5), (2, 1), ((0, 2), (3, 1)), 1),
+    ((1, 1, 4, 5), (1, 1), "SAME", 1),
+    ((1, 1, 4, 5), (2, 2), ((0, 0), (0, 0)), 1),
+    ((1, 1, 4, 5), (2, 2), ((1, 1), (1, 1)), 1),
+    ((3, 3, 1, 4), (1, 1), "SAME", 4),
+    ((3, 3, 1, 4), (2, 2), "SAME", 4),
+    ((5, 5, 1, 4), (2, 2), "SAME", 4),
+    ((5, 3, 1, 4), (2, 3), "VALID", 4),
+    ((3, 3, 1, 8), (1, 1), "SAME", 4),
+    ((3, 3, 2, 6), (2, 2), "SAME", 2),
+]
+
+
+def theirs(x: Any, kernel: Any, strides: Any, padding: Any, groups: int) -> jax.Array:
+    return lax.conv_general_dilated(
+        x, kernel, strides, padding, dimension_numbers=ORDER, feature_group_count=groups
+    )
+
+
+def ours(x: Any, kernel: Any, strides: Any, padding: Any, groups: int) -> jax.Array:
+    return convolve(x, kernel, strides, padding, feature_group_count=groups)
+
+
+def inputs(kernel: tuple[int, ...], dtype: Any = np.float64) -> tuple[np.ndarray, np.ndarray]:
+    channels = kernel[3] // 2 if kernel == (3, 3, 1, 8) else 4
+    rng = np.random.default_rng(0)
+    return (
+        rng.normal(size=(3, 9, 8, channels)).astype(dtype), rng.normal(size=kernel).astype(dtype)
+    )
+
+
+def gradients(convolution: Any, x: Any, kernel: Any, *how: Any) -> Any:
+    def value(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, jax.Array]:
+        y = convolution(x, kernel, *how)
+        weights = jnp.arange(y.size, dtype=y.dtype).reshape(y.shape) % 7 - 3
+        return jnp.sum(jnp.sin(y) * weights), y
+
+    return jax.grad(value, (0, 1), has_aux=True)(x, kernel)
+
+
+@pytest.mark.parametrize("kernel, strides, padding, groups", CASES)
+def test_values_and_gradients(kernel: Any, strides: Any, padding: Any, groups: int) -> None:
+    with jax.enable_x64(True):
+        found, expected = (
+            jax.jit(functools.partial(gradients, convolution), static_argnums=(2, 3, 4))(
+                *inputs(kernel), strides, padding, groups
+            )
+            for convolution in (ours, theirs)
+        )
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-11), found, expected
+        )
+
+
+@pytest.mark.parametrize("kernel", [(3, 3, 4, 5), (3, 3, 1, 4), (1, 1, 4, 5)])
+def test_sums_of_bfloat16_are_of_float32(kernel: Any) -> None:
+    x, weights = (jnp.asarray(a, jnp.bfloat16) for a in inputs(kernel))
+    how = (1, 1), "SAME", 4 if kernel[2] == 1 else 1
+    found = jax.jit(functools.partial(gradients, ours), static_argnums=(2, 3, 4))(x, weights, *how)
+    assert all(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(found))
+    exact = theirs(*(a.astype(jnp.float32) for a in (x, weights)), *how)
+    np.testing.assert_allclose(found[1].astype(jnp.float32), exact, rtol=2**-8, atol=1e-6)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_kernel_that_all_devices_share(check_vma: bool) -> None:
+    """Under check_vma its gradient is summed over the devices, otherwise each has its own."""
+    mesh = Mesh(jax.devices()[:2], "data")
+    kernel, how = (3, 3, 4, 5), ((2, 2), "SAME", 1)
+    x, weights = inputs(kernel, np.float32)
+    x = np.concatenate([x, x[::-1]])[:4]
+
+    def run(convolution: Any) -> Any:
+        def part(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, jax.Array]:
+            (of_x, of_kernel), _ = gradients(convolution, x, kernel, *how)
+            return of_x, of_kernel[None]
+
+        return jax.jit(jax.shard_map(
+            part, mesh=mesh, in_specs=(P("data"), P()),
+            out_specs=(P("data"), P() if check_vma else P("data")), check_vma=check_vma,
+        ))(x, weights)
+
+    found, expected = run(ours), run(theirs)
+    assert found[1].shape == (1 if check_vma else 2, *kernel)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, expected
+    )
+
+
+@pytest.mark.parametrize("kernel, groups", [((3, 3, 4, 5), 1), ((3, 3, 1, 4), 4)])
+def test_programs_for_tpus_are_those_of_jax(kernel: Any, groups: int) -> None:
+    """In the same convolutions, and nothing else that computes."""
+
+    def operations(convolution: Any, platform: str) -> list[str]:
+        traced = jax.jit(functools.partial(gradients, convolution), static_argnums=(2, 3, 4)).trace(
+            *inputs(kernel, np.float32), (2, 2), "SAME", groups
+        )
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+        # The order in which they come may differ, and calls of parts.
+        return sorted(
+            line.split(" = ", 1)[1].split("%")[0] + line[line.find("dim_numbers") :]
+            for line in text.splitlines() if "stablehlo.conv" in line and "convert" not in line
+        )
+
+    assert operations(ours, "tpu") == operations(theirs, "tpu")
+    assert len(operations(ours, "tpu")) == 3
+    assert operations(ours, "cpu") != operations(theirs, "cpu")
+
+
+def test_in_flax() -> None:
+    x = inputs((3, 3, 4, 5), np.float32)[0]
+    layers = [
+        nn.Conv(5, (3, 3), 2, padding=1, conv_general_dilated=convolution)
+        for convolution in (convolve, None)
+    ]
+    variables = layers[0].init(jax.random.key(0), x)
+    found, expected = (layer.apply(variables, x) for layer in layers)
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("change", [
+    {"rhs_dilation": (2, 2)}, {"lhs_dilation": (1, 2)}, {"precision": "highest"},
+    {"dimension_numbers": ("NCHW", "OIHW", "NCHW")},
+])
+def test_what_is_not_made_for_it(change: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="takes NHWC images, no dilation and no precision"):
+        convolve(*inputs((3, 3, 4, 5), np.float32), (1, 1), "SAME", **change)
