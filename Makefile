@@ -50,6 +50,7 @@ bench: setup
 	$(RUN) -m experiments.bench.update_speed --write
 	$(RUN) -m experiments.bench.train_loop --write $(FLAGS)
 	$(RUN) -m experiments.bench.save_stall --write
+	$(RUN) -m experiments.bench.convolution --write
 
 bench-distribution: setup
 	$(RUN) -m experiments.bench.distribution --write $(FLAGS)

@@ -49,6 +49,16 @@ def test_update_tpu():
     assert rows["lamb"][5] < 1.05 < rows["optax.lamb"][5]  # bytes, of the least
 
 
+def test_convolution():
+    done = tiny.command("experiments.bench.convolution", "--batch=1", "--rounds=1")
+    assert done.returncode == 0, done.stderr
+    rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines()[5:]]
+    assert len(rows) == 5 and "batch 1, float32" in done.stdout
+    for _, _, *cells in rows:
+        values = [float(cell) for cell in cells]
+        assert min(values[:2] + values[3:5]) > 0
+
+
 def test_save_stall():
     done = tiny.command(
         "experiments.bench.save_stall", "--megabytes=12", "--rounds=1", "--steps=2", "--note=Idle."

@@ -1,0 +1,141 @@
+"""The networks' convolution on a CPU: ours, in the forms that XLA computes fast, beside JAX's own.
+
+  python -m experiments.bench.convolution --write
+
+Times value and gradients of one layer as its network has it, float32, alone and as the body of a
+loop, as it is when a batch comes in microbatches. Both take turns in one process, so that what else
+the machine does falls on both; read the ratios and not the milliseconds.
+"""
+
+import functools
+import pathlib
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from absl import flags
+from jax import lax
+
+from experiments.bench.text_throughput import processor
+from lamb_tpu import cli
+from lamb_tpu.data.images.source import num_cores
+from lamb_tpu.models.convolution import convolve
+
+
+class Layer(NamedTuple):
+    """A convolution and what it is given."""
+
+    name: str
+    pixels: int
+    channels: int
+    outputs: int
+    kernel: int
+    stride: int
+    depthwise: bool = False
+
+
+LAYERS = (
+    Layer("DavidNet, second", 32, 64, 128, 3, 1),
+    Layer("ResNet-50, 3x3 of stage 2", 9, 128, 128, 3, 1),
+    Layer("ResNet-50, 1x1 of stage 1", 18, 64, 256, 1, 1),
+    Layer("EfficientNet-B0, depthwise of stage 2", 36, 96, 96, 3, 2, True),
+    Layer("EfficientNet-B0, depthwise of stage 6", 3, 1152, 1152, 5, 1, True),
+)
+
+
+def gradients(
+    convolution: Callable[..., jax.Array], layer: Layer, x: jax.Array, kernel: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Of the sum of the squares, for input and kernel."""
+
+    def value(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        groups = layer.channels if layer.depthwise else 1
+        y = convolution(
+            x, kernel, (layer.stride, layer.stride), "SAME",
+            dimension_numbers=lax.conv_dimension_numbers(
+                x.shape, kernel.shape, ("NHWC", "HWIO", "NHWC")
+            ),
+            feature_group_count=groups,
+        )
+        return jnp.sum(y * y)
+
+    return jax.grad(value, (0, 1))(x, kernel)
+
+
+def in_a_loop(
+    function: Callable[..., Any], x: jax.Array, kernel: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The kernel's gradient and that of the input, by a loop over one microbatch."""
+
+    def body(total: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        of_x, of_kernel = function(x, kernel)
+        return total + of_kernel, of_x
+
+    return lax.scan(body, jnp.zeros_like(kernel), x[None])
+
+
+def measure(layer: Layer, batch: int, rounds: int) -> dict[tuple[str, bool], float]:
+    """Median seconds by (whose, whether in a loop)."""
+    keys = jax.random.split(jax.random.key(0))
+    x = jax.random.normal(keys[0], (batch, layer.pixels, layer.pixels, layer.channels))
+    inputs = 1 if layer.depthwise else layer.channels
+    kernel = jax.random.normal(keys[1], (layer.kernel, layer.kernel, inputs, layer.outputs))
+    functions = {}
+    for whose, convolution in (("jax", lax.conv_general_dilated), ("ours", convolve)):
+        function = functools.partial(gradients, convolution, layer)
+        for loop in (False, True):
+            whole = functools.partial(in_a_loop, function) if loop else function
+            functions[whose, loop] = jax.jit(whole).lower(x, kernel).compile()
+    seconds: dict[tuple[str, bool], list[float]] = {key: [] for key in functions}
+    for _ in range(rounds + 1):
+        for key, compiled in functions.items():
+            begun = time.perf_counter()
+            jax.block_until_ready(compiled(x, kernel))
+            seconds[key].append(time.perf_counter() - begun)
+    return {key: statistics.median(times[1:]) for key, times in seconds.items()}
+
+
+def table(measured: dict[Layer, dict[tuple[str, bool], float]]) -> str:
+    """The measurements as Markdown."""
+    lines = [
+        "| layer | pixels | alone: JAX's, ms | ours, ms | ratio | in a loop: JAX's, ms | ours, ms "
+        "| ratio |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    for layer, seconds in measured.items():
+        cells = []
+        for loop in (False, True):
+            theirs, ours = (1e3 * seconds[whose, loop] for whose in ("jax", "ours"))
+            cells += [f"{theirs:.1f}", f"{ours:.1f}", f"{ours / theirs:.2f}"]
+        shape = f"{layer.kernel}x{layer.kernel}, {layer.channels} to {layer.outputs} channels"
+        lines.append(
+            f"| {layer.name}: {shape}, stride {layer.stride} | {layer.pixels} | "
+            f"{' | '.join(cells)} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Measures, prints the table and writes it if asked."""
+    values = flags.FLAGS
+    measured = {layer: measure(layer, values.batch, values.rounds) for layer in LAYERS}
+    command = f"--batch={values.batch} --rounds={values.rounds}"
+    text = (
+        f"Value and gradients of one layer, batch {values.batch}, float32: jax {jax.__version__}, "
+        f"{processor()}, {num_cores()} core(s). Medians of {values.rounds}; a "
+        "ratio below 1 is ours ahead. The loop has one turn.\n"
+        f"Command: `python -m experiments.bench.convolution {command}`\n\n{table(measured)}"
+    )
+    print(text, end="")
+    if values.write:
+        pathlib.Path(__file__).with_suffix(".md").write_text(text)
+
+
+if __name__ == "__main__":
+    flags.DEFINE_integer("batch", 25, "Images.", lower_bound=1)
+    flags.DEFINE_integer("rounds", 3, "Turns of each.", lower_bound=1)
+    flags.DEFINE_bool("write", False, "Whether to write convolution.md beside this file.")
+    cli.run_main(main)
