@@ -8,10 +8,10 @@ from matplotlib.figure import Figure
 from experiments import records as records_lib
 from experiments.records import Record
 
-# What a network is called, and how it is drawn (colours of Okabe and Ito).
+# What a network and its optimizer are called, and how they are drawn (colours of Okabe and Ito).
 NETWORKS = {
-    "efficientnet_b0": ("EfficientNet-B0", "#0072B2", "o"),
-    "resnet50": ("ResNet-50", "#D55E00", "s"),
+    "efficientnet_b0": ("EfficientNet-B0", "RMSProp", "#0072B2", "o"),
+    "resnet50": ("ResNet-50", "LAMB", "#D55E00", "s"),
 }
 
 
@@ -26,14 +26,15 @@ def page(records: Sequence[Record]) -> str:
         f"picture at {first['pixels']} pixels, random mirroring, uint8 to the device, normalised",
         "there. Measured are the same 400, cut to the centre, with BatchNorm's running averages; a",
         "run ends at the first evaluation above 0.9.",
-        f"LAMB, batch {first['batch']}, peak rate {first['rate']}, linear decay to 0 at epoch",
-        f"{first['epochs']}, no label smoothing, dropout or stochastic depth, float32.",
+        f"Batch {first['batch']}, linear decay of the rate to 0 at epoch {first['epochs']}, no",
+        "label smoothing, dropout or stochastic depth, float32.",
         "",
-        "| network | top-1 | top-5 | loss | updates | epoch | top-1 in training, last epoch | "
-        "minutes | machine |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- |",
+        "| network | optimizer, peak rate | top-1 | top-5 | loss | updates | epoch | "
+        "top-1 in training, last epoch | minutes | machine |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- |",
         *(
-            f"| {NETWORKS[r['network']][0]} | {r['accuracy']:.4f} | {r['top5_accuracy']:.4f} | "
+            f"| {NETWORKS[r['network']][0]} | {NETWORKS[r['network']][1]}, {r['rate']:g} | "
+            f"{r['accuracy']:.4f} | {r['top5_accuracy']:.4f} | "
             f"{r['loss']:.3f} | {r['updates']:,} | {r['ended_epoch']:g} | "
             f"{r['train_accuracy']:.4f} | {r['seconds'] / 60:.1f} | "
             f"{records_lib.machines([r])} |"
@@ -51,7 +52,7 @@ def page(records: Sequence[Record]) -> str:
     if grey:
         lines += [f"Of the 400 files {grey[0]} are grey; they are read as colour.", ""]
     options = " ".join(
-        f"--{name}={first[name]}" for name in ("pixels", "batch", "rate", "epochs", "seed")
+        f"--{name}={first[name]}" for name in ("pixels", "batch", "epochs", "seed")
     )
     lines += [
         f"Command: `python -m experiments.vision.photographs --data_dir=DATA {options}`. Versions: "
@@ -66,7 +67,7 @@ def draw(records: Sequence[Record], path: pathlib.Path) -> None:
     figure = Figure(figsize=(8, 4.8), dpi=150, layout="constrained")
     axes = figure.subplots()
     for record in records:
-        name, color, marker = NETWORKS[record["network"]]
+        name, _, color, marker = NETWORKS[record["network"]]
         axes.plot(*zip(*record["curve"]), color=color, marker=marker, label=f"{name}, centre")
         if record["train_curve"]:
             axes.plot(

@@ -11,7 +11,7 @@ from experiments.vision.photographs import Cell
 from lamb_tpu.run import prepare
 from tests.data.images.pictures import encode, smooth
 
-CELLS = [Cell(network, 72, 25, 0.01, 40, 0) for network in photographs.NETWORKS]
+CELLS = [Cell(network, 72, 25, rate, 40, 0) for network, rate in photographs.RATES.items()]
 
 
 @pytest.fixture
@@ -27,10 +27,12 @@ def folder(tmp_path: pathlib.Path) -> pathlib.Path:
 def test_recipes_are_of_their_networks_and_can_run(cell: Cell, folder: pathlib.Path) -> None:
     run = prepare(photographs.make_config(cell, str(folder)), None, jax.devices()[:1])
     assert (run.recipe.total_steps, run.recipe.warmup_steps) == (640, 32)
-    assert run.recipe.peak_learning_rate == 0.01
+    assert run.recipe.peak_learning_rate == cell.rate
     assert run.recipe.eval_every == 64  # four epochs
     config = run.config
-    assert config.model.name == cell.network and config.optimizer.name == "lamb"
+    assert config.model.name == cell.network
+    optimizers = {"efficientnet_b0": "rmsprop_tf", "resnet50": "lamb"}
+    assert config.optimizer.name == optimizers[cell.network]
     assert run.eval_set.element_spec["image"].shape == (72, 72, 3)
     options = config.data.options
     assert (options.crop, options.flip, options.central_fraction) == ("inception", True, 0.875)
@@ -72,12 +74,13 @@ def test_page_of_the_complete_runs(tmp_path: pathlib.Path) -> None:
     records = photographs.collect(tmp_path, CELLS)
     text = photographs_page.page(records)
     machine = "1 x cpu, 2 cores |"
-    assert (
-        f"| EfficientNet-B0 | 0.9200 | 0.9900 | 0.400 | 192 | 12 | 0.4600 | 3.0 | {machine}" in text
-    )
-    assert f"| ResNet-50 | 0.5000 | 0.9900 | 0.400 | 640 | 40 | 0.2500 | 10.0 | {machine}" in text
+    for row in (
+        "EfficientNet-B0 | RMSProp, 0.0016 | 0.9200 | 0.9900 | 0.400 | 192 | 12 | 0.4600 | 3.0",
+        "ResNet-50 | LAMB, 0.01 | 0.5000 | 0.9900 | 0.400 | 640 | 40 | 0.2500 | 10.0",
+    ):
+        assert f"| {row} | {machine}" in text
     assert "ResNet-50 did not get above 0.9 in its 40 epochs." in text
     assert "EfficientNet-B0 did not" not in text and "Of the 400 files 8 are grey" in text
-    assert "--pixels=72 --batch=25 --rate=0.01 --epochs=40 --seed=0`" in text
+    assert "--pixels=72 --batch=25 --epochs=40 --seed=0`" in text
     photographs_page.draw(records, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").read_bytes()[:4] == b"\x89PNG"
