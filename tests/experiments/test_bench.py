@@ -1,5 +1,6 @@
 """The benchmarks run, at small size, and print what they promise."""
 
+import functools
 import importlib.util
 import re
 
@@ -132,14 +133,15 @@ def test_image_throughput(tmp_path):
     assert done.returncode == 0, done.stderr
     head, command, note, _, *table = done.stdout[done.stdout.index("6 photographs"):].splitlines()
     assert "simplejpeg" in head and "--batch=2" in command and note == "Busy."
-    rows = dict(line.strip("| ").split(" | ", 1) for line in table[2:6])
+    rows = dict(line.strip("| ").split(" | ", 1) for line in table[2:7])
     installed = {
         "ours, files": True, "ours, ArrayRecord": True,
         "torchvision and Pillow, DataLoader": importlib.util.find_spec("torchvision") is not None,
         "tf.data": importlib.util.find_spec("tensorflow") is not None,
+        "tf.data, pictures decoded whole": importlib.util.find_spec("tensorflow") is not None,
     }
     assert {name: "not installed" not in row for name, row in rows.items()} == installed
-    models = [[cell.strip(" |") for cell in line.split(" | ")] for line in table[9:]]
+    models = [[cell.strip(" |") for cell in line.split(" | ")] for line in table[10:]]
     assert [row[:2] for row in models] == [
         ["ResNet-50", "224"], ["EfficientNet-B0", "224"], ["EfficientNet-B2", "260"],
         ["EfficientNet-B5", "456"],
@@ -156,7 +158,8 @@ def test_image_routes_give_the_same_pictures(tmp_path):
     path = tmp_path / "1.JPEG"
     path.write_bytes(encode(pixels, quality=98, subsampling=0))
     routes = [image_routes.ours, image_routes.ours_prepared(str(tmp_path)),
-              image_routes.torchvision, image_routes.tf_data]
+              image_routes.torchvision, image_routes.tf_data,
+              functools.partial(image_routes.tf_data, whole=True)]
     seen = 0
     for route in routes:
         for training in (False, True):
