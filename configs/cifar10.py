@@ -35,6 +35,8 @@ Here BatchNorm's parameters decay under none of them; in dawn.py they do.
 the warm-up's epochs stay, as LEGW's would outlast the run. BatchNorm's groups are 512 examples at
 every batch, as in dawn.py; the LAMB authors' were a core's, by a flag of theirs of 8 cores 64
 (--config.model.group_size=64). They leave out an epoch's last examples: 2,328 updates, here 2,344.
+The running averages reach as many examples back at every batch: of 512 older ones 0.9 remains, of
+16,384 older ones 0.9^32. With 0.9 an update they would be those of weights long gone.
 model=resnet18 has the same rates, untuned for it. `epochs=` other than 24 makes the warm-up shorter
 or longer by as much. --config.model.width=16 makes DavidNet narrower, for a CPU.
 """
@@ -106,7 +108,7 @@ def get_config(argument: str | None = None) -> ConfigDict:
     })
     config.model = ConfigDict({
         **MODELS[arg.model], "num_classes": 10, "dtype": "float32",
-        "group_size": min(512, arg.batch),
+        "group_size": min(512, arg.batch), "momentum": 0.9 ** max(1.0, arg.batch / 512),
     })
     config.optimizer = ConfigDict({**fields, "rules": "no_bias_no_norm"})
     config.schedule.base_batch_size = 512

@@ -41,6 +41,7 @@ LAYERS = (
     Layer("DavidNet, second", 32, 64, 128, 3, 1),
     Layer("ResNet-50, 3x3 of stage 2", 9, 128, 128, 3, 1),
     Layer("ResNet-50, 1x1 of stage 1", 18, 64, 256, 1, 1),
+    Layer("ResNet-18, 3x3 of stage 4", 2, 512, 512, 3, 1),
     Layer("EfficientNet-B0, depthwise of stage 2", 36, 96, 96, 3, 2, True),
     Layer("EfficientNet-B0, depthwise of stage 6", 3, 1152, 1152, 5, 1, True),
 )

@@ -13,9 +13,6 @@ except what only gets in the way of learning by heart: label smoothing, dropout,
 AutoAugment, averages of weights, crops of less than half a picture. Each network is a resumable run
 in a workdir of its own below DIR. Records go into photographs.jsonl, the table and the picture into
 photographs.md and photographs.png, in experiments/vision.
-
-On a CPU XLA takes some fifty times as long over 3x3 convolutions of maps of 2x2 pixels as over
-those of 3x3, so 72 pixels, of which 3x3 remain in the end, are faster than 64.
 """
 
 import pathlib

@@ -2,13 +2,16 @@
 
 XLA's CPU backend has fast convolutions for one order of axes and one group. Within a loop, such as
 that over microbatches, the gradients that JAX derives have another order, and outside of fast code
-they take up to thirty times as long; depthwise ones, anywhere and in both directions, up to a
-hundred times. So a program for CPUs says the same sums in another way: the gradients as
-convolutions of the order that is fast, a kernel of one place as a matrix product, a depthwise
-kernel as a sum of shifted images. Programs for other devices are as JAX makes them.
+they take up to thirty times as long; depthwise ones, and those of 2x2 pixels, anywhere and in both
+directions, up to a hundred times. So a program for CPUs says the same in another way: the gradients
+as convolutions of the order that is fast; where the kernel is depthwise or has one place, or the
+output has few pixels, a sum of products over the kernel's places. Programs for other devices are as
+JAX makes them. `python -m experiments.bench.convolution` measures both.
 """
 
 import functools
+import itertools
+import math
 from collections.abc import Callable, Sequence
 
 import jax
@@ -16,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 _NHWC = ("NHWC", "HWIO", "NHWC")
+_FEW_PIXELS = 9  # of an output; from 16 on convolutions are as fast
 _Pads = tuple[tuple[int, int], ...]
 
 
@@ -63,10 +67,12 @@ def convolve(
 def _convolve(
     x: jax.Array, kernel: jax.Array, strides: tuple[int, ...], pads: _Pads, groups: int
 ) -> jax.Array:
+    how = strides, pads, groups
+    on_cpu = _sums if _has_sums(x, kernel, *how) else _lax
     return lax.platform_dependent(
         x, kernel,
-        cpu=lambda x, kernel: _on_cpu(x, kernel, strides, pads, groups),
-        default=lambda x, kernel: _lax(x, kernel, strides, pads, groups),
+        cpu=lambda x, kernel: on_cpu(x, kernel, *how),
+        default=lambda x, kernel: _lax(x, kernel, *how),
     )
 
 
@@ -92,8 +98,10 @@ def _backward(
     def on_cpu(
         x: jax.Array, kernel: jax.Array, gradient: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        if groups > 1 or kernel.shape[:2] == (1, 1):
-            return derived(_on_cpu, x, kernel, gradient)
+        if _has_sums(x, kernel, strides, pads, groups):
+            return derived(_sums, x, kernel, gradient)
+        if groups > 1:  # of several channels: no network here has them
+            return derived(_lax, x, kernel, gradient)
         found = _gradients_on_cpu(x, kernel, gradient, strides, pads)
         # Each is a factor's gradient here, so that under shard_map's check_vma JAX adds those of
         # a factor that all devices share, as it does with what it derives.
@@ -115,24 +123,39 @@ def _lax(
     )
 
 
-def _on_cpu(
+def _has_sums(
+    x: jax.Array, kernel: jax.Array, strides: tuple[int, ...], pads: _Pads, groups: int
+) -> bool:
+    """Whether a CPU takes the sum over the kernel's places: also of dense kernels on few pixels."""
+    if groups > 1:
+        return groups == x.shape[3] == kernel.shape[3]
+    outputs = [
+        (size + sum(ends) - reach) // stride + 1
+        for size, ends, reach, stride in zip(x.shape[1:3], pads, kernel.shape, strides)
+    ]
+    return kernel.shape[:2] == (1, 1) or math.prod(outputs) <= _FEW_PIXELS
+
+
+def _sums(
     x: jax.Array, kernel: jax.Array, strides: tuple[int, ...], pads: _Pads, groups: int
 ) -> jax.Array:
-    depthwise = groups == x.shape[3] == kernel.shape[3]
-    if not depthwise and (groups > 1 or kernel.shape[:2] != (1, 1)):
-        return _lax(x, kernel, strides, pads, groups)
+    """The sum over the kernel's places of the pixels that meet it there, weighted by it."""
     padded = jnp.pad(x, ((0, 0), *pads, (0, 0)))
     (height, width), (down, right) = kernel.shape[:2], strides
-    shifted = [
-        padded[:, row : padded.shape[1] - height + row + 1 : down,
-               column : padded.shape[2] - width + column + 1 : right]
-        for row in range(height) for column in range(width)
-    ]
-    if not depthwise:
-        return shifted[0] @ kernel[0, 0]
     dtype = jnp.promote_types(x.dtype, jnp.float32)
-    places = kernel.reshape(-1, kernel.shape[3]).astype(dtype)
-    return sum(part * place for part, place in zip(shifted, places)).astype(x.dtype)
+    total = 0
+    for row, column in itertools.product(range(height), range(width)):
+        pixels = padded[
+            :,
+            row : padded.shape[1] - height + row + 1 : down,
+            column : padded.shape[2] - width + column + 1 : right,
+        ]
+        place = kernel[row, column]
+        if groups == 1:
+            total += jnp.matmul(pixels, place, preferred_element_type=dtype)
+        else:
+            total += pixels * place.astype(dtype)
+    return total.astype(x.dtype)
 
 
 def _gradients_on_cpu(

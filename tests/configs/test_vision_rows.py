@@ -167,6 +167,8 @@ def test_cifar10(optimizer: str, batch: int, rate: float, epochs: int) -> None:
     assert recipe.total_steps == math.ceil(24 * CIFAR10 / batch)
     constant = bool(np.ptp(recipe.learning_rates) == 0)
     assert constant == (optimizer == "adagrad")
+    kept = _config("cifar10", f"optimizer={optimizer},batch={batch}").model.momentum
+    assert kept == pytest.approx({512: 0.9, 16_384: 0.9**32}[batch])
 
 
 def test_a_shorter_run_shrinks_its_whole_schedule() -> None:

@@ -54,7 +54,7 @@ def test_convolution():
     done = tiny.command("experiments.bench.convolution", "--batch=1", "--rounds=1")
     assert done.returncode == 0, done.stderr
     rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines()[5:]]
-    assert len(rows) == 5 and "batch 1, float32" in done.stdout
+    assert len(rows) == 6 and "batch 1, float32" in done.stdout
     for _, _, *cells in rows:
         values = [float(cell) for cell in cells]
         assert min(values[:2] + values[3:5]) > 0
@@ -68,7 +68,7 @@ def test_save_stall():
     head, note, *_, last = done.stdout.splitlines()
     assert head.startswith("State of 12 MB") and note == "Idle."
     rows = dict(re.findall(r"^\| ([^|]+) \| ([\d.]+) \| [\d.]+ \|$", done.stdout, re.MULTILINE))
-    assert len(rows) == 5 and all(float(value) > 0 for value in rows.values())
+    assert len(rows) == 6 and all(float(value) > 0 for value in rows.values())
     assert last == f"The call takes {float(last.split()[3]):.3f} of a save that is waited for."
 
 

@@ -24,6 +24,8 @@ CASES = [  # kernel, strides, padding, groups
     ((1, 1, 4, 5), (1, 1), "SAME", 1),
     ((1, 1, 4, 5), (2, 2), ((0, 0), (0, 0)), 1),
     ((1, 1, 4, 5), (2, 2), ((1, 1), (1, 1)), 1),
+    ((3, 3, 4, 5), (3, 3), "SAME", 1),
+    ((9, 7, 4, 5), (1, 1), "VALID", 1),
     ((3, 3, 1, 4), (1, 1), "SAME", 4),
     ((3, 3, 1, 4), (2, 2), "SAME", 4),
     ((5, 5, 1, 4), (2, 2), "SAME", 4),
@@ -74,10 +76,10 @@ def test_values_and_gradients(kernel: Any, strides: Any, padding: Any, groups: i
         )
 
 
-@pytest.mark.parametrize("kernel", [(3, 3, 4, 5), (3, 3, 1, 4), (1, 1, 4, 5)])
+@pytest.mark.parametrize("kernel", [(3, 3, 4, 5), (3, 3, 1, 4), (1, 1, 4, 5), (9, 8, 4, 5)])
 def test_sums_of_bfloat16_are_of_float32(kernel: Any) -> None:
     x, weights = (jnp.asarray(a, jnp.bfloat16) for a in inputs(kernel))
-    how = (1, 1), "SAME", 4 if kernel[2] == 1 else 1
+    how = (1, 1), "VALID" if kernel[0] == 9 else "SAME", 4 if kernel[2] == 1 else 1
     found = jax.jit(functools.partial(gradients, ours), static_argnums=(2, 3, 4))(x, weights, *how)
     assert all(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(found))
     exact = theirs(*(a.astype(jnp.float32) for a in (x, weights)), *how)
