@@ -110,7 +110,7 @@ def table(measured: dict[Layer, dict[tuple[str, bool], float]]) -> str:
         cells = []
         for loop in (False, True):
             theirs, ours = (1e3 * seconds[whose, loop] for whose in ("jax", "ours"))
-            cells += [f"{theirs:.1f}", f"{ours:.1f}", f"{ours / theirs:.2f}"]
+            cells += [f"{theirs:.1f}", f"{ours:.1f}", f"{ours / theirs:.2g}"]
         shape = f"{layer.kernel}x{layer.kernel}, {layer.channels} to {layer.outputs} channels"
         lines.append(
             f"| {layer.name}: {shape}, stride {layer.stride} | {layer.pixels} | "

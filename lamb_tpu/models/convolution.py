@@ -1,12 +1,12 @@
 """The convolution of all networks here, in forms that XLA computes fast on CPUs, too.
 
 XLA's CPU backend has fast convolutions for one order of axes and one group. Within a loop, such as
-that over microbatches, the gradients that JAX derives have another order, and outside of fast code
-they take up to thirty times as long; depthwise ones, and those of 2x2 pixels, anywhere and in both
-directions, up to a hundred times. So a program for CPUs says the same in another way: the gradients
-as convolutions of the order that is fast; where the kernel is depthwise or has one place, or the
-output has few pixels, a sum of products over the kernel's places. Programs for other devices are as
-JAX makes them. `python -m experiments.bench.convolution` measures both.
+that over microbatches, the gradients that JAX derives have another order and take tens of times as
+long; so do depthwise convolutions and those of 2x2 pixels, anywhere and in both directions. A
+program for CPUs therefore says the same in another way: the gradients as convolutions of the order
+that is fast; where the kernel is depthwise or has one place, or the output has few pixels, a sum of
+products over the kernel's places. Programs for other devices are as JAX makes them. Measured by
+`python -m experiments.bench.convolution`.
 """
 
 import functools
