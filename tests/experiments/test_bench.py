@@ -51,10 +51,10 @@ def test_update_tpu():
 
 
 def test_convolution():
-    done = tiny.command("experiments.bench.convolution", "--batch=1", "--rounds=1")
+    done = tiny.command("experiments.bench.convolution", "--batch=4", "--rounds=1")
     assert done.returncode == 0, done.stderr
     rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines()[5:]]
-    assert len(rows) == 6 and "batch 1, float32" in done.stdout
+    assert len(rows) == 6 and "batch 4, float32" in done.stdout
     for _, _, *cells in rows:
         values = [float(cell) for cell in cells]
         assert min(values[:2] + values[3:5]) > 0
