@@ -316,6 +316,8 @@ def _train(
                         check_copies(copied(state), step)
                     look()
                     save()
+                if told := run.describe_read():
+                    progress.message(told)
                 raise Preempted(
                     f"preempted at update {step}, saved; start the same command again to resume"
                 ) from None

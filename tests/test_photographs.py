@@ -9,7 +9,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from lamb_tpu import data
-from lamb_tpu.errors import UserError
+from lamb_tpu.errors import Preempted, UserError
 from lamb_tpu.evaluate import evaluate_checkpoint, make_evaluator
 from lamb_tpu.metrics import read_records
 from lamb_tpu.parallel.state import TrainState
@@ -158,6 +158,22 @@ def test_what_is_wrong_is_told_at_the_end(
     losses = np.log(np.exp(logits).sum(1)) - logits[np.arange(8), pictures["label"]]
     assert metrics["accuracy"] == np.mean(logits.argmax(1) == pictures["label"])
     assert metrics["loss"] == pytest.approx(losses.mean(), rel=1e-5)
+
+
+def test_a_preempted_start_tells_what_it_has_met(
+    damaged: pathlib.Path,
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture,
+) -> None:
+    # Before the fifth update a whole epoch of eleven was read.
+    tiny.preempt_at(monkeypatch, 5)
+    with pytest.raises(Preempted, match="^preempted at update 4, saved"):
+        train(damaged_run(damaged), tmp_path)
+    told = capfd.readouterr().out.splitlines()[-1]
+    assert told.startswith("data set image_folder:train: of the pictures read in training 1 grey")
+    assert told.endswith("3 bad, and the bad ones were left out")
+    assert not read_records(tmp_path / "metrics.jsonl", "pictures")
 
 
 def test_without_skip_the_first_bad_one_ends_the_run(
