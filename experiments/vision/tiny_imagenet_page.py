@@ -27,7 +27,9 @@ def verdict(records: Sequence[Record]) -> str:
     if min(map(len, accuracies.values())) < 2:
         return f"{told} SGD's; of one seed there is no saying what is noise."
     spread = max(max(values) - min(values) for values in accuracies.values())
-    if ahead >= -spread:
+    if ahead > spread:
+        judged = "LAMB is ahead of SGD of the same length by more than noise"
+    elif ahead >= -spread:
         judged = "SGD of the same length does not beat LAMB by more than noise"
     else:
         judged = "SGD of the same length beats LAMB by more than noise"
@@ -66,7 +68,9 @@ def page(
         "",
         verdict(records),
         f"Of 1,000 pictures an accuracy of {accuracy:.2f} has itself a standard error of",
-        f"{100 * noise:.1f} points. ![](tiny_imagenet.png)",
+        f"{100 * noise:.1f} points.",
+        "",
+        "![](tiny_imagenet.png)",
         "",
         "## How the rates were chosen",
         "",
