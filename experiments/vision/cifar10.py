@@ -154,12 +154,16 @@ def page(records: Iterable[Record]) -> str:
                     f"{seed_columns(cell, 'accuracy')} |"
                 )
         folder = " --data_dir=FOLDER" if data == "cifar10_jpeg" else ""
-        lines += [
-            "",
-            f"Command: `python -m experiments.vision.cifar10 --data={data}{folder} "
-            "--optimizers=OPTIMIZERS --epochs=EPOCHS --seeds=SEEDS`.",
-            "",
-        ]
+        lines += ["", "Commands, by the length of the runs:", ""]
+        for epochs in sorted({r["epochs"] for r in records if r["data"] == data}, reverse=True):
+            cell = [r for r in records if (r["data"], r["epochs"]) == (data, epochs)]
+            optimizers = [name for name in OPTIMIZERS if name in {r["optimizer"] for r in cell}]
+            seeds = map(str, sorted({r["seed"] for r in cell}))
+            lines.append(
+                f"- `python -m experiments.vision.cifar10 --data={data}{folder} --optimizers="
+                f"{','.join(optimizers)} --epochs={epochs:g} --seeds={','.join(seeds)}`"
+            )
+        lines.append("")
     lines += [f"Versions: {versions(records)}. Records: cifar10.jsonl.", ""]
     return "\n".join(lines)
 

@@ -67,6 +67,8 @@ def test_page(tmp_path: pathlib.Path) -> None:
     assert "| lars | 4 | - | 24 | not run" in text
     assert "JPEGs of quality 75, which costs accuracy" in text
     assert "Rows marked as shorter have fewer than 24 epochs" in text
+    assert "--data=cifar10 --optimizers=lamb --epochs=24 --seeds=0,1`" in text
+    assert "--data_dir=FOLDER --optimizers=momentum --epochs=3 --seeds=0`" in text
     text = cifar10.page(record for record in records if record["data"] != jpeg)
     assert "JPEG" not in text and "shorter" not in text
 
