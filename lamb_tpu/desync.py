@@ -116,7 +116,8 @@ def _by_part(column: np.ndarray, spec: PartitionSpec, mesh: Mesh) -> np.ndarray:
 
 def _who(values: np.ndarray, devices: np.ndarray) -> str:
     """Which devices hold what most of their part's do not, or, without a majority, which what."""
-    minority, undecided = [], []
+    minority: list[jax.Device] = []
+    undecided: list[str] = []
     for part, holders in zip(values, devices, strict=True):
         groups = [holders[part == value] for value in dict.fromkeys(part)]
         largest = max(groups, key=len)

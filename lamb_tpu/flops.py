@@ -53,17 +53,21 @@ def matrix_flops(jaxpr: Jaxpr) -> int:
     return sum(map(_flops, jaxpr.eqns))
 
 
+def _shape(variable: Any) -> tuple[int, ...]:
+    return variable.aval.shape
+
+
 def _flops(equation: JaxprEqn) -> int:
     name, params = equation.primitive.name, equation.params
     if name in ("dot_general", "conv_general_dilated"):
-        left, right = (variable.aval.shape for variable in equation.invars)
+        left, right = map(_shape, equation.invars)
         if name == "dot_general":
             (contracted, _), _ = params["dimension_numbers"]
             terms = math.prod(left[axis] for axis in contracted)
         else:
             # The kernel has the input channels of one group.
             terms = math.prod(right) // right[params["dimension_numbers"].rhs_spec[0]]
-        return 2 * math.prod(equation.outvars[0].aval.shape) * terms
+        return 2 * math.prod(_shape(equation.outvars[0])) * terms
     inner = [matrix_flops(part) for part in jaxprs_in_params(params)]
     if name == "while" and any(inner):
         raise ValueError("a matrix product is in a while loop, whose length is not known before")

@@ -16,6 +16,7 @@ import importlib.util
 import math
 import os
 import re
+from typing import Any
 
 import jax
 from jax.experimental import topologies
@@ -114,7 +115,7 @@ class Topology:
         """Devices that JAX will see."""
         return math.prod(self.shape) * self.generation.devices
 
-    def compiler_options(self) -> dict[str, object]:
+    def compiler_options(self) -> dict[str, Any]:
         """Arguments of `jax.experimental.topologies.get_topology_desc` for it."""
         # A host has four chips, but up to eight where they are the whole of a lite slice.
         lite = self.generation.counted == 1 and math.prod(self.shape) <= 8
@@ -126,7 +127,7 @@ class Topology:
             # The links go round along those sides that are as long as the pod's.
             longest = max(max(shape) for shape in self.generation.shapes)
             wrap = tuple(side == longest for side in (*self.shape, 1)[:3])
-        options = {
+        options: dict[str, Any] = {
             "topology_name": f"{self.version}:{'x'.join(map(str, self.shape))}",
             "chips_per_host_bounds": host,
             "wrap": wrap,

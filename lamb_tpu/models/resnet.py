@@ -117,9 +117,9 @@ class ResNet(nn.Module):
             x = nn.max_pool(x, (3, 3), (2, 2), ((1, 1), (1, 1)))
         for stage, count in enumerate(self.blocks):
             width = 64 * 2**stage
-            layers = ((1, width), (3, width), (1, 4 * width))
-            if not self.bottleneck:
-                layers = ((3, width), (3, width))
+            layers: tuple[tuple[int, int], ...] = ((3, width), (3, width))
+            if self.bottleneck:
+                layers = ((1, width), (3, width), (1, 4 * width))
             for index in range(count):
                 stride = 2 if stage > 0 and index == 0 else 1
                 name = f"stage{stage + 1}_block{index + 1}"

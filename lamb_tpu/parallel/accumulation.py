@@ -62,7 +62,7 @@ def gradients(
     divisors = {term: jnp.where(weight > 0, weight, jnp.inf) for term, weight in weights.items()}
 
     def of(part: Batch, places: jax.Array, collections: Any) -> tuple[Any, Any]:
-        def share(params: Any) -> tuple[jax.Array, Any]:
+        def share(params: Any) -> tuple[Any, Any]:
             with example_positions(places):
                 terms, (state, sums) = task.loss(params, collections, part, key)
             loss = sum(jax.tree.leaves(jax.tree.map(jnp.divide, dict(terms), divisors)))

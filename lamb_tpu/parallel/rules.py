@@ -41,10 +41,10 @@ def partition_params(
     """
     used: set[int] = set()
     decided: set[int] = set()
-    rules = [check_rule(number, rule) for number, rule in enumerate(rules)]
+    checked = [check_rule(number, rule) for number, rule in enumerate(rules)]
 
     def place(name: str, leaf: Any, fact: ParameterFacts) -> NamedSharding:
-        found = [i for i, (pattern, _) in enumerate(rules) if pattern.search(name)]
+        found = [i for i, (pattern, _) in enumerate(checked) if pattern.search(name)]
         decided.update(found)
         if not found:
             return mesh_lib.replicated(mesh)
@@ -65,7 +65,7 @@ def partition_params(
 
     names = jax.tree.unflatten(jax.tree.structure(params), parameters.leaf_paths(params))
     shardings = jax.tree.map(place, names, params, facts)
-    for number, (pattern, _) in enumerate(rules):
+    for number, (pattern, _) in enumerate(checked):
         if number not in used:
             why = "only parameters that earlier rules decide" if number in decided else "nothing"
             raise UserError(

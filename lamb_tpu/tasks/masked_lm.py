@@ -65,7 +65,8 @@ class MaskedLm:
 
     def weights(self, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array | np.float32]:
         """The number of masked words, and that of pairs."""
-        found = {"mlm": jnp.sum(batch["masked_weights"], dtype=jnp.float32)}
+        words = jnp.sum(batch["masked_weights"], dtype=jnp.float32)
+        found: dict[str, jax.Array | np.float32] = {"mlm": words}
         if _PAIRS in batch:
             found["nsp"] = np.float32(len(batch[_PAIRS]))
         return found
