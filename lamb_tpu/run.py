@@ -23,6 +23,7 @@ from lamb_tpu.optim import parameters
 from lamb_tpu.parallel import mesh as mesh_lib
 from lamb_tpu.parallel import rules as rules_lib
 from lamb_tpu.parallel import state as state_lib
+from lamb_tpu.parallel import statistics
 from lamb_tpu.parallel import step as step_lib
 from lamb_tpu.recipe import Recipe, naming, resolve, resolve_optimizer
 from lamb_tpu.workdir import Workdir
@@ -345,6 +346,8 @@ def prepare(
     if named:
         with naming("config.optimizer"):
             state_lib.check_update(tx, abstract.params, abstract.opt_state, layout)
+    if training and (named or config.accumulation_steps > 1):
+        _check_statistics(config, abstract, train_set)
     table = parameters.table(params, rules)
     if folder is not None:
         folder.check_parameters(table)
@@ -385,6 +388,24 @@ def _check_batch(config: ConfigDict, mesh: Mesh) -> tuple[int, str]:
         mesh_lib.check_divides("config.batch_size", config.batch_size, parts * steps, over)
     with naming("config.model"):
         return models.batch_norm_groups(config.model, config.batch_size // steps, parts)
+
+
+def _check_statistics(
+    config: ConfigDict, abstract: state_lib.TrainState, train_set: data.Source
+) -> None:
+    """Refuses a model whose own statistics would be those of a part of the batch."""
+    rows = config.batch_size // config.accumulation_steps
+    batch = {
+        name: jax.ShapeDtypeStruct((rows, *spec.shape), spec.dtype)
+        for name, spec in train_set.element_spec.items()
+    }
+    # Made anew, because nothing here binds the axes that the model names inside shard_map.
+    task = tasks.build(model=models.build(**config.model), **config.task)
+    with naming("config.model"):
+        statistics.check_statistics(
+            task, abstract.params, abstract.model_state, batch, abstract.key,
+            whole=config.accumulation_steps == 1,
+        )
 
 
 def _check_stacked(stacked: str | None, facts: Any) -> None:

@@ -16,6 +16,8 @@ from jax import lax
 
 from lamb_tpu.models.groups import Groups, groups_of
 
+MOMENTS = "batch_moments"  # collection of what a microbatch tells, see `combine_moments`
+
 
 class BatchNorm(nn.Module):
     """Normalises each channel by the statistics of its example's group.
@@ -128,10 +130,10 @@ class BatchNorm(nn.Module):
             if not self.is_initializing():
                 batch_mean, batch_var = _batch_moments(mean, var, groups)
                 momentum = jnp.float32(self.momentum)
-                if self.is_mutable_collection("batch_moments"):
+                if self.is_mutable_collection(MOMENTS):
                     told = {"mean": batch_mean, "var": batch_var, "momentum": momentum}
                     for name, value in told.items():
-                        self.put_variable("batch_moments", name, value.astype(jnp.float32))
+                        self.put_variable(MOMENTS, name, value.astype(jnp.float32))
                 running_mean.value = _moved(running_mean.value, batch_mean, momentum)
                 running_var.value = _moved(running_var.value, batch_var, momentum)
         factor = scale * lax.rsqrt(var + self.epsilon)
@@ -174,8 +176,8 @@ def combine_moments(model_state: Any, moments: Any) -> Any:
         layer, _, kind = name.rpartition("/")
         if kind not in ("mean", "var") or name not in found:
             raise ValueError(
-                f"the model's state holds {name}, which is no running average of BatchNorm: it "
-                "cannot be combined over microbatches"
+                f"the model's state holds {name}, which is no running average of "
+                "lamb_tpu.models.norm.BatchNorm: it cannot be combined over microbatches"
             )
         means = found[f"{layer}/mean"]
         mean = jnp.mean(means, 0)

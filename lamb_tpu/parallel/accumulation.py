@@ -9,12 +9,10 @@ from jax import lax
 from jax.sharding import NamedSharding
 
 from lamb_tpu.models.dropout import example_positions
-from lamb_tpu.models.norm import combine_moments
+from lamb_tpu.models.norm import MOMENTS, combine_moments
 from lamb_tpu.tasks import Sums, Task
 
 Batch = Mapping[str, jax.Array]
-# What BatchNorm tells of a microbatch, see `lamb_tpu.models.norm`.
-_MOMENTS = "batch_moments"
 
 
 def gradients(
@@ -84,13 +82,13 @@ def gradients(
         return lax.with_sharding_constraint(field, sharding.update(spec=spec))
 
     def step(totals: Any, part: tuple[Batch, jax.Array]) -> tuple[Any, Any]:
-        grads, (loss, state, sums) = of(*part, {**model_state, _MOMENTS: {}})
+        grads, (loss, state, sums) = of(*part, {**model_state, MOMENTS: {}})
         totals = jax.tree.map(lambda total, x: total + x, totals, (grads, loss, sums))
-        return totals, state.get(_MOMENTS, {})
+        return totals, state.get(MOMENTS, {})
 
     parts = jax.tree.map(cut, (dict(batch), positions))
     first = jax.tree.map(lambda field: field[0], parts)
-    grads, (loss, _, sums) = jax.eval_shape(lambda: of(*first, {**model_state, _MOMENTS: {}}))
+    grads, (loss, _, sums) = jax.eval_shape(lambda: of(*first, {**model_state, MOMENTS: {}}))
 
     def zeros(leaf: jax.ShapeDtypeStruct) -> jax.Array:
         return jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32))

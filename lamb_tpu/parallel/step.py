@@ -35,7 +35,8 @@ def make_update(
     (l2, over all parameters, before any clipping) and `param_norm` (l2, after the update).
 
     Args:
-      task: the learning problem. Inside shard_map its model's BatchNorm names the batch axes.
+      task: the learning problem. Inside shard_map its model's BatchNorm names the batch axes, and
+        no layer keeps statistics of its own, see `statistics.check_statistics`.
       tx: the optimizer. Inside shard_map with `axis_name=layout.axis_name`.
       placement: how the update communicates.
       accumulation_steps: microbatches that a device's rows are cut into. The rows of a batch are
