@@ -76,8 +76,8 @@ def get_config(argument: str | None = None) -> ConfigDict:
         "size": network.image_size, "crop": "inception", "flip": True,
         "central_fraction": 0.0,  # of the TPU code: size / (size + 32)
         "policy": "" if arg.augment == "none" else arg.augment, "policy_layers": 2,
-        "policy_magnitude": 10.0, "erasing": 0.0, "on_bad_record": "error", "num_classes": 0,
-        "threads": 0,
+        "policy_magnitude": 10.0, "erasing": 0.0, "on_bad_record": "error",
+        "max_megapixels": 100.0, "num_classes": 0, "threads": 0,
     })
     config.task = ConfigDict({
         "name": "classification", "label_smoothing": 0.1,

@@ -112,7 +112,8 @@ def get_config(argument: str | None = None) -> ConfigDict:
     config.data.train_split, config.data.eval_split = "train", "validation"
     config.data.options = ConfigDict({
         "size": 224, "crop": "inception", "flip": True, "central_fraction": 0.875,
-        "erasing": 0.0, "on_bad_record": "error", "num_classes": 0, "threads": 0,
+        "erasing": 0.0, "on_bad_record": "error", "max_megapixels": 100.0, "num_classes": 0,
+        "threads": 0,
     })
     config.task = ConfigDict({
         "name": "classification", "label_smoothing": 0.1,

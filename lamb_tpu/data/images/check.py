@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from lamb_tpu.data import load
-from lamb_tpu.data.images.jpeg import BadImage, decode_whole
+from lamb_tpu.data.images.jpeg import MAX_PIXELS, BadImage, decode_whole
 from lamb_tpu.data.images.records import Records
 from lamb_tpu.data.images.source import ImageSource, num_cores
 from lamb_tpu.data.images.tally import KINDS
@@ -22,7 +22,7 @@ _CHUNK = 16  # examples that a thread takes at a time
 _SUMMARY = {"rgb": "in colour", **KINDS}
 
 
-def look_through(records: Records) -> Iterator[tuple[str, str, str]]:
+def look_through(records: Records, max_pixels: int) -> Iterator[tuple[str, str, str]]:
     """(kind, name, reason) of each example in order; the reason is that of kind `bad`."""
 
     def look(start: int) -> list[tuple[str, str, str]]:
@@ -34,7 +34,7 @@ def look_through(records: Records) -> Iterator[tuple[str, str, str]]:
                 reason = f"its label is {record.label}, of {records.num_classes} classes"
             if not reason:
                 try:
-                    _, kind = decode_whole(record.content)
+                    _, kind = decode_whole(record.content, max_pixels)
                 except BadImage as bad:
                     reason = str(bad)
             # Only what is rare is named: a name can cost the reading of a record.
@@ -67,7 +67,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(asked: argparse.Namespace) -> int:
-    options = {"on_bad_record": "skip", "num_classes": asked.num_classes}
+    options = {
+        "on_bad_record": "skip", "num_classes": asked.num_classes,
+        "max_megapixels": asked.max_megapixels,
+    }
     source = load(
         asked.name, asked.split, data_dir=asked.data_dir, source_dir=asked.dir, options=options,
         training=False,
@@ -77,7 +80,7 @@ def _run(asked: argparse.Namespace) -> int:
     for note in source.notes:
         print(f"bad\t{note}")
     counts = dict.fromkeys(_SUMMARY, 0)
-    for kind, name, reason in look_through(source.records):
+    for kind, name, reason in look_through(source.records, source.max_pixels):
         counts[kind] += 1
         if name:
             print("\t".join(part for part in (kind, name, reason) if part), flush=True)
@@ -100,6 +103,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--split", default="train", help="(default: %(default)s)")
     add("--num-classes", type=int, default=0, metavar="N",
         help="as config.data.options.num_classes; default what the set tells")
+    add("--max-megapixels", type=float, default=MAX_PIXELS / 1e6, metavar="N",
+        help="as config.data.options.max_megapixels (default: %(default)g)")
     return parser.parse_args(arguments)
 
 

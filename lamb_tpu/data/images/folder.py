@@ -1,5 +1,6 @@
 """Pictures in a plain folder: DIR/SPLIT/CLASS/NAME.JPEG, or listed in DIR/labels.tsv."""
 
+import functools
 import os
 import pathlib
 import re
@@ -23,6 +24,7 @@ class FolderRecords:
     Where DIR/labels.tsv exists, it lists the examples in their order: a line of column names
     first, then a line an example, between tabs; `file` (below DIR) and `label` (class index) have
     to be there, `split` may, other columns are passed over. A list without splits is one, `train`.
+    A list may come from anywhere, so a file that it names has to lie in DIR, links followed.
 
     Otherwise the folders in DIR are the splits, the folders in these are the classes, and their
     indices follow the order of the names over all splits together, so that a class that one split
@@ -47,9 +49,11 @@ class FolderRecords:
         self._root = pathlib.Path(root)
         if not self._root.is_dir():
             raise UserError(f"config.data.dir={self._root} is no folder")
+        self._real_root = os.path.join(os.path.realpath(self._root), "")
+        self._listed = (self._root / LABELS).exists()
         self._skip = skip
         self._notes: list[str] = []
-        read = self._read_list if (self._root / LABELS).exists() else self._list_folders
+        read = self._read_list if self._listed else self._list_folders
         splits, self.num_classes = read(split, num_classes)
         if "all" in splits:
             raise UserError(
@@ -74,8 +78,11 @@ class FolderRecords:
         return str(self._root / self._paths[index])
 
     def _read(self, path: str, label: int) -> Record:
+        full = os.path.join(self._root, path)
         try:
-            with open(os.path.join(self._root, path), "rb") as file:
+            if self._listed and os.path.islink(full) and not self._holds(os.path.realpath(full)):
+                return Record(b"", label, "it is a link to a file outside of the folder")
+            with open(full, "rb") as file:
                 return Record(file.read(), label)
         except OSError as error:
             return Record(b"", label, error.strerror or str(error))
@@ -94,7 +101,8 @@ class FolderRecords:
                     f"{', '.join(columns) or 'none'}"
                 )
         splits: dict[str, list[tuple[str, int]]] = {}
-        wrong, greatest = [], -1
+        wrong, outside, greatest = [], [], -1
+        is_inside = functools.cache(self._is_inside)
         for number, line in enumerate(lines[1:], start=2):
             if not line.strip():
                 continue
@@ -109,6 +117,11 @@ class FolderRecords:
             if label < 0 or (num_classes and label >= num_classes):
                 wrong.append(f"{row['file']} has {text!r}")
                 continue
+            # Links among the files themselves are followed when they are read: a list can have a
+            # million files, in a few folders.
+            if not is_inside(os.path.dirname(row["file"])) or "\0" in row["file"]:
+                outside.append(repr(row["file"]))
+                continue
             greatest = max(greatest, label)
             rows.append((row["file"], label))
         classes = num_classes or greatest + 1
@@ -117,7 +130,21 @@ class FolderRecords:
             f"{path} has {len(wrong):,} labels out of the range 0 to {classes - 1}",
             "these examples are left out",
         )
+        self._object(
+            outside,
+            f"{path} names {len(outside):,} files that do not lie in {self._root}",
+            "these examples are left out",
+        )
         return splits, classes
+
+    def _is_inside(self, folder: str) -> bool:
+        try:
+            return self._holds(os.path.realpath(os.path.join(self._root, folder)))
+        except (OSError, ValueError):  # a name with a NUL, or too long
+            return False
+
+    def _holds(self, path: str) -> bool:
+        return os.path.join(path, "").startswith(self._real_root)
 
     def _list_folders(
         self, split: str, num_classes: int

@@ -7,7 +7,10 @@ which leaves out most of the inverse cosine transform and averages what would ot
 decoder, libjpeg-turbo in `simplejpeg`, and the resizing, of OpenCV, run without Python's lock.
 
 What is no ordinary JPEG is decoded by Pillow. An orientation told by EXIF is not followed, as in
-TensorFlow and torchvision.
+TensorFlow and torchvision. Of 16 bits a channel the upper eight are kept, as in TensorFlow.
+
+A file of a few bytes may claim to be a picture of billions of pixels, so its header is read before
+memory is taken, and too many are refused.
 """
 
 import io
@@ -19,11 +22,14 @@ from typing import Literal, NamedTuple
 import cv2
 import numpy as np
 import simplejpeg
-from PIL import Image
+from PIL import ImageFile
+from PIL.JpegImagePlugin import JpegImageFile
+from PIL.PngImagePlugin import PngImageFile
 
 from lamb_tpu.data.images.crops import Box
 
 Kind = Literal["rgb", "grey", "cmyk", "png"]
+MAX_PIXELS = 100_000_000  # of a picture, by default: 300 MB decoded
 
 # A picture is the work of one thread; OpenCV's own would only get in the way of the others.
 cv2.setNumThreads(1)
@@ -38,6 +44,7 @@ _END = b"\xff\xd9"
 # Rows that are left alone look like this. libjpeg tells the first of its warnings only, so there
 # was none in the rows that were decoded.
 _LEFT_OVER = re.compile(r"Corrupt JPEG data: \d+ extraneous bytes before marker")
+_PNG = b"\x89PNG\r\n\x1a\n"
 _HARMLESS = re.compile(r"Warning: unknown JFIF revision|Unknown Adobe color transform")
 
 
@@ -56,7 +63,10 @@ class _Frame(NamedTuple):
 
 
 def decode_crop(
-    content: bytes, choose_box: Callable[[int, int], Box], size: int
+    content: bytes,
+    choose_box: Callable[[int, int], Box],
+    size: int,
+    max_pixels: int = MAX_PIXELS,
 ) -> tuple[np.ndarray, Kind]:
     """A part of an encoded picture, resized.
 
@@ -64,43 +74,45 @@ def decode_crop(
       content: a JPEG (grey, RGB, CMYK) or a PNG, whatever its file is called.
       choose_box: (height, width) of the picture -> the part of it.
       size: of the result, at least 8.
+      max_pixels: of the whole picture.
 
     Returns:
       uint8 (size, size, 3) in RGB, and what the picture was. Bilinear; a crop of twice the size
       or more is averaged first, and then its edges are rounded to whole pixels of that scale.
 
     Raises:
-      BadImage: the content is no picture, or ends too early, or libjpeg objects to the part that
-        had to be decoded. JPEGs have no checksum: damage below the crop is not seen, nor what
+      BadImage: the content is no picture, has too many pixels, or ends too early, or libjpeg
+        objects to the part that had to be decoded. JPEGs have no checksum: damage below the crop is not seen, nor what
         happens to make sense.
     """
-    frame = _read_frame(content)
+    frame = _read_frame(content, max_pixels)
     if frame is None:
-        pixels = _decode_other(content, "PNG")
+        pixels = _decode_other(content, PngImageFile, max_pixels)
         return _resize(_cut(pixels, choose_box(*pixels.shape[:2])), size), "png"
     box = choose_box(frame.height, frame.width)
     if frame.components == 4:
-        return _resize(_cut(_decode_other(content, "JPEG"), box), size), "cmyk"
+        pixels = _decode_other(content, JpegImageFile, max_pixels)
+        return _resize(_cut(pixels, box), size), "cmyk"
     pixels = _resize(_decode_box(content, frame, box, size), size)
     return pixels, "grey" if frame.components == 1 else "rgb"
 
 
-def decode_whole(content: bytes) -> tuple[np.ndarray, Kind]:
+def decode_whole(content: bytes, max_pixels: int = MAX_PIXELS) -> tuple[np.ndarray, Kind]:
     """All of an encoded picture, uint8 (height, width, 3), in RGB, and what the picture was.
 
     Raises:
       BadImage: as `decode_crop`, and where bytes are left over, which is how most damage shows.
     """
-    frame = _read_frame(content)
+    frame = _read_frame(content, max_pixels)
     if frame is None:
-        return _decode_other(content, "PNG"), "png"
+        return _decode_other(content, PngImageFile, max_pixels), "png"
     if frame.components == 4:
-        return _decode_other(content, "JPEG"), "cmyk"
+        return _decode_other(content, JpegImageFile, max_pixels), "cmyk"
     pixels = _decode_rows(content, frame.height, frame.width, left_over=False).copy()
     return pixels, "grey" if frame.components == 1 else "rgb"
 
 
-def _read_frame(content: bytes) -> _Frame | None:
+def _read_frame(content: bytes, max_pixels: int) -> _Frame | None:
     """The frame header of a JPEG that has its end; None of what is no JPEG."""
     if not content:
         raise BadImage("the file is empty")
@@ -119,6 +131,7 @@ def _read_frame(content: bytes) -> _Frame | None:
             # From here on: a thumbnail in a segment has an end marker of its own.
             if content.rfind(_END, at) < 0:
                 raise BadImage("it ends before its end marker")
+            _check_size(frame.height, frame.width, max_pixels)
             return frame
         length = int.from_bytes(content[at + 2 : at + 4], "big")
         if 0xC0 <= marker <= 0xCF and marker not in _NOT_FRAMES and at + 10 <= len(content):
@@ -173,15 +186,30 @@ def _decode_rows(
     return pixels.reshape(height, width, 3)
 
 
-def _decode_other(content: bytes, format: str) -> np.ndarray:
+def _decode_other(
+    content: bytes, reader: type[ImageFile.ImageFile], max_pixels: int
+) -> np.ndarray:
+    if reader is PngImageFile and not content.startswith(_PNG):
+        raise BadImage("it is no JPEG and no PNG")
     try:
-        with Image.open(io.BytesIO(content), formats=(format,)) as picture:
+        # Not by Image.open, which has a limit of its own that is the whole process's.
+        with reader(io.BytesIO(content)) as picture:
+            _check_size(picture.height, picture.width, max_pixels)
+            if picture.mode.startswith("I"):  # grey of 16 bits, which Pillow's convert would clip
+                grey = (np.asarray(picture) >> 8).astype(np.uint8)
+                return np.repeat(grey[..., None], 3, -1)
             return np.asarray(picture.convert("RGB"))
-    except Image.UnidentifiedImageError:
-        raise BadImage("it is no JPEG and no PNG") from None
     # Pillow's readers raise several kinds for damaged content.
-    except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
+    except (OSError, ValueError, SyntaxError, EOFError) as error:
         raise BadImage(" ".join(str(error).split())) from None
+
+
+def _check_size(height: int, width: int, max_pixels: int) -> None:
+    if height * width > max_pixels:
+        raise BadImage(
+            f"it claims {height:,} x {width:,} pixels, more than the {max_pixels / 1e6:,g} million "
+            "that config.data.options.max_megapixels allows"
+        )
 
 
 def _cut(pixels: np.ndarray, box: Box) -> np.ndarray:

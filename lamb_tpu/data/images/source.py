@@ -11,7 +11,7 @@ import numpy as np
 
 from lamb_tpu.data.hashing import words
 from lamb_tpu.data.images.crops import Box, central_box, inception_box, tpu_fraction
-from lamb_tpu.data.images.jpeg import BadImage, decode_crop
+from lamb_tpu.data.images.jpeg import MAX_PIXELS, BadImage, decode_crop
 from lamb_tpu.data.images.policies import make_policy, random_erasing
 from lamb_tpu.data.images.records import Record, Records
 from lamb_tpu.data.images.tally import Tally
@@ -43,6 +43,8 @@ class Options:
       erasing: probability that a random rectangle is filled with noise, in training.
       on_bad_record: 'error' ends the run where a record is bad; 'skip' counts and names it, and in
         training puts the next good example in its place; an evaluation leaves it out.
+      max_megapixels: a picture whose header claims more millions of pixels is bad, whatever they
+        are; decoded whole a million takes 3 MB.
       num_classes: labels are 0 to `num_classes - 1`; 0 is what the set tells, of a folder the
         classes that are in it, of which it may not have all that a network knows.
       threads: that decode at the same time; 0 is one a core.
@@ -58,6 +60,7 @@ class Options:
     policy_magnitude: float = 10.0
     erasing: float = 0.0
     on_bad_record: str = "error"
+    max_megapixels: float = MAX_PIXELS / 1e6
     num_classes: int = 0
     threads: int = 0
 
@@ -83,6 +86,11 @@ class Options:
                 raise UserError(
                     f"config.data.options.{name} must lie in {least}..{most}, found {found}"
                 )
+        if not 0 < self.max_megapixels < float("inf"):
+            raise UserError(
+                "config.data.options.max_megapixels must be a number above 0, found "
+                f"{self.max_megapixels}"
+            )
         if not 0 < self.min_area <= 1:
             raise UserError(
                 "config.data.options.min_area must be more than 0 and at most 1, found "
@@ -102,6 +110,7 @@ class ImageSource:
 
     Attributes, besides those of `Source`:
       records: the encoded pictures.
+      max_pixels: of a picture that is decoded.
       tally: counts of what was met that is out of the ordinary.
     """
 
@@ -130,6 +139,7 @@ class ImageSource:
         }
         self.tally = Tally(name, training)
         self.records = records
+        self.max_pixels = int(options.max_megapixels * 1e6)
         self._options = options
         self._seed = seed
         self._training = training
@@ -198,7 +208,9 @@ class ImageSource:
     def _image(self, index: int, content: bytes, seed: int) -> np.ndarray:
         # SFC64 is made in a fifth of the time that NumPy's default generator takes.
         rng = np.random.Generator(np.random.SFC64(seed)) if self._training else None
-        image, kind = decode_crop(content, self._choose(rng), self._options.size)
+        image, kind = decode_crop(
+            content, self._choose(rng), self._options.size, self.max_pixels
+        )
         if kind != "rgb":
             self.tally.add(kind, index)
         return image if rng is None else self._augment(image, rng)

@@ -1,6 +1,8 @@
 """Pictures made up for tests, and their encodings."""
 
 import io
+import struct
+import zlib
 from typing import Any
 
 import numpy as np
@@ -43,6 +45,36 @@ def bilinear(pixels: np.ndarray, size: int) -> np.ndarray:
 
     rows = along(pixels.astype(np.float64))
     return along(rows.transpose(1, 0, 2)).transpose(1, 0, 2)
+
+
+def png_of_16_bits(values: np.ndarray) -> bytes:
+    """A PNG of uint16 (height, width, 1 to 3): grey, grey and alpha, or colour."""
+    height, width, channels = values.shape
+    colour = {1: 0, 2: 4, 3: 2}[channels]
+    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in values)
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        _chunk(name, data) for name, data in (
+            (b"IHDR", struct.pack(">IIBBBBB", width, height, 16, colour, 0, 0, 0)),
+            (b"IDAT", zlib.compress(rows)), (b"IEND", b""),
+        )
+    )
+
+
+def _chunk(name: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+
+def claiming(kind: str, height: int, width: int) -> bytes:
+    """A small file whose header claims a picture of this size."""
+    content = bytearray(encode(smooth(16, 24), kind))
+    if kind == "png":
+        header = content[16:29]
+        header[:8] = struct.pack(">II", width, height)
+        content[8:33] = _chunk(b"IHDR", bytes(header))
+    else:
+        at = content.index(b"\xff\xc0") + 5
+        content[at : at + 4] = struct.pack(">HH", height, width)
+    return bytes(content)
 
 
 def _save(picture: Image.Image, format: str, options: dict[str, Any]) -> bytes:

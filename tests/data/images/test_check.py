@@ -6,7 +6,7 @@ import pytest
 
 from lamb_tpu.data.images.check import main
 from tests import tiny
-from tests.data.images.pictures import encode, smooth
+from tests.data.images.pictures import claiming, encode, smooth
 
 
 @pytest.fixture
@@ -47,9 +47,19 @@ def test_what_is_wrong_is_named(folder: pathlib.Path, capsys: pytest.CaptureFixt
     ]
 
 
+def test_limit_of_pixels(folder: pathlib.Path, capsys: pytest.CaptureFixture) -> None:
+    (folder / "train" / "a" / "10.JPEG").write_bytes(claiming("rgb", 65_500, 65_500))
+    assert main([f"--dir={folder}"]) == 1
+    line = capsys.readouterr().out.splitlines()[0]
+    assert line.startswith(f"bad\t{folder}/train/a/10.JPEG\tit claims 65,500 x 65,500 pixels, more")
+    assert main([f"--dir={folder}", "--max-megapixels=0.0005"]) == 1
+    assert capsys.readouterr().out.endswith("2 classes: 40 bad\n")
+
+
 @pytest.mark.parametrize("arguments, message", [
     (["--dir=nowhere"], "error: config.data.dir=nowhere is no folder"),
     (["--name=digits"], "error: config.data.options.on_bad_record is unknown; digits has none"),
+    (["--dir=.", "--max-megapixels=0"], "error: config.data.options.max_megapixels must be a numb"),
     (["--nam=digits"], "error: unrecognized arguments: --nam=digits; see --help"),
 ])
 def test_mistakes(

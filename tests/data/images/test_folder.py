@@ -1,6 +1,7 @@
 """Plain folders of pictures: classes by folder, or a list."""
 
 import pathlib
+import re
 
 import numpy as np
 import pytest
@@ -76,6 +77,54 @@ def test_list_with_splits_and_labels_out_of_range(tmp_path: pathlib.Path) -> Non
     assert told in records.notes[0] and "these examples are left out" in records.notes[0]
     with pytest.raises(UserError, match=f"{told}; mend that, or .*on_bad_record='skip'"):
         FolderRecords(tmp_path, "train", num_classes=3)
+
+
+@pytest.fixture
+def beside(tmp_path: pathlib.Path) -> pathlib.Path:
+    """A folder set with a file in `in`, and beside it a folder of which nothing may be read."""
+    (tmp_path / "set" / "in").mkdir(parents=True)
+    (tmp_path / "set" / "in" / "a.jpg").write_bytes(b"A")
+    (tmp_path / "secret").mkdir()
+    (tmp_path / "secret" / "s.jpg").write_bytes(b"S")
+    (tmp_path / "settings.jpg").write_bytes(b"T")
+    return tmp_path / "set"
+
+
+@pytest.mark.parametrize("name", [
+    "../secret/s.jpg", "in/../../secret/s.jpg", "{parent}/secret/s.jpg", "../settings.jpg",
+    "linked/s.jpg", "a\0b.jpg", "a\0b/c.jpg",
+])
+def test_list_names_files_of_its_folder_alone(beside: pathlib.Path, name: str) -> None:
+    (beside / "linked").symlink_to(beside.parent / "secret")
+    name = name.format(parent=beside.parent)
+    write_list(beside, f"file\tlabel\nin/a.jpg\t0\n{name}\t1\n")
+    told = re.escape(f"names 1 files that do not lie in {beside}: {name!r}")
+    with pytest.raises(UserError, match=f"{told}; mend that, or .*on_bad_record='skip'"):
+        FolderRecords(beside, "train")
+    records = FolderRecords(beside, "train", skip=True)
+    assert records.read(range(len(records))) == [Record(b"A", 0)]
+    assert re.search(f"{told}; these examples are left out", records.notes[0])
+
+
+def test_list_with_links(beside: pathlib.Path) -> None:
+    (beside / "out.jpg").symlink_to("../secret/s.jpg")
+    (beside / "inner.jpg").symlink_to("in/a.jpg")
+    (beside / "again").symlink_to("in")
+    names = ["out.jpg", "inner.jpg", "again/a.jpg", "in/../in/a.jpg", f"{beside}/in/a.jpg"]
+    write_list(beside, "file\tlabel\n" + "".join(f"{name}\t0\n" for name in names))
+    for root in (beside, beside.parent / "by_link"):
+        if not root.exists():
+            root.symlink_to(beside)  # the folder itself may be a link
+        first, *others = FolderRecords(root, "train").read(range(5))
+        assert first == Record(b"", 0, "it is a link to a file outside of the folder")
+        assert others == [Record(b"A", 0)] * 4
+
+
+def test_folders_of_links(beside: pathlib.Path) -> None:
+    """Without a list whoever made the links made the set."""
+    (beside / "train" / "a").mkdir(parents=True)
+    (beside / "train" / "a" / "1.jpg").symlink_to(beside.parent / "secret" / "s.jpg")
+    assert FolderRecords(beside, "train").read([0]) == [Record(b"S", 0)]
 
 
 @pytest.mark.parametrize("split, message", [

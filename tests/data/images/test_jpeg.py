@@ -1,16 +1,24 @@
 """Decoding a part equals decoding all of it and cutting, and what is damaged is told."""
 
 import io
+import tracemalloc
 
 import numpy as np
 import pytest
 import simplejpeg
-from PIL import Image
+from PIL import Image, ImageFile
 
 from lamb_tpu.data.images import jpeg
 from lamb_tpu.data.images.crops import Box
 from lamb_tpu.data.images.jpeg import BadImage, decode_crop, decode_whole
-from tests.data.images.pictures import bilinear, decode, encode, smooth
+from tests.data.images.pictures import (
+    bilinear,
+    claiming,
+    decode,
+    encode,
+    png_of_16_bits,
+    smooth,
+)
 from tests.shared import shared
 
 CODINGS = {
@@ -132,6 +140,62 @@ def test_orientation_is_not_followed_and_what_stands_behind_is_passed_over() -> 
     box = Box(0, 0, 16, 16)
     behind = part(content + b"\0" * 99, box, 16)
     np.testing.assert_array_equal(behind, part(content, box, 16))
+
+
+@pytest.mark.parametrize("kind", ["grey", "grey and alpha", "colour"])
+def test_of_16_bits_the_upper_eight_are_kept(kind: str) -> None:
+    """As in TensorFlow's decode_png, and for each kind alike; Pillow clips the grey ones."""
+    channels = {"grey": 1, "grey and alpha": 2, "colour": 3}[kind]
+    values = np.random.default_rng(0).integers(0, 2**16, (40, 50, channels), np.uint16)
+    values[0, :3, 0] = 0, 255, 65_535
+    content = png_of_16_bits(values)
+    expected = (values >> 8).astype(np.uint8)[..., : 1 if channels < 3 else 3]
+    whole, found = decode_whole(content)
+    assert found == "png" and whole.shape == (40, 50, 3) and whole.dtype == np.uint8
+    np.testing.assert_array_equal(whole, np.broadcast_to(expected, whole.shape))
+    np.testing.assert_array_equal(part(content, Box(3, 4, 32, 32), 32), whole[3:35, 4:36])
+
+
+@pytest.mark.parametrize("kind", ["rgb", "grey", "cmyk", "png"])
+def test_too_many_pixels_are_refused_before_memory_is_taken(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = claiming(kind, 65_500, 65_400)
+    assert len(content) < 2000
+
+    def decoder(*arguments: object, **named: object) -> None:
+        raise AssertionError("nothing may be decoded")
+
+    monkeypatch.setattr(jpeg.simplejpeg, "decode_jpeg", decoder)
+    monkeypatch.setattr(ImageFile.ImageFile, "load", decoder)
+    box = Box(0, 0, 16, 16)  # of the first rows alone, which would be cheap
+    for attempt in (lambda: part(content, box, 16), lambda: decode_whole(content)):
+        tracemalloc.start()
+        with pytest.raises(BadImage, match="claims 65,500 x 65,400 pixels, more than the 100 mill"):
+            attempt()
+        assert tracemalloc.get_traced_memory()[1] < 1e6
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("kind", ["rgb", "cmyk", "png"])
+def test_limit_of_pixels(kind: str) -> None:
+    content = encode(smooth(16, 24), kind)
+
+    def whole(height: int, width: int) -> Box:
+        return Box(0, 0, 16, 16)
+
+    assert decode_crop(content, whole, 16, 384)[1] == kind == decode_whole(content, 384)[1]
+    for attempt in (
+        lambda: decode_crop(content, whole, 16, 383), lambda: decode_whole(content, 383)
+    ):
+        with pytest.raises(BadImage, match="16 x 24 pixels, more than the 0.000383 million"):
+            attempt()
+
+
+def test_limit_above_pillows_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10)
+    content = encode(smooth(16, 24), "png")
+    assert decode_whole(content)[0].shape == (16, 24, 3)
 
 
 def with_thumbnail(pixels: np.ndarray) -> bytes:

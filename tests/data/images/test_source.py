@@ -11,7 +11,7 @@ from lamb_tpu.data.images.policies import make_policy
 from lamb_tpu.data.images.records import Record
 from lamb_tpu.data.images.source import ImageSource, Options
 from lamb_tpu.errors import UserError
-from tests.data.images.pictures import bilinear, decode, encode, smooth
+from tests.data.images.pictures import bilinear, claiming, decode, encode, smooth
 
 SIZE = 32
 KINDS = ("rgb", "rgb", "rgb", "grey", "cmyk", "png")
@@ -191,6 +191,11 @@ BAD = {
     "empty": (Record(b"", 0), "the file is empty"),
     "text": (Record(b"<html>", 0), "it is no JPEG and no PNG"),
     "unread": (Record(b"", 0, "Permission denied"), "Permission denied"),
+    "huge": (
+        Record(claiming("rgb", 65_500, 65_500), 0),
+        "it claims 65,500 x 65,500 pixels, more than the 100 million that "
+        "config.data.options.max_megapixels allows",
+    ),
     "high": (Record(CONTENTS[0], 4), "its label is 4, out of the range 0 to 3"),
     "low": (Record(CONTENTS[0], -1), "its label is -1, out of the range 0 to 3"),
 }
@@ -249,6 +254,14 @@ def test_bad_records_do_not_count_in_an_evaluation(
     ]
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_limit_of_pixels(training: bool) -> None:
+    records = [Record(content, 0) for content in CONTENTS[:3]]  # 50 x 75, 51 x 74, 52 x 73 pixels
+    make(records, training=training, max_megapixels=0.003796).gather(np.arange(3))
+    with pytest.raises(UserError, match="picture 2 is bad: it claims 52 x 73 pixels, more than"):
+        make(records, training=training, max_megapixels=0.003795).gather(np.arange(3))
+
+
 def test_what_is_trained_on_has_no_mask() -> None:
     assert make().gather(np.arange(3)).keys() == {"image", "label"}
 
@@ -269,6 +282,8 @@ def test_nothing_but_bad_records() -> None:
 @pytest.mark.parametrize("options, message", [
     ({"size": 7}, "config.data.options.size must lie in 8..16384, found 7"),
     ({"central_fraction": 1.1}, "options.central_fraction must lie in 0..1, found 1.1"),
+    ({"max_megapixels": 0.0}, "options.max_megapixels must be a number above 0, found 0.0"),
+    ({"max_megapixels": float("nan")}, "options.max_megapixels must be a number above 0, found n"),
     ({"min_area": 0.0}, "options.min_area must be more than 0 and at most 1, found 0.0"),
     ({"erasing": -0.5}, "options.erasing must lie in 0..1, found -0.5"),
     ({"threads": -1}, "options.threads must lie in 0..1024, found -1"),
