@@ -73,7 +73,8 @@ def get_config(argument: str | None = None) -> ConfigDict:
     config.data.name = "imagenet2012"
     config.data.train_split, config.data.eval_split = "train", "validation"
     config.data.options = ConfigDict({
-        "size": network.image_size, "crop": "inception", "flip": True,
+        "size": network.image_size, "crop": "inception", "min_covered": 0.1,
+        "resize": "bicubic", "flip": True,
         "central_fraction": 0.0,  # of the TPU code: size / (size + 32)
         "policy": "" if arg.augment == "none" else arg.augment, "policy_layers": 2,
         "policy_magnitude": 10.0, "erasing": 0.0, "on_bad_record": "error",

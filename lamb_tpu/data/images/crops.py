@@ -20,20 +20,27 @@ class Box(NamedTuple):
 
 
 def inception_box(
-    height: int, width: int, rng: np.random.Generator, min_area: float = 0.08
+    height: int,
+    width: int,
+    rng: np.random.Generator,
+    min_area: float = 0.08,
+    min_covered: float = 0.1,
 ) -> Box | None:
     """A random box of `min_area` to all of the picture's area, 3/4 to 4/3 as wide as high.
 
     As `tf.image.sample_distorted_bounding_box`, which the ResNet and EfficientNet code for TPUs
     calls with ten attempts: the aspect ratio is uniform, the height is uniform among those that
-    give an allowed area and fit, and so is the place. (TensorFlow never draws the last row and
-    column of places; here they are as likely as all others.) Szegedy et al., "Going Deeper with
+    give an allowed area and fit, and so is the place; a box that covers less than `min_covered` of
+    the picture is drawn again. (TensorFlow never draws the last row and column of places; here
+    they are as likely as all others.) Szegedy et al., "Going Deeper with
     Convolutions", CVPR 2015, describe the idea.
 
     Args:
       height, width: of the picture, at least 1.
       rng: three numbers of it are used in an attempt that succeeds.
-      min_area: share of the picture, in (0, 1].
+      min_area: share of the picture, in (0, 1], from which on heights are drawn.
+      min_covered: TensorFlow's `min_object_covered`, whose object is the whole picture here: a
+        share of it, in [0, 1].
 
     Returns:
       The box, or None where no attempt gave one, as for a picture 20 times as wide as high.
@@ -50,7 +57,8 @@ def inception_box(
             box_width = round(box_height * ratio)
         if not (1 <= box_height <= height and 1 <= box_width <= width):
             continue
-        if box_height * box_width < least:
+        area = box_height * box_width
+        if area < least or area / most < min_covered:
             continue
         place = rng.random()
         top = int(place * (height - box_height + 1))

@@ -5,13 +5,14 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import get_args
 
 import cv2
 import numpy as np
 
 from lamb_tpu.data.hashing import words
 from lamb_tpu.data.images.crops import Box, central_box, inception_box, tpu_fraction
-from lamb_tpu.data.images.jpeg import MAX_PIXELS, BadImage, decode_crop
+from lamb_tpu.data.images.jpeg import MAX_PIXELS, BadImage, Resize, decode_crop
 from lamb_tpu.data.images.policies import make_policy, random_erasing
 from lamb_tpu.data.images.records import Record, Records
 from lamb_tpu.data.images.tally import Tally
@@ -20,6 +21,7 @@ from lamb_tpu.data.text.vocabulary import Vocabulary
 from lamb_tpu.errors import UserError
 
 CROPS = ("inception", "pad", "none")
+RESIZES = get_args(Resize)
 _PAD = 4  # pixels at each side, of the crop "pad"
 _CHUNK = 16  # examples that a thread takes at a time
 _MOST_IN_A_ROW = 100  # bad records, after which the set is taken to be no set of pictures
@@ -32,9 +34,12 @@ class Options:
     Attributes:
       size: height and width of the result, in pixels.
       crop: in training, 'inception' takes a random box (`crops.inception_box`; where there is none,
-        the centre); 'pad' the centre, moved by up to 4 pixels either way over black, as is usual
+        or it is the whole picture, the centre, as in the TPU code); 'pad' the centre, moved by up to 4 pixels either way over black, as is usual
         for pictures of few pixels; 'none' the centre. Evaluation always takes the centre.
-      min_area: least share of the picture in a box of 'inception'.
+      min_area: share of the picture from which on boxes of 'inception' are drawn.
+      min_covered: least share of it in a box; smaller ones are drawn again, up to ten times.
+      resize: 'bilinear', of large pictures after averaging, or 'bicubic', that of the TPU code:
+        see `jpeg.decode_crop`.
       flip: mirror every other picture in training.
       central_fraction: side of the centre, of the shorter side; 0 takes size / (size + 32), as the
         ResNet and EfficientNet code for TPUs.
@@ -53,6 +58,8 @@ class Options:
     size: int = 224
     crop: str = "inception"
     min_area: float = 0.08
+    min_covered: float = 0.1
+    resize: str = "bilinear"
     flip: bool = True
     central_fraction: float = 0.875
     policy: str = ""
@@ -67,6 +74,7 @@ class Options:
     def __post_init__(self) -> None:
         for name, found, known in (
             ("crop", self.crop, CROPS),
+            ("resize", self.resize, RESIZES),
             ("policy", self.policy, ("", "autoaugment", "randaugment")),
             ("on_bad_record", self.on_bad_record, ("error", "skip")),
         ):
@@ -75,6 +83,7 @@ class Options:
                 raise UserError(f"config.data.options.{name} is {found!r}; known are {listed}")
         for name, found, least, most in (
             ("size", self.size, 8, 2**14),
+            ("min_covered", self.min_covered, 0, 1),
             ("central_fraction", self.central_fraction, 0, 1),
             ("policy_layers", self.policy_layers, 1, 100),
             ("policy_magnitude", self.policy_magnitude, 0, 10),
@@ -208,8 +217,9 @@ class ImageSource:
     def _image(self, index: int, content: bytes, seed: int) -> np.ndarray:
         # SFC64 is made in a fifth of the time that NumPy's default generator takes.
         rng = np.random.Generator(np.random.SFC64(seed)) if self._training else None
+        options = self._options
         image, kind = decode_crop(
-            content, self._choose(rng), self._options.size, self.max_pixels
+            content, self._choose(rng), options.size, self.max_pixels, options.resize
         )
         if kind != "rgb":
             self.tally.add(kind, index)
@@ -220,8 +230,11 @@ class ImageSource:
             return functools.partial(central_box, fraction=self._fraction)
 
         def choose(height: int, width: int) -> Box:
-            box = inception_box(height, width, rng, self._options.min_area)
-            return box or central_box(height, width, self._fraction)
+            options = self._options
+            box = inception_box(height, width, rng, options.min_area, options.min_covered)
+            if box is None or (box.height, box.width) == (height, width):
+                return central_box(height, width, self._fraction)
+            return box
 
         return choose
 

@@ -10,7 +10,9 @@ from lamb_tpu.data.images.crops import Box, central_box, inception_box, tpu_frac
 DRAWS = 20_000
 
 
-def heights_by_definition(height: int, width: int, min_area: float) -> np.ndarray:
+def heights_by_definition(
+    height: int, width: int, min_area: float, min_covered: float
+) -> np.ndarray:
     """float64 (height + 1,): how likely a box's height is, summed over a grid of aspect ratios."""
     shares = np.zeros(height + 2)
     least = min_area * height * width
@@ -18,22 +20,44 @@ def heights_by_definition(height: int, width: int, min_area: float) -> np.ndarra
         low = round(math.sqrt(least / ratio))
         allowed = [h for h in range(low, height + 1) if round(h * ratio) <= width]
         for h in allowed:  # where rounding leaves too little, it is one row more
-            shares[h + (h * round(h * ratio) < least)] += 1 / len(allowed)
+            high = h + (h * round(h * ratio) < least)
+            if high * round(high * ratio) >= min_covered * height * width:
+                shares[high] += 1 / len(allowed)
     return shares[:-1] / shares.sum()
 
 
-@pytest.mark.parametrize("height, width, min_area", [(75, 100, 0.08), (90, 60, 0.3)])
-def test_heights_are_uniform_over_what_fits(height: int, width: int, min_area: float) -> None:
+@pytest.mark.parametrize("height, width, min_area, min_covered", [
+    (75, 100, 0.08, 0.1), (75, 100, 0.08, 0.0), (90, 60, 0.3, 0.1), (75, 100, 0.2, 0.25),
+])
+def test_heights_are_uniform_over_what_fits(
+    height: int, width: int, min_area: float, min_covered: float
+) -> None:
     rng = np.random.default_rng(0)
-    boxes = [inception_box(height, width, rng, min_area) for _ in range(DRAWS)]
+    boxes = [inception_box(height, width, rng, min_area, min_covered) for _ in range(DRAWS)]
     found = np.bincount([box.height for box in boxes], minlength=height + 1) / DRAWS
-    expected = heights_by_definition(height, width, min_area)
+    expected = heights_by_definition(height, width, min_area, min_covered)
     # Four standard deviations of a count, and what the grid of ratios leaves.
     assert (np.abs(found - expected) < 4 * np.sqrt(expected / DRAWS) + 2e-3).all()
     ratios = np.array([box.width / box.height for box in boxes])
+    if min_covered > 0.2:
+        return  # what is drawn again is not of each ratio as often
     assert abs(ratios.mean() - (3 / 4 + 4 / 3) / 2) < 0.01
     # Uniform ratios have a standard deviation of a twelfth's root of their range.
     assert abs(ratios.std() - (4 / 3 - 3 / 4) / math.sqrt(12)) < 0.01
+
+
+def test_areas_are_as_often_as_tensorflows() -> None:
+    """100,000 boxes of its op for 75 by 100 pixels, by tenths of the picture; as the TPU code asks.
+
+    TensorFlow 2.21, tf.image.stateless_sample_distorted_bounding_box with area_range=(0.08, 1),
+    aspect_ratio_range=(3/4, 4/3), min_object_covered=0.1, max_attempts=10, the whole as the object.
+    """
+    theirs = np.array([0, 23403, 17731, 14987, 13372, 12062, 8546, 5610, 3113, 1176]) / 1e5
+    rng = np.random.default_rng(5)
+    boxes = [inception_box(75, 100, rng) for _ in range(DRAWS)]
+    areas = np.array([box.height * box.width / 7500 for box in boxes])
+    found = np.histogram(areas, np.linspace(0, 1, 11))[0] / DRAWS
+    assert (np.abs(found - theirs) <= 4 * np.sqrt(theirs * (1 / DRAWS + 1e-5))).all()
 
 
 def test_boxes_keep_within_their_bounds() -> None:
@@ -78,8 +102,10 @@ def test_the_whole_and_the_smallest() -> None:
 def test_where_no_box_fits_there_is_none() -> None:
     rng = np.random.default_rng(4)
     assert inception_box(20, 400, rng) is None and inception_box(400, 20, rng) is None
-    # 4/3 of 20 by 20 is 0.083 of 20 by 320; most attempts fail, some of ten succeed.
-    found = [inception_box(20, 320, rng) for _ in range(300)]
+    # 4/3 of 20 by 20 is 0.083 of 20 by 320, less than 0.1 of it.
+    assert {inception_box(20, 320, rng) for _ in range(50)} == {None}
+    # Where that is enough, most attempts fail, some of ten succeed.
+    found = [inception_box(20, 320, rng, min_covered=0.0) for _ in range(300)]
     assert 30 < sum(box is not None for box in found) < 290
 
 

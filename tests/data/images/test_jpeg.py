@@ -12,6 +12,7 @@ from lamb_tpu.data.images import jpeg
 from lamb_tpu.data.images.crops import Box
 from lamb_tpu.data.images.jpeg import BadImage, decode_crop, decode_whole
 from tests.data.images.pictures import (
+    bicubic,
     bilinear,
     claiming,
     decode,
@@ -84,6 +85,41 @@ def test_resized_as_by_the_formula(height: int, width: int) -> None:
     expected = bilinear(cut(decode(content), box), 65)
     # OpenCV computes with weights of 11 bits.
     assert np.abs(part(content, box, 65) - expected).max() < 1.6
+
+
+@pytest.mark.parametrize("kind", ["rgb", "cmyk", "png"])
+@pytest.mark.parametrize("height, width", [(60, 90), (33, 33), (97, 65), (130, 195), (140, 150)])
+def test_bicubic_as_by_the_formula_of_tensorflow_1(height: int, width: int, kind: str) -> None:
+    noise = np.random.default_rng(1).integers(-40, 41, (150, 200, 3))
+    pixels = np.clip(smooth(150, 200) + noise, 0, 255).astype(np.uint8)
+    content, box = encode(pixels, kind), Box(7, 3, height, width)
+    image, _ = decode_crop(content, lambda height, width: box, 65, resize="bicubic")
+    # Also where the box is twice the size: nothing is averaged before.
+    expected = np.clip(np.rint(bicubic(cut(decode(content), box), 65)), 0, 255)
+    # OpenCV rounds places to a 32nd of a pixel; the decoder is that of libjpeg, as Pillow's.
+    assert apart(image, expected) <= 2
+    assert np.abs(image - expected).mean() < 0.15
+    assert np.abs(part(content, box, 65) - expected).mean() > 1
+
+
+# TensorFlow 2.21, tf.compat.v1.image.resize_bicubic of the picture below to 7 by 7, red.
+TENSORFLOW = np.array([
+    [95.00, 168.19, 111.63, 260.70, 73.23, 161.31, 31.15],
+    [48.28, 106.27, 112.16, 231.83, 6.65, 185.80, 118.41],
+    [59.22, 103.73, 222.36, 117.06, 248.85, 97.24, 137.54],
+    [212.60, 95.81, 94.31, 35.03, 204.51, 228.57, 112.30],
+    [38.83, 190.13, 39.06, 152.86, 182.19, 169.45, 135.65],
+    [49.91, 161.91, 48.47, 217.48, 150.60, 79.70, 170.79],
+    [215.83, 76.62, 192.94, 73.17, 1.54, 99.61, 98.29],
+])
+
+
+def test_bicubic_is_tensorflows() -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (11, 9, 3), np.uint8)
+    whole = Box(0, 0, 11, 9)
+    found, _ = decode_crop(encode(pixels, "png"), lambda height, width: whole, 7, resize="bicubic")
+    assert np.abs(found[..., 0] - np.clip(TENSORFLOW, 0, 255)).max() < 2
+    assert np.abs(bicubic(pixels, 7)[..., 0] - TENSORFLOW).max() < 0.2
 
 
 @pytest.mark.parametrize("times", [2, 3, 5, 9])

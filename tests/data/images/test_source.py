@@ -1,6 +1,7 @@
 """Pictures as a source: determinism, augmentation, and what happens to bad records."""
 
 import logging
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from lamb_tpu.data.images.policies import make_policy
 from lamb_tpu.data.images.records import Record
 from lamb_tpu.data.images.source import ImageSource, Options
 from lamb_tpu.errors import UserError
-from tests.data.images.pictures import bilinear, claiming, decode, encode, smooth
+from tests.data.images.pictures import bicubic, bilinear, claiming, decode, encode, smooth
 
 SIZE = 32
 KINDS = ("rgb", "rgb", "rgb", "grey", "cmyk", "png")
@@ -96,11 +97,13 @@ def test_processes_share_the_batches() -> None:
             np.testing.assert_array_equal(batch["label"][own], share["label"])
 
 
-def centre(content: bytes, fraction: float = 0.875) -> np.ndarray:
+def centre(
+    content: bytes, fraction: float = 0.875, resize: Callable[..., np.ndarray] = bilinear
+) -> np.ndarray:
     whole = decode(content)
     side = int(fraction * min(whole.shape[:2]))
     top, left = ((extent - side + 1) // 2 for extent in whole.shape[:2])
-    return bilinear(whole[top : top + side, left : left + side], SIZE)
+    return resize(whole[top : top + side, left : left + side], SIZE)
 
 
 @pytest.mark.parametrize("fraction, share", [(0.875, 0.875), (0.0, SIZE / (SIZE + 32)), (0.7, 0.7)])
@@ -153,6 +156,23 @@ def test_inception_takes_parts_of_the_picture() -> None:
     assert ratios.min() > 0.68 and ratios.max() < 1.47 and 0.95 < ratios.mean() < 1.13
     small = images(make([record], min_area=0.9), np.zeros(200, int), np.arange(200)) / 2.0
     assert np.abs(small[:, :, 0, 0] - small[:, :, -1, 0]).min() > 75
+
+
+def test_where_the_box_is_the_whole_the_centre_is_taken() -> None:
+    """As in the TPU code, which takes the whole for a sign that no box was found."""
+    square = Record(encode(smooth(60, 60), "png"), 0)
+    found = images(make([square], min_area=1.0, flip=False), np.zeros(30, int), np.arange(30))
+    for image in found:
+        assert np.abs(image - centre(square.content)).max() < 1.6
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_bicubic(training: bool) -> None:
+    options = {"crop": "none", "flip": False, "training": training}
+    found = images(make(resize="bicubic", **options), range(12))
+    for image, content in zip(found, CONTENTS):
+        assert np.abs(image - np.clip(centre(content, resize=bicubic), 0, 255)).max() < 2.5
+    assert (found != images(make(**options), range(12))).any((1, 2, 3)).all()
 
 
 def test_policy_and_erasing_come_last(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,6 +304,8 @@ def test_nothing_but_bad_records() -> None:
     ({"central_fraction": 1.1}, "options.central_fraction must lie in 0..1, found 1.1"),
     ({"max_megapixels": 0.0}, "options.max_megapixels must be a number above 0, found 0.0"),
     ({"max_megapixels": float("nan")}, "options.max_megapixels must be a number above 0, found n"),
+    ({"min_covered": 1.5}, "options.min_covered must lie in 0..1, found 1.5"),
+    ({"resize": "cubic"}, "options.resize is 'cubic'; known are 'bilinear', 'bicubic'"),
     ({"min_area": 0.0}, "options.min_area must be more than 0 and at most 1, found 0.0"),
     ({"erasing": -0.5}, "options.erasing must lie in 0..1, found -0.5"),
     ({"threads": -1}, "options.threads must lie in 0..1024, found -1"),
