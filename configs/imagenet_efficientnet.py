@@ -22,8 +22,11 @@ TFDS's imagenet2012, prepared once, is read from --config.data.prepared_dir; a f
 by class by --config.data.name=image_folder --config.data.dir=DIR. Hardware and wall time: the
 paper's cores stand above; B2 to 0.797 in 18 minutes [recalled] on 1,024 cores.
 
-All else is that of the released code, tensorflow/tpu, models/official/efficientnet [seen]: L2 of
-1e-5 in the gradient of all but BatchNorm under RMSProp, 1e-5 within LARS; the rate falls to 0.97 of
+All else is that of the released code, tensorflow/tpu, models/official/efficientnet [seen]: an L2
+term of 1e-5 of all but BatchNorm in the loss, whatever the optimizer (main.py, model_fn), and
+beside it LARS's own decay of 1e-5 of all that it adapts (--lars_weight_decay); crops that cover
+less than a tenth of a picture are drawn again, and TensorFlow 1's bicubic resizes them
+(preprocessing.py; `--config.data.options.resize=bilinear` takes 0.6 of the time); the rate falls to 0.97 of
 itself every 2.4 epochs counted from the start, or for LARS as a polynomial of power 2 to 0.1; label
 smoothing 0.1; an average of weights and of BatchNorm's statistics with decay 0.9999, evaluated too
 (`ema_accuracy`); stochastic depth 0.2, and dropout by size. The code has AutoAugment and
@@ -105,7 +108,7 @@ def get_config(argument: str | None = None) -> ConfigDict:
     else:
         config.optimizer = ConfigDict({
             "name": "lars", "preset": "you2017", "learning_rate": rate, "weight_decay": 1e-5,
-            "rules": "efficientnet",
+            "rules": "efficientnet", "l2": 1e-5, "l2_rules": "resnet",
         })
         config.schedule.decay = "polynomial"
         config.schedule.power = 2.0

@@ -33,6 +33,7 @@ from lamb_tpu.optim.clipping import clip_global_norm
 from lamb_tpu.optim.diffgrad import DiffgradState, diffgrad
 from lamb_tpu.optim.durations import Duration
 from lamb_tpu.optim.factory import make_optimizer
+from lamb_tpu.optim.l2 import add_l2
 from lamb_tpu.optim.lamb import LambState, lamb
 from lamb_tpu.optim.lars import LarsState, lars
 from lamb_tpu.optim.novograd import NovogradState, novograd
@@ -48,7 +49,7 @@ from lamb_tpu.optim.trust_ratio import TrustRatioState, scale_by_trust_ratio
 __all__ = [
     "AdagradNormState", "ApolloState", "DiffgradState", "Duration", "LambState", "LarsState",
     "NovogradState", "ParameterFacts", "RmspropTfState", "StochasticRoundingState",
-    "TrustRatioState", "adagrad_norm", "apollo", "clip_global_norm", "clipping", "diffgrad",
+    "TrustRatioState", "adagrad_norm", "add_l2", "apollo", "clip_global_norm", "clipping", "diffgrad",
     "durations", "exponential_decay", "factory", "lamb", "lars", "leafwise", "legw",
     "make_optimizer", "novograd", "parameters", "phases", "placement", "preset", "presets",
     "readings", "refined_schedule", "rmsprop_tf", "scale_by_trust_ratio", "scale_learning_rate",

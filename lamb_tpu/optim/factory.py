@@ -12,6 +12,7 @@ from lamb_tpu.optim import checks, clipping, leafwise, parameters, presets, roun
 from lamb_tpu.optim.adagrad_norm import adagrad_norm
 from lamb_tpu.optim.apollo import apollo
 from lamb_tpu.optim.diffgrad import diffgrad
+from lamb_tpu.optim.l2 import add_l2
 from lamb_tpu.optim.lamb import lamb
 from lamb_tpu.optim.lars import lars
 from lamb_tpu.optim.novograd import novograd
@@ -37,6 +38,9 @@ def make_optimizer(
           to it before anything else; the LAMB authors' code has 1.0. None for none.
         'axis_name': the mesh axes over which leaves are split inside `shard_map` or `pmap`, see
           `trust_ratio.scale_by_trust_ratio`.
+        'l2': the factor of an L2 term of the loss, beside the optimizer's own decay and before all
+          else, see `l2.add_l2`; 'l2_rules' say by `decay` which leaves are in it, without them
+          'rules'.
         'stochastic_rounding': a seed, or True for 0, for bfloat16 parameters, see `rounding`.
         'preset': the name of arguments in `presets.PRESETS` to begin with; others override them.
       learning_rate: a number, or a schedule of the count of completed updates.
@@ -58,7 +62,7 @@ def make_optimizer(
     known = [key for key in inspect.signature(build).parameters if key != "learning_rate"]
     common = {
         key: arguments.get(key) if key in known else arguments.pop(key, None)
-        for key in ("clip_global_norm", "axis_name", "stochastic_rounding")
+        for key in ("clip_global_norm", "axis_name", "l2", "l2_rules", "stochastic_rounding")
     }
     for key in arguments:
         if key not in known:
@@ -70,6 +74,14 @@ def make_optimizer(
     if common["clip_global_norm"] is not None and "clip_global_norm" not in known:
         clip = clipping.clip_global_norm(common["clip_global_norm"], common["axis_name"])
         tx = optax.chain(clip, tx)
+    rules = common["l2_rules"]
+    if common["l2"] is not None:
+        rules = arguments.get("rules", parameters.DEFAULT_RULES) if rules is None else rules
+        tx = add_l2(tx, common["l2"], rules)
+        if params is not None:
+            parameters.resolve(params, rules)
+    elif rules is not None:
+        raise ValueError("l2_rules say which leaves are in the term l2, which is missing")
     seed = common["stochastic_rounding"]
     if seed is None or seed is False:
         return tx

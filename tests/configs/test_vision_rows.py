@@ -139,6 +139,36 @@ def test_efficientnet(
     assert replicas == 32, line
 
 
+def test_efficientnet_keeps_the_l2_loss_beside_the_decay_of_lars() -> None:
+    """main.py adds it for every optimizer; the decay of LARS is another flag."""
+    lars = _config("imagenet_efficientnet", "optimizer=lars,batch=32768").optimizer
+    assert (lars.l2, lars.l2_rules, lars.weight_decay) == (1e-5, "resnet", 1e-5)
+    fields = {**lars}
+    del fields["learning_rate"]
+    params = {
+        "stem_conv": {"kernel": jnp.full((2, 2), 0.5)}, "stem_norm": {"scale": jnp.ones(2)},
+        "output": {"bias": jnp.full(3, 2.0)},
+    }
+    tx = make_optimizer(fields, 10.0, params)
+    updates, _ = tx.update(jax.tree.map(jnp.zeros_like, params), tx.init(params), params)
+    # The gradient is the term's alone: 1e-5 w, whose norm is that of LARS's decay.
+    np.testing.assert_allclose(
+        updates["stem_conv"]["kernel"], -10.0 * 0.001 * 1 / 2e-5 * 2e-5 * 0.5, rtol=1e-5
+    )
+    np.testing.assert_allclose(updates["output"]["bias"], -10.0 * 1e-5 * 2.0, rtol=1e-5)
+    assert not updates["stem_norm"]["scale"].any()
+
+
+@pytest.mark.parametrize("argument", ["", "optimizer=lars", "optimizer=momentum"])
+def test_crops_and_resizing_of_resnet(argument: str) -> None:
+    options = _config("imagenet_resnet", argument).data.options
+    # fb.resnet.torch, whose recipe momentum's is, has no least share of the picture but 0.08.
+    assert options.min_covered == (0.0 if "momentum" in argument else 0.1)
+    assert options.resize == "bicubic"
+    assert _config("imagenet_efficientnet", "").data.options.min_covered == 0.1
+    assert _config("imagenet_efficientnet", "").data.options.resize == "bicubic"
+
+
 # Tan and Le, table of efficientnet_builder.py: image size, dropout.
 @pytest.mark.parametrize(
     ("size", "pixels", "dropout"),

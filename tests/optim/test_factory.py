@@ -128,7 +128,7 @@ def test_rules_are_resolved_at_once_where_parameters_are_given():
     ({"name": "lamb", "beta1": 0.9}, "lamb has no argument 'beta1'; known: b1, b2, eps"),
     ({"name": "sgd", "learning_rate": 0.9},
      "sgd has no argument 'learning_rate'; known: weight_decay, rules, clip_global_norm, "
-     "axis_name, stochastic_rounding, preset"),
+     "axis_name, l2, l2_rules, stochastic_rounding, preset"),
     ({"name": "sgd", "preset": "paper"}, "'sgd' has no presets; known: .*lamb"),
     ({"name": "lamb", "preset": "papers"}, "lamb has no preset 'papers'; known: paper, author"),
     ({"name": "adam", "clip_global_norm": -1.0}, "clip_global_norm must be above 0.*not -1.0"),
