@@ -1,7 +1,10 @@
 """Checkpoints of a run: the train state and the data position, saved and restored together."""
 
+import contextlib
 import copy
 import pathlib
+import shutil
+import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -10,8 +13,9 @@ import numpy as np
 from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
-from lamb_tpu import checksums
+from lamb_tpu import checksums, distributed, storage
 from lamb_tpu.errors import UserError
+from lamb_tpu.saving import Background
 
 T = TypeVar("T")
 _SAVE = ocp.training.save_decision_policies
@@ -23,8 +27,8 @@ class Checkpoints:
 
     Saves are asynchronous: the state is copied off the devices, then written by threads while
     training goes on. A checkpoint appears under its name only when it is complete, with the
-    checksums of its files. Use as a context manager, or call `close`: both wait for a save under
-    way.
+    checksums of its files. `wait` says that it has come so far, `failure` that it will not. Use as
+    a context manager, or call `close`: both wait for a save under way.
 
     Args:
       directory: where they lie; made when missing.
@@ -33,6 +37,9 @@ class Checkpoints:
       writing: False for a mere reader, which must not clear away what a run beside it is saving.
       keep_besides: whether to keep the checkpoint of an update that is no longer one of the newest;
         asked again at each save.
+
+    Raises:
+      UserError: `directory` is to be written and cannot be made.
     """
 
     def __init__(
@@ -46,7 +53,16 @@ class Checkpoints:
         self.directory = directory.resolve()
         self._report = report
         self._saving: int | None = None
+        self._background = Background()
+        self._resources = contextlib.ExitStack()
+        if writing:
+            with storage.writing(self.directory):
+                self.directory.mkdir(parents=True, exist_ok=True)
+        self._path = self._plain_path()
         context = ocp.Context()
+        # In threads of its own it tells a failure only after a timeout of 300 s. In several
+        # processes that is for later: nobody may raise while the others wait at Orbax' barriers.
+        context.asynchronous.create_directories_asynchronously = jax.process_count() > 1
         # A function and not a method, which Orbax would copy together with this object.
         context.asynchronous.post_finalization_callback = lambda: self._seal()
         # As one file: by itself Orbax would write every number as an array.
@@ -55,7 +71,7 @@ class Checkpoints:
             ocp.handlers.JsonHandler, checkpointable_name="position"
         )
         self._checkpointer = ocp.training.Checkpointer(
-            self.directory,
+            self._path,
             # The trainer decides when to save; Orbax' default would save continuously.
             save_decision_policy=_SAVE.FixedIntervalPolicy(1),
             preservation_policy=_KEEP.AnyPreservationPolicy(
@@ -68,9 +84,38 @@ class Checkpoints:
         # poll. That would spoil the numbers by which `Preemption` lets all processes stop at once.
         self._checkpointer._manager.reached_preemption = lambda step: False
 
+    def _plain_path(self) -> pathlib.Path:
+        """The directory by a path without [ ] * and ?, which Orbax would take for a pattern."""
+        if not storage.has_pattern(self.directory):
+            return self.directory
+        link = self._resources.enter_context(tempfile.TemporaryDirectory(prefix="lamb_tpu-"))
+        path = pathlib.Path(link) / self.directory.name
+        path.symlink_to(self.directory)
+        return path
+
     def steps(self) -> list[int]:
         """Completed updates of the checkpoints on disk, ascending."""
         return sorted(checkpoint.step for checkpoint in self._checkpointer.checkpoints)
+
+    def try_out(self) -> None:
+        """Writes a small file where checkpoints go, so that what is wrong is told before work.
+
+        Raises:
+          UserError: it cannot be written; in every process, and all must call it.
+        """
+        with distributed.together():
+            try:
+                storage.try_out(self.directory)
+            except FileNotFoundError:
+                raise UserError(
+                    f"the folder of the checkpoints, {self.directory}, is no longer there; put it "
+                    "back and start the same command again, or start it with another --workdir"
+                ) from None
+            except OSError as error:
+                raise UserError(
+                    f"no checkpoint can be saved in {self.directory} ({storage.reason(error)}); "
+                    f"{self._what_is_safe()}"
+                ) from None
 
     def save(self, step: int, state: Any, position: dict[str, Any]) -> None:
         """Starts saving `state` (a pytree of arrays) and `position` (JSON-able) as update `step`.
@@ -79,15 +124,70 @@ class Checkpoints:
 
         Checkpoints of this and of later updates, which can only be damaged ones that a resumed run
         has passed over, are removed first: they would count among those to keep.
+
+        Raises:
+          UserError: this or the save before cannot be written; says what is safe.
         """
+        self.wait()
+        self.try_out()
         for damaged in [there for there in self.steps() if there >= step]:
             self._checkpointer.delete(damaged)
-        self._checkpointer.wait()  # for the save before, whose checksums go by `_saving`
         self._saving = step
-        self._checkpointer.save_checkpointables_async(
-            # Orbax copies the arrays, but reads what is JSON later, in its thread.
-            step, {"state": state, "position": copy.deepcopy(position)}
+        try:
+            self._background.begin()
+            response = self._checkpointer.save_checkpointables_async(
+                # Orbax copies the arrays, but reads what is JSON later, in its thread.
+                step, {"state": state, "position": copy.deepcopy(position)}
+            )
+            self._background.started(response)
+        except Exception as error:  # Orbax and TensorStore raise many types
+            self._background.fail(error)
+            raise self._failed(error) from None
+
+    def failure(self) -> UserError | None:
+        """The error of a save under way as soon as there is one, for a look between two updates."""
+        error = self._background.error
+        return None if error is None else self._failed(error)
+
+    def wait(self) -> None:
+        """Waits for a save under way, and sees that its checkpoint is there and complete.
+
+        Raises:
+          UserError: it is not; says what is safe. In every process, and all must call it.
+        """
+        if self._saving is not None:
+            with distributed.together():
+                self._finish()
+            self._saving = None
+
+    def _finish(self) -> None:
+        try:
+            self._background.wait()
+            if jax.process_index() == 0:
+                folder = self.directory / str(self._saving)
+                if (damage := checksums.find_damage(folder, contents=False)) is not None:
+                    raise ValueError(damage)
+        except Exception as error:
+            self._background.fail(error)
+            raise self._failed(error) from None
+
+    def _failed(self, error: BaseException) -> UserError:
+        return UserError(
+            f"the checkpoint of update {self._saving} cannot be saved in {self.directory} "
+            f"({storage.reason(error)}); {self._what_is_safe()}"
         )
+
+    def _what_is_safe(self) -> str:
+        with contextlib.suppress(OSError):
+            if steps := [
+                int(path.name) for path in self.directory.iterdir()
+                if path.name.isdecimal() and (path / checksums.NAME).is_file()
+            ]:
+                return (
+                    f"that of update {max(steps)} is safe: repair that, then start the same "
+                    "command again to go on from there"
+                )
+        return "there is none before it: repair that, then start the same command again"
 
     def _seal(self) -> None:
         """Adds the checksums, in Orbax' thread, when all is written but the name not yet given.
@@ -95,8 +195,8 @@ class Checkpoints:
         Orbax calls it on process 0, after a barrier behind the last write of every process.
         """
         if jax.process_index() == 0:
-            for folder in self.directory.glob(f"{self._saving}.*"):
-                checksums.write(folder)
+            (folder,) = self.directory.glob(f"{self._saving}.*")
+            checksums.write(folder)
 
     def restore(self, step: int, abstract_state: Any) -> tuple[Any, dict[str, Any]]:
         """State and data position of update `step`, placed as `abstract_state` says.
@@ -150,7 +250,7 @@ class Checkpoints:
         context = ocp.Context()
         context.pytree.loading.partial_load = True
         with context:
-            found = ocp.load(self.directory / str(step), abstract, checkpointable_name="state")
+            found = ocp.load(self._path / str(step), abstract, checkpointable_name="state")
         return jax.block_until_ready(found)
 
     def _read(self, step: int, load: Callable[[], T]) -> T:
@@ -205,14 +305,34 @@ class Checkpoints:
         return None
 
     def close(self) -> None:
-        """Waits for a save under way."""
-        self._checkpointer.close()
+        """Waits for a save under way; its checkpoint is complete if nothing is raised.
+
+        Raises:
+          UserError: as `wait`, but in this process only.
+        """
+        with self._resources:
+            if self._saving is not None and self._background.error is None:
+                self._finish()
+                self._saving = None
+            if self._background.error is None:
+                self._checkpointer.close()
+            elif jax.process_count() == 1:
+                with contextlib.suppress(Exception):  # it is told already
+                    self._checkpointer.close()
+                # What is there of a failed save takes room that the disk does not have.
+                for unfinished in self.directory.glob(f"{self._saving}.*"):
+                    shutil.rmtree(unfinished, ignore_errors=True)
 
     def __enter__(self) -> "Checkpoints":
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        try:
+            self.close()
+        except UserError as error:
+            if kind is None:
+                raise
+            self._report(str(error))  # what ended the run comes first
 
 
 class _Chosen:

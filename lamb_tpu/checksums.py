@@ -1,27 +1,48 @@
-"""Checksums of a folder's files, kept inside it: Orbax has none for the values of arrays."""
+"""Checksums of a checkpoint's files, kept inside it: Orbax has none for the values of arrays."""
 
+import fnmatch
 import hashlib
 import json
 import pathlib
+from collections.abc import Collection
 
 NAME = "sha256.json"
+# Of the state Orbax writes a part a process first, then merges them: that makes the manifest and d/.
+_NEEDED = ("position/data.json", "state/_METADATA", "state/manifest.ocdbt", "state/d/*")
 
 
 def write(folder: pathlib.Path) -> None:
-    """Writes the SHA-256 of every file in the folders below `folder` into `folder`/sha256.json."""
-    sums = {str(path.relative_to(folder)): _sha256(path) for path in _files(folder)}
+    """Writes the SHA-256 of every file in the folders below `folder` into `folder`/sha256.json.
+
+    Raises:
+      ValueError: a file is missing without which the checkpoint cannot be read.
+    """
+    names = _names(folder)
+    if (missing := _missing(names)) is not None:
+        raise ValueError(f"{missing} is missing: it was not written whole")
+    sums = {name: _sha256(folder / name) for name in names}
     (folder / NAME).write_text(json.dumps(sums, indent=1) + "\n")
 
 
-def find_damage(folder: pathlib.Path) -> str | None:
-    """What is wrong with the files of `folder`, or None if they are as they were written."""
+def find_damage(folder: pathlib.Path, contents: bool = True) -> str | None:
+    """What is wrong with the files of `folder`, or None if they are as they were written.
+
+    Args:
+      folder: of the checkpoint.
+      contents: False looks only whether all files are there.
+    """
     try:
         sums = json.loads((folder / NAME).read_text())
-        for name, expected in sums.items():
-            if not (folder / name).is_file():
-                return f"{name} is missing"
-            if _sha256(folder / name) != expected:
+        there = _names(folder)
+        for name in sums.keys() - set(there):
+            return f"{name} is missing"
+        for name in there:
+            if name not in sums:
+                return f"{name} is not in {NAME}"
+            if contents and _sha256(folder / name) != sums[name]:
                 return f"{name} is not as it was written"
+        if (missing := _missing(there)) is not None:
+            return f"{missing} is missing"
     except FileNotFoundError:
         return f"{NAME} is missing"
     except (OSError, ValueError, AttributeError) as error:
@@ -29,9 +50,15 @@ def find_damage(folder: pathlib.Path) -> str | None:
     return None
 
 
-def _files(folder: pathlib.Path) -> list[pathlib.Path]:
+def _missing(names: Collection[str]) -> str | None:
+    return next((needed for needed in _NEEDED if not fnmatch.filter(names, needed)), None)
+
+
+def _names(folder: pathlib.Path) -> list[str]:
     # Not those of the folder itself: Orbax still changes them as it commits a checkpoint.
-    return sorted(path for path in folder.glob("*/**/*") if path.is_file())
+    return sorted(
+        path.relative_to(folder).as_posix() for path in folder.glob("*/**/*") if path.is_file()
+    )
 
 
 def _sha256(path: pathlib.Path) -> str:

@@ -15,7 +15,7 @@ from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
 from lamb_tpu import terminal
-from lamb_tpu.errors import Preempted, UserError
+from lamb_tpu.errors import Interrupted, Preempted, UserError
 
 
 def define_config_flag() -> None:
@@ -164,7 +164,7 @@ def run_main(main: Callable[[], None], required: Sequence[str] = ()) -> None:
     except Preempted as preempted:
         print(preempted, file=sys.stderr)
         # All processes of a run are preempted together, so here they may wait for each other.
-        sys.exit(os.EX_TEMPFAIL)
+        sys.exit(130 if isinstance(preempted, Interrupted) else os.EX_TEMPFAIL)
     except KeyboardInterrupt:
         print("interrupted; nothing that was saved is lost", file=sys.stderr)
         _end(130)

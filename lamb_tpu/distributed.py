@@ -5,6 +5,7 @@ fails wait for the others, who wait for it in a collective operation. So what ca
 here first, or ended here, and told in a sentence.
 """
 
+import contextlib
 import os
 import re
 import socket
@@ -13,11 +14,13 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 import jax
+import numpy as np
 from absl import flags
+from jax.experimental import multihost_utils
 
 from lamb_tpu.errors import UserError
 
@@ -30,6 +33,7 @@ HEARTBEAT_SECONDS = 60
 SHUTDOWN_SECONDS = 120
 # JAX must not give up before we do, for it tells nothing of use.
 _MARGIN_SECONDS = 60
+_SENTENCE_BYTES = 2048  # of another process' error
 
 
 def define_flags() -> None:
@@ -227,6 +231,37 @@ def _give_up(address: str, index: int, count: int, seconds: int) -> None:
         flush=True,
     )
     os._exit(2)
+
+
+def agree(error: UserError | None) -> None:
+    """Raises in every process of the run when one of them has an error; all must call it.
+
+    Raises:
+      UserError: its own error, or that of the first process that has one.
+    """
+    if jax.process_count() > 1:
+        failed = multihost_utils.process_allgather(np.bool_(error is not None))
+        if failed.any():
+            text = np.zeros(_SENTENCE_BYTES, np.uint8)
+            own = np.frombuffer(str(error or "").encode()[:_SENTENCE_BYTES], np.uint8)
+            text[: len(own)] = own
+            first = int(np.argmax(failed))
+            told = multihost_utils.process_allgather(text)[first].tobytes().rstrip(b"\0")
+            if error is None:
+                raise UserError(f"process {first}: {told.decode(errors='replace')}")
+    if error is not None:
+        raise error
+
+
+@contextlib.contextmanager
+def together() -> Iterator[None]:
+    """Lets a UserError that the block raises in one process end all; all must enter it."""
+    failure: UserError | None = None
+    try:
+        yield
+    except UserError as error:
+        failure = error
+    agree(failure)
 
 
 def leave(status: int) -> NoReturn:

@@ -15,3 +15,7 @@ class Preempted(BaseException):
     Command-line entry points print the message and exit with status 75, `os.EX_TEMPFAIL`. Like
     KeyboardInterrupt it is no Exception: what handles failures must not take it for one.
     """
+
+
+class Interrupted(Preempted):
+    """The run was asked to end by Ctrl-C, and has saved as for SIGTERM; the exit status is 130."""

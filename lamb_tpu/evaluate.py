@@ -46,7 +46,7 @@ from lamb_tpu.workdir import Workdir
 def make_evaluator(
     run: Run,
     between: Callable[[], None] = lambda: None,
-    keep_files: bool = False,
+    keep_file: Callable[[str, str], None] | None = None,
     files_prefix: str = "",
 ) -> Callable[[TrainState], dict[str, float]]:
     """A function of the state to the task's metrics over every example of the evaluation set.
@@ -60,13 +60,13 @@ def make_evaluator(
     Args:
       run: the run.
       between: called before each batch, by all processes before the same ones; may raise.
-      keep_files: the first process writes the files that a `HostScored` task makes into the run's
-        folder; those of the averages as 'ema_predictions.json' beside 'predictions.json'.
+      keep_file: called in the first process with name and text of each file that a `HostScored`
+        task makes; those of the averages are 'ema_predictions.json' beside 'predictions.json'.
       files_prefix: set before their names.
     """
     task, num_examples = run.task, len(run.eval_set)
     is_scored = isinstance(task, HostScored)
-    keep_files = keep_files and jax.process_index() == 0
+    keep_file = keep_file if jax.process_index() == 0 else None
     eval_step = step_lib.make_eval_step(task, run.mesh)
     predict_step = step_lib.make_predict_step(task, run.mesh) if is_scored else lambda *_: None
     batch_size = run.eval_batch_size
@@ -116,8 +116,8 @@ def make_evaluator(
             scores, files = task.score(run.eval_set, whole)
             metrics |= {prefix + name: value for name, value in scores.items()}
             for name, text in files.items():
-                if keep_files:
-                    run.folder.write_file(files_prefix + prefix + name, text)
+                if keep_file is not None:
+                    keep_file(files_prefix + prefix + name, text)
         return metrics
 
     return evaluate
@@ -140,6 +140,8 @@ def evaluate_checkpoint(
     split: str | None = None,
 ) -> dict[str, float]:
     """Metrics of a checkpoint, with `step`, its update, among them; the task's files are written.
+
+    The run's folder may be one that can only be read: then it is told that they are not written.
 
     Args:
       config: the one that the run was started with; None reads it from the workdir.
@@ -191,7 +193,14 @@ def evaluate_checkpoint(
     if restored is None:
         raise UserError(f"--workdir {run.folder.path} has no checkpoint yet")
     state, _ = restored
-    evaluator = make_evaluator(run, keep_files=True, files_prefix=prefix)
+
+    def keep_file(name: str, text: str) -> None:
+        try:
+            run.folder.write_file(name, text)
+        except UserError as error:
+            _tell(f"{name} is not written: {str(error).partition(';')[0]}")
+
+    evaluator = make_evaluator(run, keep_file=keep_file, files_prefix=prefix)
     metrics = evaluator(state)
     _tell(run.describe_read(training=False))
     return {"step": int(state.step), **metrics}

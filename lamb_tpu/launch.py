@@ -45,6 +45,7 @@ _SETTLE_SECONDS = 0.2
 _LINES_SHOWN = 20
 _BYTES_READ = 2**20  # of a log's end
 _PR_SET_PDEATHSIG = 1  # of Linux' prctl
+_INTERRUPTED = 130  # exit status after Ctrl-C
 _SHOW_CURSOR = "\x1b[?25h"  # a progress bar that was killed has hidden it
 
 
@@ -235,7 +236,7 @@ def _supervise(processes: Sequence[_Process], received: list[int], grace_seconds
             time.sleep(_SETTLE_SECONDS)
             failed = _first_failed(processes)
             # Preempted processes end by themselves, after their last save.
-            seconds = grace_seconds if _is_preempted(failed) else _SECONDS_AFTER_FAILURE
+            seconds = grace_seconds if _was_asked(failed) else _SECONDS_AFTER_FAILURE
             deadline = min(deadline, time.monotonic() + seconds)
             if not forwarded:
                 _explain(failed)
@@ -268,12 +269,19 @@ def _supervise(processes: Sequence[_Process], received: list[int], grace_seconds
         _tell("preempted; start the same command again to resume")
         return os.EX_TEMPFAIL
     status = failed.status()
+    if status == _INTERRUPTED:
+        _tell("interrupted; start the same command again to resume")
     return status if status > 0 else 128 - status
 
 
 def _is_preempted(process: _Process) -> bool:
     """Whether it has saved and ended, or was asked to end before it could listen."""
     return process.status() in (os.EX_TEMPFAIL, -signal.SIGTERM)
+
+
+def _was_asked(process: _Process) -> bool:
+    """Whether it has saved and ended because of a signal, Ctrl-C too."""
+    return _is_preempted(process) or process.status() == _INTERRUPTED
 
 
 def _signal_all(processes: Sequence[_Process], number: int) -> None:
@@ -291,13 +299,13 @@ def _first_failed(processes: Sequence[_Process]) -> _Process | None:
     failed = [process for process in processes if process.status()]
     return min(
         failed,
-        key=lambda process: (process.status() == -signal.SIGABRT, _is_preempted(process)),
+        key=lambda process: (process.status() == -signal.SIGABRT, _was_asked(process)),
         default=None,
     )
 
 
 def _explain(process: _Process) -> None:
-    if _is_preempted(process):
+    if _was_asked(process):
         return
     text = f"process {process.index} {process.ending()}"
     if process.log is None:

@@ -3,13 +3,18 @@
 import json
 import math
 import pathlib
-from collections.abc import Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
-from tensorboardX import SummaryWriter
+from tensorboardX import event_file_writer, summary
+from tensorboardX.proto import event_pb2
 
+from lamb_tpu import storage
 from lamb_tpu.errors import UserError
+
+_FLUSH_SECONDS = 120  # of TensorBoard's files
 
 
 def fetched(trees: Iterable[Any]) -> Iterator[Any]:
@@ -67,6 +72,10 @@ class MetricsWriter:
       enabled: False writes nothing, as on every process but the first.
       evaluated: False where the evaluation of `start_step` is still to come: what it had recorded
         is removed too.
+      failed: receives a UserError, once, when a file can no longer be written; None raises it.
+
+    Raises:
+      UserError: a file cannot be written.
     """
 
     def __init__(
@@ -76,18 +85,18 @@ class MetricsWriter:
         tensorboard: bool,
         enabled: bool = True,
         evaluated: bool = True,
+        failed: Callable[[UserError], None] | None = None,
     ) -> None:
         self.path = workdir / "metrics.jsonl"
-        self._file = self._tensorboard = None
+        self._file: storage.LineFile | None = None
+        self._tensorboard: _TensorBoard | None = None
         if not enabled:
             return
         if self.path.exists():
             _remove_records_after(self.path, start_step, evaluated)
-        self._file = self.path.open("a")
+        self._file = storage.LineFile(self.path, failed)
         if tensorboard:
-            self._tensorboard = SummaryWriter(
-                str(workdir / "tensorboard"), purge_step=start_step + 1
-            )
+            self._tensorboard = _TensorBoard(workdir / "tensorboard", start_step, failed)
 
     def write(self, step: int, kind: str, values: Mapping[str, float]) -> None:
         """Writes one record; it is not lost when the process is killed."""
@@ -96,19 +105,83 @@ class MetricsWriter:
         record = {"step": step, "kind": kind, **values}
         # JSON has no NaN: a non-finite value is written as a string.
         finite = {k: v if not _is_nonfinite(v) else str(v) for k, v in record.items()}
-        self._file.write(json.dumps(finite) + "\n")
-        self._file.flush()
+        self._file.write(json.dumps(finite))
         if self._tensorboard is not None:
-            for name, value in values.items():
-                self._tensorboard.add_scalar(f"{kind}/{name}", value, step)
+            self._tensorboard.write(step, {f"{kind}/{name}": x for name, x in values.items()})
+
+    def close(self) -> None:
+        """Writes what is left; it may be closed already."""
+        for file in (self._file, self._tensorboard):
+            if file is not None:
+                file.close()
 
     def __enter__(self) -> "MetricsWriter":
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for file in (self._file, self._tensorboard):
-            if file is not None:
+        self.close()
+
+
+class _TensorBoard:
+    """TensorBoard's file of one start.
+
+    Not tensorboardX' own writer: it writes in a thread that a full disk ends, with a traceback,
+    and then the run waits for that thread for ever.
+
+    Args:
+      folder: for the file; made when missing.
+      start_step: TensorBoard hides what earlier files have of later updates.
+      failed: as of `MetricsWriter`.
+    """
+
+    def __init__(
+        self, folder: pathlib.Path, start_step: int, failed: Callable[[UserError], None] | None
+    ) -> None:
+        self._folder, self._failed = folder, failed
+        begun = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+        with storage.writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = event_file_writer.EventsWriter(str(folder / "events"))
+            self._add(start_step + 1, file_version="brain.Event:2")
+            self._add(start_step + 1, session_log=begun)
+            self._flush()
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Adds values by their names; on disk after a while."""
+        if self._file is None:
+            return
+        try:
+            with storage.writing(self._folder):
+                for name, value in values.items():
+                    self._add(step, summary=summary.scalar(name, value))
+                if time.monotonic() > self._flushed + _FLUSH_SECONDS:
+                    self._flush()
+        except UserError as error:
+            self._fail(error)
+
+    def _add(self, step: int, **content: Any) -> None:
+        self._file.write_event(event_pb2.Event(wall_time=time.time(), step=step, **content))
+
+    def _flush(self) -> None:
+        self._file.flush()
+        self._flushed = time.monotonic()
+
+    def _fail(self, error: UserError) -> None:
+        self._file = None
+        if self._failed is None:
+            raise error
+        self._failed(error)
+
+    def close(self) -> None:
+        """Writes what is left; it may be closed already."""
+        if self._file is None:
+            return
+        file, self._file = self._file, None
+        try:
+            with storage.writing(self._folder):
                 file.close()
+        except UserError as error:
+            self._fail(error)
 
 
 def read_records(path: pathlib.Path, kind: str | None = None) -> list[dict[str, Any]]:
@@ -136,9 +209,7 @@ def _remove_records_after(path: pathlib.Path, step: int, evaluated: bool) -> Non
         return record["step"] < step + (record["kind"] not in ("eval", "target") or evaluated)
 
     kept = [record for record in read_records(path) if remains(record)]
-    replacement = path.with_suffix(".jsonl.new")
-    replacement.write_text("".join(json.dumps(record) + "\n" for record in kept))
-    replacement.replace(path)
+    storage.replace(path, "".join(json.dumps(record) + "\n" for record in kept))
 
 
 def _is_nonfinite(value: Any) -> bool:

@@ -23,9 +23,11 @@ import json
 import math
 import pathlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from lamb_tpu import storage
+from lamb_tpu.errors import UserError
 from lamb_tpu.optim import factory, presets
 from lamb_tpu.recipe import Recipe
 from lamb_tpu.run import Run
@@ -126,10 +128,14 @@ class MLPerfLog:
       recipe: what the run does.
       step: completed updates where this start goes on.
       metric: of the evaluation, which MLPerf calls `eval_accuracy` whatever it is.
+      failed: receives a UserError, once, when the file can no longer be written; None raises it.
     """
 
-    def __init__(self, path: pathlib.Path | None, recipe: Recipe, step: int, metric: str) -> None:
-        self._file = None if path is None else path.open("a")
+    def __init__(
+        self, path: pathlib.Path | None, recipe: Recipe, step: int, metric: str,
+        failed: Callable[[UserError], None] | None = None,
+    ) -> None:
+        self._file = None if path is None else storage.LineFile(path, failed)
         self._recipe, self._step, self._metric = recipe, step, metric
         self._block: dict[str, Any] | None = None
 
@@ -209,5 +215,4 @@ class MLPerfLog:
             "value": value,
             "metadata": metadata or {},
         }
-        self._file.write(f":::MLLOG {json.dumps(line)}\n")
-        self._file.flush()
+        self._file.write(f":::MLLOG {json.dumps(line)}")

@@ -298,7 +298,8 @@ def prepare(
         rules_lib.check_rule(number, rule)
     folder = None if workdir is None else Workdir(workdir)
     if folder is not None:
-        folder.check(config, config_lib.FREE_KEYS if training else config_lib.EVAL_FREE_KEYS)
+        free_keys = config_lib.FREE_KEYS if training else config_lib.EVAL_FREE_KEYS
+        folder.check(config, free_keys, writing=training)
     start = None
     if training:
         start = initial.find(config, folder)

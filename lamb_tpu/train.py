@@ -21,7 +21,7 @@ from lamb_tpu.best import Best
 from lamb_tpu.checkpoint import Checkpoints
 from lamb_tpu.config import check_keys
 from lamb_tpu.desync import make_desync_check
-from lamb_tpu.errors import Preempted
+from lamb_tpu.errors import Interrupted, Preempted, UserError
 from lamb_tpu.evaluate import make_evaluator, metric_names
 from lamb_tpu.guards import Guards
 from lamb_tpu.heartbeat import Heartbeat
@@ -51,8 +51,8 @@ def train(
     It ends with its duration or, where `config.target` says so, at the first evaluation that
     reaches the target.
 
-    SIGTERM is answered by a checkpoint of the last completed update; only before the first one is
-    nothing saved, because the seed gives that state again.
+    SIGTERM and Ctrl-C are answered by a checkpoint of the last completed update; only before the
+    first one is nothing saved, because the seed gives that state again.
 
     Args:
       config: a recipe, see `lamb_tpu.config.base_config`.
@@ -65,8 +65,9 @@ def train(
 
     Raises:
       UserError: a mistake in the config, the data or the workdir, found before anything compiles;
-        or `guards.Diverged`.
+        a file of the run that can no longer be written; or `guards.Diverged`.
       Preempted: SIGTERM has come, and all is saved.
+      Interrupted: Ctrl-C has come, and all is saved.
     """
     check_keys(config)
     if not config.phases:
@@ -123,6 +124,7 @@ def _train(
             keep_besides=lambda step: step == best.step or recipe.is_due(recipe.keep_every, step),
         ) as checkpoints,
     ):
+        checkpoints.try_out()
         restored = checkpoints.restore_latest(run.abstract_state)
         if restored is None:
             state, position = run.first_state(), {}
@@ -139,19 +141,21 @@ def _train(
         # evaluation that was broken off.
         unlogged: list[tasks.Sums] = position.get("unlogged", [])
         eval_due: bool = position.get("eval_due", False)
-        if is_first and not is_over:
-            facts = {
-                "mesh": dict(mesh.shape), "batch_norm": run.batch_norm, "from_step": step,
-            }
-            if restored is None and run.start is not None:
-                folder.write_init(run.start.record)
-            folder.write_receipt(config, run.table, facts, run.train_set)
-        writer = MetricsWriter(
-            folder.path, first_step, config.log.tensorboard, is_first, evaluated=not eval_due
-        )
+        with distributed.together():
+            if is_first and not is_over:
+                facts = {
+                    "mesh": dict(mesh.shape), "batch_norm": run.batch_norm, "from_step": step,
+                }
+                if restored is None and run.start is not None:
+                    folder.write_init(run.start.record)
+                folder.write_receipt(config, run.table, facts, run.train_set)
+            writer = MetricsWriter(
+                folder.path, first_step, config.log.tensorboard, is_first, not eval_due,
+                preemption.fail,
+            )
 
         def last_checkpoint() -> str:
-            checkpoints.close()
+            checkpoints.wait()
             saved = checkpoints.steps()
             return str(checkpoints.directory / str(saved[-1])) if saved else "not yet written"
 
@@ -172,7 +176,15 @@ def _train(
 
         def go_on(completed: str) -> None:
             watchdog.progress(completed)
+            if (failure := checkpoints.failure()) is not None:
+                preemption.fail(failure)
             preemption.poll()
+
+        def keep_file(name: str, text: str) -> None:
+            try:
+                folder.write_file(name, text)
+            except UserError as error:
+                preemption.fail(error)
 
         def look() -> None:
             """Fetches the metrics of the updates since the last look and passes judgement."""
@@ -203,7 +215,7 @@ def _train(
         check_copies = make_desync_check(copied(run.abstract_state), mesh)
         train_step = run.make_train_step()
         evaluate = make_evaluator(
-            run, between=lambda: go_on("a batch of the evaluation"), keep_files=True
+            run, between=lambda: go_on("a batch of the evaluation"), keep_file=keep_file
         )
         if not is_over:  # compiled here, before the clock starts, as the evaluation was
             train_step.lower(run.abstract_state, run.abstract_batch()).compile()
@@ -214,7 +226,7 @@ def _train(
         has_log = config.log.mlperf and is_first and target.reached is None
         mlperf = MLPerfLog(
             folder.path / "mlperf.log" if has_log and (eval_due or not is_over) else None,
-            recipe, step, config.target.metric,
+            recipe, step, config.target.metric, preemption.fail,
         )
         start = time.monotonic()
         mlperf.describe(run, start - began)
@@ -306,20 +318,25 @@ def _train(
                 if not is_over and (pictures := run.counts_read()):
                     writer.write(step, "pictures", pictures)
                     progress.message(run.describe_read())
-            except Preempted:
+                checkpoints.wait()
+                writer.close()
+                preemption.settle()
+            except Preempted as notice:
+                ended = "interrupted" if isinstance(notice, Interrupted) else "preempted"
                 if not step:
-                    raise Preempted(
-                        "preempted before the first update; start the same command again"
+                    raise type(notice)(
+                        f"{ended} before the first update; start the same command again"
                     ) from None
                 if step > saved_step:
                     if recipe.desync_every:
                         check_copies(copied(state), step)
                     look()
                     save()
+                checkpoints.wait()
                 if told := run.describe_read():
                     progress.message(told)
-                raise Preempted(
-                    f"preempted at update {step}, saved; start the same command again to resume"
+                raise type(notice)(
+                    f"{ended} at update {step}, saved; start the same command again to resume"
                 ) from None
     return eval_metrics
 

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from lamb_tpu import __version__
+from lamb_tpu import __version__, storage
 from lamb_tpu.config import FREE_KEYS, differences, flatten
 from lamb_tpu.data import Source, title
 from lamb_tpu.data.text import saved
@@ -49,19 +49,21 @@ class Workdir:
         self.init = self.path / "init.json"
         self.checkpoints = self.path / "checkpoints"
 
-    def check(self, config: ConfigDict, free_keys: tuple[str, ...] = FREE_KEYS) -> None:
+    def check(
+        self, config: ConfigDict, free_keys: tuple[str, ...] = FREE_KEYS, writing: bool = True
+    ) -> None:
         """Makes the folder when missing, and refuses one that this config may not write into.
 
-        Nothing that is already there is changed. `free_keys` of the config may differ.
+        Nothing that is already there is changed. `free_keys` of the config may differ. Without
+        `writing` the folder may be one that can only be read.
 
         Raises:
           UserError: it cannot be written, or holds a run of another config or of none.
         """
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            probe = self.path / f".write-probe-{os.getpid()}"
-            probe.touch()
-            probe.unlink()
+            if writing:
+                self.path.mkdir(parents=True, exist_ok=True)
+                storage.try_out(self.path)
         except OSError as error:
             raise UserError(
                 f"{self._key} {self.path} cannot be written ({error.strerror}); give a folder "
@@ -132,7 +134,7 @@ class Workdir:
 
     def write_init(self, record: Mapping[str, Any]) -> None:
         """Writes where the first weights came from."""
-        _write(self.init, json.dumps(record, indent=1) + "\n")
+        storage.replace(self.init, json.dumps(record, indent=1) + "\n")
 
     def _read(self, file: pathlib.Path) -> dict[str, Any] | None:
         try:
@@ -153,8 +155,12 @@ class Workdir:
             )
 
     def write_file(self, name: str, text: str) -> None:
-        """Writes a file into the folder; a reader sees the old one or the new one."""
-        _write(self.path / name, text)
+        """Writes a file into the folder; a reader sees the old one or the new one.
+
+        Raises:
+          UserError: it cannot be written.
+        """
+        storage.replace(self.path / name, text)
 
     def check_text(self, source: Source) -> None:
         """Refuses to resume where the tokens of a text mean something else than they did."""
@@ -169,7 +175,7 @@ class Workdir:
 
     def write_config(self, config: ConfigDict) -> None:
         """Writes the config."""
-        _write(self.config, json.dumps(flatten(config), indent=1) + "\n")
+        storage.replace(self.config, json.dumps(flatten(config), indent=1) + "\n")
 
     def write_receipt(
         self, config: ConfigDict, table: str, facts: Mapping[str, Any], source: Source | None = None
@@ -179,7 +185,7 @@ class Workdir:
         With `source`, the training set, also the vocabulary of a text.
         """
         self.write_config(config)
-        _write(self.parameters, table)
+        storage.replace(self.parameters, table)
         if source is not None and source.vocabulary is not None:
             saved.save(self.path, source.vocabulary, source.cased)
         record = {
@@ -195,15 +201,9 @@ class Workdir:
             "processes": jax.process_count(),
             **facts,
         }
-        with self.run.open("a") as file:
-            file.write(json.dumps(record) + "\n")
-
-
-def _write(path: pathlib.Path, text: str) -> None:
-    # By rename, so that a run killed here leaves the old file or the new one.
-    temporary = path.with_name(path.name + ".new")
-    temporary.write_text(text)
-    temporary.replace(path)
+        lines = storage.LineFile(self.run)
+        lines.write(json.dumps(record))
+        lines.close()
 
 
 def _commit() -> str | None:

@@ -86,11 +86,11 @@ def test_others_are_kept_besides(tmp_path: pathlib.Path) -> None:
     with Checkpoints(tmp_path, 2, keep_besides=lambda step: step in (1, best)) as checkpoints:
         for step in (1, 2, 3, 4, 5, 6):
             checkpoints.save(step, state(step), position(step))
-        checkpoints.close()
+        checkpoints.wait()
         assert checkpoints.steps() == [1, 3, 5, 6]
         best = 6  # it is asked anew each time
         checkpoints.save(7, state(7), position(7))
-        checkpoints.close()
+        checkpoints.wait()
         checkpoints.save(8, state(8), position(8))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "6", "7", "8"]
 
@@ -179,7 +179,7 @@ def test_saving_after_a_damaged_one_was_passed_over(
     with Checkpoints(folder, keep, lambda text: None) as checkpoints:
         assert int(checkpoints.restore_latest(ABSTRACT)[0]["step"]) == 3
         checkpoints.save(step, state(step), position(step))
-        checkpoints.close()
+        checkpoints.wait()
         assert checkpoints.steps() == [2, 3, step][-keep:]
     assert latest(folder) == (step, [])
 
@@ -207,7 +207,7 @@ def test_saved_is_the_state_at_the_call(tmp_path: pathlib.Path) -> None:
             where["at"].append(step)
             for _ in range(10):
                 tree = bump(tree)
-        checkpoints.close()
+        checkpoints.wait()
         for step in range(1, 4):
             found, position = checkpoints.restore(step, abstract)
             assert (np.asarray(found["weights"]) == 10 * (step - 1)).all()

@@ -156,7 +156,7 @@ def test_files_of_the_weights_and_of_their_averages(
 ) -> None:
     state, _ = tiny.restored(config(), averaged)
     run = listing(prepare(config(), tmp_path))
-    make_evaluator(run, keep_files=True)(state)
+    make_evaluator(run, keep_file=run.folder.write_file)(state)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ema_labels.txt", "labels.txt"]
     for prefix, params in (("", state.params), ("ema_", state.ema[0])):
         found = json.loads((tmp_path / f"{prefix}labels.txt").read_text())

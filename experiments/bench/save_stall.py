@@ -75,11 +75,11 @@ def measure(directory: pathlib.Path) -> dict[str, list[float]]:
                 state, one = timed(step, state)
                 seconds["beside"].append(one)
             seconds["written"].append(time.monotonic() - start)
-            checkpoints.close()
+            checkpoints.wait()
 
             start = time.monotonic()
             checkpoints.save(2 * number + 1, state, {})
-            checkpoints.close()
+            checkpoints.wait()
             seconds["waited"].append(time.monotonic() - start)
     return seconds
 

@@ -3,6 +3,7 @@
 import json
 import pathlib
 
+from lamb_tpu import storage
 from lamb_tpu.data.text.vocabulary import Vocabulary
 from lamb_tpu.errors import UserError
 
@@ -13,8 +14,8 @@ _OF_TRANSFORMERS = "tokenizer_config.json"
 
 def save(folder: str | pathlib.Path, vocabulary: Vocabulary, cased: bool) -> None:
     """Writes `vocab.txt` and `text.json`, {"cased": ...}, into a folder that exists."""
-    vocabulary.write(pathlib.Path(folder, VOCABULARY))
-    pathlib.Path(folder, SETTINGS).write_text(json.dumps({"cased": cased}) + "\n", "utf-8")
+    storage.replace(pathlib.Path(folder, VOCABULARY), vocabulary.text())
+    storage.replace(pathlib.Path(folder, SETTINGS), json.dumps({"cased": cased}) + "\n")
 
 
 def read(path: str | pathlib.Path) -> tuple[Vocabulary, bool | None]:

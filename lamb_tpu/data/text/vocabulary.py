@@ -52,7 +52,11 @@ class Vocabulary:
 
     def write(self, path: str | pathlib.Path) -> None:
         """Writes a `vocab.txt`."""
-        pathlib.Path(path).write_text("".join(f"{token}\n" for token in self.tokens), "utf-8")
+        pathlib.Path(path).write_text(self.text(), "utf-8")
+
+    def text(self) -> str:
+        """The content of a `vocab.txt`."""
+        return "".join(f"{token}\n" for token in self.tokens)
 
     def __len__(self) -> int:
         return len(self.tokens)
