@@ -2,8 +2,10 @@
 
 Each takes an image, uint8 (height, width, 3) in the order RGB, and gives a new one of the same
 shape; the one it is given stays as it is. They are defined as in Pillow, which the operations of
-TensorFlow's TPU code for EfficientNet are meant to equal. Values that a factor makes are rounded,
-where both of those cut them off: a grey level at most. What was outside a moved image is 128.
+TensorFlow's TPU code for EfficientNet are meant to equal, but for two things. Values that a factor
+makes are rounded, where both of those cut them off: a grey level at most. And shears are
+TensorFlow's, which leaves the first row or column in its place: Pillow counts from the corner of
+the image, which moves all by half of `share` more. What was outside a moved image is 128.
 
 References:
   tensorflow/tpu, models/official/efficientnet/autoaugment.py.
@@ -107,12 +109,12 @@ def rotate(image: np.ndarray, degrees: float) -> np.ndarray:
 
 
 def shear_x(image: np.ndarray, share: float) -> np.ndarray:
-    """Moves row y to the left by `share` * y pixels."""
+    """Moves row y to the left by `share` * y pixels; Pillow: by `share` * (y + 0.5)."""
     return _moved(image, (1, share, 0), (0, 1, 0))
 
 
 def shear_y(image: np.ndarray, share: float) -> np.ndarray:
-    """Moves column x upwards by `share` * x pixels."""
+    """Moves column x upwards by `share` * x pixels; Pillow: by `share` * (x + 0.5)."""
     return _moved(image, (1, 0, 0), (share, 1, 0))
 
 

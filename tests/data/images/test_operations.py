@@ -130,8 +130,55 @@ def test_moves(image: np.ndarray, name: str, argument: float) -> None:
     if name == "rotate":
         pillows = drawn.rotate(argument, fillcolor=(128, 128, 128))
         assert (found != np.asarray(pillows)).any(-1).mean() < 0.05
+    elif name.startswith("translate"):
+        at = (1, 0, x1, 0, 1, y1)
+        pillows = drawn.transform(
+            drawn.size, Image.Transform.AFFINE, at, fillcolor=(128, 128, 128)
+        )
+        np.testing.assert_array_equal(found, pillows)
     outside = (sources < -0.51).any(0) | (sources[0] > width - 0.49) | (sources[1] > height - 0.49)
     assert outside.any() and (found[outside] == 128).all()
+
+
+# TensorFlow 2.21, tf.raw_ops.ImageProjectiveTransformV3 with NEAREST, which is what the TPU code's
+# contrib_image.transform calls, of the numbers 1 to 48 in six rows. 128 is outside.
+SHEARS = {
+    ("shear_x", 0.3): """
+        1 2 3 4 5 6 7 8        9 10 11 12 13 14 15 16     18 19 20 21 22 23 24 128
+        26 27 28 29 30 31 32 128   34 35 36 37 38 39 40 128   43 44 45 46 47 48 128 128""",
+    ("shear_x", -0.27): """
+        1 2 3 4 5 6 7 8        9 10 11 12 13 14 15 16     128 17 18 19 20 21 22 23
+        128 25 26 27 28 29 30 31   128 33 34 35 36 37 38 39   128 41 42 43 44 45 46 47""",
+    ("shear_y", 0.3): """
+        1 2 11 12 13 22 23 24      9 10 19 20 21 30 31 32     17 18 27 28 29 38 39 40
+        25 26 35 36 37 46 47 48    33 34 43 44 45 128 128 128
+        41 42 128 128 128 128 128 128""",
+    ("shear_y", -0.27): """
+        1 2 128 128 128 128 128 128   9 10 3 4 5 6 128 128    17 18 11 12 13 14 7 8
+        25 26 19 20 21 22 15 16    33 34 27 28 29 30 23 24    41 42 35 36 37 38 31 32""",
+}
+
+
+@pytest.mark.parametrize(("name", "share"), SHEARS)
+def test_shears_are_tensorflows_not_pillows(name: str, share: float) -> None:
+    numbers = np.arange(1, 49, dtype=np.uint8).reshape(6, 8, 1).repeat(3, -1)
+    found = getattr(operations, name)(numbers, share)
+    expected = np.array(SHEARS[name, share].split(), int).reshape(6, 8)
+    # Half way between two pixels (0.3 * 5) TensorFlow takes the further one.
+    clear = np.abs(share * np.arange(8) % 1 - 0.5) > 0.01
+    places = clear[None, :] if name == "shear_y" else clear[:6, None]
+    places = np.broadcast_to(places, (6, 8))
+    np.testing.assert_array_equal(found[places, 0], expected[places])
+    drawn = Image.fromarray(numbers)
+
+    def pillows(offset: float) -> np.ndarray:
+        rows = (1, share, offset, 0, 1, 0) if name == "shear_x" else (1, 0, 0, share, 1, offset)
+        return np.asarray(drawn.transform(
+            drawn.size, Image.Transform.AFFINE, rows, fillcolor=(128, 128, 128)
+        ))
+
+    np.testing.assert_array_equal(pillows(-share / 2)[places], found[places])
+    assert share < 0 or (pillows(0.0) != found)[places].any()
 
 
 @pytest.mark.parametrize("half, row, column", [(0, 5, 5), (4, 30, 20), (9, 0, 46), (500, 60, 0)])
