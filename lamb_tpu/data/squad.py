@@ -8,7 +8,7 @@ import json
 import pathlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from tokenizers import Encoding
@@ -16,6 +16,9 @@ from tokenizers import Encoding
 from lamb_tpu.data.text.vocabulary import Vocabulary
 from lamb_tpu.data.text.wordpiece import make_tokenizer
 from lamb_tpu.errors import UserError
+
+KindT = TypeVar("KindT", str, int, bool, list)
+_KINDS = {str: "a string", int: "a whole number", bool: "true or false", list: "a list"}
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,8 @@ def read_questions(path: str | pathlib.Path) -> list[Question]:
     """All questions of a SQuAD file, in its order.
 
     Raises:
-      UserError: there is no such file, it is no SQuAD file, has no question, or an id twice.
+      UserError: there is no such file, it is no SQuAD file, has no question, an id twice, or a
+        value of another kind, such as null for a text.
     """
     try:
         articles = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))["data"]
@@ -79,9 +83,9 @@ def read_questions(path: str | pathlib.Path) -> list[Question]:
     except OSError as error:
         raise UserError(f"the questions {path} cannot be read ({error.strerror})") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
+        told = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
         raise UserError(
-            f"{path} is no SQuAD file, JSON with data > paragraphs > context and qas "
-            f"({type(error).__name__}: {error})"
+            f"{path} is no SQuAD file, JSON with data > paragraphs > context and qas ({told})"
         ) from error
     if not questions:
         raise UserError(f"{path} has no question")
@@ -174,12 +178,30 @@ class _Context:
         self.char_start, self.char_stop = offsets[:, 0], offsets[:, 1]
 
 
-def _question(item: dict[str, Any], context: str) -> Question:
+def _question(item: dict[str, Any], context: Any) -> Question:
+    name = _of_kind(item["id"], str, "an id")
+    of = f"of question {name}"
     answers = tuple(
-        (str(answer["text"]), int(answer["answer_start"])) for answer in item.get("answers", ())
+        (
+            _of_kind(answer["text"], str, f"the text of an answer {of}"),
+            _of_kind(answer["answer_start"], int, f"the answer_start of an answer {of}"),
+        )
+        for answer in _of_kind(item.get("answers", []), list, f"the list of answers {of}")
     )
-    impossible = bool(item.get("is_impossible", False))
-    return Question(str(item["id"]), str(item["question"]), str(context), answers, impossible)
+    return Question(
+        name,
+        _of_kind(item["question"], str, f"the text {of}"),
+        _of_kind(context, str, f"the context {of}"),
+        answers,
+        _of_kind(item.get("is_impossible", False), bool, f"is_impossible {of}"),
+    )
+
+
+def _of_kind(value: Any, kind: type[KindT], what: str) -> KindT:
+    """The value, or ValueError where it is of another kind; a bool is no number."""
+    if type(value) is not kind:
+        raise ValueError(f"{what} is {json.dumps(value)[:40]}, which must be {_KINDS[kind]}")
+    return value
 
 
 def _answer_span(question: Question, context: _Context) -> tuple[int, int] | None:

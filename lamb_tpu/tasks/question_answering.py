@@ -125,7 +125,7 @@ class QuestionAnswering:
             with_null=self.version2,
         )
         predictions = choose(answers, self.null_threshold if self.version2 else None)
-        scores = squad_metric.evaluate(source.questions, predictions)
+        scores = squad_metric.evaluate(source.questions, predictions, self.version2)
         best = {id_: [answer._asdict() for answer in found] for id_, found in answers.items()}
         files = {"predictions.json": predictions, "nbest_predictions.json": best}
         return (

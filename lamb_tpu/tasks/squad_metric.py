@@ -1,4 +1,4 @@
-"""Exact match and F1 of SQuAD, equal to the official evaluation script's."""
+"""Exact match and F1 of SQuAD, equal to those of the official evaluation scripts."""
 
 import re
 import string
@@ -11,15 +11,20 @@ _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _DELETE_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
-def evaluate(questions: Sequence[Question], predictions: Mapping[str, str]) -> dict[str, float]:
+def evaluate(
+    questions: Sequence[Question], predictions: Mapping[str, str], version2: bool = False
+) -> dict[str, float]:
     """Scores predictions against all answers of each question; the best one counts.
 
-    A question without a prediction scores 0; predictions for other questions do not matter. An
-    impossible question (v2) is answered rightly by a text of nothing.
+    A question without a prediction scores 0 (the script of v2 leaves it out of the means);
+    predictions for other questions do not matter. An impossible question is answered rightly by a
+    text of nothing.
 
     Args:
       questions: at least one.
       predictions: id -> text.
+      version2: as the script of v2, evaluate-v2.0.py, does: answers of which normalisation leaves
+        nothing, such as "the", are dropped, and a question that has no other is impossible.
 
     Returns:
       `exact_match` and `f1` in percent, means over all questions, and `unanswered`, the number of
@@ -31,11 +36,13 @@ def evaluate(questions: Sequence[Question], predictions: Mapping[str, str]) -> d
             unanswered += 1
             continue
         prediction = normalize(predictions[question.id])
-        if question.impossible:
+        answers = [normalize(text) for text, _ in question.answers]
+        if version2:
+            answers = [answer for answer in answers if answer]
+        if not answers if version2 else question.impossible:
             exact += not prediction
             f1 += not prediction
             continue
-        answers = [normalize(text) for text, _ in question.answers]
         exact += prediction in answers
         f1 += max((_f1(prediction, answer) for answer in answers), default=0.0)
     return {

@@ -226,6 +226,34 @@ def test_no_squad_file(tmp_path: pathlib.Path, content: str | None, message: str
     assert str(path) in str(caught.value)
 
 
+@pytest.mark.parametrize("change, message", [
+    ({"id": None}, "an id is null, which must be a string"),
+    ({"id": 7}, "an id is 7, which must be a string"),
+    ({"question": None}, "the text of question q is null, which must be a string"),
+    ({"question": ["who"]}, r'the text of question q is \["who"\], which must be a string'),
+    ({"context": None}, "the context of question q is null, which must be a string"),
+    ({"answers": None}, "the list of answers of question q is null, which must be a list"),
+    ({"answers": {"text": "c"}}, "the list of answers of question q is {.*, which must be a list"),
+    ({"answers": [{"text": None, "answer_start": 0}]}, "text of an answer of question q is null"),
+    ({"answers": [{"text": "c", "answer_start": "0"}]}, 'q is "0", which must be a whole number'),
+    ({"answers": [{"text": "c", "answer_start": True}]}, "q is true, which must be a whole number"),
+    ({"answers": [{"text": "c", "answer_start": None}]}, "q is null, which must be a whole number"),
+    ({"answers": ["c"]}, "TypeError"),
+    ({"is_impossible": "false"}, 'is_impossible of question q is "false", which must be true or'),
+    ({"is_impossible": None}, "is_impossible of question q is null, which must be true or false"),
+])
+def test_values_of_another_kind(
+    tmp_path: pathlib.Path, change: dict[str, object], message: str
+) -> None:
+    """They became texts such as 'None', which an evaluation scored without a word."""
+    item = {"id": "q", "question": "who", "answers": [{"text": "c", "answer_start": 0}]} | change
+    context = item.pop("context", "c")
+    path = tmp_path / "squad.json"
+    path.write_text(json.dumps({"data": [{"paragraphs": [{"context": context, "qas": [item]}]}]}))
+    with pytest.raises(UserError, match=f"{path} is no SQuAD file.*{message}"):
+        read_questions(path)
+
+
 def test_bad_lengths(tiny: Vocabulary) -> None:
     with pytest.raises(UserError, match="leaves -7 tokens of context beside max_query = 64"):
         make_features([ask("it")], tiny, max_length=60)

@@ -1,5 +1,6 @@
 """Question answering: loss, scores and files, and a run that learns a few questions by heart."""
 
+import dataclasses
 import json
 import pathlib
 from typing import Any
@@ -104,6 +105,16 @@ def test_questions_without_an_answer() -> None:
         metrics, files = task.score(found, outputs)
         assert json.loads(files["predictions.json"]) == predictions
         assert metrics == {"exact_match": exact, "f1": exact}
+
+
+def test_version_2_is_scored_as_by_its_own_script() -> None:
+    model = models.build(**TINY, heads=("span",))
+    bare = dataclasses.replace(QUESTIONS[0], answers=(("a", 0),))  # normalised, nothing
+    found = source([bare])
+    outputs = logits_for(found, {"who": {"a young girl": 1.0, "": 9.0}})
+    for version2, right in ((True, 100), (False, 0)):
+        task = build("question_answering", model, version2=version2)
+        assert task.score(found, outputs)[0] == {"exact_match": right, "f1": right}
 
 
 def test_loss_is_half_of_each_end_over_all_positions() -> None:

@@ -51,6 +51,28 @@ def test_by_hand(prediction: str, answers: list[str], exact: float, f1: float) -
     assert scores["exact_match"] == exact and scores["f1"] == pytest.approx(f1)
 
 
+@pytest.mark.parametrize("prediction, answers, exact, f1", [
+    ("the old man", ["Old man!"], 100, 100),
+    ("", ["the"], 100, 100),  # nothing is left of the only answer: the question is impossible
+    ("a", ["the", "?!"], 100, 100),
+    ("old", ["the"], 0, 0),
+    ("", ["the", "old"], 0, 0),  # the other answer remains
+    ("old", ["the", "old"], 100, 100),
+    ("", [], 100, 100),
+])
+def test_version_2_drops_answers_of_which_nothing_is_left(
+    prediction: str, answers: list[str], exact: float, f1: float
+) -> None:
+    scores = evaluate([ask("q", *answers)], {"q": prediction}, version2=True)
+    assert (scores["exact_match"], scores["f1"]) == (exact, f1)
+
+
+def test_version_2_of_an_impossible_question() -> None:
+    questions = [ask("a", impossible=True), ask("b", impossible=True)]
+    scores = evaluate(questions, {"a": "", "b": "old"}, version2=True)
+    assert scores == {"exact_match": 50.0, "f1": 50.0, "unanswered": 0}
+
+
 def test_means_are_over_all_questions() -> None:
     questions = [ask("a", "x"), ask("b", "y"), ask("c", impossible=True), ask("d", impossible=True)]
     scores = evaluate(questions, {"a": "x", "c": "", "d": "something"})
