@@ -8,8 +8,8 @@ the machine matters little. Rows of PyTorch need torchvision, those of tf.data T
 is a dependency of lamb_tpu.
 
 The second table says how many cores of a host feed the eight cores of TPU v3 that it has. Sources
-of their appetite, divided by the number of such hosts: EfficientNet-B2 and B5, the measured 451.35
-and 77.44 images/ms of 1,024 cores (Wongpanich et al., arXiv:2011.00071, table 1). ResNet-50,
+of their appetite, divided by the number of such hosts: EfficientNet-B2 and B5, 451.35
+and 77.44 images/ms of 1,024 cores (arXiv:2011.00071, table 1, recalled and not read). ResNet-50,
 480,000 images/s of 512 cores, told of a run of Google's code for MLPerf v0.6
 (threadreaderapp.com/thread/1223395022814339073). EfficientNet-B0, 16,384 images in 23.6 ms on 1,024
 cores by the TPU compiler's estimate, without the network, of a plain step: an upper bound.

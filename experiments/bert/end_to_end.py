@@ -29,6 +29,8 @@ from lamb_tpu.train import train
 
 FOLDER = pathlib.Path(__file__).parent
 STARTS = ("pretrained", "random")
+TOKENS, BATCHES = (128, 512), (64, 32)  # of the two phases of pre-training
+WINDOW = 256  # tokens of fine-tuning
 
 
 class Run(NamedTuple):
@@ -70,11 +72,12 @@ def pretrain_config(data_dir: str, examples: int, hidden_size: int, vocab_size: 
     config.checkpoint.every = "5 percent"
     config.schedule.base_batch_size = 64
     first, second = config.phases.phase_1, config.phases.phase_2
-    first.update({"batch_size": 64, "duration": f"{examples} examples"})
-    second.update({"batch_size": 32, "duration": f"{examples // 12} examples"})
+    first.update({"batch_size": BATCHES[0], "duration": f"{examples} examples"})
+    second.update({"batch_size": BATCHES[1], "duration": f"{examples // 12} examples"})
     for phase, rate in ((first, 0.01), (second, 0.005)):
         phase.optimizer.learning_rate = rate
         phase.schedule.warmup = "5 percent"
+        phase.schedule.decay_from = "warmup"
     return config
 
 
@@ -86,7 +89,7 @@ def squad_config(
     config.seed = run.seed
     config.data.dir = squad_dir
     config.data.train_split = train_file
-    config.data.options.update({"max_length": 256, "document_stride": 96, "max_query": 32})
+    config.data.options.update({"max_length": WINDOW, "document_stride": 96, "max_query": 32})
     before = json.loads((pretrained / "phase_2" / "config.json").read_text())
     config.data.options.vocab = str(pretrained / "phase_2" / "vocab.txt")
     config.model.vocab_size = before["model.vocab_size"]
@@ -95,6 +98,7 @@ def squad_config(
     config.eval.every = "100 percent"
     config.optimizer.learning_rate = run.rate
     config.schedule.base_batch_size = 32
+    config.schedule.decay_from = "warmup"
     config.checkpoint.every = "10 percent"
     if run.start == "pretrained":
         config.init_from = str(pretrained)
@@ -117,37 +121,50 @@ def collect(runs: pathlib.Path, wanted: Iterable[Run]) -> list[Record]:
         folder = runs / run.name
         last = evaluations(folder)[-1]
         records.append({
-            **run._asdict(), "updates": last["step"], "exact_match": last["exact_match"],
+            "kind": "fine-tuning", **run._asdict(), "updates": last["step"], "exact_match": last["exact_match"],
             "f1": last["f1"], "loss": read_records(folder / "metrics.jsonl", "train")[-1]["loss"],
             **facts(folder),
         })
     return records
 
 
-def page(records: list[Record], phases: list[Record], command: str) -> str:
-    """The Markdown page."""
+def page(records: Iterable[Record]) -> str:
+    """The Markdown page: of records by their `kind`, "settings", "phase" and "fine-tuning"."""
+    records = list(records)
+    settings, = (record for record in records if record["kind"] == "settings")
+    phases = [record for record in records if record["kind"] == "phase"]
+    tuned = [record for record in records if record["kind"] == "fine-tuning"]
     lines = [
         "# From text to SQuAD with a small BERT",
         "",
-        f"4 layers, {phases[0]['hidden_size']} units, vocabulary of {phases[0]['vocabulary']:,},",
-        "float32. Pre-trained with LAMB on 190 books in the public domain in two phases of full",
-        "sentences, held-out text WikiText-2's; fine-tuned with LAMB on the 11,877 questions of 44",
-        "articles of SQuAD v1.1's training set that were to be had (of 87,599), windows of 256",
-        "tokens; measured on all 10,570 questions of its development set.",
+        f"4 layers, {settings['hidden_size']} units, vocabulary of {settings['vocabulary']:,},",
+        "float32. Pre-trained with LAMB on books in the public domain in two phases of full",
+        f"sentences, {settings['examples']:,} of {TOKENS[0]} tokens at batch {BATCHES[0]} and a",
+        f"twelfth as many of {TOKENS[1]} at batch {BATCHES[1]}; fine-tuned with LAMB on questions",
+        f"of SQuAD v1.1, windows of {WINDOW} tokens; measured on its whole development set.",
+        "Every decay counts from the end of its warm-up, which configs/bert_pretrain.py and",
+        "bert_squad.py have since counted from update 0.",
         "",
-        "| phase | tokens | batch | updates | held-out masked-word loss | accuracy | minutes |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
-        *(
-            f"| {p['phase']} | {p['tokens']} | {p['batch']} | {p['updates']:,} | "
-            f"{p['mlm_loss']:.3f} | {p['mlm_accuracy']:.2%} | {p['seconds'] / 60:.0f} |"
-            for p in phases
-        ),
+    ]
+    if phases:
+        lines += [
+            "| phase | tokens | batch | updates | held-out masked-word loss | accuracy | minutes |",
+            "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+            *(
+                f"| {p['phase']} | {p['tokens']} | {p['batch']} | {p['updates']:,} | "
+                f"{p['mlm_loss']:.3f} | {p['mlm_accuracy']:.2%} | {p['seconds'] / 60:.0f} |"
+                for p in phases
+            ),
+        ]
+    else:
+        lines.append("What the two phases came to on held-out text was not kept.")
+    lines += [
         "",
         "| fine-tuned from | rate | exact match | F1 | F1 by seed | updates | minutes a run |",
         "| --- | ---: | ---: | ---: | --- | ---: | ---: |",
     ]
-    for start, rate in dict.fromkeys((r["start"], r["rate"]) for r in records):
-        found = [r for r in records if (r["start"], r["rate"]) == (start, rate)]
+    for start, rate in dict.fromkeys((r["start"], r["rate"]) for r in tuned):
+        found = [r for r in tuned if (r["start"], r["rate"]) == (start, rate)]
         by_seed = ", ".join(f"{r['seed']}: {r['f1']:.2f}" for r in found)
         lines.append(
             f"| {start} | {rate} | {statistics.mean(r['exact_match'] for r in found):.2f} | "
@@ -155,8 +172,8 @@ def page(records: list[Record], phases: list[Record], command: str) -> str:
             f"| {statistics.mean(r['seconds'] for r in found) / 60:.0f} |"
         )
     return "\n".join([
-        *lines, "", f"Machine: {machines(records)}. Versions: {versions(records)}. Command: "
-        f"`{command}`. Records: end_to_end.jsonl.", "",
+        *lines, "", f"Machine: {machines(tuned)}. Versions: {versions(tuned)}. Command: "
+        f"`{settings['command']}`. Records: end_to_end.jsonl.", "",
     ])
 
 
@@ -167,9 +184,8 @@ def phase_records(pretrained: pathlib.Path) -> list[Record]:
         config = json.loads((folder / "config.json").read_text())
         last = evaluations(folder)[-1]
         records.append({
-            "phase": folder.name, "tokens": config["data.options.sequence_length"],
+            "kind": "phase", "phase": folder.name, "tokens": config["data.options.sequence_length"],
             "batch": config["batch_size"], "updates": last["step"],
-            "hidden_size": config["model.hidden_size"], "vocabulary": config["model.vocab_size"],
             **{key: last[key] for key in ("mlm_loss", "mlm_accuracy")},
             "seconds": facts(folder)["seconds"],
         })
@@ -210,19 +226,21 @@ def main() -> None:
         # A complete one would be scored once more, which takes minutes.
         if not is_complete(config, runs / run.name, values.epochs):
             train(config, runs / run.name, label=run.name)
-    records = collect(runs, sorted(wanted))
-    (FOLDER / "end_to_end.jsonl").write_text(
-        "".join(json.dumps(record) + "\n" for record in records)
-    )
     given = " ".join(
         f"--{name}={values[name].value}"
         for name in ("train_file", "examples", "hidden_size", "epochs")
     )
-    command = (
-        f"python -m experiments.bert.end_to_end --data_dir=DATA --squad_dir=SQUAD {given} "
-        f"--rates={','.join(values.rates)} --seeds={','.join(values.seeds)}"
+    settings = {
+        "kind": "settings", "hidden_size": values.hidden_size, "vocabulary": len(vocabulary),
+        "examples": values.examples,
+        "command": "python -m experiments.bert.end_to_end --data_dir=DATA --squad_dir=SQUAD "
+        f"{given} --rates={','.join(values.rates)} --seeds={','.join(values.seeds)}",
+    }
+    records = [settings, *phase_records(pretrained), *collect(runs, sorted(wanted))]
+    (FOLDER / "end_to_end.jsonl").write_text(
+        "".join(json.dumps(record) + "\n" for record in records)
     )
-    text = page(records, phase_records(pretrained), command)
+    text = page(records)
     (FOLDER / "end_to_end.md").write_text(text)
     print(text)
 

@@ -9,9 +9,10 @@ folders `train` and `validation` that `python -m lamb_tpu.data.prepare_text` mad
 only shapes are looked at. Needs Linux on x86-64; it took 3 minutes 26 seconds on 2 cores.
 """
 
-import importlib.metadata
 import json
 import pathlib
+from collections.abc import Sequence
+from typing import Any
 
 from absl import flags
 
@@ -24,7 +25,15 @@ TOPOLOGY = "v3-2048"
 PAPER_MINUTES = 76.19  # arXiv:1904.00962, table 1, 64k/32k on 1,024 TPU v3 chips
 
 
-def page(plans: list[plan.Plan], updates: list[int]) -> str:
+def record(made: plan.Plan, updates: int, tokens: int) -> dict[str, Any]:
+    """A phase's plan as it is kept."""
+    return {
+        "tokens": tokens, "updates": updates, **made.as_json(),
+        "sent_bytes": sum(row.sent_bytes for row in made.collectives or ()),
+    }
+
+
+def page(records: Sequence[dict[str, Any]]) -> str:
     """The Markdown page of both phases."""
     lines = [
         "# BERT-Large on 1,024 TPU v3 chips, as the TPU compiler estimates it",
@@ -33,30 +42,31 @@ def page(plans: list[plan.Plan], updates: list[int]) -> str:
         "weights, dropout, LAMB. The time is the compiler's own estimate of its program.",
         "",
         "| phase | batch, tokens | fits | GiB a core of "
-        f"{plans[0].topology.generation.usable / 2**30:.1f} | ms an update | updates | minutes | "
+        f"{records[0]['usable_bytes'] / 2**30:.1f} | ms an update | updates | minutes | "
         "sent by a core an update |",
         "| --- | --- | --- | ---: | ---: | ---: | ---: | ---: |",
     ]
     total = 0.0
-    for number, (made, steps) in enumerate(zip(plans, updates), start=1):
-        tokens = 128 if number == 1 else 512
-        needed = "?" if made.needed is None else f"{made.needed / 2**30:.1f}"
-        if made.seconds is None:
-            lines.append(
-                f"| {number} | {made.batch_size:,} x {tokens} | {'yes' if made.fits else 'no'} | "
-                f"{needed} | - | {steps:,} | - | - |"
-            )
-            continue
-        minutes = steps * made.seconds / 60
-        total += minutes
-        sent = sum(row.sent_bytes for row in made.collectives or ())
-        lines.append(
-            f"| {number} | {made.batch_size:,} x {tokens} | {'yes' if made.fits else 'no'} | "
-            f"{needed} | {1e3 * made.seconds:.0f} | {steps:,} | {minutes:.1f} | "
-            f"{sent / 1e6:,.0f} MB |"
+    for number, each in enumerate(records, start=1):
+        needed = "?" if each["needed_bytes"] is None else f"{each['needed_bytes'] / 2**30:.1f}"
+        start = (
+            f"| {number} | {each['batch_size']:,} x {each['tokens']} | "
+            f"{'yes' if each['fits'] else 'no'} | {needed} | "
         )
+        time = each["milliseconds_without_network"]
+        if time is None:
+            lines.append(f"{start}- | {each['updates']:,} | - | - |")
+            continue
+        minutes = each["updates"] * time / 60_000
+        total += minutes
+        lines.append(
+            f"{start}{time:.0f} | {each['updates']:,} | {minutes:.1f} | "
+            f"{each['sent_bytes'] / 1e6:,.0f} MB |"
+        )
+    versions = ", ".join(f"{name} {number}" for name, number in records[0]["versions"].items())
     lines += [
-        f"| both | | | | | {sum(updates):,} | {total:.1f} | |",
+        f"| both | | | | | {sum(each['updates'] for each in records):,} | "
+        f"{total:.1f} | |",
         f"| paper, measured | | | | | 8,599 | {PAPER_MINUTES} | |",
         "",
         "What the estimate leaves out: the network (each core sends what the last column says, in",
@@ -65,8 +75,8 @@ def page(plans: list[plan.Plan], updates: list[int]) -> str:
         "the next, evaluation, checkpoints, and waiting for the slowest of the cores. The paper's",
         "minutes have most of these in them.",
         "",
-        f"jax {importlib.metadata.version('jax')}, libtpu {importlib.metadata.version('libtpu')}. "
-        "Command: `python -m experiments.bert.pod_plan --data_dir=DATA`. Plans: pod_plan.json.",
+        f"{versions}. Command: `python -m experiments.bert.pod_plan --data_dir=DATA`. Plans: "
+        "pod_plan.json.",
         "",
     ]
     return "\n".join(lines)
@@ -74,17 +84,16 @@ def page(plans: list[plan.Plan], updates: list[int]) -> str:
 
 def main() -> None:
     """Compiles both phases and writes the page."""
-    plans, updates = [], []
+    records = []
     for phase in (1, 2):
         config = bert_pretrain.get_config(f"recipe=mixed,phase={phase}")
         config.data.dir = flags.FLAGS.data_dir
-        updates.append(resolve(config, 10**6).total_steps)
-        plans.append(plan.make_plan(config, TOPOLOGY))
-        print(plans[-1].describe(), flush=True)
-    text = page(plans, updates)
-    (FOLDER / "pod_plan.json").write_text(
-        json.dumps([made.as_json() for made in plans], indent=1) + "\n"
-    )
+        made = plan.make_plan(config, TOPOLOGY)
+        print(made.describe(), flush=True)
+        steps = resolve(config, 10**6).total_steps
+        records.append(record(made, steps, config.data.options.sequence_length))
+    text = page(records)
+    (FOLDER / "pod_plan.json").write_text(json.dumps(records, indent=1) + "\n")
     (FOLDER / "pod_plan.md").write_text(text)
     print(text)
 

@@ -101,6 +101,7 @@ def make_config(cell: Cell, data_dir: str | None) -> ConfigDict:
     config.optimizer.learning_rate = cell.rate
     config.schedule.base_batch_size = BASE_BATCH
     config.schedule.scaling = cell.scaling
+    config.schedule.decay_from = "warmup"  # as in all records; the recipe's counts from update 0
     config.schedule.warmup = f"{WARMUP_PERCENT[cell.batch]} percent"
     config.eval.batch_size = 256
     config.eval.every = "50 percent"

@@ -38,10 +38,11 @@ def page(records: Sequence[Record], tuning: Sequence[Record]) -> str:
         "",
         f"4 layers, {width} units, 128 tokens, 20 predictions, full sentences, no dropout, b2",
         f"0.98, float32; {examples:,} examples at every batch, microbatches of 64, less than an",
-        "epoch. Trained on 190 books in the public domain (94.1 MB), vocabulary of",
+        "epoch. Trained on books in the public domain, vocabulary of",
         f"{records[0]['vocabulary']:,}; measured on WikiText-2's validation and test text, all of",
         "it, always with the same masks. Rates were chosen at batch 64 and carried by the rule;",
-        "warm-up 1/320 of the run at 64 to 1/5 at 4,096, linear decay. Mean over the seeds.",
+        "warm-up 1/320 of the run at 64 to 1/5 at 4,096, then linear decay, which in",
+        "configs/bert_pretrain.py has since counted from update 0. Mean over the seeds.",
         "",
         "| batch | updates | "
         + " | ".join(f"{name}: rate | loss | accuracy" for name, *_ in LINES.values()) + " |",
@@ -78,10 +79,11 @@ def page(records: Sequence[Record], tuning: Sequence[Record]) -> str:
         "",
     ]
     seeds = sorted({str(record["seed"]) for record in records})
-    minutes = sum(record["seconds"] for record in (*records, *tuning)) / 60
+    shown_runs = [*records, *tuning]
+    minutes = sum(record["seconds"] for record in shown_runs) / 60
     lines += [
-        f"Machine: {machines(records)}; {minutes:.0f} minutes of runs in all. Seeds: "
-        f"{', '.join(seeds)}. Versions: {versions(records)}.",
+        f"Machine: {machines(shown_runs)}; {minutes:.0f} minutes of runs in all. Seeds: "
+        f"{', '.join(seeds)}. Versions: {versions(shown_runs)}.",
         "",
         f"Command: `python -m experiments.bert.scaling --data_dir=DATA --examples={examples} "
         f"--hidden_size={width}`. Records: scaling.jsonl.",

@@ -132,7 +132,8 @@ def page(records: Sequence[Record], tuning: Sequence[Record]) -> str:
     )
     batches = sorted({record["batch"] for record in records})
     seeds = sorted({record["seed"] for record in records})
-    minutes = sum(record["seconds"] for record in (*records, *tuning)) / 60
+    shown_runs = [*records, *tuning]
+    minutes = sum(record["seconds"] for record in shown_runs) / 60
     folder = " --data_dir=FOLDER" if one["data"] == "cifar10_jpeg" else ""
     return "\n".join([
         f"# CIFAR-10, batch {batches[0]:,} to {batches[-1]:,}",
@@ -151,8 +152,8 @@ def page(records: Sequence[Record], tuning: Sequence[Record]) -> str:
         "",
         *(["One seed: small differences may be chance.", ""] if len(seeds) == 1 else []),
         *_tuning(tuning, rates),
-        f"Machine: {machines(records)}; {minutes:.0f} minutes of runs in all. Seeds: "
-        f"{', '.join(map(str, seeds))}. Versions: {versions(records)}.",
+        f"Machine: {machines(shown_runs)}; {minutes:.0f} minutes of runs in all. Seeds: "
+        f"{', '.join(map(str, seeds))}. Versions: {versions(shown_runs)}.",
         "",
         f"Command: `python -m experiments.vision.batch_scaling --data={one['data']}{folder} "
         f"--model={one['model']} --width={one['width']} --epochs={one['epochs']:g} "

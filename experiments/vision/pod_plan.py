@@ -3,13 +3,12 @@
   python -m experiments.vision.pod_plan
 
 Compiles the training steps of `ROWS` as `python -m lamb_tpu.plan` does and writes memory, time and
-traffic beside what the papers measured into pod_plan.md. A row that pod_plan.json has is not
+traffic beside what the papers tell into pod_plan.md. A row that pod_plan.json has is not
 compiled again; delete the file to start anew. The data set is one grey picture, listed often, as
 only shapes are looked at. Needs Linux on x86-64, and minutes for each row.
 """
 
 import collections
-import importlib.metadata
 import json
 import pathlib
 import re
@@ -29,16 +28,16 @@ _EXAMPLES = 65_536  # of the list
 
 
 class Row(NamedTuple):
-    """A step and what was measured of it."""
+    """A step and what is told of it."""
 
     name: str
     argument: str  # of the config
-    measured: str  # images a millisecond
+    quoted: str  # images a millisecond
 
 
 EFFICIENTNET, RESNET = "EfficientNet", "ResNet"
 ROWS = (
-    # arXiv:2011.00071, table 1; at 65,536 it has no throughput.
+    # arXiv:2011.00071, table 1, from memory; at 65,536 it has no throughput.
     Row(f"{EFFICIENTNET}-B2", "size=b2,optimizer=lars,batch=32768", "451.35"),
     Row(f"{EFFICIENTNET}-B5", "size=b5,optimizer=lars,batch=32768", "77.44"),
     Row(f"{EFFICIENTNET}-B5", "size=b5,optimizer=lars,batch=65536", "-"),
@@ -87,7 +86,7 @@ def page(records: Sequence[dict[str, Any]]) -> str:
         "and the weights in float32. The time is the compiler's own estimate of its program.",
         "",
         f"| model | batch | fits | GiB a core of {usable:.1f} | ms an update | images/ms | "
-        "measured images/ms | sent by a core an update | compiled in |",
+        "quoted images/ms | sent by a core an update | compiled in |",
         "| --- | ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for each in records:
@@ -96,20 +95,20 @@ def page(records: Sequence[dict[str, Any]]) -> str:
         estimate = "- | -" if time is None else f"{time:.1f} | {each['batch_size'] / time:.1f}"
         lines.append(
             f"| {row['name']} | {each['batch_size']:,} | {'yes' if each['fits'] else 'no'} | "
-            f"{needed} | {estimate} | {row['measured']} | {each['sent_bytes'] / 1e6:,.0f} MB | "
+            f"{needed} | {estimate} | {row['quoted']} | {each['sent_bytes'] / 1e6:,.0f} MB | "
             f"{each['compile_seconds']:.0f} s |"
         )
     lines += [
         "",
-        "Measured: EfficientNet, arXiv:2011.00071, table 1. ResNet-50, MLPerf v0.6, tpu-v3-1024:",
-        "2.273 minutes to the target, of which 2,983 updates are the most that its schedule has,",
-        "with evaluation.",
+        "Quoted: EfficientNet, arXiv:2011.00071, table 1, recalled and not read in the paper.",
+        "ResNet-50, computed from the log of MLPerf v0.6, tpu-v3-1024: 2.273 minutes to the target,",
+        "of which 2,983 updates are the most that its schedule has, with evaluation.",
         "",
         "What the estimate leaves out: the network (each core sends what the table says, in part",
         "while it computes; BatchNorm waits for it in every layer), input from the hosts, start-up",
         "and compilation, evaluation, checkpoints, and waiting for the slowest of the cores. What",
-        "was measured has the network and the waiting in it. And a program that the compiler",
-        "thinks fast need not be: none of these ran.",
+        "is quoted has the network and the waiting in it. And a program that the compiler thinks",
+        "fast need not be: none of these ran.",
         "",
         "Where the time goes, by the operation that the compiler names a fused kernel after.",
         "BatchNorm's sums and activations are for the most part computed within the kernels of",
@@ -122,9 +121,10 @@ def page(records: Sequence[dict[str, Any]]) -> str:
         if each["shares"]:
             parts = " | ".join(f"{each['shares'][kind]:.0%}" for kind, _ in KINDS)
             lines.append(f"| {each['row']['name']} | {each['batch_size']:,} | {parts} |")
-    versions = ", ".join(
-        f"{name} {importlib.metadata.version(name)}" for name in ("jax", "libtpu")
-    )
+    versions = "; ".join(sorted({
+        ", ".join(f"{name} {number}" for name, number in each["versions"].items())
+        for each in records
+    }))
     lines += [
         "",
         f"{versions}. Command: `python -m experiments.vision.pod_plan`. Plans: pod_plan.json.",

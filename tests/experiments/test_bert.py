@@ -5,7 +5,7 @@ import pathlib
 
 import pytest
 
-from experiments.bert import end_to_end, pod_plan, scaling, scaling_page
+from experiments.bert import end_to_end, large_steps, pod_plan, scaling, scaling_page
 from experiments.records import best_rates
 from lamb_tpu import config as config_lib
 from lamb_tpu import phases, plan, topology
@@ -111,11 +111,15 @@ def test_end_to_end_recipes_and_page(tmp_path):
         assert not end_to_end.is_complete(tuned, folder, 3.0)
         tuned.optimizer.weight_decay = 0.5
         assert not end_to_end.is_complete(tuned, folder, 2.0)
-    text = end_to_end.page(
-        end_to_end.collect(tmp_path, wanted), end_to_end.phase_records(pretrained), "command"
-    )
+    settings = {
+        "kind": "settings", "hidden_size": 128, "vocabulary": 8192, "examples": 98_304,
+        "command": "command",
+    }
+    tuned = end_to_end.collect(tmp_path, wanted)
+    text = end_to_end.page([settings, *end_to_end.phase_records(pretrained), *tuned])
     assert "| phase_2 | 512 | 32 | 64 | 5.000 | 25.00% | 1 |" in text
-    assert "4 layers, 128 units, vocabulary of 8,192," in text
+    assert "4 layers, 128 units, vocabulary of 8,192," in text and "98,304 of 128 tokens" in text
+    assert "was not kept" in end_to_end.page([settings, *tuned]) and "not kept" not in text
     assert "| random | 0.001 | 10.00 | 20.50 | 0: 20.00, 1: 21.00 | 9 | 1 |" in text
     assert "| pretrained | 0.001 | 10.00 | 21.50 | 0: 21.00, 1: 22.00 | 9 | 1 |" in text
 
@@ -126,6 +130,32 @@ def test_pod_plan_page():
         backend="shard_map", compile_seconds=1.0, fits=True, needed=2.0**30,
         cycles=94_000_000, collectives=(),
     )
-    text = pod_plan.page([made, made], [600, 1200])
+    records = [pod_plan.record(made, 600, 128), pod_plan.record(made, 1200, 512)]
+    text = pod_plan.page(json.loads(json.dumps(records)))
     assert "| 1 | 64 x 128 | yes | 1.0 | 100 | 600 | 1.0 | 0 MB |" in text
     assert "| both | | | | | 1,800 | 3.0 | |" in text
+
+
+def test_updates_of_bert_large(tmp_path):
+    config = large_steps.make_config("text")
+    config_lib.check_keys(config)
+    config_lib.check_values(config)
+    recipe = resolve(config, 10**6)
+    assert (recipe.total_steps, recipe.peak_learning_rate) == (8, 0.002)
+    assert (config.model.hidden_size, config.model.num_layers) == (1024, 24)
+    lines = [
+        {"step": step, "kind": "train", "learning_rate": 1e-3 * step, "loss": 11.0, "mlm_loss": 10.0,
+         "nsp_loss": 1.0, "grad_norm": 5.0, "seconds": 60.0 * step, "tokens_per_second": 100.0}
+        for step in (1, 2)
+    ]
+    del lines[0]["tokens_per_second"]
+    lines.append({"step": 2, "kind": "eval", "mlm_loss": 9.0, "nsp_loss": 0.7})
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "config.json").write_text(json.dumps(config_lib.flatten(config)))
+    receipt = {"device": "cpu", "devices": 1, "cores": 2, "jax": "0.10", "commit": "abc"}
+    (tmp_path / "run.jsonl").write_text(json.dumps(receipt) + "\n")
+    text = large_steps.page(large_steps.collect(tmp_path))
+    assert "| 1 | 0.001000 | 11.000 | 10.000 | 1.000 | 5.00 | - |" in text
+    assert "| 2 | 0.002000 | 11.000 | 10.000 | 1.000 | 5.00 | 100 |" in text
+    assert "ln 30,522 + ln 2 = 11.02" in text and "128 tokens, batch 16 in 4 micro" in text
+    assert "end at 9.000 and the next sentence at 0.700" in text and "; 2 minutes of" in text
