@@ -121,8 +121,9 @@ def collect(runs: pathlib.Path, wanted: Iterable[Run]) -> list[Record]:
         folder = runs / run.name
         last = evaluations(folder)[-1]
         records.append({
-            "kind": "fine-tuning", **run._asdict(), "updates": last["step"], "exact_match": last["exact_match"],
-            "f1": last["f1"], "loss": read_records(folder / "metrics.jsonl", "train")[-1]["loss"],
+            "kind": "fine-tuning", **run._asdict(), "updates": last["step"],
+            "exact_match": last["exact_match"], "f1": last["f1"],
+            "loss": read_records(folder / "metrics.jsonl", "train")[-1]["loss"],
             **facts(folder),
         })
     return records

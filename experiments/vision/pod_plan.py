@@ -101,8 +101,8 @@ def page(records: Sequence[dict[str, Any]]) -> str:
     lines += [
         "",
         "Quoted: EfficientNet, arXiv:2011.00071, table 1, recalled and not read in the paper.",
-        "ResNet-50, computed from the log of MLPerf v0.6, tpu-v3-1024: 2.273 minutes to the target,",
-        "of which 2,983 updates are the most that its schedule has, with evaluation.",
+        "ResNet-50, computed from the log of MLPerf v0.6, tpu-v3-1024: 2.273 minutes to the",
+        "target, of which 2,983 updates are the most that its schedule has, with evaluation.",
         "",
         "What the estimate leaves out: the network (each core sends what the table says, in part",
         "while it computes; BatchNorm waits for it in every layer), input from the hosts, start-up",

@@ -144,8 +144,9 @@ def test_updates_of_bert_large(tmp_path):
     assert (recipe.total_steps, recipe.peak_learning_rate) == (8, 0.002)
     assert (config.model.hidden_size, config.model.num_layers) == (1024, 24)
     lines = [
-        {"step": step, "kind": "train", "learning_rate": 1e-3 * step, "loss": 11.0, "mlm_loss": 10.0,
-         "nsp_loss": 1.0, "grad_norm": 5.0, "seconds": 60.0 * step, "tokens_per_second": 100.0}
+        {"step": step, "kind": "train", "learning_rate": 1e-3 * step, "loss": 11.0,
+         "mlm_loss": 10.0, "nsp_loss": 1.0, "grad_norm": 5.0, "seconds": 60.0 * step,
+         "tokens_per_second": 100.0}
         for step in (1, 2)
     ]
     del lines[0]["tokens_per_second"]
