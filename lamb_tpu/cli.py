@@ -15,7 +15,11 @@ from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
 from lamb_tpu import terminal
+from lamb_tpu.config import check_keys, check_values, recipe_folder, recipe_path
 from lamb_tpu.errors import Interrupted, Preempted, UserError
+
+# What ml_collections looks through for overrides: `_parse_flags` leaves out those read elsewhere.
+_ARGV: list[str] = []
 
 
 def define_config_flag() -> None:
@@ -24,10 +28,13 @@ def define_config_flag() -> None:
     config_flags.DEFINE_config_file(
         "config",
         help_string="The recipe, with its argument after a colon, for example "
-        "configs/mnist_lenet.py:batch=4096. Any key it has can be overridden: "
-        "--config.optimizer.learning_rate=0.002.",
+        "configs/mnist_lenet.py:batch=4096, or the name alone of one that comes along, "
+        "mnist_lenet:batch=4096. Any key it has can be overridden, and whatever its optimizer, "
+        "model, task and data set take: --config.optimizer.b2=0.98.",
         lock_config=True,
+        sys_argv=_ARGV,
     )
+    flags.DEFINE_bool("print_config", False, "Show the config as it would run, and end.")
 
 
 def define_run_flags(workdir: str) -> None:
@@ -36,34 +43,94 @@ def define_run_flags(workdir: str) -> None:
     flags.DEFINE_string("workdir", None, workdir)
 
 
-def _parse_flags(argv: list[str], required: Sequence[str]) -> list[str]:
-    help_asked = [item for item in argv if re.fullmatch(r"-{1,2}(h|help|helpfull)", item)]
+def define_process_flags() -> None:
+    """Defines --coordinator_address, --num_processes and --process_id of `distributed`."""
+    flags.disclaim_key_flags()
+    flags.DEFINE_string(
+        "coordinator_address",
+        None,
+        "HOST:PORT at which process 0 listens, the same for all processes. On a TPU VM, under "
+        "SLURM, Open MPI or lamb_tpu.launch, this and the next two are found by themselves; also "
+        "read from JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID.",
+    )
+    flags.DEFINE_integer("num_processes", None, "Processes of the run; 1 looks for no others.")
+    flags.DEFINE_integer("process_id", None, "This process, from 0.")
+
+
+def answer_help() -> None:
+    """Where --help is asked for, prints it and ends.
+
+    A command defines its flags and calls this before it imports JAX and the like, which takes
+    seconds.
+    """
+    help_asked = [item for item in sys.argv if re.fullmatch(r"-{1,2}(h|help|helpfull)", item)]
     if help_asked:
         program = sys.modules["__main__"]
         program.__doc__ = terminal.fit_docstring(program.__doc__ or "")
         app.usage(shorthelp="helpfull" not in help_asked[0], writeto_stdout=True)
         sys.exit(0)  # absl's own help flag exits with 1
+
+
+def _parse_flags(argv: list[str], required: Sequence[str]) -> list[str]:
+    answer_help()
+    try:
+        if "config" in flags.FLAGS:
+            return _parse_with_config(argv, required)
+        rest = flags.FLAGS(argv)
+    except flags.Error as error:
+        raise UserError(f"{error}; see --help") from None
+    _check_given(rest, required)
+    return rest
+
+
+def _parse_with_config(argv: list[str], required: Sequence[str]) -> list[str]:
+    """`_parse_flags` where --config is a flag; its overrides are applied and checked."""
+    from lamb_tpu import overrides  # imports all that a config can choose
+
+    everything = [argv[0], *flags.FLAGS.read_flags_from_files(argv[1:], force_gnu=False)]
+    own, argv = overrides.take(_with_path(everything))
+    _ARGV[:] = argv
     try:
         rest = flags.FLAGS(argv)
     except UserError:
         raise
-    except Exception as error:  # a config file can raise anything
-        if "config" in flags.FLAGS:
-            _check_overrides(argv, _load_config_file(argv))
-        if isinstance(error, flags.Error):
-            raise UserError(f"{error}; see --help") from None
+    except Exception:  # a config file can raise anything
+        _check_overrides(argv, _load_config_file(argv))
         raise
-    config = flags.FLAGS["config"].value if "config" in flags.FLAGS else None
-    if config is not None and not isinstance(config, ConfigDict):
+    config = flags.FLAGS["config"].value
+    if not isinstance(config, ConfigDict) and (config is not None or own):
         _load_config_file(argv)  # raises: ml_collections holds an OSError back until first use
     if config is not None:
-        _check_phases(argv, config)
+        overrides.apply(config, own)
+        _check_phases(everything, config)
+    if flags.FLAGS.print_config:
+        required = ["config"]
+    _check_given(rest, required)
+    return rest
+
+
+def _with_path(argv: list[str]) -> list[str]:
+    """The command line with the path of the recipe that --config may name without one."""
+    found = list(argv)
+    for number, item in enumerate(argv):
+        if item in ("-config", "--config") and number + 1 < len(argv):
+            number, flag, value = number + 1, "", argv[number + 1]
+        elif item.startswith(("-config=", "--config=")):
+            flag, _, value = item.partition("=")
+            flag += "="
+        else:
+            continue
+        path, colon, argument = value.partition(":")
+        found[number] = flag + recipe_path(path) + colon + argument
+    return found
+
+
+def _check_given(rest: Sequence[str], required: Sequence[str]) -> None:
     if rest[1:]:
         raise UserError(f"unexpected argument {rest[1]!r}; flags start with --, see --help")
     for name in required:
         if not flags.FLAGS[name].value:
             raise UserError(f"--{name} is missing; see --help")
-    return rest
 
 
 def _load_config_file(argv: list[str]) -> ConfigDict:
@@ -77,7 +144,11 @@ def _load_config_file(argv: list[str]) -> ConfigDict:
         raise UserError("--config is missing; see --help")
     path, colon, argument = values[-1].partition(":")
     if not os.path.isfile(path):
-        raise UserError(f"--config names the file {path!r}, which does not exist")
+        shipped = ", ".join(sorted(file.stem for file in recipe_folder().glob("*.py")))
+        raise UserError(
+            f"--config names the file {path!r}, which does not exist; by their name alone there "
+            f"are {shipped}"
+        )
     try:
         get_config = runpy.run_path(path)["get_config"]
         return get_config(argument) if colon else get_config()
@@ -106,12 +177,7 @@ def _check_overrides(argv: list[str], config: ConfigDict) -> None:
         for part in override[1].split(".") if override else ():
             if not isinstance(node, ConfigDict) or part not in node:
                 known = ", ".join(node) if isinstance(node, ConfigDict) else "no keys"
-                own_fields = ("config.optimizer", "config.model", "config.task",
-                              "config.data.options")
-                added = "" if path not in own_fields else (
-                    "; what the config file leaves at its default has to be added there first"
-                )
-                raise UserError(f"{path}.{part} is unknown; {path} has: {known}{added}")
+                raise UserError(f"{path}.{part} is unknown; {path} has: {known}")
             node, path = node[part], f"{path}.{part}"
 
 
@@ -153,7 +219,10 @@ def run_main(main: Callable[[], None], required: Sequence[str] = ()) -> None:
         if not flags.FLAGS["verbosity"].present:
             logging.set_verbosity(logging.WARNING)  # Orbax tells a great deal at INFO
         _hush_libtpu()
-        main()
+        if "config" in flags.FLAGS and flags.FLAGS.print_config:
+            _print_config()
+        else:
+            main()
 
     signal.signal(signal.SIGTERM, _end_preempted)
     try:
@@ -178,6 +247,15 @@ def run_main(main: Callable[[], None], required: Sequence[str] = ()) -> None:
         else:
             traceback.print_exc()
         _end(1)
+
+
+def _print_config() -> None:
+    from lamb_tpu import overrides
+
+    config = flags.FLAGS.config
+    check_keys(config)
+    check_values(config)
+    print(overrides.describe(config))
 
 
 def _is_of_lost_peer(error: Exception) -> bool:

@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import pathlib
 import re
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -110,6 +112,21 @@ def base_config() -> ConfigDict:
     config.parallel.optimizer_state = "replicated"  # replicated | zero1: split over fsdp, or data
     config.parallel.gradient_dtype = "float32"  # float32 | bfloat16: what gradients are sent in
     return config.lock()
+
+
+def recipe_folder() -> pathlib.Path:
+    """The folder of the recipes that come along: in an installed package its own, else configs."""
+    package = pathlib.Path(__file__).resolve().parent
+    installed = package / "configs"
+    return installed if installed.is_dir() else package.parent / "configs"
+
+
+def recipe_path(name: str) -> str:
+    """The file that `name` is, or of a name without a folder that of a recipe that comes along."""
+    shipped = recipe_folder() / f"{name.removesuffix('.py')}.py"
+    if os.path.exists(name) or not re.fullmatch(r"\w+(\.py)?", name) or not shipped.exists():
+        return name
+    return str(shipped)
 
 
 def parse_argument(argument: str | None, **defaults: Any) -> ConfigDict:

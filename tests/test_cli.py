@@ -30,11 +30,14 @@ def refused(module: str, *arguments: str, devices: int = 1) -> str:
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ([RECIPE, "--config.optimizer.collect=True"],
-         "what the config file leaves at its default has to be added there first"),
+        ([RECIPE, "--config.optimizer.collekt=True"],
+         "config.optimizer.collekt is unknown; optimizer 'lamb' has: name, learning_rate, b1, "),
+        ([RECIPE, "--config.optimizer.collect=3"],
+         "config.optimizer.collect is '3'; it must be True or False, such as False"),
         ([RECIPE, "--config.batchsize=3"],
          "config.batchsize is unknown; config has: accumulation_steps, batch_size, "),
         (["--config", "configs/digitz.py"], "the file 'configs/digitz.py', which does not exist"),
+        (["--config", "digitz"], "by their name alone there are bert_pretrain, bert_squad, cifar"),
         ([RECIPE + ":bath=3"], "'bath=3' has the unknown key 'bath'; known: optimizer, batch"),
         ([RECIPE, "--config.batch_size=abc"], "--config.batch_size=abc: invalid literal for int()"),
         ([], "--config is missing; see --help"),
@@ -105,6 +108,40 @@ def test_preempted_before_there_is_anything_to_save(tmp_path: pathlib.Path) -> N
     )
 
 
+def test_what_a_config_file_leaves_out_is_set_on_the_command_line(tmp_path: pathlib.Path) -> None:
+    """From training to evaluation and resuming; a default that is given changes nothing."""
+    own = ["--config=digits:smoke,batch=512", f"--workdir={tmp_path}",
+           "--config.optimizer.collect", "--config.optimizer.b2", "0.98",
+           "--config.model.dropout_rate=0.1", "--config.task.mixup_alpha=0.2"]
+    done = tiny.command("lamb_tpu.train", *own)
+    assert done.returncode == 0, done.stderr
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert written["optimizer.collect"] is True and written["optimizer.b2"] == 0.98
+    assert (written["model.dropout_rate"], written["task.mixup_alpha"]) == (0.1, 0.2)
+    assert '"kind": "layers"' in (tmp_path / "metrics.jsonl").read_text()
+    defaults = ["--noconfig.optimizer.cautious", "--config.optimizer.clip_global_norm=None"]
+    done = tiny.command("lamb_tpu.evaluate", *own, *defaults)
+    assert done.returncode == 0, done.stderr
+    line = refused("lamb_tpu.evaluate", *own, "--config.optimizer.b2=0.9")
+    assert "(optimizer.b2: 0.98 there, 0.9 now)" in line
+
+
+@pytest.mark.parametrize("module", ["train", "evaluate", "plan"])
+def test_config_is_shown_instead_of_run(module: str) -> None:
+    done = tiny.command(
+        f"lamb_tpu.{module}", "--config=digits:batch=64", "--print_config",
+        "--config.optimizer.name=lars", "--config.optimizer.momentum=0.95", "--config.seed=3",
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    for line in ("config.batch_size = 64", "config.optimizer.momentum = 0.95", "config.seed = 3",
+                 "config.optimizer.trust_clip = False  # default of lars",
+                 "config.model.num_classes = 10  # default of mlp"):
+        assert line in lines
+    assert "config.seed is -1" in refused(f"lamb_tpu.{module}", RECIPE, "--print_config",
+                                          "--config.seed=-1")
+
+
 def test_evaluate(copy: pathlib.Path, tmp_path: pathlib.Path) -> None:
     """Prints the newest checkpoint's metrics as JSON, and refuses what is not there."""
     file = tmp_path / "recipe.py"
@@ -129,7 +166,7 @@ def test_help_teaches() -> None:
     done = tiny.command("lamb_tpu.train", "--help")
     for part in (
         "python -m lamb_tpu.train --config=configs/", "--workdir", "resumed",
-        "--config.optimizer.learning_rate=0.002",
+        "--config.optimizer.b2=0.98",
     ):
         assert part in done.stdout
 

@@ -38,9 +38,9 @@ TOP = tuple(
     f"lamb_tpu.{name}"
     for name in (
         "best", "checkpoint", "cli", "config", "desync", "distributed", "evaluate", "export",
-        "guards", "heartbeat", "hlo", "initial", "launch", "metrics", "mlperf", "phases", "plan",
-        "plots", "predict", "preemption", "progress", "recipe", "run", "target", "throughput",
-        "topology", "traffic", "train", "weights", "workdir",
+        "guards", "heartbeat", "hlo", "initial", "launch", "metrics", "mlperf", "overrides",
+        "phases", "plan", "plots", "predict", "preemption", "progress", "recipe", "run", "target",
+        "throughput", "topology", "traffic", "train", "weights", "workdir",
     )
 )
 

@@ -1,5 +1,6 @@
 """Sets by name: embedded, prepared by ourselves, photographs, text, and any prepared TFDS set."""
 
+import dataclasses
 import functools
 import os
 import pathlib
@@ -12,7 +13,7 @@ from lamb_tpu.data.builders import BUILDERS
 from lamb_tpu.data.digits import load_digits
 from lamb_tpu.data.images.arrays import ArrayOptions, AugmentedArraySource
 from lamb_tpu.data.masked_lm import MaskedLmSource, Options
-from lamb_tpu.data.options import NoOptions, OptionsT, read_options
+from lamb_tpu.data.options import NoOptions, read_options
 from lamb_tpu.data.prepare import is_prepared, prepare
 from lamb_tpu.data.source import RecordSource, Source, title
 from lamb_tpu.data.splits import slices
@@ -35,8 +36,9 @@ class _Request(NamedTuple):
     seed: int
     training: bool
 
-    def options(self, kind: type[OptionsT], **fixed: Any) -> OptionsT:
-        return read_options(self.name, kind, self.given, **fixed)
+    def options(self, **fixed: Any) -> Any:
+        """The options given, as the set's own dataclass."""
+        return read_options(self.name, _options_type(self.name), self.given, **fixed)
 
 
 def load(
@@ -91,12 +93,50 @@ def load(
     )
     if name.startswith(_TFDS_PREFIX):
         return _load_tfds(request)
-    if name not in DATASETS:
+    _check_name(name)
+    return DATASETS[name](request)
+
+
+def option_fields(name: str) -> dict[str, dataclasses.Field]:
+    """The options of a data set with their types and defaults, by name.
+
+    Of a set that TFDS has prepared, those of photographs: only its files tell whether it has any.
+
+    Raises:
+      UserError: unknown name.
+    """
+    _check_name(name)
+    # `seed` is the run's.
+    return {f.name: f for f in dataclasses.fields(_options_type(name)) if f.name != "seed"}
+
+
+def _check_name(name: str) -> None:
+    if name not in DATASETS and not name.startswith(_TFDS_PREFIX):
         raise UserError(
             f"config.data.name is {name!r}, an unknown data set; known are "
             f"{', '.join(sorted(DATASETS))}, and tfds:NAME[/CONFIG] for one prepared by TFDS"
         )
-    return DATASETS[name](request)
+
+
+# The tokenizer and the decoder of pictures are imported only where they are used.
+
+
+def _options_type(name: str) -> type:
+    """The dataclass of a data set's options."""
+    if name in ("image_folder", "imagenet2012") or name.startswith(_TFDS_PREFIX):
+        from lamb_tpu.data.images.source import Options as ImageOptions
+
+        return ImageOptions
+    if name == "squad":
+        from lamb_tpu.data import squad_source
+
+        return squad_source.Options
+    if name in ("python_docs", "python_docs_cloze"):
+        from lamb_tpu.data import python_docs
+
+        return python_docs.Options if name == "python_docs" else python_docs.ClozeOptions
+    own = {"masked_lm": Options, "cifar10": ArrayOptions, "cifar10_jpeg": ArrayOptions}
+    return own.get(name, NoOptions)
 
 
 def check_same_text(train: Source, evaluation: Source) -> None:
@@ -128,7 +168,7 @@ def check_same_text(train: Source, evaluation: Source) -> None:
 
 
 def _load_own(request: _Request) -> Source:
-    request.options(NoOptions)
+    request.options()
     return _read_own(request, request.in_memory)
 
 
@@ -140,7 +180,7 @@ def _read_own(request: _Request, in_memory: bool | None) -> Source:
 
 
 def _load_cifar10(request: _Request) -> Source:
-    options = request.options(ArrayOptions)
+    options = request.options()
     augments = request.training and not options.change_nothing
     plain = _read_own(request, in_memory=True if augments else request.in_memory)
     return _augmented(plain, options, request.seed) if augments else plain
@@ -171,7 +211,7 @@ def _load_tfds(request: _Request) -> Source:
         )
     if _holds_photographs(builder):
         return _load_tfds_images(request, builder)
-    request.options(NoOptions)
+    read_options(name, NoOptions, request.given)
     return _read(name, builder, request.split, request.in_memory)
 
 
@@ -222,12 +262,12 @@ def _open(
 
 
 def _load_digits(request: _Request) -> Source:
-    request.options(NoOptions)
+    request.options()
     return load_digits(request.split)
 
 
 def _load_masked_lm(request: _Request) -> Source:
-    options = request.options(Options, seed=request.seed)
+    options = request.options(seed=request.seed)
     if request.source_dir is None:
         raise UserError(
             "config.data.dir is missing; for masked_lm it is the folder in which prepared folders "
@@ -245,35 +285,32 @@ def _load_masked_lm(request: _Request) -> Source:
     return MaskedLmSource(TokenShards(root / request.split, request.in_memory), options)
 
 
-# The tokenizer and the decoder of pictures are imported only where they are used.
-
-
 def _load_squad(request: _Request) -> Source:
     from lamb_tpu.data import squad_source
 
-    options = request.options(squad_source.Options)
+    options = request.options()
     return squad_source.load_squad(request.split, request.source_dir, options, request.training)
 
 
 def _load_python_docs(request: _Request) -> Source:
     from lamb_tpu.data import python_docs
 
-    options = request.options(python_docs.Options, seed=request.seed)
+    options = request.options(seed=request.seed)
     return python_docs.load_python_docs(request.split, options)
 
 
 def _load_python_docs_cloze(request: _Request) -> Source:
     from lamb_tpu.data import python_docs
 
-    options = request.options(python_docs.ClozeOptions)
+    options = request.options()
     return python_docs.load_python_docs_cloze(request.split, options, request.training)
 
 
 def _load_tfds_images(request: _Request, builder: tfds.core.DatasetBuilder) -> Source:
     from lamb_tpu.data.images.records import TfdsRecords
-    from lamb_tpu.data.images.source import ImageSource, Options
+    from lamb_tpu.data.images.source import ImageSource
 
-    options = request.options(Options)
+    options = request.options()
     features = builder.info.features
     label = features["label"] if "label" in features else None
     if not isinstance(label, tfds.features.ClassLabel):
@@ -294,9 +331,9 @@ def _load_tfds_images(request: _Request, builder: tfds.core.DatasetBuilder) -> S
 
 def _load_image_folder(request: _Request) -> Source:
     from lamb_tpu.data.images.folder import FolderRecords
-    from lamb_tpu.data.images.source import ImageSource, Options
+    from lamb_tpu.data.images.source import ImageSource
 
-    options = request.options(Options)
+    options = request.options()
     if request.source_dir is None:
         raise UserError(
             "config.data.dir is missing; for image_folder it is the folder DIR of pictures in "
@@ -312,7 +349,7 @@ def _load_image_folder(request: _Request) -> Source:
 def _load_cifar10_jpeg(request: _Request) -> Source:
     from lamb_tpu.data.images.cifar10_jpeg import load_cifar10_jpeg
 
-    options = request.options(ArrayOptions)
+    options = request.options()
     plain = load_cifar10_jpeg(request.split, request.source_dir)
     augments = request.training and not options.change_nothing
     return _augmented(plain, options, request.seed) if augments else plain

@@ -143,14 +143,23 @@ def batch_norm_groups(config: Mapping[str, Any], batch: int, devices: int) -> tu
     return describe_groups(module.group_size, batch, devices)
 
 
-def _module(name: str, fields: Mapping[str, Any]) -> nn.Module:
-    """The named module with its fields set, checked as `build` says."""
+def own_fields(name: str) -> dict[str, dataclasses.Field]:
+    """The fields of config.model for the named network, with their types and defaults.
+
+    Raises:
+      UserError: an unknown name; the message lists the known ones.
+    """
     if name not in MODULES:
         raise UserError(f"config.model.name is {name!r}; known models: {', '.join(MODULES)}")
-    module = MODULES[name]
     # The axes of the mesh are not the model's to choose.
     hidden = ("parent", "name", "axis_name")
-    known = [f.name for f in dataclasses.fields(module) if f.name not in hidden]
+    return {f.name: f for f in dataclasses.fields(MODULES[name]) if f.name not in hidden}
+
+
+def _module(name: str, fields: Mapping[str, Any]) -> nn.Module:
+    """The named module with its fields set, checked as `build` says."""
+    known = own_fields(name)
+    module = MODULES[name]
     for key in fields:
         if key not in known:
             raise UserError(

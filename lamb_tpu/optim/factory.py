@@ -18,6 +18,17 @@ from lamb_tpu.optim.lars import lars
 from lamb_tpu.optim.novograd import novograd
 from lamb_tpu.optim.parameters import Rules
 from lamb_tpu.optim.rmsprop_tf import rmsprop_tf
+from lamb_tpu.optim.trust_ratio import AxisName
+
+
+# Arguments of every optimizer in a config.
+_COMMON = {
+    key: inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
+    for key, kind in (
+        ("clip_global_norm", float | None), ("axis_name", AxisName),
+        ("stochastic_rounding", bool | int | None), ("preset", str | None),
+    )
+}
 
 
 def make_optimizer(
@@ -52,9 +63,7 @@ def make_optimizer(
     """
     arguments = dict(config.items())
     name = arguments.pop("name", None)
-    if name not in OPTIMIZERS:
-        known = ", ".join(OPTIMIZERS)
-        raise ValueError(f"the optimizer's name {name!r} is unknown; known: {known}")
+    every = own_arguments(name)
     preset = arguments.pop("preset", None)
     if preset is not None:
         arguments = presets.preset(name, preset) | arguments
@@ -66,8 +75,7 @@ def make_optimizer(
     }
     for key in arguments:
         if key not in known:
-            every = ", ".join(dict.fromkeys([*known, *common, "preset"]))
-            raise ValueError(f"{name} has no argument {key!r}; known: {every}")
+            raise ValueError(f"{name} has no argument {key!r}; known: {', '.join(every)}")
     tx = build(learning_rate, **arguments)
     if params is not None:
         parameters.resolve(params, arguments.get("rules", parameters.DEFAULT_RULES))
@@ -94,6 +102,27 @@ def make_optimizer(
     ):
         raise ValueError("stochastic_rounding has no use here: no parameter is bfloat16")
     return rounding.stochastic_rounding(tx, 0 if seed is True else seed, common["axis_name"])
+
+
+def own_arguments(name: Any) -> dict[str, inspect.Parameter]:
+    """What `make_optimizer` takes for the named optimizer, with types and defaults.
+
+    These are its function's arguments without the learning rate, then those that all have.
+
+    >>> own_arguments("sgd")["weight_decay"].default
+    0.0
+    >>> [key for key in own_arguments("sgd") if key not in ("weight_decay", "rules")]
+    ['clip_global_norm', 'axis_name', 'stochastic_rounding', 'preset']
+
+    Raises:
+      ValueError: an unknown name.
+    """
+    if name not in OPTIMIZERS:
+        known = ", ".join(OPTIMIZERS)
+        raise ValueError(f"the optimizer's name {name!r} is unknown; known: {known}")
+    own = dict(inspect.signature(OPTIMIZERS[name]).parameters)
+    del own["learning_rate"]
+    return own | {key: value for key, value in _COMMON.items() if key not in own}
 
 
 def sgd(

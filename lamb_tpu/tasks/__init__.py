@@ -1,5 +1,6 @@
 """Learning problems, chosen by name: what the loss is, what is measured, what a batch holds."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
@@ -77,15 +78,24 @@ TASKS: dict[str, Callable[..., Task]] = {
 }
 
 
+def own_fields(name: str) -> dict[str, dataclasses.Field]:
+    """The fields of config.task for the named task, with their types and defaults.
+
+    Raises:
+      UserError: an unknown name; the message lists the known ones.
+    """
+    if name not in TASKS:
+        raise UserError(f"config.task.name is {name!r}; known tasks: {', '.join(TASKS)}")
+    return {f.name: f for f in dataclasses.fields(TASKS[name]) if f.name != "model"}
+
+
 def build(name: str, model: Model, **fields: Any) -> Task:
     """The named task around `model`.
 
     Raises:
       UserError: an unknown name or field; the message lists the known ones.
     """
-    if name not in TASKS:
-        raise UserError(f"config.task.name is {name!r}; known tasks: {', '.join(TASKS)}")
-    known = [field for field in TASKS[name].__dataclass_fields__ if field != "model"]
+    known = own_fields(name)
     for key in fields:
         if key not in known:
             raise UserError(
