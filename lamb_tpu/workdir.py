@@ -7,6 +7,7 @@ import json
 import os
 import pathlib
 import platform
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -20,6 +21,7 @@ from lamb_tpu.config import FREE_KEYS, differences, flatten
 from lamb_tpu.data import Source, title
 from lamb_tpu.data.text import saved
 from lamb_tpu.errors import UserError
+from lamb_tpu.optim import durations
 
 _LISTED = 8  # differing keys in a message
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
@@ -70,19 +72,37 @@ class Workdir:
                 "that can"
             ) from None
         if self.config.exists():
-            changed = differences(self.read_config(), flatten(config), free_keys)
+            old, new = self.read_config(), flatten(config)
+            changed = differences(old, new, free_keys)
             if changed:
                 more = f"; and {len(changed) - _LISTED} more" if len(changed) > _LISTED else ""
                 raise UserError(
                     f"{self._key} {self.path} holds a run of another config "
                     f"({'; '.join(changed[:_LISTED])}{more}); give another folder, or the run's "
-                    "own config"
+                    f"own config{self._how_to_go_on(old, new) if len(changed) == 1 else ''}"
                 )
         elif self.has_checkpoint():
             raise UserError(
                 f"{self._key} {self.path} holds checkpoints but no config.json to compare with; "
                 "give another folder"
             )
+
+    def _how_to_go_on(self, old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+        """What to do where a run is asked to be longer, added to the refusal; '' if it is not."""
+        try:
+            before, after = (durations.parse(config["duration"]) for config in (old, new))
+        except (KeyError, ValueError):
+            return ""
+        more = after.value - before.value if before.unit == after.unit else 0
+        if more <= 0:
+            return ""
+        return (
+            "; a schedule is planned for a whole run, so to train on from where this one ends, "
+            "give another folder and --config.init_from="
+            f"{shlex.quote(str(self.path))} --config.init.optimizer_state=keep "
+            f"--config.duration='{durations.Duration(more, after.unit)}' --config.seed="
+            f"{new['seed'] + 1}: its schedule starts anew, and the data come in another order"
+        )
 
     def has_checkpoint(self) -> bool:
         """Whether a checkpoint is there, whole or damaged."""

@@ -2,10 +2,12 @@
 
 import json
 import pathlib
+import shlex
 import subprocess
 import sys
 from types import SimpleNamespace
 
+import jax
 import pytest
 
 from lamb_tpu.config import flatten
@@ -26,6 +28,36 @@ def test_config_comes_back(tmp_path: pathlib.Path) -> None:
     assert folder.read_config() == flatten(config)
     folder.check(config)  # tuples have become lists in JSON, and still compare equal
     assert folder.parameters.read_text() == "table"
+
+
+def test_longer_run_is_told_how_and_that_works(
+    copy: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    with pytest.raises(UserError, match="duration: '12 steps' there, '20 steps' now") as refusal:
+        train(tiny.digits(duration="20 steps"), copy, quiet=True)
+    told = str(refusal.value).partition("; a schedule is planned for a whole run")[2]
+    flags = dict(flag.split("=", 1) for flag in shlex.split(told.partition(": its")[0])[-4:])
+    assert flags.pop("--config.init_from") == str(copy)
+    assert flags.pop("--config.duration") == "8 steps"
+    assert flags == {"--config.init.optimizer_state": "keep", "--config.seed": "1"}
+
+    longer = tiny.digits(duration="8 steps", seed=1, init_from=str(copy))
+    longer.init.optimizer_state = "keep"
+    train(longer, tmp_path / "longer", quiet=True)
+    before, _ = tiny.restored(tiny.digits(), copy)
+    state, _ = tiny.restored(longer, tmp_path / "longer")
+    assert int(state.step) == 8
+    counts = [int(jax.tree.leaves(x.opt_state)[0]) for x in (before, state)]
+    assert counts == [12, 20]
+    init = json.loads((tmp_path / "longer" / "init.json").read_text())
+    assert (init["update"], init["updates_before"], init["new"]) == (12, 12, [])
+
+
+def test_other_changes_of_a_run_are_only_told(copy: pathlib.Path) -> None:
+    for changes in ({"duration": "8 steps"}, {"duration": "3 epochs"},
+                    {"duration": "20 steps", "batch_size": 32}):
+        with pytest.raises(UserError, match="give another folder, or the run's own config$"):
+            Workdir(copy).check(tiny.digits(**changes))
 
 
 def test_each_start_adds_a_line(tmp_path: pathlib.Path) -> None:
