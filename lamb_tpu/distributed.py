@@ -36,22 +36,8 @@ _MARGIN_SECONDS = 60
 _SENTENCE_BYTES = 2048  # of another process' error
 
 
-def define_flags() -> None:
-    """Defines --coordinator_address, --num_processes and --process_id."""
-    flags.disclaim_key_flags()  # they are the program's: its --help shows them
-    flags.DEFINE_string(
-        "coordinator_address",
-        None,
-        "HOST:PORT at which process 0 listens, the same for all processes. On a TPU VM, under "
-        "SLURM, Open MPI or lamb_tpu.launch, this and the next two are found by themselves; also "
-        "read from JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID.",
-    )
-    flags.DEFINE_integer("num_processes", None, "Processes of the run; 1 looks for no others.")
-    flags.DEFINE_integer("process_id", None, "This process, from 0.")
-
-
 def initialize_from_flags() -> None:
-    """`initialize` with the values of `define_flags`."""
+    """`initialize` with the values of `cli.define_process_flags`."""
     values = flags.FLAGS
     initialize(values.coordinator_address, values.num_processes, values.process_id)
 

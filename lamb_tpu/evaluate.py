@@ -17,6 +17,19 @@ timm or torchvision, as lamb_tpu/initial.py has it. Nothing is trained or writte
 only the evaluation split has to be there.
 """
 
+from absl import flags
+
+from lamb_tpu import cli
+
+if __name__ == "__main__":  # --help is answered before the imports below, which take seconds
+    cli.define_run_flags(workdir="Folder of the run; without it, config.init_from is evaluated.")
+    cli.define_process_flags()
+    flags.DEFINE_string(
+        "step", None, "Completed updates of the checkpoint, or 'best'; default the newest."
+    )
+    flags.DEFINE_string("split", None, "Evaluated in place of the run's evaluation split.")
+    cli.answer_help()
+
 import json
 import os
 import re
@@ -26,10 +39,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from absl import flags
 from ml_collections import ConfigDict
 
-from lamb_tpu import cli, data, distributed, terminal
+from lamb_tpu import data, distributed, terminal
 from lamb_tpu.best import Best
 from lamb_tpu.checkpoint import Checkpoints
 from lamb_tpu.config import base_config, check_keys, unflatten
@@ -271,10 +283,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    cli.define_run_flags(workdir="Folder of the run; without it, config.init_from is evaluated.")
-    distributed.define_flags()
-    flags.DEFINE_string(
-        "step", None, "Completed updates of the checkpoint, or 'best'; default the newest."
-    )
-    flags.DEFINE_string("split", None, "Evaluated in place of the run's evaluation split.")
     cli.run_main(main)

@@ -6,13 +6,21 @@ FOLDER receives config.json, model.safetensors, and where the run was on text vo
 tokenizer_config.json. It is of the newest checkpoint that can be read, or of --step.
 """
 
+from absl import flags
+
+from lamb_tpu import cli
+
+if __name__ == "__main__":  # --help is answered before the imports below, which take seconds
+    flags.DEFINE_string("workdir", None, "Folder of the run.")
+    flags.DEFINE_string("output", None, "Folder to write.")
+    flags.DEFINE_integer("step", None, "Completed updates of the checkpoint; default the newest.")
+    cli.answer_help()
+
 import json
 import os
 import pathlib
 
-from absl import flags
 
-from lamb_tpu import cli
 from lamb_tpu.data.text import saved
 from lamb_tpu.errors import UserError
 from lamb_tpu.models.bert_huggingface import to_huggingface
@@ -61,7 +69,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    flags.DEFINE_string("workdir", None, "Folder of the run.")
-    flags.DEFINE_string("output", None, "Folder to write.")
-    flags.DEFINE_integer("step", None, "Completed updates of the checkpoint; default the newest.")
     cli.run_main(main, required=("workdir", "output"))

@@ -19,6 +19,22 @@ config with phases gives a plan for each, in JSON a list of them.
 Change anything with --config.KEY=VALUE: --config.mesh.model=4, --config.parallel.backend=shard_map.
 """
 
+from absl import flags
+
+from lamb_tpu import cli
+
+if __name__ == "__main__":  # --help is answered before the imports below, which take seconds
+    cli.define_config_flag()
+    flags.DEFINE_string(
+        "topology",
+        None,
+        "The slice: v2, v3, v4 or v5p, a hyphen and its cores, or v5e (v5litepod) or v6e, a hyphen "
+        "and its chips; for example v3-2048 or v5e-256. A name that does not exist lists those "
+        "that do.",
+    )
+    flags.DEFINE_bool("json", False, "Print JSON instead, and nothing else on stdout.")
+    cli.answer_help()
+
 import contextlib
 import dataclasses
 import importlib.metadata
@@ -30,12 +46,11 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import jax
-from absl import flags
 from ml_collections import ConfigDict
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from lamb_tpu import cli, hlo, phases, terminal, traffic
+from lamb_tpu import hlo, phases, terminal, traffic
 from lamb_tpu import topology as topology_lib
 from lamb_tpu.run import Run, prepare
 
@@ -337,13 +352,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    cli.define_config_flag()
-    flags.DEFINE_string(
-        "topology",
-        None,
-        "The slice: v2, v3, v4 or v5p, a hyphen and its cores, or v5e (v5litepod) or v6e, a hyphen "
-        "and its chips; for example v3-2048 or v5e-256. A name that does not exist lists those "
-        "that do.",
-    )
-    flags.DEFINE_bool("json", False, "Print JSON instead, and nothing else on stdout.")
     cli.run_main(main, required=("config", "topology"))

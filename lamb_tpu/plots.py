@@ -6,17 +6,24 @@ The run's config must have `collect=True` in its optimizer; metrics.jsonl then h
 kind 'layers'. Writes layers.png into the workdir, or where --out says.
 """
 
+from absl import flags
+
+from lamb_tpu import cli
+
+if __name__ == "__main__":  # --help is answered before the imports below, which take seconds
+    flags.DEFINE_string("workdir", None, "Folder of the run, or of one phase of several.")
+    flags.DEFINE_string("out", None, "The picture; default layers.png in the workdir.")
+    cli.answer_help()
+
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from absl import flags
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
-from lamb_tpu import cli
 from lamb_tpu.errors import UserError
 from lamb_tpu.metrics import read_records
 
@@ -100,6 +107,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    flags.DEFINE_string("workdir", None, "Folder of the run, or of one phase of several.")
-    flags.DEFINE_string("out", None, "The picture; default layers.png in the workdir.")
     cli.run_main(main, required=("workdir",))

@@ -9,6 +9,17 @@ Neither the data set nor the memory for training is needed. A word that begins w
 one before it.
 """
 
+from absl import flags
+
+from lamb_tpu import cli
+
+if __name__ == "__main__":  # --help is answered before the imports below, which take seconds
+    flags.DEFINE_string("checkpoint", None, "Workdir of a run, or a folder of Hugging Face's.")
+    flags.DEFINE_string("text", None, "The text, with [MASK] wherever a word is to be found.")
+    flags.DEFINE_integer("top", 5, "Words of each gap.")
+    flags.DEFINE_bool("json", False, "Print one JSON object instead.")
+    cli.answer_help()
+
 import dataclasses
 import json
 import sys
@@ -16,9 +27,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from absl import flags
 
-from lamb_tpu import cli
 from lamb_tpu.data.text.vocabulary import Vocabulary
 from lamb_tpu.data.text.wordpiece import make_tokenizer
 from lamb_tpu.errors import UserError
@@ -139,8 +148,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    flags.DEFINE_string("checkpoint", None, "Workdir of a run, or a folder of Hugging Face's.")
-    flags.DEFINE_string("text", None, f"The text, with {MASK} wherever a word is to be found.")
-    flags.DEFINE_integer("top", 5, "Words of each gap.")
-    flags.DEFINE_bool("json", False, "Print one JSON object instead.")
     cli.run_main(main, required=("checkpoint", "text"))

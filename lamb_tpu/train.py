@@ -3,9 +3,20 @@
   python -m lamb_tpu.train --config=configs/digits.py --workdir=DIR
 
 The workdir receives checkpoints, metrics.jsonl, TensorBoard files, the resolved config, the table
-of parameter facts and the versions that ran. Any key of the config can be overridden, for example
---config.optimizer.learning_rate=0.002 or --config.duration='500 steps'.
+of parameter facts and the versions that ran. Any key of the config can be overridden, and whatever
+its optimizer, model, task and data set take, for example --config.duration='500 steps' and
+--config.optimizer.b2=0.98.
 """
+
+from lamb_tpu import cli
+
+if __name__ == "__main__":  # --help is answered before the imports below, which take seconds
+    cli.define_run_flags(
+        workdir="Folder for checkpoints, metrics and the resolved config. A folder that already "
+        "holds a run of the same config is resumed."
+    )
+    cli.define_process_flags()
+    cli.answer_help()
 
 import collections
 import os
@@ -16,7 +27,7 @@ import jax
 from absl import flags
 from ml_collections import ConfigDict
 
-from lamb_tpu import cli, data, distributed, phases, tasks
+from lamb_tpu import data, distributed, phases, tasks
 from lamb_tpu.best import Best
 from lamb_tpu.checkpoint import Checkpoints
 from lamb_tpu.config import check_keys
@@ -348,9 +359,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    cli.define_run_flags(
-        workdir="Folder for checkpoints, metrics and the resolved config. A folder that already "
-        "holds a run of the same config is resumed."
-    )
-    distributed.define_flags()
     cli.run_main(main, required=("config", "workdir"))

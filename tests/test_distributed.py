@@ -218,7 +218,8 @@ def test_meeting_that_does_not_take_place(listening: int, index: int) -> None:
 def test_flags() -> None:
     done, _ = run(
         "from absl import flags\n"
-        "distributed.define_flags()\n"
+        "from lamb_tpu import cli\n"
+        "cli.define_process_flags()\n"
         "flags.FLAGS(['x', '--coordinator_address=a', '--num_processes=3', '--process_id=2'])\n"
         "try:\n"
         "    distributed.initialize_from_flags()\n"

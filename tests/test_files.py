@@ -12,7 +12,7 @@ FILES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.p
 # Modules without a test file of their own name, and where they are tested instead.
 TESTED_ELSEWHERE = {
     "lamb_tpu/errors.py": "without code; tests of mistakes and of preemption raise them",
-    "lamb_tpu/models/__main__.py": "tests/models/test_listing.py runs it",
+    "lamb_tpu/models/__main__.py": "tests/models/test_costs.py runs it",
     "lamb_tpu/parallel/placements.py": "tests/parallel/test_step.py compares the two of them",
     "lamb_tpu/data/stream.py": "tests/data/test_loader.py and test_evaluation.py read through it",
     "lamb_tpu/data/splits.py": "tests/data/test_digits.py and test_registry.py slice with it",

@@ -1,23 +1,29 @@
 """Where records come from and how they become batches."""
 
-from lamb_tpu.data.evaluation import eval_batches
-from lamb_tpu.data.loader import TrainLoader
-from lamb_tpu.data.order import example_order, global_indices
-from lamb_tpu.data.registry import DATASETS, check_same_text, load
-from lamb_tpu.data.source import ArraySource, Batch, FieldSpec, RecordSource, Source, title
+import importlib
+from typing import Any
 
-__all__ = [
-    "DATASETS",
-    "ArraySource",
-    "Batch",
-    "FieldSpec",
-    "RecordSource",
-    "Source",
-    "TrainLoader",
-    "check_same_text",
-    "eval_batches",
-    "example_order",
-    "global_indices",
-    "load",
-    "title",
-]
+# Imported at first use: Grain and TFDS take a second, which the commands of this package, such as
+# prepare_text, would spend before they answer --help.
+_MODULES = {
+    "evaluation": ("eval_batches",),
+    "loader": ("TrainLoader",),
+    "order": ("example_order", "global_indices"),
+    "registry": ("DATASETS", "check_same_text", "load"),
+    "source": ("ArraySource", "Batch", "FieldSpec", "RecordSource", "Source", "title"),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+
+__all__ = sorted(_MODULE_OF)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

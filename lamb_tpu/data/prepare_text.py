@@ -1,4 +1,4 @@
-"""The command that turns raw text into shards of WordPiece ids, once, before pre-training.
+"""Turns raw text into shards of WordPiece ids, once, before pre-training.
 
     python -m lamb_tpu.data.prepare_text --input='books/**/*.md' --vocab=vocab.txt --output=DIR
 

@@ -1,14 +1,11 @@
-"""The command that lists the networks: `python -m lamb_tpu.models [--json]`."""
+"""Lists the networks with what they cost: `python -m lamb_tpu.models [--json]`."""
 
 import argparse
 import json
 import sys
 from collections.abc import Sequence
 
-import jax
-
-from lamb_tpu import models
-from lamb_tpu.models.listing import describe, table
+from lamb_tpu.models.costs import COSTS, table
 
 _NOTE = """\
 Parameters are those trained; multiply-adds are of the forward pass of one
@@ -28,13 +25,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--json", action="store_true", help="a list of objects instead of a table"
     )
     options = parser.parse_args(arguments)
-    # Nothing is computed, so no accelerator is needed, or taken from a run that has it.
-    jax.config.update("jax_platforms", "cpu")
-    descriptions = [describe(name) for name in models.MODULES]
     if options.json:
-        print(json.dumps([item._asdict() for item in descriptions], indent=2))
+        print(json.dumps([item._asdict() for item in COSTS], indent=2))
     else:
-        print(table(descriptions))
+        print(table(COSTS))
     return 0
 
 

@@ -1,14 +1,15 @@
 """What each network costs, against published parameters and an independent count of products."""
 
 import doctest
-import json
 
 import pytest
 
 from lamb_tpu import models
 from lamb_tpu.models import listing
-from lamb_tpu.models.__main__ import main
+from lamb_tpu.models.costs import COSTS
 from lamb_tpu.models.listing import describe
+
+KNOWN = {cost.name: cost for cost in COSTS}
 
 # Parameters as published. Multiply-adds of timm's networks, which tests/interchange/test_timm.py
 # counts by hooks on PyTorch's layers.
@@ -42,14 +43,16 @@ PAPERS = {
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_networks(name: str) -> None:
     parameters, multiply_adds, size = PUBLISHED[name]
-    assert describe(name) == (name, parameters, multiply_adds, (size, size, 3))
+    assert describe(name) == KNOWN[name] == (name, parameters, multiply_adds, (size, size, 3))
     assert f"{parameters:,} parameters" in models.MODULES[name].__doc__
     if name in PAPERS:
         assert multiply_adds == pytest.approx(1e9 * PAPERS[name], rel=0.08)
 
 
 def test_other_networks() -> None:
+    assert list(KNOWN) == list(models.MODULES)
     described = {name: describe(name) for name in set(models.MODULES) - set(PUBLISHED)}
+    assert described == {name: KNOWN[name] for name in described}
     assert set(described) == {"bert", "lenet", "lenet5", "mlp"}
     # BERT Base with both heads of pre-training, and 20 masked words.
     layer = 4 * 768**2 + 2 * 768 * 3072 + 2 * 128 * 768
@@ -61,26 +64,5 @@ def test_other_networks() -> None:
     assert described["mlp"].multiply_adds == 784 * 128 + 128 * 64 + 64 * 10
 
 
-def test_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    few = {name: models.MODULES[name] for name in ("bert", "davidnet", "lenet5")}
-    monkeypatch.setattr(models, "MODULES", few)
-    assert main([]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["model", "parameters", "multiply-adds", "input"]
-    assert [line.split()[0] for line in lines[1:]] == list(few)
-    assert lines[1].endswith("  128 tokens")
-    assert lines[2].split(maxsplit=3) == ["davidnet", "6,573,120", "379,261,952", "32 x 32 x 3"]
-    assert main(["--json"]) == 0
-    listed = json.loads(capsys.readouterr().out)
-    assert [item["name"] for item in listed] == list(few)
-    assert listed[1] == {
-        "name": "davidnet", "parameters": 6_573_120, "multiply_adds": 379_261_952,
-        "input_shape": [32, 32, 3],
-    }
-    with pytest.raises(SystemExit) as caught:
-        main(["--jsn"])
-    assert caught.value.code == 2 and "unrecognized arguments: --jsn" in capsys.readouterr().err
-
-
 def test_docstrings() -> None:
-    assert doctest.testmod(listing) == (0, 2)
+    assert doctest.testmod(listing) == (0, 1)

@@ -1,4 +1,4 @@
-"""The command that looks through a set of photographs, before a long run meets what is wrong.
+"""Looks through a set of photographs, before a long run meets what is wrong.
 
     python -m lamb_tpu.data.images.check --name=image_folder --dir=DIR --split=train
 

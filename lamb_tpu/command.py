@@ -1,0 +1,65 @@
+"""The command `lamb_tpu`: every command of the package by its name.
+
+`lamb_tpu train ...` is `python -m lamb_tpu.train ...`: the same module is run the same way.
+"""
+
+import ast
+import pathlib
+import runpy
+import sys
+import textwrap
+
+MODULES = {
+    "train": "lamb_tpu.train",
+    "evaluate": "lamb_tpu.evaluate",
+    "predict": "lamb_tpu.predict",
+    "export": "lamb_tpu.export",
+    "plan": "lamb_tpu.plan",
+    "launch": "lamb_tpu.launch",
+    "plots": "lamb_tpu.plots",
+    "models": "lamb_tpu.models.__main__",
+    "prepare_text": "lamb_tpu.data.prepare_text",
+    "check_images": "lamb_tpu.data.images.check",
+}
+
+
+def main() -> None:
+    """Runs the command that the first argument names, with the others as its own."""
+    name = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    if name in ("-h", "--help"):
+        print(_help())
+        return
+    if name not in MODULES:
+        print(f"error: lamb_tpu has no command {name!r}; it has: {', '.join(MODULES)}",
+              file=sys.stderr)
+        sys.exit(2)
+    del sys.argv[1]
+    try:
+        runpy.run_module(MODULES[name], run_name="__main__", alter_sys=True)
+    except ModuleNotFoundError as error:
+        print(
+            f"error: lamb_tpu {name} needs {error.name}, which is not installed; install what "
+            "training needs, as by pip install 'lamb_tpu[train]'", file=sys.stderr,
+        )
+        sys.exit(2)
+
+
+def _help() -> str:
+    width = max(map(len, MODULES))
+    lines = [
+        textwrap.fill(
+            _summary(module), 80, initial_indent=f"  {name:<{width}}  ",
+            subsequent_indent=" " * (width + 4),
+        )
+        for name, module in MODULES.items()
+    ]
+    return "\n".join([
+        "usage: lamb_tpu COMMAND ...", "", *lines, "",
+        "lamb_tpu COMMAND --help tells more.",
+    ])
+
+
+def _summary(module: str) -> str:
+    """The first line of a module's docstring, read without importing what takes seconds."""
+    path = pathlib.Path(__file__).parent.joinpath(*module.split(".")[1:]).with_suffix(".py")
+    return str(ast.get_docstring(ast.parse(path.read_text()))).partition("\n")[0]
