@@ -23,7 +23,7 @@ STAMP := $(VENV)/.ready-$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.ve
 
 setup: $(STAMP)
 
-$(STAMP): requirements.txt pyproject.toml
+$(STAMP): requirements.txt pyproject.toml setup.py
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v < (3, 14) else "error: PYTHON=$(PYTHON) is Python %d.%d; lamb_tpu needs 3.11, 3.12 or 3.13" % v)'
 	$(PYTHON) -m venv --clear $(VENV)
 	$(RUN) -m pip install --quiet --requirement requirements.txt

@@ -218,7 +218,10 @@ def run_main(main: Callable[[], None], required: Sequence[str] = ()) -> None:
         del argv
         if not flags.FLAGS["verbosity"].present:
             logging.set_verbosity(logging.WARNING)  # Orbax tells a great deal at INFO
-        _hush_libtpu()
+        if "jax" in sys.modules:
+            from lamb_tpu.optim.quiet import hush_libtpu
+
+            hush_libtpu()
         if "config" in flags.FLAGS and flags.FLAGS.print_config:
             _print_config()
         else:
@@ -263,14 +266,6 @@ def _is_of_lost_peer(error: Exception) -> bool:
     if "jax" not in sys.modules or not isinstance(error, sys.modules["jax"].errors.JaxRuntimeError):
         return False
     return re.search("(closed|reset) by peer", str(error)) is not None
-
-
-def _hush_libtpu() -> None:
-    """Where libtpu is installed and there is no TPU, as for planning, spares its complaints."""
-    # JAX sets this when it is imported and finds no TPU; it tries libtpu all the same.
-    if "jax" in sys.modules and os.environ.get("TPU_SKIP_MDS_QUERY") == "1":
-        os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v3-8")
-        os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 
 
 def _end_preempted(number: int, frame: FrameType | None) -> NoReturn:

@@ -4,7 +4,6 @@ import json
 import os
 import pathlib
 import signal
-import subprocess
 import sys
 
 import jax
@@ -172,14 +171,8 @@ def test_help_teaches() -> None:
 
 
 def test_libtpu_says_nothing_where_there_is_no_tpu() -> None:
-    code = "import jax; from lamb_tpu import cli; cli.run_main(lambda: print(jax.devices()))"
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("JAX_", "TPU_"))
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tiny.ROOT, env=environment, capture_output=True, text=True
+    done = tiny.python(
+        "import jax; from lamb_tpu import cli; cli.run_main(lambda: print(jax.devices()))"
     )
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     assert done.stdout.strip()

@@ -2,6 +2,7 @@
 
 import re
 
+from tests import tiny
 from tests.shared import ROOT
 
 README = (ROOT / "README.md").read_text()
@@ -12,6 +13,14 @@ def test_python_blocks_run():
     assert blocks
     for block in blocks:
         exec(compile(block, "README.md", "exec"), {})
+
+
+def test_first_python_block_prints_its_own_lines_only():
+    """Also where libtpu is installed, as by `make setup`, and there is no TPU."""
+    block = re.search(r"```python\n(.*?)```", README, re.DOTALL)[1]
+    done = tiny.python(block)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    assert done.stdout.startswith("path ")
 
 
 def test_the_two_commands_stand_first():

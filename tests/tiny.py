@@ -172,6 +172,18 @@ def command(module: str, *arguments: str, devices: int = 1) -> subprocess.Comple
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
+def python(code: str) -> subprocess.CompletedProcess:
+    """Runs code as a user would: without the JAX and TPU settings of the tests."""
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("JAX_", "TPU_"))
+    }
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+
+
 def preempt_at(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     """SIGTERM comes just before the `number`th poll from now on."""
     poll, numbers = Preemption.poll, itertools.count(1)

@@ -39,12 +39,15 @@ from lamb_tpu.optim.lars import LarsState, lars
 from lamb_tpu.optim.novograd import NovogradState, novograd
 from lamb_tpu.optim.parameters import ParameterFacts
 from lamb_tpu.optim.presets import preset
+from lamb_tpu.optim.quiet import hush_libtpu
 from lamb_tpu.optim.refinement import refined_schedule
 from lamb_tpu.optim.rmsprop_tf import RmspropTfState, rmsprop_tf
 from lamb_tpu.optim.rounding import StochasticRoundingState, stochastic_rounding
 from lamb_tpu.optim.scaling import legw, scale_learning_rate
 from lamb_tpu.optim.schedules import exponential_decay, phases, step_decay, warmup
 from lamb_tpu.optim.trust_ratio import TrustRatioState, scale_by_trust_ratio
+
+hush_libtpu()
 
 __all__ = [
     "AdagradNormState", "ApolloState", "DiffgradState", "Duration", "LambState", "LarsState",

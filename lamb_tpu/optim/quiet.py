@@ -1,0 +1,16 @@
+"""Silence where libtpu is installed and there is no TPU."""
+
+import os
+
+
+def hush_libtpu() -> None:
+    """Spares a machine without a TPU libtpu's complaints; call after `import jax`, before its use.
+
+    JAX tries every library that is installed, so where libtpu is there as a compiler, as for
+    planning, its first use prints lines about a TPU that it cannot find. They ask for these
+    two variables, which only libtpu reads. With a TPU nothing is changed.
+    """
+    # JAX sets this when it is imported and finds no TPU.
+    if os.environ.get("TPU_SKIP_MDS_QUERY") == "1":
+        os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v3-8")
+        os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")

@@ -1,0 +1,22 @@
+"""What libtpu prints where there is no TPU; tests/test_readme.py runs a snippet beside it."""
+
+import os
+
+import pytest
+
+from lamb_tpu.optim.quiet import hush_libtpu
+
+NAMES = ("TPU_ACCELERATOR_TYPE", "TPU_WORKER_HOSTNAMES")
+
+
+def test_variables_of_libtpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in NAMES:
+        monkeypatch.setenv(name, "x")  # so that it is put back afterwards
+        monkeypatch.delenv(name)
+    monkeypatch.delenv("TPU_SKIP_MDS_QUERY", raising=False)
+    hush_libtpu()  # JAX has found a TPU
+    assert not set(NAMES) & set(os.environ)
+    monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
+    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "the user's")
+    hush_libtpu()
+    assert [os.environ[name] for name in NAMES] == ["v3-8", "the user's"]

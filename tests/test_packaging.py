@@ -1,0 +1,73 @@
+"""What `pip install` brings: the packages that are declared, and the recipes in the wheel."""
+
+import importlib.metadata
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tomllib
+
+import pytest
+
+from tests import tiny
+from tests.test_imports import imported
+
+PROJECT = tomllib.loads((tiny.ROOT / "pyproject.toml").read_text())["project"]
+
+
+def declared(requirements: list[str]) -> set[str]:
+    """Names of packages, as in a wheel's metadata."""
+    return {re.match(r"[\w.-]+", text)[0].lower().replace("_", "-") for text in requirements}
+
+
+def third_party(folder: pathlib.Path) -> set[str]:
+    """The packages that the modules below a folder import."""
+    tops = {name.partition(".")[0] for path in folder.rglob("*.py") for name in imported(path)}
+    tops -= {*sys.stdlib_module_names, "lamb_tpu", "libtpu"}
+    owners = importlib.metadata.packages_distributions()
+    return {owners[top][0].lower().replace("_", "-") for top in tops}
+
+
+def test_optimizers_need_what_is_always_installed() -> None:
+    assert declared(PROJECT["dependencies"]) == {"jax", "numpy", "optax"}
+    assert third_party(tiny.ROOT / "lamb_tpu" / "optim") == {"jax", "numpy", "optax"}
+
+
+def test_extra_train_has_what_the_package_imports() -> None:
+    train = declared(PROJECT["optional-dependencies"]["train"])
+    installed = train | declared(PROJECT["dependencies"])
+    needed = third_party(tiny.ROOT / "lamb_tpu") | third_party(tiny.ROOT / "configs")
+    assert needed <= installed, needed - installed
+    pinned = (tiny.ROOT / "requirements.txt").read_text()
+    for name in installed:
+        assert re.search(rf"^{name}==", pinned, re.MULTILINE), f"{name} is not pinned"
+
+
+@pytest.mark.long
+def test_wheel_runs_a_recipe_by_its_name(tmp_path: pathlib.Path) -> None:
+    def run(*command: str) -> str:
+        environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
+        done = subprocess.run(
+            [sys.executable, "-m", *command], cwd=tmp_path, env=environment, capture_output=True,
+            text=True, check=True,
+        )
+        return done.stdout
+
+    files = subprocess.run(
+        ["git", "ls-files", "-z", "lamb_tpu", "configs", "*.py", "pyproject.toml", "README.md",
+         "LICENSE"], cwd=tiny.ROOT, capture_output=True, text=True, check=True,
+    ).stdout.split("\0")
+    for name in filter(None, files):  # a build leaves files beside the source
+        copy = tmp_path / "source" / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes((tiny.ROOT / name).read_bytes())
+    run("pip", "wheel", "-q", "--no-deps", "-w", "wheels", "./source")
+    (wheel,) = (tmp_path / "wheels").glob("*.whl")
+    run("pip", "install", "-q", "--no-deps", "--target", "site", str(wheel))
+    shipped = {path.name for path in (tmp_path / "site" / "lamb_tpu" / "configs").glob("*.py")}
+    assert shipped == {path.name for path in (tiny.ROOT / "configs").glob("*.py")}
+    assert (tmp_path / "site" / "bin" / "lamb_tpu").exists()
+    run("lamb_tpu.train", "--config=digits:smoke", "--workdir=run")
+    assert (tmp_path / "run" / "metrics.jsonl").exists()
+    assert "'bert'" in run("lamb_tpu.train", "--config=bert_pretrain:size=small", "--print_config")
