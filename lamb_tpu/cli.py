@@ -14,7 +14,7 @@ from typing import NoReturn
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
-from lamb_tpu import terminal
+from lamb_tpu import filesystem, terminal
 from lamb_tpu.config import check_keys, check_values, recipe_folder, recipe_path
 from lamb_tpu.errors import Interrupted, Preempted, UserError
 
@@ -94,11 +94,11 @@ def _parse_with_config(argv: list[str], required: Sequence[str]) -> list[str]:
         rest = flags.FLAGS(argv)
     except UserError:
         raise
-    except Exception:  # a config file can raise anything
+    except (Exception, SystemExit):  # a config file can raise anything
         _check_overrides(argv, _load_config_file(argv))
         raise
     config = flags.FLAGS["config"].value
-    if not isinstance(config, ConfigDict) and (config is not None or own):
+    if not isinstance(config, ConfigDict) and (flags.FLAGS["config"].present or own):
         _load_config_file(argv)  # raises: ml_collections holds an OSError back until first use
     if config is not None:
         overrides.apply(config, own)
@@ -128,6 +128,13 @@ def _with_path(argv: list[str]) -> list[str]:
 def _check_given(rest: Sequence[str], required: Sequence[str]) -> None:
     if rest[1:]:
         raise UserError(f"unexpected argument {rest[1]!r}; flags start with --, see --help")
+    for name in flags.FLAGS:  # an empty path would be the current folder
+        flag = flags.FLAGS[name]
+        if (
+            flag.present and flag.value == "" != flag.default
+            and not name.startswith("config.") and name not in required
+        ):
+            raise UserError(f"--{name} is empty; give a value, or leave it out")
     for name in required:
         if not flags.FLAGS[name].value:
             raise UserError(f"--{name} is missing; see --help")
@@ -151,10 +158,10 @@ def _load_config_file(argv: list[str]) -> ConfigDict:
         )
     try:
         get_config = runpy.run_path(path)["get_config"]
-        return get_config(argument) if colon else get_config()
+        config = get_config(argument) if colon else get_config()
     except UserError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         lines = [
             frame.lineno
             for frame in traceback.extract_tb(error.__traceback__)
@@ -167,6 +174,12 @@ def _load_config_file(argv: list[str]) -> ConfigDict:
             f"the config file {path} fails{f' at line {line}' if line else ''}: "
             f"{type(error).__name__}: {' '.join(text.split())}"
         ) from error
+    if not isinstance(config, (ConfigDict, dict)):
+        raise UserError(
+            f"the get_config of the config file {path} returns {config!r}; it must return a "
+            "ConfigDict, such as lamb_tpu.config.base_config() with what it changes"
+        )
+    return ConfigDict(config)
 
 
 def _check_overrides(argv: list[str], config: ConfigDict) -> None:
@@ -226,8 +239,10 @@ def run_main(main: Callable[[], None], required: Sequence[str] = ()) -> None:
             _print_config()
         else:
             main()
+        sys.stdout.flush()  # a failure can be told here, but not at exit
 
     signal.signal(signal.SIGTERM, _end_preempted)
+    logging.set_verbosity(logging.ERROR)  # ml_collections warns of what is told as an error below
     try:
         app.run(call, flags_parser=lambda argv: _parse_flags(argv, required))
     except UserError as error:
@@ -241,12 +256,21 @@ def run_main(main: Callable[[], None], required: Sequence[str] = ()) -> None:
         print("interrupted; nothing that was saved is lost", file=sys.stderr)
         _end(130)
     except Exception as error:
-        if _is_of_lost_peer(error):
-            reason = " ".join(str(error).split())
+        lost_output, reason = filesystem.lose_stdout(error), " ".join(str(error).split())
+        if lost_output is not None:
+            print(f"error: standard output cannot be written ({lost_output})", file=sys.stderr)
+        elif _is_of_lost_peer(error):
             print(
                 f"error: another process of this run has ended, so this one cannot go on "
-                f"({reason}); nothing that was saved is lost", file=sys.stderr,
+                f"({reason[:300]}); nothing that was saved is lost", file=sys.stderr,
             )
+        elif isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in reason:
+            print(
+                f"error: out of memory ({reason[:300]}); make config.batch_size smaller, or "
+                "config.accumulation_steps larger; nothing that was saved is lost", file=sys.stderr
+            )
+        elif isinstance(error, OSError) and error.strerror and error.filename:
+            print(f"error: {error.filename!r}: {error.strerror}", file=sys.stderr)
         else:
             traceback.print_exc()
         _end(1)
@@ -263,9 +287,12 @@ def _print_config() -> None:
 
 def _is_of_lost_peer(error: Exception) -> bool:
     """Whether a collective failed because the process at the other end is no longer there."""
-    if "jax" not in sys.modules or not isinstance(error, sys.modules["jax"].errors.JaxRuntimeError):
+    if "jax" not in sys.modules:
         return False
-    return re.search("(closed|reset) by peer", str(error)) is not None
+    # Of what type it is depends on who waits for the result: JAX, or NumPy behind a ValueError.
+    of_gloo = re.search("Gloo .*failed|(closed|reset) by peer", str(error), re.DOTALL)
+    of_jax = isinstance(error, (sys.modules["jax"].errors.JaxRuntimeError, ValueError))
+    return of_jax and of_gloo is not None
 
 
 def _end_preempted(number: int, frame: FrameType | None) -> NoReturn:

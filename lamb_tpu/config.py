@@ -246,6 +246,9 @@ def check_values(config: ConfigDict) -> None:
     ):
         if not 0 <= flat[key] < math.inf:
             raise UserError(f"config.{key} is {flat[key]}; it must be a number of at least 0")
+    for key in ("init_from", "data.dir", "data.prepared_dir"):
+        if flat[key] == "":  # which would be the current folder
+            raise UserError(f"config.{key} is empty; give a path, or leave it out for none")
     for key, known in _CHOICES.items():
         if flat[key] not in known:
             raise UserError(f"config.{key} is {flat[key]!r}; known: {', '.join(known)}")
@@ -327,12 +330,19 @@ def unflatten(flat: Mapping[str, Any]) -> ConfigDict:
 def _overlay(config: ConfigDict, nested: Mapping[str, Any], path: str) -> None:
     for key, value in nested.items():
         old = config.get(key)
+        if isinstance(old, ConfigDict) and not isinstance(value, dict):
+            raise UserError(f"{path}.{key} is {value!r}; it must be a ConfigDict")
         if isinstance(old, ConfigDict) and f"{path}.{key}" not in _OWN_FIELDS:
             _overlay(old, value, f"{path}.{key}")
         elif isinstance(value, dict):
             config[key] = ConfigDict(value)
         else:  # JSON has no tuples
-            config[key] = tuple(value) if isinstance(old, tuple) else value
+            try:
+                config[key] = tuple(value) if isinstance(old, tuple) else value
+            except TypeError:
+                raise UserError(
+                    f"{path}.{key} is {value!r}, which is of another type than {old!r}"
+                ) from None
 
 
 def differences(

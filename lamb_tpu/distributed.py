@@ -7,8 +7,10 @@ here first, or ended here, and told in a sentence.
 
 import contextlib
 import os
+import pathlib
 import re
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -34,12 +36,17 @@ SHUTDOWN_SECONDS = 120
 # JAX must not give up before we do, for it tells nothing of use.
 _MARGIN_SECONDS = 60
 _SENTENCE_BYTES = 2048  # of another process' error
+# For the last lines of a process that leaves.
+_RELAY_SECONDS = 5
+_relay: subprocess.Popen | None = None
 
 
 def initialize_from_flags() -> None:
-    """`initialize` with the values of `cli.define_process_flags`."""
+    """`initialize` with `cli.define_process_flags`; stderr goes through `lamb_tpu.relay` then."""
     values = flags.FLAGS
     initialize(values.coordinator_address, values.num_processes, values.process_id)
+    if jax.distributed.is_initialized():
+        relay_stderr()
 
 
 def initialize(
@@ -250,6 +257,21 @@ def together() -> Iterator[None]:
     agree(failure)
 
 
+def relay_stderr() -> None:
+    """Lets JAX' pages about a lost process become a sentence."""
+    global _relay
+    reading, writing = os.pipe()
+    _relay = subprocess.Popen(
+        [sys.executable, "-I", "-S", str(pathlib.Path(__file__).with_name("relay.py"))],
+        stdin=reading, stdout=subprocess.DEVNULL,
+        start_new_session=True,  # what ends the process must not end it before the last line
+    )
+    os.close(reading)
+    sys.stderr.flush()
+    os.dup2(writing, 2)
+    os.close(writing)
+
+
 def leave(status: int) -> NoReturn:
     """Ends a process after a failure of its own; one of several at once.
 
@@ -264,6 +286,10 @@ def leave(status: int) -> NoReturn:
         sys.exit(status)
     sys.stdout.flush()
     sys.stderr.flush()
+    if _relay is not None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            _relay.wait(_RELAY_SECONDS)  # what was told is seen before the process is seen to end
     os._exit(status)
 
 

@@ -20,7 +20,7 @@ import json
 import os
 import pathlib
 
-
+from lamb_tpu import filesystem
 from lamb_tpu.data.text import saved
 from lamb_tpu.errors import UserError
 from lamb_tpu.models.bert_huggingface import to_huggingface
@@ -53,12 +53,13 @@ def export(
         raise UserError(f"--output {folder} is a file; give a folder")
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"--output {folder} holds something already; give a new or empty folder")
-    to_huggingface(config, weights.params(), folder)
-    if text is not None:
-        vocabulary, cased = text
-        vocabulary.write(folder / saved.VOCABULARY)
-        settings = {"tokenizer_class": "BertTokenizer", "do_lower_case": not cased}
-        (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    with filesystem.writing("--output", folder):
+        to_huggingface(config, weights.params(), folder)
+        if text is not None:
+            vocabulary, cased = text
+            vocabulary.write(folder / saved.VOCABULARY)
+            settings = {"tokenizer_class": "BertTokenizer", "do_lower_case": not cased}
+            (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
     return f"{weights.describe()} is written to {folder}"
 
 

@@ -11,7 +11,7 @@ import jax
 from tensorboardX import event_file_writer, summary
 from tensorboardX.proto import event_pb2
 
-from lamb_tpu import storage
+from lamb_tpu import filesystem, storage
 from lamb_tpu.errors import UserError
 
 _FLUSH_SECONDS = 120  # of TensorBoard's files
@@ -190,17 +190,28 @@ def read_records(path: pathlib.Path, kind: str | None = None) -> list[dict[str, 
     A last line without its end, as a killed run leaves it, is passed over.
 
     Raises:
-      UserError: the file is missing, or a line is no JSON.
+      UserError: the file is missing, cannot be read, or a line is no record.
     """
-    if not path.exists():
-        raise UserError(f"there is no {path}; is its folder the workdir of a run?")
-    lines = path.read_text(errors="replace").split("\n")[:-1]
+    try:
+        text = filesystem.read_text(path, errors="replace")
+    except FileNotFoundError:
+        raise UserError(f"there is no {path}; is its folder the workdir of a run?") from None
+    except ValueError as error:
+        raise UserError(f"{path} cannot be read ({error})") from None
     records = []
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(text.split("\n")[:-1], start=1):
         try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
+            record = filesystem.parse_json(line)
+        except ValueError:
             raise UserError(f"line {number} of {path} is no JSON: {line[:80]!r}") from None
+        if not (
+            isinstance(record, dict) and type(record.get("step")) is int
+            and isinstance(record.get("kind"), str)
+        ):
+            raise UserError(
+                f"line {number} of {path} is no record with step and kind: {line[:80]!r}"
+            )
+        records.append(record)
     return [record for record in records if kind is None or record["kind"] == kind]
 
 

@@ -24,6 +24,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
+from lamb_tpu import filesystem
 from lamb_tpu.errors import UserError
 from lamb_tpu.metrics import read_records
 
@@ -102,7 +103,15 @@ def main() -> None:
     path = pathlib.Path(flags.FLAGS.out or workdir / "layers.png")
     if path.suffix != ".png" or not path.parent.is_dir():
         raise UserError(f"--out {path} must be a .png file in a folder that exists")
-    layer_figure([(record["step"], record) for record in records]).savefig(path)
+    try:
+        figure = layer_figure([(record["step"], record) for record in records])
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(
+            f"{workdir / 'metrics.jsonl'} has records of layers that are not whole "
+            f"({type(error).__name__}: {error})"
+        ) from None
+    with filesystem.writing("--out", path):
+        figure.savefig(path)
     print(path)
 
 

@@ -29,6 +29,10 @@ DECAY_KEYS = {
 }
 
 
+# Updates of a run, whose learning rates are all kept in an array; a day at 1,000 a second.
+_MOST_UPDATES = 10**8
+
+
 @dataclasses.dataclass(frozen=True)
 class Recipe:
     """What a run does, in units of updates.
@@ -64,7 +68,7 @@ class Recipe:
     @functools.cached_property
     def learning_rates(self) -> np.ndarray:
         """The learning rate of every update, (total_steps,): for logs, without work on a device."""
-        return np.asarray(jax.jit(self.learning_rate)(np.arange(self.total_steps)))
+        return np.asarray(jax.jit(self.learning_rate)(np.arange(self.total_steps, dtype=np.int32)))
 
     def epoch(self, step: int) -> float:
         """Epochs that are complete after `step` updates."""
@@ -122,6 +126,11 @@ def resolve(config: ConfigDict, num_examples: int, updates_before: int = 0) -> R
         total_steps = duration.whole_steps(config.batch_size, num_examples)
     if total_steps < 1:
         raise UserError(f"config.duration is {config.duration!r}, which is not one update")
+    if total_steps > _MOST_UPDATES:
+        raise UserError(
+            f"config.duration is {config.duration!r}, which is {total_steps:,} updates of "
+            f"{config.batch_size:,} examples; a run has at most {_MOST_UPDATES:,}"
+        )
 
     schedule = config.schedule
     peak, warmup_steps = _peak_and_warmup(config, num_examples, steps("schedule.warmup"))

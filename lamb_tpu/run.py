@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from lamb_tpu import config as config_lib
-from lamb_tpu import data, flops, initial, models, tasks, terminal, topology
+from lamb_tpu import data, flops, initial, memory, models, tasks, terminal, topology
 from lamb_tpu.data.text import saved
 from lamb_tpu.errors import UserError
 from lamb_tpu.initial import Start
@@ -346,6 +346,9 @@ def prepare(
     init = state_lib.make_init(task, tx, example, config.ema.decay > 0, config.prng)
     abstract = jax.eval_shape(init, jax.random.key(0))
     places = state_lib.state_shardings(abstract, tx, layout)
+    placed = state_lib.with_shardings(abstract, places)
+    rows = config.batch_size if training else 1
+    memory.check_memory(placed, mesh, rows // jax.process_count(), train_set.element_spec)
     if named:
         with naming("config.optimizer"):
             state_lib.check_update(tx, abstract.params, abstract.opt_state, layout)
@@ -359,7 +362,7 @@ def prepare(
         start = initial.check(start, config, abstract, train_set)
     return Run(
         config, folder, mesh, task, train_set, eval_set, recipe, tx, layout, init,
-        state_lib.with_shardings(abstract, places), facts, table, batch_norm, start,
+        placed, facts, table, batch_norm, start,
     )
 
 

@@ -2,7 +2,6 @@
 """
 
 import dataclasses
-import json
 import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,6 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
+from lamb_tpu import filesystem
 from lamb_tpu.checkpoint import Checkpoints
 from lamb_tpu.data.text import saved
 from lamb_tpu.data.text.vocabulary import Vocabulary
@@ -107,7 +107,7 @@ def open_weights(
     """
     workdir = Workdir(folder, key)
     path = workdir.path
-    if not path.exists():
+    if not (path.is_file() or path.is_dir()):
         raise UserError(
             f"{key} is {folder!r}, which is no folder; give the workdir of a run, or a folder with "
             f"Hugging Face's or timm's {CONFIG} and {WEIGHTS}"
@@ -141,7 +141,7 @@ def _of_published(
     settings: Any = {}
     if path.is_dir() and (path / CONFIG).exists():
         try:
-            settings = json.loads((path / CONFIG).read_text())
+            settings = filesystem.read_json(path / CONFIG)
         except ValueError as error:
             raise UserError(f"{path / CONFIG} is no JSON ({error})") from None
     name, taken = None, ""

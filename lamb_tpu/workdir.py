@@ -16,7 +16,7 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from lamb_tpu import __version__, storage
+from lamb_tpu import __version__, filesystem, storage
 from lamb_tpu.config import FREE_KEYS, differences, flatten
 from lamb_tpu.data import Source, title
 from lamb_tpu.data.text import saved
@@ -24,6 +24,12 @@ from lamb_tpu.errors import UserError
 from lamb_tpu.optim import durations
 
 _LISTED = 8  # differing keys in a message
+# What a run has in its folder.
+_FILES = (
+    "config.json", "run.jsonl", "parameters.txt", "init.json", "metrics.jsonl", "mlperf.log",
+    ".lock", saved.VOCABULARY, saved.SETTINGS,
+)
+_FOLDERS = ("checkpoints", "tensorboard")
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 
@@ -42,6 +48,12 @@ class Workdir:
     def __init__(self, path: str | os.PathLike[str], key: str = "--workdir") -> None:
         """`key` is what errors call the folder."""
         self._key = key
+        try:
+            os.fspath(path).encode()
+        except UnicodeError:
+            raise UserError(
+                f"{key} {os.fspath(path)!r} is not UTF-8; give a folder with another name"
+            ) from None
         if "://" in str(path):
             raise UserError(f"{key} {path} is remote; give a local or mounted folder")
         self.path = pathlib.Path(path).expanduser().absolute()
@@ -71,6 +83,7 @@ class Workdir:
                 f"{self._key} {self.path} cannot be written ({error.strerror}); give a folder "
                 "that can"
             ) from None
+        self._check_kinds()
         if self.config.exists():
             old, new = self.read_config(), flatten(config)
             changed = differences(old, new, free_keys)
@@ -103,6 +116,20 @@ class Workdir:
             f"--config.duration='{durations.Duration(more, after.unit)}' --config.seed="
             f"{new['seed'] + 1}: its schedule starts anew, and the data come in another order"
         )
+
+    def _check_kinds(self) -> None:
+        """Refuses what a run would write, or read, where something of another kind stands."""
+        for names, wanted in ((_FILES, "a file"), (_FOLDERS, "a folder")):
+            for name in names:
+                try:
+                    found = filesystem.kind(self.path / name)
+                except OSError as error:
+                    found = f"unreadable ({error.strerror})"
+                if found not in (None, wanted):
+                    raise UserError(
+                        f"{self._key} {self.path}: {name} is {found}, and must be {wanted}; move "
+                        "it away, or give another folder"
+                    )
 
     def has_checkpoint(self) -> bool:
         """Whether a checkpoint is there, whole or damaged."""
@@ -141,7 +168,12 @@ class Workdir:
         """
         config = self._read(self.config)
         if config is None:
+            if filesystem.kind(self.path) not in (None, "a folder"):
+                raise UserError(f"{self._key} {self.path} is no folder; give the folder of a run")
             raise UserError(f"{self._key} {self.path} holds no run: config.json is missing")
+        sections = {key[:at] for key in config for at, char in enumerate(key) if char == "."}
+        if sections & config.keys() or any(isinstance(x, dict) for x in config.values()):
+            raise self._damaged(self.config, "its keys are not those of a config")
         return config
 
     def read_init(self) -> dict[str, Any] | None:
@@ -150,7 +182,16 @@ class Workdir:
         Raises:
           UserError: it is damaged.
         """
-        return self._read(self.init)
+        record = self._read(self.init)
+        if record is not None:
+            kinds = {
+                "init_from": str, "update": int | None, "optimizer_state": str,
+                "updates_before": int,
+            }
+            for name, wanted in kinds.items():
+                if name not in record or not isinstance(record[name], wanted):
+                    raise self._damaged(self.init, f"its {name} is missing or of the wrong type")
+        return record
 
     def write_init(self, record: Mapping[str, Any]) -> None:
         """Writes where the first weights came from."""
@@ -158,13 +199,17 @@ class Workdir:
 
     def _read(self, file: pathlib.Path) -> dict[str, Any] | None:
         try:
-            return json.loads(file.read_text())
+            found = filesystem.read_json(file)
+            if not isinstance(found, dict):
+                raise ValueError("it is no JSON object")
+            return found
         except FileNotFoundError:
             return None
         except ValueError as error:
-            raise UserError(
-                f"{file} is damaged ({error}); restore it or give another {self._key}"
-            ) from None
+            raise self._damaged(file, str(error)) from None
+
+    def _damaged(self, file: pathlib.Path, reason: str) -> UserError:
+        return UserError(f"{file} is damaged ({reason}); restore it or give another {self._key}")
 
     def check_parameters(self, table: str) -> None:
         """Refuses to resume when the table of parameter facts is not the one the run began with."""

@@ -167,8 +167,13 @@ def test_has_a_checkpoint(tmp_path: pathlib.Path) -> None:
 def test_where_the_first_weights_came_from(tmp_path: pathlib.Path) -> None:
     folder = Workdir(tmp_path)
     assert folder.read_init() is None
-    folder.write_init({"update": 3, "new": ("a",)})
-    assert folder.read_init() == {"update": 3, "new": ["a"]}
+    record = {"init_from": "x", "update": 3, "optimizer_state": "reset", "updates_before": 0}
+    folder.write_init({**record, "new": ("a",)})
+    assert folder.read_init() == {**record, "new": ["a"]}
+    for damaged in ([], {}, {**record, "updates_before": None}, {**record, "init_from": 3}):
+        folder.init.write_text(json.dumps(damaged))
+        with pytest.raises(UserError, match="init.json is damaged"):
+            folder.read_init()
     folder.init.write_text("{")
     with pytest.raises(UserError, match="init.json is damaged"):
         folder.read_init()

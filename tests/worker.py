@@ -132,6 +132,18 @@ def stop() -> None:
     total()
 
 
+def stop_in_a_sentence() -> None:
+    """The same, with what process 0 writes relayed."""
+    join()
+    from lamb_tpu import distributed
+
+    distributed.relay_stderr()
+    total()
+    if INDEX == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    total()
+
+
 def hang() -> None:
     """Process 1 hangs in something of its own."""
     join()

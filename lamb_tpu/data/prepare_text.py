@@ -22,6 +22,7 @@ from rich.progress import (
 )
 from rich.progress import Progress as Bar
 
+from lamb_tpu import filesystem
 from lamb_tpu.data.text.preparation import Progress, Settings, prepare_text
 from lamb_tpu.data.text.reader import DOCUMENT_RULES
 from lamb_tpu.data.text.sentences import SENTENCE_RULES
@@ -176,8 +177,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="text a shard, about; one process makes a shard (default: %(default)s)")
     add("--processes", type=int, metavar="N", help="at work together (default: one a core)")
     add("--data-dir", metavar="DIR", help="folder of prepared TFDS sets")
-    return parser.parse_args(arguments)
+    return filesystem.refuse_empty(parser.parse_args(arguments))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    filesystem.run_and_exit(main)

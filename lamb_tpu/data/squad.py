@@ -15,6 +15,7 @@ from tokenizers import Encoding
 
 from lamb_tpu.data.text.vocabulary import Vocabulary
 from lamb_tpu.data.text.wordpiece import make_tokenizer
+from lamb_tpu import filesystem
 from lamb_tpu.errors import UserError
 
 KindT = TypeVar("KindT", str, int, bool, list)
@@ -73,7 +74,7 @@ def read_questions(path: str | pathlib.Path) -> list[Question]:
         value of another kind, such as null for a text.
     """
     try:
-        articles = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))["data"]
+        articles = filesystem.read_json(path)["data"]
         questions = [
             _question(item, paragraph["context"])
             for article in articles

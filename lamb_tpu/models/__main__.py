@@ -2,9 +2,9 @@
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 
+from lamb_tpu import filesystem
 from lamb_tpu.models.costs import COSTS, table
 
 _NOTE = """\
@@ -33,4 +33,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    filesystem.run_and_exit(main)

@@ -14,6 +14,7 @@ from lamb_tpu.models.transformer import GELUS, REMATS, Encoder, LayerConfig
 
 HEADS = ("mlm", "nsp", "span")
 DTYPES = ("float32", "bfloat16")
+_MOST_LAYERS = 10_000  # the deepest Transformer published has 1,000
 
 
 def _size(num_layers: int, hidden_size: int) -> dict[str, int]:
@@ -82,6 +83,11 @@ class BertConfig(LayerConfig):
                 raise UserError(
                     f"config.model.{name} is {getattr(self, name)!r}; known: {', '.join(known)}"
                 )
+        if self.num_layers > _MOST_LAYERS:  # each is traced; a billion of them would take years
+            raise UserError(
+                f"config.model.num_layers is {self.num_layers:,}; it must be at most "
+                f"{_MOST_LAYERS:,}"
+            )
         if self.hidden_size % self.num_heads:
             raise UserError(
                 f"config.model.hidden_size is {self.hidden_size}, which does not divide over "

@@ -12,6 +12,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
+from lamb_tpu import filesystem
 from lamb_tpu.errors import UserError
 from lamb_tpu.models.bert import BertConfig
 from lamb_tpu.models.transformer import unstack_layers
@@ -115,7 +116,7 @@ def from_huggingface(directory: str | os.PathLike[str]) -> tuple[BertConfig, dic
         raise UserError(f"{directory} has no {WEIGHTS}")
     try:
         tensors = load_file(file)
-    except SafetensorError as error:
+    except (OSError, SafetensorError) as error:  # a folder, no right to read it
         raise UserError(f"{file} is no complete safetensors file ({error})") from None
     # Checkpoints that were converted from TensorFlow keep its names.
     tensors = {
@@ -191,7 +192,7 @@ def _read_settings(directory: pathlib.Path) -> dict[str, Any]:
     if not file.exists():
         raise UserError(f"{directory} has no {CONFIG}")
     try:
-        settings = json.loads(file.read_text())
+        settings = filesystem.read_json(file)
     except ValueError as error:
         raise UserError(f"{file} is no JSON ({error})") from None
     # What transformers takes where config.json does not say.

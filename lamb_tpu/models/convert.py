@@ -102,7 +102,7 @@ def _load(file: pathlib.Path) -> dict[str, np.ndarray]:
         raise UserError(f"there is no file {file}")
     try:
         return load_file(file)
-    except SafetensorError as error:
+    except (OSError, SafetensorError) as error:
         raise UserError(f"{file} is no complete safetensors file ({error})") from None
 
 

@@ -8,6 +8,8 @@ import jax
 from lamb_tpu.models.dropout import Dropout
 from lamb_tpu.models.norm import BatchNorm
 
+_MOST_LAYERS = 10_000  # each is traced by itself
+
 
 class MLP(nn.Module):
     """Dense layers, after each but the last BatchNorm if wanted, ReLU and dropout.
@@ -34,6 +36,10 @@ class MLP(nn.Module):
         sizes = self.hidden_sizes
         if isinstance(sizes, str) or not all(type(size) is int and size > 0 for size in sizes):
             raise ValueError(f"hidden_sizes must be whole numbers of at least 1, not {sizes!r}")
+        if len(sizes) > _MOST_LAYERS:
+            raise ValueError(
+                f"hidden_sizes are {len(sizes):,} layers; they must be at most {_MOST_LAYERS:,}"
+            )
         if type(self.batch_norm) is not bool:
             raise ValueError(f"batch_norm must be True or False, not {self.batch_norm!r}")
         if self.group_size is not None and not self.batch_norm:

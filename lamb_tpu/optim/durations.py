@@ -13,7 +13,11 @@ from fractions import Fraction
 from typing import Any
 
 UNITS = ("steps", "epochs", "examples", "percent")
-_FORMAT = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)\s+([a-z]+)\s*")
+# No more digits than there are in any length: 10 to the power of a billion takes minutes to write.
+_FORMAT = re.compile(
+    r"\s*([0-9][0-9_]{0,99}(?:\.[0-9]{1,99})?(?:[eE][+-]?[0-9]{1,3})?)\s+([a-z]+)\s*"
+)
+_LONGEST = 10**18  # of any unit; a float holds what becomes of it in another one
 _EXPECTED = f"one number and one of {', '.join(UNITS)}, as in '30 epochs' or '1_000 steps'"
 
 
@@ -34,6 +38,8 @@ class Duration:
         value = Fraction(str(self.value)) if isinstance(self.value, float) else Fraction(self.value)
         if value < 0:
             raise ValueError(f"a duration must be at least 0, not {self.value} {self.unit}")
+        if value > _LONGEST:
+            raise ValueError(f"a duration must be at most {float(_LONGEST):g} {self.unit}")
         if self.unit == "percent" and value > 100:
             raise ValueError(f"{self.value} percent is more than the whole run; at most 100")
         object.__setattr__(self, "value", value)

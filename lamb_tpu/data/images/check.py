@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from lamb_tpu import filesystem
 from lamb_tpu.data import load
 from lamb_tpu.data.images.jpeg import MAX_PIXELS, BadImage, decode_whole
 from lamb_tpu.data.images.records import Records
@@ -105,8 +106,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="as config.data.options.num_classes; default what the set tells")
     add("--max-megapixels", type=float, default=MAX_PIXELS / 1e6, metavar="N",
         help="as config.data.options.max_megapixels (default: %(default)g)")
-    return parser.parse_args(arguments)
+    return filesystem.refuse_empty(parser.parse_args(arguments))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    filesystem.run_and_exit(main)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from lamb_tpu import filesystem
 from lamb_tpu.data.images.records import Record
 from lamb_tpu.data.splits import slices
 from lamb_tpu.errors import UserError
@@ -92,7 +93,10 @@ class FolderRecords:
     ) -> tuple[dict[str, list[tuple[str, int]]], int]:
         del split
         path = self._root / LABELS
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        try:
+            lines = filesystem.read_text(path, errors="replace").splitlines()
+        except ValueError as error:
+            raise UserError(f"{path} cannot be read ({error})") from None
         columns = lines[0].split("\t") if lines else []
         for wanted in ("file", "label"):
             if wanted not in columns:
@@ -111,6 +115,8 @@ class FolderRecords:
                 raise UserError(
                     f"{path}, line {number}, has {len(row)} columns, the first has {len(columns)}"
                 )
+            if "\0" in row["file"]:  # the system knows no such name
+                raise UserError(f"{path}, line {number}, has a NUL in the file {row['file']!r}")
             text = row["label"].strip()
             label = int(text) if re.fullmatch(r"[0-9]{1,9}", text) else -1
             rows = splits.setdefault(row.get("split", _WHOLE), [])

@@ -18,6 +18,7 @@ from typing import Any
 
 import tokenizers
 
+from lamb_tpu import filesystem
 from lamb_tpu.data.text import saved, shards
 from lamb_tpu.data.text.reader import (
     DOCUMENT_RULES,
@@ -378,8 +379,10 @@ def _manifest(
 @contextlib.contextmanager
 def _locked(folder: pathlib.Path) -> Iterator[None]:
     """Holds a lock in the folder, which the system frees even if the process is killed."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / _LOCK, "w") as lock:
+    with filesystem.writing("--output", folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = open(folder / _LOCK, "w")
+    with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:

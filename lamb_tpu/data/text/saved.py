@@ -3,7 +3,7 @@
 import json
 import pathlib
 
-from lamb_tpu import storage
+from lamb_tpu import filesystem, storage
 from lamb_tpu.data.text.vocabulary import Vocabulary
 from lamb_tpu.errors import UserError
 
@@ -36,7 +36,7 @@ def read(path: str | pathlib.Path) -> tuple[Vocabulary, bool | None]:
         if not beside.is_file():
             continue
         try:
-            settings = json.loads(beside.read_text(encoding="utf-8"))
+            settings = filesystem.read_json(beside)
             cased = (
                 settings["cased"] if name == SETTINGS else not settings.get("do_lower_case", True)
             )

@@ -18,6 +18,7 @@ from array_record.python.array_record_data_source import ArrayRecordDataSource
 from array_record.python.array_record_module import ArrayRecordReader, ArrayRecordWriter
 
 from lamb_tpu.data.text.vocabulary import Vocabulary
+from lamb_tpu import filesystem
 from lamb_tpu.errors import UserError
 
 MANIFEST = "manifest.json"
@@ -174,8 +175,10 @@ def _starts(lengths: np.ndarray) -> np.ndarray:
 
 def _read(folder: pathlib.Path) -> bytes:
     try:
-        content = (folder / MANIFEST).read_bytes()
-        manifest = json.loads(content)
+        content = filesystem.read_text(folder / MANIFEST).encode()
+        manifest = filesystem.parse_json(content.decode())
+        if not isinstance(manifest, dict):
+            raise ValueError("it is no JSON object")
     except (OSError, ValueError) as error:
         raise UserError(
             f"{folder} is no prepared text, for its {MANIFEST} cannot be read; make one with "

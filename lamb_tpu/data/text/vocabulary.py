@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from lamb_tpu import filesystem
 from lamb_tpu.errors import UserError
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -42,11 +43,13 @@ class Vocabulary:
     def read(cls, path: str | pathlib.Path) -> "Vocabulary":
         """Reads a `vocab.txt`. Raises UserError as the constructor, and where there is no file."""
         try:
-            text = pathlib.Path(path).read_text(encoding="utf-8")
+            text = filesystem.read_text(path)
         except OSError as error:
             raise UserError(f"the vocabulary {path} cannot be read ({error.strerror})") from error
         except UnicodeDecodeError as error:
             raise UserError(f"the vocabulary {path} is not UTF-8 ({error})") from error
+        except ValueError as error:
+            raise UserError(f"the vocabulary {path} cannot be read ({error})") from error
         # Only "\n" ends a line: a token may be another of Unicode's white space characters.
         return cls([line.rstrip("\r") for line in text.removesuffix("\n").split("\n")], str(path))
 
