@@ -256,24 +256,33 @@ def run_main(main: Callable[[], None], required: Sequence[str] = ()) -> None:
         print("interrupted; nothing that was saved is lost", file=sys.stderr)
         _end(130)
     except Exception as error:
-        lost_output, reason = filesystem.lose_stdout(error), " ".join(str(error).split())
-        if lost_output is not None:
-            print(f"error: standard output cannot be written ({lost_output})", file=sys.stderr)
-        elif _is_of_lost_peer(error):
-            print(
-                f"error: another process of this run has ended, so this one cannot go on "
-                f"({reason[:300]}); nothing that was saved is lost", file=sys.stderr,
-            )
-        elif isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in reason:
-            print(
-                f"error: out of memory ({reason[:300]}); make config.batch_size smaller, or "
-                "config.accumulation_steps larger; nothing that was saved is lost", file=sys.stderr
-            )
-        elif isinstance(error, OSError) and error.strerror and error.filename:
-            print(f"error: {error.filename!r}: {error.strerror}", file=sys.stderr)
-        else:
+        told = _sentence(error)
+        if told is None:
             traceback.print_exc()
-        _end(1)
+        else:
+            print(f"error: {told}", file=sys.stderr)
+        _end(1 if told is None or _is_of_lost_peer(error) else 2)
+
+
+def _sentence(error: Exception) -> str | None:
+    """What has ended the program, where it is not the program's own fault."""
+    lost_output = filesystem.lose_stdout(error)
+    reason = " ".join(str(error).split())[:300]
+    if lost_output is not None:
+        return f"standard output cannot be written ({lost_output})"
+    if _is_of_lost_peer(error):
+        return (
+            f"another process of this run has ended, so this one cannot go on ({reason}); nothing "
+            "that was saved is lost"
+        )
+    if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in reason:
+        return (
+            f"out of memory ({reason}); make config.batch_size smaller, or "
+            "config.accumulation_steps larger; nothing that was saved is lost"
+        )
+    if isinstance(error, OSError) and error.strerror and error.filename:
+        return f"{error.filename!r}: {error.strerror}"
+    return None
 
 
 def _print_config() -> None:

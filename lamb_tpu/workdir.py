@@ -123,6 +123,8 @@ class Workdir:
             for name in names:
                 try:
                     found = filesystem.kind(self.path / name)
+                    if found == "a file" and not os.access(self.path / name, os.R_OK):
+                        found = "unreadable (Permission denied)"
                 except OSError as error:
                     found = f"unreadable ({error.strerror})"
                 if found not in (None, wanted):

@@ -202,17 +202,20 @@ def test_process_that_alone_knows_of_a_preemption_leaves_at_once(
     assert "preempted; nothing that was saved is lost" in capsys.readouterr().err
 
 
-def test_collective_that_fails_for_a_lost_process_is_told_in_a_sentence(
+def test_what_a_system_or_a_lost_process_raises_is_told_in_a_sentence(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     def leave(status: int) -> None:
         raise SystemExit(status)
 
-    def run(text: str) -> str:
-        def main() -> None:
-            raise jax.errors.JaxRuntimeError(text)
+    def run(text: str, kind: type[Exception] = jax.errors.JaxRuntimeError) -> str:
+        return run_error(kind(text), 1)
 
-        with pytest.raises(SystemExit, match="^1$"):
+    def run_error(error: Exception, status: int = 2) -> str:
+        def main() -> None:
+            raise error
+
+        with pytest.raises(SystemExit, match=f"^{status}$"):
             cli.run_main(main)
         return capsys.readouterr().err
 
@@ -221,9 +224,20 @@ def test_collective_that_fails_for_a_lost_process_is_told_in_a_sentence(
     before = signal.getsignal(signal.SIGTERM)
     try:
         told = run("UNKNOWN: Gloo all-reduce failed: pair.cc:547\nConnection closed by peer")
+        by_value = run("Gloo all-reduce failed: pair.cc:538\nRead error", ValueError)
         other = run("UNKNOWN: something else")
+        of_value = run("something else", ValueError)
+        memory = run_error(jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: allocating 8 bytes"))
+        of_numpy = run_error(MemoryError("Unable to allocate 7 TiB"))
+        full = run_error(OSError(28, "No space left on device", "/there"))
     finally:
         signal.signal(signal.SIGTERM, before)
     assert told.startswith("error: another process of this run has ended") and told.count("\n") == 1
     assert "closed by peer" in told and "Traceback" not in told
-    assert "Traceback" in other and "something else" in other
+    assert by_value.startswith("error: another process of this run") and by_value.count("\n") == 1
+    for text in (other, of_value):
+        assert "Traceback" in text and "something else" in text
+    for text, reason in ((memory, "allocating 8 bytes"), (of_numpy, "allocate 7 TiB")):
+        assert text.startswith("error: out of memory (") and text.count("\n") == 1
+        assert f"{reason}); make config.batch_size smaller, or config.accumulation" in text
+    assert full == "error: '/there': No space left on device\n"

@@ -209,6 +209,11 @@ def test_summary() -> None:
     [
         ({"duration": "30 epochs 100 steps"}, "config.duration: '30 epochs 100 steps'"),
         ({"duration": "0 epochs"}, "config.duration is '0 epochs', which is not one update"),
+        (
+            {"duration": "100_000_001 steps"},
+            "is 100,000,001 updates of 1,024 examples; a run has at most 100,000,000",
+        ),
+        ({"duration": "1e30 epochs"}, r"config.duration: a duration must be at most 1e\+18 epoch"),
         ({"schedule__warmup": "soon"}, "config.schedule.warmup: 'soon'"),
         ({"checkpoint__every": "0 steps"}, "config.checkpoint.every .* must be positive"),
         (

@@ -26,6 +26,7 @@ def test_parse(text, value, unit):
     "30 epochs 100 steps", "30 epochs, 100 steps", {"epochs": 30, "steps": 100}, {"epochs": 30},
     "30", "epochs", "30epochs", "", "-3 epochs", "nan epochs", "inf steps", "1/2 epochs",
     "3 Epochs", 30, 0.5, None, ("30 epochs",), "0x10 steps", "_3 steps", "5 %",
+    "1e1000 epochs", "1e999999999 epochs", "9" * 101 + " steps",  # which could not be computed
 ])
 def test_what_is_no_duration_is_quoted(text):
     with pytest.raises(ValueError) as error:
@@ -43,6 +44,8 @@ def test_an_unknown_unit_is_quoted():
     (1, "hours", "the unit 'hours' is unknown; known: steps"),
     (-1, "steps", "at least 0, not -1 steps"),
     (101, "percent", "101 percent is more than the whole run"),
+    (10**18 + 1, "epochs", r"a duration must be at most 1e\+18 epochs"),
+    (1e300, "steps", r"a duration must be at most 1e\+18 steps"),
 ])
 def test_durations_that_cannot_be(value, unit, message):
     with pytest.raises(ValueError, match=message):
