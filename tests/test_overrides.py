@@ -63,6 +63,7 @@ def test_values_have_the_type_of_the_argument() -> None:
         "--config.optimizer.phi_bounds=(0, inf)", "--config.optimizer.mu_dtype=bfloat16",
         "--config.optimizer.ratio_bounds=[0.01, 10]", "--config.optimizer.stochastic_rounding=7",
         "--config.optimizer.rules=[('bias', {'decay': False}), ('.*', {})]",
+        "--config.optimizer.l2=1e-5",
         "--config.model.hidden_sizes=8,8", "--config.model.group_size=16",
         "--config.task.input_mean=(1, 2)", "--config.task.input_std=3",
     )
@@ -70,7 +71,7 @@ def test_values_have_the_type_of_the_argument() -> None:
     assert optimizer == {
         "name": "lamb", "learning_rate": 0.02, "collect": True, "b2": 0.1, "weight_decay": 0.0,
         "clip_global_norm": 1.0, "mu_dtype": "bfloat16", "ratio_bounds": (0.01, 10.0),
-        "stochastic_rounding": 7, "rules": (("bias", {"decay": False}), (".*", {})),
+        "stochastic_rounding": 7, "l2": 1e-5, "rules": (("bias", {"decay": False}), (".*", {})),
     }
     for key in ("weight_decay", "clip_global_norm"):
         assert type(optimizer[key]) is float

@@ -25,8 +25,9 @@ from lamb_tpu.optim.trust_ratio import AxisName
 _COMMON = {
     key: inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
     for key, kind in (
-        ("clip_global_norm", float | None), ("axis_name", AxisName),
-        ("stochastic_rounding", bool | int | None), ("preset", str | None),
+        ("clip_global_norm", float | None), ("axis_name", AxisName), ("l2", float | None),
+        ("l2_rules", Rules | None), ("stochastic_rounding", bool | int | None),
+        ("preset", str | None),
     )
 }
 
@@ -71,7 +72,7 @@ def make_optimizer(
     known = [key for key in inspect.signature(build).parameters if key != "learning_rate"]
     common = {
         key: arguments.get(key) if key in known else arguments.pop(key, None)
-        for key in ("clip_global_norm", "axis_name", "l2", "l2_rules", "stochastic_rounding")
+        for key in _COMMON
     }
     for key in arguments:
         if key not in known:
@@ -112,7 +113,7 @@ def own_arguments(name: Any) -> dict[str, inspect.Parameter]:
     >>> own_arguments("sgd")["weight_decay"].default
     0.0
     >>> [key for key in own_arguments("sgd") if key not in ("weight_decay", "rules")]
-    ['clip_global_norm', 'axis_name', 'stochastic_rounding', 'preset']
+    ['clip_global_norm', 'axis_name', 'l2', 'l2_rules', 'stochastic_rounding', 'preset']
 
     Raises:
       ValueError: an unknown name.
