@@ -7,7 +7,7 @@ import pathlib
 from collections.abc import Collection
 
 NAME = "sha256.json"
-# Of the state Orbax writes a part a process first, then merges them: that makes the manifest and d/.
+# Of the state Orbax writes a part a process first; merging them makes the manifest and d/.
 _NEEDED = ("position/data.json", "state/_METADATA", "state/manifest.ocdbt", "state/d/*")
 
 

@@ -70,7 +70,7 @@ def base_config() -> ConfigDict:
     config.schedule.decay = "constant"  # constant | polynomial | cosine | exponential | step
     config.schedule.decay_from = "warmup"  # 'warmup': its end, and the hold's; 'zero': update 0
     config.schedule.power = 1.0  # of the polynomial
-    # Of polynomial and cosine: last learning rate / peak; of the exponential: what it falls towards.
+    # Of polynomial and cosine: last learning rate / peak; of the exponential: where it falls to.
     config.schedule.end_factor = 0.0
     config.schedule.decay_factor = 1.0  # of exponential and step: what a drop leaves
     config.schedule.decay_every = "0 steps"  # of the exponential: from drop to drop

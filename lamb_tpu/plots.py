@@ -160,7 +160,7 @@ def _of_run(folder: Workdir, history: History) -> Figure:
             f"--workdir {folder.path} has no layer that adapts: {folder.parameters.name} says 'no' "
             "for each; give the optimizer other rules and train in a new --workdir"
         )
-    config = json.loads(folder.config.read_text())
+    config = folder.read_config()
     optimizer = config["optimizer.name"]
     look = style.OPTIMIZERS.get(optimizer)
     return layer_figure(
@@ -189,9 +189,8 @@ def main() -> None:
     if path.suffix != ".png" or not path.parent.is_dir():
         raise UserError(f"--out {path} must be a .png file in a folder that exists")
     try:
-        figure = _of_run(
-            Workdir(workdir), [(record["step"], record) for record in records]
-        )
+        history = [(record["step"], record) for record in records]
+        figure = _of_run(Workdir(workdir), history)
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(
             f"{workdir / 'metrics.jsonl'} has records of layers that are not whole "

@@ -4,7 +4,8 @@ Three things save time over decoding a photograph whole. The entropy-coded rows 
 left alone: the height in the JPEG's header is lowered to where the crop ends, and the decoder stops
 there. A crop of twice the wanted size or more is decoded at a half, quarter or eighth of its scale,
 which leaves out most of the inverse cosine transform and averages what would otherwise alias
-(resized by 'bicubic' it is decoded whole, for that must equal TensorFlow's). The decoder, libjpeg-turbo in `simplejpeg`, and the resizing, of OpenCV, run without Python's lock.
+(resized by 'bicubic' it is decoded whole, for that must equal TensorFlow's). The decoder,
+libjpeg-turbo in `simplejpeg`, and the resizing, of OpenCV, run without Python's lock.
 
 What is no ordinary JPEG is decoded by Pillow. An orientation told by EXIF is not followed, as in
 TensorFlow and torchvision. Of 16 bits a channel the upper eight are kept, as in TensorFlow.
@@ -86,8 +87,8 @@ def decode_crop(
 
     Raises:
       BadImage: the content is no picture, has too many pixels, or ends too early, or libjpeg
-        objects to the part that had to be decoded. JPEGs have no checksum: damage below the crop is not seen, nor what
-        happens to make sense.
+        objects to the part that had to be decoded. JPEGs have no checksum: damage below the crop
+        is not seen, nor what happens to make sense.
     """
     frame = _read_frame(content, max_pixels)
     if frame is None:

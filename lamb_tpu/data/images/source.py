@@ -34,8 +34,9 @@ class Options:
     Attributes:
       size: height and width of the result, in pixels.
       crop: in training, 'inception' takes a random box (`crops.inception_box`; where there is none,
-        or it is the whole picture, the centre, as in the TPU code); 'pad' the centre, moved by up to 4 pixels either way over black, as is usual
-        for pictures of few pixels; 'none' the centre. Evaluation always takes the centre.
+        or it is the whole picture, the centre, as in the TPU code); 'pad' the centre, moved by up
+        to 4 pixels either way over black, as is usual for pictures of few pixels; 'none' the
+        centre. Evaluation always takes the centre.
       min_area: share of the picture from which on boxes of 'inception' are drawn.
       min_covered: least share of it in a box; smaller ones are drawn again, up to ten times.
       resize: 'bilinear', of large pictures after averaging, or 'bicubic', that of the TPU code:
