@@ -2,9 +2,9 @@
 
   python -m lamb_tpu.plots --workdir=DIR
 
-The run's config must have `collect=True` in its optimizer; metrics.jsonl then holds records of the
-kind 'layers'. Writes layers.png into the workdir, or where --out says: the layers that adapt, from
-the network's first to its last.
+The run must have been trained with --config.optimizer.collect=True; metrics.jsonl then holds
+records of the kind 'layers'. Writes layers.png into the workdir, or where --out says: the layers
+that adapt, from the network's first to its last.
 """
 
 from absl import flags
@@ -182,8 +182,8 @@ def main() -> None:
     records = read_records(workdir / "metrics.jsonl", "layers")
     if not records:
         raise UserError(
-            f"{workdir / 'metrics.jsonl'} has no records of layers; set collect=True in the "
-            "optimizer of the config file and train in a new --workdir"
+            f"{workdir / 'metrics.jsonl'} has no records of layers; train with "
+            "--config.optimizer.collect=True in a new --workdir"
         )
     path = pathlib.Path(flags.FLAGS.out or workdir / "layers.png")
     if path.suffix != ".png" or not path.parent.is_dir():
