@@ -39,7 +39,7 @@ class Checkpoints:
         asked again at each save.
 
     Raises:
-      UserError: `directory` is to be written and cannot be made.
+      UserError: `directory` is to be written and cannot be; in every process.
     """
 
     def __init__(
@@ -56,8 +56,11 @@ class Checkpoints:
         self._background = Background()
         self._resources = contextlib.ExitStack()
         if writing:
-            with storage.writing(self.directory):
+            with distributed.together(), storage.writing(self.directory):
                 self.directory.mkdir(parents=True, exist_ok=True)
+            self.try_out()
+            if jax.process_index() == 0:
+                self._remove_unfinished()  # Orbax would, in a thread that may outlive the run
         self._path = self._plain_path()
         context = ocp.Context()
         # In threads of its own it tells a failure only after a timeout of 300 s. In several
@@ -77,7 +80,6 @@ class Checkpoints:
             preservation_policy=_KEEP.AnyPreservationPolicy(
                 [_KEEP.LatestN(keep), _Chosen(keep_besides)]
             ),
-            cleanup_tmp_directories=writing,
             context=context,
         )
         # Orbax asks JAX too whether a preemption has come, with the update as the number of the
@@ -89,13 +91,17 @@ class Checkpoints:
         if not storage.has_pattern(self.directory):
             return self.directory
         link = self._resources.enter_context(tempfile.TemporaryDirectory(prefix="lamb_tpu-"))
-        path = pathlib.Path(link) / self.directory.name
+        path = pathlib.Path(link) / "checkpoints"
         path.symlink_to(self.directory)
         return path
 
     def steps(self) -> list[int]:
         """Completed updates of the checkpoints on disk, ascending."""
         return sorted(checkpoint.step for checkpoint in self._checkpointer.checkpoints)
+
+    def _remove_unfinished(self) -> None:
+        for folder in self.directory.glob("*.orbax-checkpoint-tmp*"):
+            shutil.rmtree(folder, ignore_errors=True)
 
     def try_out(self) -> None:
         """Writes a small file where checkpoints go, so that what is wrong is told before work.
@@ -106,13 +112,8 @@ class Checkpoints:
         with distributed.together():
             try:
                 storage.try_out(self.directory)
-            except FileNotFoundError:
-                raise UserError(
-                    f"the folder of the checkpoints, {self.directory}, is no longer there; put it "
-                    "back and start the same command again, or start it with another --workdir"
-                ) from None
             except OSError as error:
-                raise UserError(
+                raise self._gone() or UserError(
                     f"no checkpoint can be saved in {self.directory} ({storage.reason(error)}); "
                     f"{self._what_is_safe()}"
                 ) from None
@@ -172,9 +173,15 @@ class Checkpoints:
             raise self._failed(error) from None
 
     def _failed(self, error: BaseException) -> UserError:
-        return UserError(
+        return self._gone() or UserError(
             f"the checkpoint of update {self._saving} cannot be saved in {self.directory} "
             f"({storage.reason(error)}); {self._what_is_safe()}"
+        )
+
+    def _gone(self) -> UserError | None:
+        return None if self.directory.is_dir() else UserError(
+            f"the folder of the checkpoints, {self.directory}, is no longer there; put it back and "
+            "start the same command again, or start it with another --workdir"
         )
 
     def _what_is_safe(self) -> str:
@@ -311,17 +318,17 @@ class Checkpoints:
           UserError: as `wait`, but in this process only.
         """
         with self._resources:
-            if self._saving is not None and self._background.error is None:
-                self._finish()
-                self._saving = None
-            if self._background.error is None:
-                self._checkpointer.close()
-            elif jax.process_count() == 1:
-                with contextlib.suppress(Exception):  # it is told already
+            try:
+                if self._saving is not None and self._background.error is None:
+                    self._finish()
+                    self._saving = None
+            finally:
+                if self._background.error is None:
                     self._checkpointer.close()
-                # What is there of a failed save takes room that the disk does not have.
-                for unfinished in self.directory.glob(f"{self._saving}.*"):
-                    shutil.rmtree(unfinished, ignore_errors=True)
+                elif jax.process_count() == 1:
+                    with contextlib.suppress(Exception):  # it is told already
+                        self._checkpointer.close()
+                    self._remove_unfinished()  # it takes room that the disk does not have
 
     def __enter__(self) -> "Checkpoints":
         return self

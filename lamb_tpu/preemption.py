@@ -38,8 +38,11 @@ class Preemption:
             preemption.settle()
     """
 
+    # Of several processes JAX tells the next run's poll where the run that it came to has ended.
+    _interrupted = False
+
     def __enter__(self) -> "Preemption":
-        self._noticed = self._interrupted = False
+        self._noticed = False
         self._error: UserError | None = None
         self._several = jax.distributed.is_initialized()
         # Python lets only the main thread have handlers.
@@ -70,9 +73,12 @@ class Preemption:
         del frame
         for one in self._before:
             signal.signal(one, signal.SIG_DFL)
-        self._interrupted = number == signal.SIGINT
-        if self._interrupted and jax.process_index() == 0:
-            print("Ctrl-C: saving, then ending; again to end at once", file=sys.stderr, flush=True)
+        if number == signal.SIGINT:
+            owner = Preemption if self._several else self
+            owner._interrupted = True
+            if jax.process_index() == 0:
+                told = "Ctrl-C: saving, then ending; again to end at once"
+                print(told, file=sys.stderr, flush=True)
         self._notice()
 
     def _notice(self) -> None:

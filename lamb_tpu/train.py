@@ -135,7 +135,6 @@ def _train(
             keep_besides=lambda step: step == best.step or recipe.is_due(recipe.keep_every, step),
         ) as checkpoints,
     ):
-        checkpoints.try_out()
         restored = checkpoints.restore_latest(run.abstract_state)
         if restored is None:
             state, position = run.first_state(), {}

@@ -1,10 +1,16 @@
 """What two processes compute together in tests: `python -m tests.job MODE FOLDER [WORKDIR]`."""
 
 import json
+import os
 import pathlib
+import signal
 import sys
+import time
+from collections.abc import Callable
 
 from lamb_tpu import distributed
+from lamb_tpu.errors import Interrupted, Preempted, UserError
+from lamb_tpu.preemption import Preemption
 
 
 def evaluate() -> None:
@@ -64,30 +70,65 @@ def desync() -> None:
                 print(error, file=log)
 
 
-def preempt() -> None:
+def preempt(
+    send: Callable[[Preemption], None] = lambda _: _signal(signal.SIGTERM), polls_of_a_run: int = 20
+) -> None:
     """Polls until a signal to process 1 ends both, through several runs and at different speeds."""
-    import os
-    import signal
-    import time
-
     import jax
-
-    from lamb_tpu.errors import Preempted
-    from lamb_tpu.preemption import Preemption
 
     index, polls = jax.process_index(), 0
     try:
         while polls < 10_000:
             with Preemption() as preemption:
-                for _ in range(20):
+                for _ in range(polls_of_a_run):
                     polls += 1
                     if (index, polls) == (1, 10):
-                        os.kill(os.getpid(), signal.SIGTERM)
+                        send(preemption)
                     preemption.poll()
                     time.sleep(0.02 + 0.03 * index)
-    except Preempted:
+    except (Preempted, UserError) as error:
         (folder / f"{index}.txt").write_text(str(polls))
-        sys.exit(os.EX_TEMPFAIL)
+        if isinstance(error, UserError):
+            if index == 0:
+                print(f"error: {error}", file=sys.stderr)
+            distributed.leave(2)
+        sys.exit(130 if isinstance(error, Interrupted) else os.EX_TEMPFAIL)
+
+
+def interrupt() -> None:
+    """`preempt` by Ctrl-C."""
+    preempt(lambda _: _signal(signal.SIGINT))
+
+
+def fail() -> None:
+    """`preempt` by a failure of process 1, which process 0 tells, in one run."""
+    preempt(lambda preemption: preemption.fail(UserError("its disk is full")), 10_000)
+
+
+def _signal(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+def saves() -> None:
+    """60 saves; descriptors and threads after the 10th and after the last."""
+    import threading
+
+    import jax
+    import jax.numpy as jnp
+
+    from lamb_tpu.checkpoint import Checkpoints
+    from lamb_tpu.parallel import mesh as mesh_lib
+
+    whole = mesh_lib.replicated(mesh_lib.make_mesh({"data": -1}))
+    found = []
+    with Checkpoints(folder / "checkpoints", keep=1) as checkpoints:
+        for step in range(1, 61):
+            weights = jax.jit(lambda x: jnp.full((4, 4), x), out_shardings=whole)(float(step))
+            checkpoints.save(step, {"weights": weights}, {})
+            if step in (10, 60):
+                checkpoints.wait()
+                found.append((len(os.listdir("/proc/self/fd")), threading.active_count()))
+    (folder / f"{jax.process_index()}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

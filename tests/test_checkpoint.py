@@ -1,7 +1,12 @@
 """Checkpoints: what is kept, what comes back, and what damage does."""
 
+import errno
+import json
+import os
 import pathlib
 import shutil
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +16,7 @@ import numpy as np
 import pytest
 from jax.experimental import multihost_utils
 
-from lamb_tpu import checksums
+from lamb_tpu import checksums, storage
 from lamb_tpu.checkpoint import Checkpoints
 from lamb_tpu.errors import UserError
 from lamb_tpu.parallel import mesh as mesh_lib
@@ -234,6 +239,138 @@ def test_shapes_and_some_of_the_arrays(folder: pathlib.Path) -> None:
         assert checkpoints.latest_shapes()[0] == 3 and "_METADATA is not as it was" in told[0]
         with pytest.raises(UserError, match="update 5 in .* cannot be read .state/_METADATA is"):
             checkpoints.shapes(5)
+
+
+def test_saves_leave_nothing_behind(tmp_path: pathlib.Path) -> None:
+    """In Orbax each save has a thread and descriptors that live on if nobody asks for its end."""
+    found = []
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        for step in range(1, 61):
+            checkpoints.save(step, state(step), position(step))
+            if step in (10, 60):
+                checkpoints.wait()
+                found.append((len(os.listdir("/proc/self/fd")), threading.active_count()))
+    (fds, threads), (fds_after, threads_after) = found
+    assert fds_after <= fds + 2 and threads_after <= threads + 2, found
+
+
+def test_saves_of_two_processes_leave_nothing_behind(tmp_path: pathlib.Path) -> None:
+    done = tiny.command(
+        "lamb_tpu.launch", "--local", "--processes=2", "--module=tests.job", "--",
+        "saves", str(tmp_path),
+    )
+    assert done.returncode == 0, done.stderr
+    for index in (0, 1):
+        (fds, threads), (fds_after, threads_after) = json.loads(
+            (tmp_path / f"{index}.json").read_text()
+        )
+        assert fds_after <= fds + 2 and threads_after <= threads + 2, index
+
+
+def fail_in(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """Lets all that Orbax writes from now on fail just before the checkpoint has its name."""
+
+    def fail(folder: pathlib.Path) -> None:
+        raise error
+
+    monkeypatch.setattr(checksums, "write", fail)
+
+
+def test_save_that_fails_in_its_thread(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    full = OSError(errno.ENOSPC, "No space left on device")
+    message = (
+        f"the checkpoint of update 2 cannot be saved in {tmp_path} (No space left on device); that "
+        "of update 1 is safe: repair that, then start the same command again to go on from there"
+    )
+    with pytest.raises(UserError) as raised, Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(1, state(1), position(1))
+        checkpoints.wait()
+        assert checkpoints.failure() is None
+        fail_in(monkeypatch, full)
+        checkpoints.save(2, state(2), position(2))
+        deadline = time.monotonic() + 30
+        while checkpoints.failure() is None:  # without waiting for it
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert str(checkpoints.failure()) == message
+        checkpoints.save(3, state(3), position(3))
+    assert str(raised.value) == message
+    assert os.listdir(tmp_path) == ["1"] and capfd.readouterr().err == ""
+    monkeypatch.undo()
+    assert latest(tmp_path) == (1, [])
+
+
+def test_last_save_that_fails_is_told_too(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    fail_in(monkeypatch, ValueError("unknown"))
+    with pytest.raises(UserError, match=r"update 1 .*ValueError: unknown.; there is none before"):
+        with Checkpoints(tmp_path, keep=1) as checkpoints:
+            checkpoints.save(1, state(1), position(1))
+    told: list[str] = []
+    with pytest.raises(KeyError), Checkpoints(tmp_path, 1, told.append) as checkpoints:
+        checkpoints.save(1, state(1), position(1))
+        raise KeyError  # what ends a run comes first
+    assert "update 1 cannot be saved" in told[0]
+    assert not os.listdir(tmp_path) and capfd.readouterr().err == ""
+
+
+def test_arrays_that_were_not_merged_are_not_saved(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Orbax merges what it finds by a pattern, and finds nothing where the path is one too."""
+    monkeypatch.setattr(storage, "has_pattern", lambda path: False)
+    with pytest.raises(UserError, match="ValueError: state/manifest.ocdbt is missing"):
+        with Checkpoints(tmp_path / "a[1]", keep=1) as checkpoints:
+            checkpoints.save(1, state(1), position(1))
+
+
+def test_checkpoint_that_is_gone_is_not_saved(tmp_path: pathlib.Path) -> None:
+    with Checkpoints(tmp_path, keep=3) as checkpoints:
+        checkpoints.save(1, state(1), position(1))
+        while not (tmp_path / "1").exists():
+            time.sleep(0.01)
+        shutil.rmtree(tmp_path / "1")
+        with pytest.raises(UserError, match="update 1 cannot be saved .*sha256.json is missing"):
+            checkpoints.wait()
+    folder = tmp_path / "lost"
+    with pytest.raises(UserError, match=f"{folder}, is no longer there; put it back and start"):
+        with Checkpoints(folder, keep=3) as checkpoints:
+            shutil.rmtree(folder)
+            checkpoints.save(1, state(1), position(1))
+    assert not folder.exists()
+
+
+def test_what_cannot_be_written_is_told_before_any_save(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fsync(file: int) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(UserError, match=f"saved in {tmp_path} .Read-only file system.; there is"):
+        Checkpoints(tmp_path, keep=1)
+    Checkpoints(tmp_path, keep=1, writing=False).close()
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="file/checkpoints cannot be written .Not a directory"):
+        Checkpoints(tmp_path / "file" / "checkpoints", keep=1)
+
+
+@pytest.mark.parametrize("name", ["lr[0.1]", "a*b?", "]"])
+def test_path_that_is_a_pattern(tmp_path: pathlib.Path, name: str) -> None:
+    folder = tmp_path / name
+    with Checkpoints(folder, keep=2) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save(step, state(step), position(step))
+    assert sorted(os.listdir(folder)) == ["2", "3"] and latest(folder) == (3, [])
+    with Checkpoints(folder, 2, writing=False) as checkpoints:
+        found = checkpoints.restore_part(3, {"weights": ABSTRACT["weights"]})
+        tiny.assert_equal(found["weights"], state(3)["weights"])
+        link = checkpoints._path
+        assert link.is_symlink()
+    assert not link.parent.exists()
 
 
 def test_shapes_of_nothing(tmp_path: pathlib.Path) -> None:
