@@ -4,6 +4,7 @@
 #   make test            the tests                                     (under 25 minutes on 2 cores)
 #   make test-all        the tests with those marked long
 #   make test-faults     runs killed at 20 random moments, with a table of them
+#   make test-storage    runs on disks that are full, read-only, lost; killed in a save; with a table
 #   make test-interchange  BERT beside transformers, image networks beside timm and torchvision;
 #                        installs them and PyTorch
 #   make bench FLAGS=--data_dir=FOLDER   the benchmarks; FOLDER has MNIST's original files. Rows of
@@ -19,7 +20,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.ready-$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 
-.PHONY: setup demo test test-all test-faults test-interchange bench bench-distribution bench-tpu clean
+.PHONY: setup demo test test-all test-faults test-storage test-interchange bench bench-distribution bench-tpu clean
 
 setup: $(STAMP)
 
@@ -41,6 +42,9 @@ test-all: setup
 
 test-faults: setup
 	$(RUN) -m pytest -q -s tests/test_faults.py -m long
+
+test-storage: setup
+	$(RUN) -m pytest -q -s tests/test_disks.py
 
 test-interchange: setup
 	$(RUN) -m pip install --quiet --editable '.[interchange]'

@@ -191,10 +191,10 @@ class Checkpoints:
                 if path.name.isdecimal() and (path / checksums.NAME).is_file()
             ]:
                 return (
-                    f"that of update {max(steps)} is safe: repair that, then start the same "
-                    "command again to go on from there"
+                    f"that of update {max(steps)} is safe: free space or repair the disk, then "
+                    "start the same command again to go on from there"
                 )
-        return "there is none before it: repair that, then start the same command again"
+        return "none is there yet: free space or repair the disk, then start the same command again"
 
     def _seal(self) -> None:
         """Adds the checksums, in Orbax' thread, when all is written but the name not yet given.
@@ -329,6 +329,7 @@ class Checkpoints:
                     with contextlib.suppress(Exception):  # it is told already
                         self._checkpointer.close()
                     self._remove_unfinished()  # it takes room that the disk does not have
+                    self._background.end()
 
     def __enter__(self) -> "Checkpoints":
         return self

@@ -7,7 +7,7 @@ import pathlib
 from collections.abc import Collection
 
 NAME = "sha256.json"
-# Of the state Orbax writes a part a process first; merging them makes the manifest and d/.
+# Orbax writes each process' part of the state first; merging them makes the manifest and d/.
 _NEEDED = ("position/data.json", "state/_METADATA", "state/manifest.ocdbt", "state/d/*")
 
 

@@ -34,7 +34,7 @@ class Background:
         self._key = f"lamb_tpu/save/{next(_numbers)}"
 
     def begin(self) -> None:
-        """Takes what Orbax logs of failures for this save's, from here to the end of `wait`."""
+        """Takes what Orbax logs of failures for this save's, from here to `end`."""
         _listener.target = self
 
     def started(self, response: Any) -> None:
@@ -68,7 +68,15 @@ class Background:
                 self._response = None
             except TimeoutError:
                 time.sleep(_POLL_SECONDS / 10)  # where it is the save's own, it comes at once
-        _listener.target = None
+        self.end()
+
+    def end(self) -> None:
+        """Lets Orbax' log be printed again; for a save that has failed, when its threads are gone.
+
+        One that has succeeded comes to it by `wait`.
+        """
+        if _listener.target is self:
+            _listener.target = None
 
     def _look(self) -> None:
         """Raises when another process has told of a failure."""

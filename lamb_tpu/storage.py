@@ -10,7 +10,10 @@ from collections.abc import Callable, Iterator
 
 from lamb_tpu.errors import UserError
 
-_ADVICE = "repair that, then start the same command again: it goes on from the last checkpoint"
+_ADVICE = (
+    "free space or repair the disk, then start the same command again: it goes on from the last "
+    "checkpoint"
+)
 # By what C libraries call them: TensorStore tells its errors as text alone.
 _KNOWN = [
     os.strerror(number)

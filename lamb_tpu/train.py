@@ -209,6 +209,7 @@ def _train(
             unseen.clear()
 
         def save() -> None:
+            preemption.settle()  # not a state whose records could not be written: they would lack
             position = {
                 "loader": loader.state(),
                 "seconds": seconds(),

@@ -1,4 +1,4 @@
-"""Disks on which a run is started: that are full or read-only, and runs as their user starts them."""
+"""Small disks that can be filled or made read-only, and runs as their user starts them."""
 
 import contextlib
 import dataclasses

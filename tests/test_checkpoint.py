@@ -282,7 +282,8 @@ def test_save_that_fails_in_its_thread(
     full = OSError(errno.ENOSPC, "No space left on device")
     message = (
         f"the checkpoint of update 2 cannot be saved in {tmp_path} (No space left on device); that "
-        "of update 1 is safe: repair that, then start the same command again to go on from there"
+        "of update 1 is safe: free space or repair the disk, then start the same command again to "
+        "go on from there"
     )
     with pytest.raises(UserError) as raised, Checkpoints(tmp_path, keep=1) as checkpoints:
         checkpoints.save(1, state(1), position(1))
@@ -306,7 +307,7 @@ def test_last_save_that_fails_is_told_too(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> None:
     fail_in(monkeypatch, ValueError("unknown"))
-    with pytest.raises(UserError, match=r"update 1 .*ValueError: unknown.; there is none before"):
+    with pytest.raises(UserError, match=r"update 1 .*ValueError: unknown.; none is there"):
         with Checkpoints(tmp_path, keep=1) as checkpoints:
             checkpoints.save(1, state(1), position(1))
     told: list[str] = []
@@ -350,7 +351,7 @@ def test_what_cannot_be_written_is_told_before_any_save(
         raise OSError(errno.EROFS, "Read-only file system")
 
     monkeypatch.setattr(os, "fsync", fsync)
-    with pytest.raises(UserError, match=f"saved in {tmp_path} .Read-only file system.; there is"):
+    with pytest.raises(UserError, match=f"saved in {tmp_path} .Read-only file system.; none is"):
         Checkpoints(tmp_path, keep=1)
     Checkpoints(tmp_path, keep=1, writing=False).close()
     (tmp_path / "file").touch()

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 
 from lamb_tpu import distributed
@@ -277,3 +278,31 @@ def test_watchdog_ends_what_hangs() -> None:
     first, *stack = done.stderr.splitlines()
     assert "process 0 has come no further in 1 s since update 3" in first
     assert any(line.endswith("in lost") for line in stack)
+
+
+def test_error_of_one_process_is_that_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    distributed.agree(None)
+    with distributed.together():
+        pass
+    with pytest.raises(UserError, match="^own$"), distributed.together():
+        raise UserError("own")
+    with pytest.raises(KeyError), distributed.together():
+        raise KeyError  # what is no user's is not waited with
+    # What the others of three have, first whether, then what.
+    others = iter([[False, True], ["", "its disk is full: ä"]])
+
+    def gathered(own: np.ndarray) -> np.ndarray:
+        rows = [own]
+        for value in next(others):
+            row = np.zeros_like(own)
+            if isinstance(value, bool):
+                row = np.asarray(value)
+            else:
+                row[: len(value.encode())] = np.frombuffer(value.encode(), np.uint8)
+            rows.append(row)
+        return np.stack(rows)
+
+    monkeypatch.setattr(jax, "process_count", lambda: 3)
+    monkeypatch.setattr(distributed.multihost_utils, "process_allgather", gathered)
+    with pytest.raises(UserError, match="^process 2: its disk is full: ä$"):
+        distributed.agree(None)

@@ -1,7 +1,9 @@
 """Every example counts once, whatever the batch size and the number of devices."""
 
 import dataclasses
+import errno
 import json
+import os
 import pathlib
 import shutil
 from typing import Any
@@ -12,7 +14,7 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
-from lamb_tpu import data, evaluate, models
+from lamb_tpu import data, evaluate, models, storage
 from lamb_tpu.checkpoint import Checkpoints
 from lamb_tpu.errors import UserError
 from lamb_tpu.evaluate import evaluate_checkpoint, make_evaluator, metric_names
@@ -250,6 +252,30 @@ def test_the_config_is_that_of_the_run(
     evaluate_checkpoint(None, copy, split="test[:100]")
     evaluate_checkpoint(None, copy, split=tiny.digits().data.eval_split)
     assert [options["files_prefix"] for options in makers] == ["test_100_", ""]
+
+
+def test_run_that_may_only_be_read(
+    copy: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    expected, before = evaluate_checkpoint(None, copy), tiny.fingerprint(copy)
+
+    def refuse(folder: pathlib.Path) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(storage, "try_out", refuse)
+    assert evaluate_checkpoint(None, copy) == expected
+    assert tiny.fingerprint(copy) == before
+    with pytest.raises(UserError, match="cannot be written .Read-only file system"):
+        prepare(tiny.digits(), copy)
+    # And a task's files, which a folder stands in the way of.
+    (copy / "predictions.json.new").mkdir()
+    monkeypatch.setattr(
+        evaluate, "make_evaluator",
+        lambda *_, keep_file, **__: lambda _: keep_file("predictions.json", "{}") or {"f1": 1.0},
+    )
+    assert evaluate_checkpoint(None, copy)["f1"] == 1.0
+    told = f"predictions.json is not written: {copy}/predictions.json cannot be written (Is a dir"
+    assert capsys.readouterr().err.startswith(told)
 
 
 def test_what_is_not_there(trained: pathlib.Path, tmp_path: pathlib.Path) -> None:

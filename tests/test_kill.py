@@ -1,4 +1,4 @@
-"""A run ended by SIGKILL and SIGTERM ends as one left alone: bit for bit on one machine."""
+"""A run ended by SIGKILL, SIGTERM and Ctrl-C ends as one left alone: bit for bit on one machine."""
 
 import os
 import pathlib
@@ -40,7 +40,8 @@ def kill_when(
         time.sleep(0.001)
     process.send_signal(number)
     out, err = process.communicate(timeout=60)
-    assert process.returncode == {signal.SIGKILL: -9, signal.SIGTERM: os.EX_TEMPFAIL}[number]
+    statuses = {signal.SIGKILL: -9, signal.SIGTERM: os.EX_TEMPFAIL, signal.SIGINT: 130}
+    assert process.returncode == statuses[number], err
     return out, err
 
 
@@ -48,7 +49,7 @@ def kill_when(
 def workdirs(tmp_path_factory: pytest.TempPathFactory) -> tuple[pathlib.Path, pathlib.Path, list]:
     """An uninterrupted run, one killed four times, and what that printed, start by start.
 
-    Of the two starts ended by SIGTERM there is what they told as an error.
+    Of the starts ended by SIGTERM and by Ctrl-C there is what they told as an error.
     """
     whole, killed = (tmp_path_factory.mktemp(name) for name in ("whole", "killed"))
     done = tiny.command("lamb_tpu.train", *ARGUMENTS, f"--workdir={whole}")
@@ -69,7 +70,7 @@ def workdirs(tmp_path_factory: pytest.TempPathFactory) -> tuple[pathlib.Path, pa
     printed.append(kill_when(killed, between_saves)[0])
     assert checkpoints.is_dir()
     printed.append(kill_when(killed, in_a_save)[0])
-    printed += kill_when(killed, lambda: last_logged(killed) >= 268, signal.SIGTERM)
+    printed += kill_when(killed, lambda: last_logged(killed) >= 268, signal.SIGINT)
     last: subprocess.CompletedProcess = tiny.command(
         "lamb_tpu.train", *ARGUMENTS, f"--workdir={killed}"
     )
@@ -89,7 +90,9 @@ def test_each_start_resumes_from_a_checkpoint(workdirs) -> None:
     assert 0 < resumed[0] <= 67 + 15 and 150 <= resumed[1] < 400
     assert all(step % 15 == 0 for step in resumed[:2])
     # Nothing is lost.
-    assert resumed[2] >= 268 and late.startswith(f"preempted at update {resumed[2]}, saved; start")
+    told, ended = late.splitlines()
+    assert told == "Ctrl-C: saving, then ending; again to end at once"
+    assert resumed[2] >= 268 and ended.startswith(f"interrupted at update {resumed[2]}, saved; st")
     assert len((killed / "run.jsonl").read_text().splitlines()) == 5
     assert not list((killed / "checkpoints").glob("*tmp*"))
 
