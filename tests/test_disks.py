@@ -70,6 +70,10 @@ def check_equal(workdir: pathlib.Path, whole: pathlib.Path) -> None:
     assert found == expected
 
 
+def finished(workdir: pathlib.Path) -> list[pathlib.Path]:
+    return [path for path in workdir.glob("checkpoints/*") if path.name.isdecimal()]
+
+
 def has_saved(run: Run, count: int = 1) -> Callable[[], bool]:
     return lambda: len(list(run.workdir.glob("checkpoints/*/sha256.json"))) >= count
 
@@ -222,16 +226,19 @@ def test_deleted_just_before_the_end(tmp_path: pathlib.Path) -> None:
     note("the workdir is deleted, before anything is saved", end, workdir)
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.long)])
-def test_many_saves_under_a_low_limit(tmp_path: pathlib.Path, processes: int) -> None:
+@pytest.mark.parametrize("saves, processes", [
+    (25, 1), *(pytest.param(300, processes, marks=pytest.mark.long) for processes in (1, 2))
+])
+def test_many_saves_under_a_low_limit(tmp_path: pathlib.Path, saves: int, processes: int) -> None:
     end = disks.run(
-        tmp_path, "--config.checkpoint.every=1 steps", "--config.checkpoint.keep=1",
-        "--config.model.hidden_sizes=(16,)", processes=processes,
-        limits=[(resource.RLIMIT_NOFILE, 96)],
+        tmp_path, f"--config.duration={saves} steps", "--config.checkpoint.every=1 steps",
+        "--config.checkpoint.keep=1", "--config.model.hidden_sizes=(16,)",
+        "--config.eval.every=1000 steps", processes=processes,
+        limits=[(resource.RLIMIT_NOFILE, 80)],
     )
-    note(f"60 saves under ulimit -n 96, {processes} process(es)", end, tmp_path)
+    note(f"{saves} saves under ulimit -n 80, {processes} process(es)", end, tmp_path)
     assert end.status == 0 and not end.errors, end.err
-    assert disks.checkpoints(tmp_path) == {STEPS}
+    assert disks.checkpoints(tmp_path) == {saves}
 
 
 @pytest.mark.long
@@ -239,7 +246,7 @@ def test_killed_in_mid_save(tmp_path: pathlib.Path, whole: pathlib.Path) -> None
     for number in range(1, 4):
         run = Run(tmp_path)
         before = disks.checkpoints(tmp_path)
-        run.until(lambda: len(disks_finished(tmp_path)) > len(before))
+        run.until(lambda: len(finished(tmp_path)) > len(before))
         run.until(lambda: any(tmp_path.glob("checkpoints/*tmp*")))
         run.popen.kill()
         end = run.end()
@@ -249,10 +256,6 @@ def test_killed_in_mid_save(tmp_path: pathlib.Path, whole: pathlib.Path) -> None
     note("... the same command", end, tmp_path)
     check_equal(tmp_path, whole)
     assert not list(tmp_path.glob("checkpoints/*tmp*"))
-
-
-def disks_finished(workdir: pathlib.Path) -> list[pathlib.Path]:
-    return [path for path in workdir.glob("checkpoints/*") if path.name.isdecimal()]
 
 
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.long)])
