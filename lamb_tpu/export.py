@@ -1,9 +1,14 @@
-"""Writes a run's BERT as a folder that Hugging Face's transformers reads.
+"""Writes a run's network as a folder that other libraries read.
 
   python -m lamb_tpu.export --workdir=DIR --output=FOLDER
 
-FOLDER receives config.json, model.safetensors, and where the run was on text vocab.txt and
-tokenizer_config.json. It is of the newest checkpoint that can be read, or of --step.
+FOLDER receives config.json and model.safetensors. Hugging Face's transformers reads that of a BERT,
+with vocab.txt and tokenizer_config.json beside them where the run was on text. timm reads that of a
+ResNet (as resnet18 ... resnet152) or EfficientNet (as tf_efficientnet_b0 ... b7):
+
+  timm.create_model('local-dir:FOLDER', pretrained=True)
+
+The weights are those of the newest checkpoint that can be read, or of --step; not their averages.
 """
 
 from absl import flags
@@ -19,12 +24,26 @@ if __name__ == "__main__":  # --help is answered before the imports below, which
 import json
 import os
 import pathlib
+from collections.abc import Mapping
+from typing import Any
 
-from lamb_tpu import filesystem
+import numpy as np
+
+from lamb_tpu import filesystem, models
+from lamb_tpu.data.images.crops import tpu_fraction
 from lamb_tpu.data.text import saved
 from lamb_tpu.errors import UserError
-from lamb_tpu.models.bert_huggingface import to_huggingface
-from lamb_tpu.weights import open_weights
+from lamb_tpu.models.bert_huggingface import to_huggingface, write_folder
+from lamb_tpu.models.convert import NETWORKS, to_timm
+from lamb_tpu.tasks.classification import Classification
+from lamb_tpu.weights import Weights, open_weights
+from lamb_tpu.workdir import Workdir
+
+# Fields that change how a network is trained, not what it computes in evaluation.
+_OF_TRAINING = (
+    "name", "num_classes", "dtype", "group_size", "momentum", "zero_gamma", "dropout_rate",
+    "stochastic_depth_rate",
+)
 
 
 def export(
@@ -33,34 +52,85 @@ def export(
     """Writes the folder; tells what was written and where.
 
     Args:
-      workdir: of a run with a BERT; with phases the last one's that has a checkpoint.
+      workdir: of a run with one of these networks; with phases the last one's that has a
+        checkpoint.
       output: made if it is not there; nothing in it is replaced.
       step: completed updates; None for the newest checkpoint.
 
     Raises:
-      UserError: no such checkpoint, a network that is no BERT or has heads that transformers does
-        not know together, or a folder that holds something.
+      UserError: no such checkpoint, a network that the other library does not have, such as a BERT
+        with heads that transformers does not know together, or a folder that holds something.
     """
     weights = open_weights(os.fspath(workdir), "--workdir", step)
-    config, text = weights.bert(), weights.text()
-    if config is None:
-        raise UserError(
-            f"--workdir {weights.folder} has the model {weights.model['name']!r}; only 'bert' can "
-            "be written"
-        )
     folder = pathlib.Path(output).expanduser().absolute()
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--output {folder} is a file; give a folder")
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"--output {folder} holds something already; give a new or empty folder")
+    theirs = {ours: name for name, ours in NETWORKS.items()}
     with filesystem.writing("--output", folder):
-        to_huggingface(config, weights.params(), folder)
-        if text is not None:
-            vocabulary, cased = text
-            vocabulary.write(folder / saved.VOCABULARY)
-            settings = {"tokenizer_class": "BertTokenizer", "do_lower_case": not cased}
-            (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+        if weights.model["name"] == "bert":
+            _bert(weights, folder)
+        elif weights.model["name"] in theirs:
+            _of_timm(weights, theirs[weights.model["name"]], folder)
+        else:
+            raise UserError(
+                f"--workdir {weights.folder} has the model {weights.model['name']!r}; those that "
+                f"can be written are bert, {', '.join(theirs)}"
+            )
     return f"{weights.describe()} is written to {folder}"
+
+
+def _bert(weights: Weights, folder: pathlib.Path) -> None:
+    config, text = weights.bert(), weights.text()
+    to_huggingface(config, weights.params(), folder)
+    if text is not None:
+        vocabulary, cased = text
+        vocabulary.write(folder / saved.VOCABULARY)
+        settings = {"tokenizer_class": "BertTokenizer", "do_lower_case": not cased}
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def _of_timm(weights: Weights, name: str, folder: pathlib.Path) -> None:
+    module = models.MODULES[NETWORKS[name]]
+    for field, value in weights.model.items():
+        default = getattr(module, field, None)
+        if field not in _OF_TRAINING and json.dumps(value) != json.dumps(default):
+            raise UserError(
+                f"--workdir {weights.folder} has config.model.{field}={value!r}; timm's {name} is "
+                f"this network with {default!r}, so it cannot be written"
+            )
+    try:
+        tensors = to_timm(name, weights.variables())
+    except UserError as error:
+        raise UserError(f"--workdir {weights.folder} cannot be written: {error}") from None
+    classes = len(tensors["fc.bias" if name.startswith("resnet") else "classifier.bias"])
+    settings = {"architecture": name, "num_classes": classes}
+    settings["pretrained_cfg"] = {"num_classes": classes, **_preprocessing(weights)}
+    write_folder(folder, settings, tensors)
+
+
+def _preprocessing(weights: Weights) -> dict[str, Any]:
+    """What timm's `resolve_data_config` reads: how pictures were made for the network."""
+    config: Mapping[str, Any] = {}
+    if weights.step is not None:
+        config = Workdir(weights.folder).read_config()
+    mean, deviation = weights.pixels or (
+        config.get(f"task.{field}", getattr(Classification, field))
+        for field in ("input_mean", "input_std")
+    )
+    # timm scales pixels to 0 ... 1 first.
+    found: dict[str, Any] = {
+        kind: (np.broadcast_to(value, 3) / 255).tolist()
+        for kind, value in (("mean", mean), ("std", deviation))
+    }
+    size = config.get("data.options.size")
+    if size is not None:
+        found["input_size"] = [3, size, size]
+        found["interpolation"] = config.get("data.options.resize", "bilinear")
+        fraction = config.get("data.options.central_fraction", 0.875)
+        found["crop_pct"] = fraction or tpu_fraction(size)
+    return found
 
 
 def main() -> None:

@@ -78,12 +78,20 @@ class Weights:
 
     def params(self) -> dict[str, Any]:
         """The parameters, on this process' first device."""
+        return self._on_first_device("params")["params"]
+
+    def variables(self) -> dict[str, Any]:
+        """The parameters and what else the network keeps, such as 'batch_stats', there too."""
+        kept = [part for part in ("params", "model_state") if part in self.shapes]
+        found = self._on_first_device(*kept)
+        return {"params": found["params"], **found.get("model_state", {})}
+
+    def _on_first_device(self, *parts: str) -> dict[str, Any]:
         place = SingleDeviceSharding(jax.local_devices()[0])
-        shapes = jax.tree.map(
+        return self.read(jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
-            self.shapes["params"],
-        )
-        return self.read({"params": shapes})["params"]
+            {part: self.shapes[part] for part in parts},
+        ))
 
 
 def open_weights(

@@ -1,17 +1,23 @@
-"""A run's BERT as a folder of Hugging Face's."""
+"""A run's BERT as a folder of Hugging Face's, its image network as one of timm's."""
 
 import json
 import pathlib
 
 import jax
+import numpy as np
 import pytest
+from ml_collections import ConfigDict
 
+from lamb_tpu import export as export_lib
+from lamb_tpu import models
 from lamb_tpu.errors import UserError
 from lamb_tpu.export import export
 from lamb_tpu.models.bert import from_huggingface
+from lamb_tpu.models.convert import from_timm
 from lamb_tpu.predict import predict
-from lamb_tpu.weights import open_weights
+from lamb_tpu.weights import Weights, open_weights
 from tests import tiny
+from tests.data.images.pictures import encode, smooth
 
 TEXT = "The [MASK] is of [MASK]."
 
@@ -70,13 +76,87 @@ def test_stacked_layers_and_a_cased_vocabulary(tmp_path: pathlib.Path) -> None:
         tiny.assert_equal(written[f"layer_{index}"], jax.tree.map(lambda x: x[index], stacked))
 
 
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """Eight pictures of two classes."""
+    path = tmp_path_factory.mktemp("pictures")
+    for index in range(8):
+        file = path / "train" / "ab"[index % 2] / f"{index}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(encode(smooth(40, 40, index), "png"))
+    return path
+
+
+def of_pictures(pictures: pathlib.Path, **changes: object) -> ConfigDict:
+    fields = {
+        "data__name": "image_folder", "data__dir": str(pictures), "data__train_split": "train",
+        "data__eval_split": "train", "batch_size": 8,
+        "data__options": ConfigDict({"size": 32, "resize": "bicubic", "central_fraction": 0.0}),
+        "model": ConfigDict({"name": "resnet18", "num_classes": 2, "momentum": 0.8}),
+        "task": ConfigDict({
+            "name": "classification", "input_mean": (127.5, 102.0, 51.0), "input_std": 51.0,
+        }),
+    }
+    return tiny.digits(**fields | changes)
+
+
+def test_image_network_as_timm_has_it(pictures: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    tiny.save(of_pictures(pictures), tmp_path / "run")
+    told = export(tmp_path / "run", tmp_path / "out")
+    assert told == f"{tmp_path / 'run'}, update 2 is written to {tmp_path / 'out'}"
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {
+        "architecture": "resnet18", "num_classes": 2,
+        "pretrained_cfg": {
+            "num_classes": 2, "mean": [0.5, 0.4, 0.2], "std": [0.2, 0.2, 0.2],
+            "input_size": [3, 32, 32], "interpolation": "bicubic", "crop_pct": 0.5,
+        },
+    }
+    expected = open_weights(str(tmp_path / "run"), "--workdir").variables()
+    assert set(expected) == {"params", "batch_stats"}
+    tiny.assert_equal(from_timm("resnet18", tmp_path / "out" / "model.safetensors"), expected)
+    # It is read here as other folders of timm's, and written again the same.
+    again = open_weights(str(tmp_path / "out"), "--workdir")
+    assert again.pixels == ((127.5, 102.0, 51.0), (51.0, 51.0, 51.0))
+    tiny.assert_equal(again.variables(), expected)
+    export(tmp_path / "out", tmp_path / "again")
+    same = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("out", "again")]
+    assert same[0] == same[1]
+
+
+@pytest.mark.parametrize("fields, message", [
+    ({"stem": "cifar"},
+     "config.model.stem='cifar'; timm's resnet18 is this network with 'imagenet', so it cannot be"),
+    ({"epsilon": 1e-3}, "has config.model.epsilon=0.001; timm's resnet18 is .* with 1e-05"),
+    ({"name": "efficientnet_b0", "stages": [[1, 3, 1, 1, 16]]},
+     r"has config.model.stages=\[\[1, 3, 1, 1, 16\]\]; timm's tf_efficientnet_b0 is"),
+    # Of pictures in grey.
+    ({}, r"cannot be written: .* not those of resnet18: params/stem_conv/kernel is of shape "
+     r"\(7, 7, 1, 64\), there of shape \(7, 7, 3, 64\)"),
+])
+def test_networks_that_timm_has_not(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, fields: dict, message: str
+) -> None:
+    model = {"name": "resnet18", "num_classes": 10, "dtype": "bfloat16"} | fields
+    image = jax.ShapeDtypeStruct((1, 32, 32, 1), np.float32)
+    variables = jax.eval_shape(models.build("resnet18", num_classes=10).init, jax.random.key(0),
+                               image)
+    shapes = {"params": variables["params"], "model_state": {
+        "batch_stats": variables["batch_stats"]
+    }}
+    weights = Weights(tmp_path, 7, model, shapes, 0, lambda wanted: wanted)
+    monkeypatch.setattr(export_lib, "open_weights", lambda *_: weights)
+    with pytest.raises(UserError, match=message):
+        export(tmp_path / "run", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_mistakes(
     pretrained: pathlib.Path, trained: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "config.json").write_text("{}")
     for workdir, output, step, message in [
-        (trained, tmp_path / "out", None, f"--workdir {trained} has the model 'mlp'; only 'bert'"),
+        (trained, tmp_path / "out", None, f"--workdir {trained} has the model 'mlp'; those that can be writ"),
         (pretrained, pretrained, None, f"--output {pretrained} holds something already; give a"),
         (pretrained, tmp_path / "full", None, "--output .*/full holds something already"),
         (pretrained, tmp_path / "full" / "config.json", None, "config.json is a file; give a fold"),

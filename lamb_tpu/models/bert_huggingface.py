@@ -170,12 +170,28 @@ def to_huggingface(
         "tie_word_embeddings": True,
         **{theirs: getattr(config, ours) for ours, theirs in _FIELDS.items()},
     }
+    write_folder(directory, settings, tensors)
+
+
+def write_folder(
+    directory: str | os.PathLike[str],
+    settings: Mapping[str, Any],
+    tensors: Mapping[str, np.ndarray],
+) -> None:
+    """Writes `settings` as config.json and `tensors` as model.safetensors.
+
+    Args:
+      directory: made if it is not there; files of these names in it are replaced.
+
+    Raises:
+      UserError: the folder cannot be written.
+    """
     directory = pathlib.Path(directory)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         (directory / CONFIG).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
-        # The metadata that transformers writes.
-        save_file(tensors, directory / WEIGHTS, {"format": "pt"})
+        # The metadata that transformers and timm write.
+        save_file(dict(tensors), directory / WEIGHTS, {"format": "pt"})
         # safetensors lets nobody but the owner read its file.
         shutil.copymode(directory / CONFIG, directory / WEIGHTS)
     except (OSError, SafetensorError) as error:  # no right to write there, a full disk

@@ -3,7 +3,7 @@
 import os
 import pathlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -63,13 +63,7 @@ def from_timm(
       UserError: an unknown name; no readable file; a tensor is missing, superfluous or of another
         shape than the network's.
     """
-    known = name.partition(".")[0]
-    if known not in NETWORKS:
-        near = f"; did you mean tf_{known}, which is padded differently?"
-        raise UserError(
-            f"weights of {name!r} cannot be read; those of timm that can: {', '.join(NETWORKS)}"
-            f"{near if f'tf_{known}' in NETWORKS else ''}"
-        )
+    known = _known(name)
     where = "the state dict"
     if isinstance(tensors, str | os.PathLike):
         where, tensors = str(tensors), _load(pathlib.Path(tensors))
@@ -97,6 +91,56 @@ def from_timm(
     return jax.tree.unflatten(treedef, leaves)
 
 
+def _known(name: str) -> str:
+    """timm's name without its tag, where the network is one of `NETWORKS`."""
+    known = name.partition(".")[0]
+    if known not in NETWORKS:
+        near = f"; did you mean tf_{known}, which is padded differently?"
+        raise UserError(
+            f"weights of {name!r} cannot be read; those of timm that can: {', '.join(NETWORKS)}"
+            f"{near if f'tf_{known}' in NETWORKS else ''}"
+        )
+    return known
+
+
+def to_timm(name: str, variables: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """The state dict of a network there from its variables here: `from_timm` the other way.
+
+    Args:
+      name: of timm, one of `NETWORKS`.
+      variables: 'params' and 'batch_stats' of `models.build(NETWORKS[name], num_classes=...)`.
+
+    Returns:
+      float32 NumPy arrays by timm's names, without the counts of batches, which timm and
+      torchvision do not need.
+
+    Raises:
+      UserError: an unknown name; a leaf is missing, superfluous or of another shape, as of a
+        network whose fields are not those that timm's has.
+    """
+    known = _known(name)
+    found = _flat({key: variables[key] for key in ("params", "batch_stats")})
+    num_classes = np.shape(found.get("params/output/bias", np.empty(1)))[0]
+    network = NETWORKS[known]
+    expected = _flat(_variables(network, num_classes))
+    names = _names(expected, network)
+    different = [
+        f"{path} is {_describe(found.get(path))}, there {_describe(expected.get(path))}"
+        for path in sorted(found.keys() | expected.keys())
+        if _describe(found.get(path)) != _describe(expected.get(path))
+    ]
+    if different:
+        raise UserError(f"these variables are not those of {known}: {'; '.join(different[:4])}")
+    return {
+        names[path]: _theirs(names[path], np.asarray(leaf, np.float32))
+        for path, leaf in found.items()
+    }
+
+
+def _describe(leaf: Any) -> str:
+    return "missing" if leaf is None else f"of shape {tuple(np.shape(leaf))}"
+
+
 def _load(file: pathlib.Path) -> dict[str, np.ndarray]:
     if not file.is_file():
         raise UserError(f"there is no file {file}")
@@ -108,15 +152,30 @@ def _load(file: pathlib.Path) -> dict[str, np.ndarray]:
 
 def _expected(network: str, num_classes: int) -> tuple[dict[str, tuple[int, ...]], Any]:
     """Their name and our shape of every leaf, and the tree that these are the leaves of."""
+    tree = _variables(network, num_classes)
+    flat = _flat(tree)
+    names = _names(flat, network)
+    return {names[path]: leaf.shape for path, leaf in flat.items()}, jax.tree.structure(tree)
+
+
+def _variables(network: str, num_classes: int) -> Any:
+    """The network's variables as shapes."""
     model = models.build(network, num_classes=num_classes)
     # Neither the image's size nor the batch's changes a shape.
     image = jax.ShapeDtypeStruct((1, 32, 32, 3), np.float32)
-    tree = jax.eval_shape(model.init, jax.random.key(0), image)
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
+    return jax.eval_shape(model.init, jax.random.key(0), image)
+
+
+def _flat(tree: Any) -> dict[str, Any]:
+    """Leaves by '/'-joined paths, in the order of `jax.tree.leaves`."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+
+
+def _names(paths: Iterable[str], network: str) -> dict[str, str]:
+    """Their name of each of our paths."""
     expanding = {path.split("/")[1] for path in paths if "/expand_norm/" in path}
-    names = [_name(path, network, expanding) for path in paths]
-    return dict(zip(names, (leaf.shape for _, leaf in leaves), strict=True)), treedef
+    return {path: _name(path, network, expanding) for path in paths}
 
 
 def _name(path: str, network: str, expanding: set[str]) -> str:
@@ -153,3 +212,8 @@ def _their_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 def _ours(tensor: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     axes = (2, 3, 1, 0) if tensor.ndim == 4 else range(tensor.ndim)[::-1]
     return np.ascontiguousarray(tensor.transpose(axes)).reshape(shape)
+
+
+def _theirs(name: str, leaf: np.ndarray) -> np.ndarray:
+    axes = (3, 2, 0, 1) if leaf.ndim == 4 else range(leaf.ndim)[::-1]
+    return np.ascontiguousarray(leaf.transpose(axes)).reshape(_their_shape(name, leaf.shape))

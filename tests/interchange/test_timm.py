@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from ml_collections import ConfigDict
 
 from lamb_tpu import models
 
@@ -17,9 +18,12 @@ timm = pytest.importorskip("timm", reason="timm is not installed")
 torchvision = pytest.importorskip("torchvision", reason="torchvision is not installed")
 import safetensors.torch  # noqa: E402
 
+from lamb_tpu.export import export  # noqa: E402
 from lamb_tpu.models.convert import NETWORKS, from_timm  # noqa: E402
 from lamb_tpu.models.listing import describe  # noqa: E402
 from lamb_tpu.weights import open_weights  # noqa: E402
+from tests import tiny  # noqa: E402
+from tests.data.images.pictures import encode, smooth  # noqa: E402
 
 # Of TensorFlow's padding an odd and an even size differ at each of five strides.
 IMAGES = np.random.default_rng(0).uniform(-2, 2, (3, 75, 90, 3)).astype(np.float32)
@@ -109,3 +113,47 @@ def test_folder_that_timm_writes(tmp_path: pathlib.Path) -> None:
     np.testing.assert_allclose(weights.pixels, 255 * np.array([mean, deviation]), atol=1e-3)
     expected = from_timm("tf_efficientnet_b0", network.state_dict())["params"]
     jax.tree.map(np.testing.assert_array_equal, weights.params(), expected)
+
+
+@pytest.mark.parametrize("name", ["tf_efficientnet_b0", "resnet50"])
+def test_timm_reads_what_is_written_here(name: str, tmp_path: pathlib.Path) -> None:
+    torch.manual_seed(0)
+    network = randomised(timm.create_model(name, num_classes=11))
+    timm.models.save_for_hf(network, tmp_path / "theirs", safe_serialization=True)
+    export(tmp_path / "theirs", tmp_path / "ours")
+    read = timm.create_model(f"local-dir:{tmp_path / 'ours'}", pretrained=True).eval()
+    for (item, found), (other, expected) in zip(
+        read.state_dict().items(), network.state_dict().items(), strict=True
+    ):
+        assert item == other
+        if not item.endswith("num_batches_tracked"):
+            np.testing.assert_array_equal(found.numpy(), expected.numpy(), err_msg=item)
+    pictures = timm.data.resolve_model_data_config(read)
+    for kind in ("mean", "std"):
+        np.testing.assert_allclose(pictures[kind], network.pretrained_cfg[kind], atol=1e-5)
+
+
+def test_timm_reads_a_run(tmp_path: pathlib.Path) -> None:
+    for index in range(8):
+        file = tmp_path / "set" / "train" / "ab"[index % 2] / f"{index}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(encode(smooth(80, 80, index), "png"))
+    config = tiny.digits(
+        data__name="image_folder", data__dir=str(tmp_path / "set"), data__train_split="train",
+        data__eval_split="train", batch_size=8,
+        data__options=ConfigDict({"size": 75, "central_fraction": 0.9}),
+        model=ConfigDict({"name": "resnet18", "num_classes": 2}),
+        task=ConfigDict({"name": "classification", "input_mean": 100.0, "input_std": 51.0}),
+    )
+    tiny.save(config, tmp_path / "run")
+    export(tmp_path / "run", tmp_path / "out")
+    read = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True).eval()
+    variables = open_weights(str(tmp_path / "run"), "--workdir").variables()
+    found = from_timm("resnet18", read.state_dict())
+    jax.tree.map(np.testing.assert_array_equal, found, variables)
+    pictures = timm.data.resolve_model_data_config(read)
+    assert pictures["input_size"] == (3, 75, 75) and pictures["crop_pct"] == 0.9
+    assert pictures["interpolation"] == "bilinear"
+    np.testing.assert_allclose(pictures["mean"], [100 / 255] * 3)
+    np.testing.assert_allclose(pictures["std"], [0.2] * 3)
+

@@ -18,7 +18,7 @@ import safetensors.numpy as safetensors_numpy
 
 from lamb_tpu import models
 from lamb_tpu.errors import UserError
-from lamb_tpu.models.convert import NETWORKS, from_timm
+from lamb_tpu.models.convert import NETWORKS, from_timm, to_timm
 
 # Of "NAME SHAPE" of all tensors, sorted, a line each: the first 16 digits of the SHA-256, from
 # timm 1.0.31: timm.create_model(network).state_dict().
@@ -209,6 +209,32 @@ def test_other_dtypes_and_names_with_a_tag(tmp_path: pathlib.Path) -> None:
             np.testing.assert_array_equal(
                 at(read, "params/output/kernel"), half["fc.weight"].T.astype(np.float32)
             )
+
+
+@pytest.mark.parametrize("name", ["tf_efficientnet_b0", "tf_efficientnet_b1", "resnet18",
+                                  "resnet50"])
+def test_there_and_back_bit_for_bit(name: str) -> None:
+    tensors = {item: tensor for item, tensor in state(name, 5).items() if tensor.ndim}
+    variables = from_timm(name, tensors)
+    found = to_timm(f"{name}.of_ours", variables)
+    assert found.keys() == tensors.keys()
+    for item, tensor in tensors.items():
+        assert found[item].dtype == np.float32 and found[item].flags["C_CONTIGUOUS"]
+        np.testing.assert_array_equal(found[item], tensor, err_msg=item)
+    jax.tree.map(np.testing.assert_array_equal, from_timm(name, found), variables)
+
+
+def test_variables_of_another_network() -> None:
+    variables = from_timm("resnet18", STATE)
+    with pytest.raises(UserError, match=(
+        r"not those of resnet34: batch_stats/stage1_block3/norm1/mean is missing, there of shape "
+    )):
+        to_timm("resnet34", variables)
+    del variables["params"]["stem_conv"]
+    with pytest.raises(UserError, match="params/stem_conv/kernel is missing, there of shape"):
+        to_timm("resnet18", variables)
+    with pytest.raises(UserError, match="weights of 'vit' cannot be"):
+        to_timm("vit", variables)
 
 
 @pytest.mark.parametrize("name, changes, message", [
