@@ -69,6 +69,30 @@ def group_without_decay(settings: Settings) -> Rules:
     return rules(group["patterns"], decay=False)
 
 
+def grouped(
+    settings: Settings, params: Any, default_decay: float, tied: bool = False, adapt: bool = True
+) -> Rules:
+    """Rules from the group that has options of its own, its decay 0 or that of the others.
+
+    `tied` means that a group without decay adapts only where `always_adapt` is set.
+    """
+    group = dict(settings.take("excluded_group") or {})
+    excluded = unless(group.pop("patterns", None))
+    base = settings.get("weight_decay", default_decay)
+    always = settings.take("always_adapt", False) if tied else True
+    decays = {True: base, False: group.pop("weight_decay", base)}
+    adapts = {True: always, False: group.pop("always_adapt", always)}
+    if group or decays[False] not in (0, base):
+        raise ValueError(f"excluded_group with {group or decays[False]!r} is unknown")
+    return leaf_rules(
+        params,
+        decay=lambda path: decays[excluded(path)] != 0,
+        adapt=lambda path: adapt and bool(
+            adapts[excluded(path)] or decays[excluded(path)] != 0
+        ),
+    )
+
+
 def timm_decay(settings: Settings) -> dict[str, Any]:
     """timm's weight decay: in the gradient, decoupled, or that and relative to the first rate."""
     strength, peak = settings.take("weight_decay", 0.0), settings["lr"]

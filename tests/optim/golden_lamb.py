@@ -12,6 +12,7 @@ from lamb_tpu.optim.parameters import ParameterFacts, Rules
 from lamb_tpu.optim.presets import preset
 from tests.optim.golden_common import (
     Settings,
+    grouped,
     leaf_rules,
     mask,
     paths,
@@ -151,34 +152,10 @@ def _mlperf_jax(settings, params):
 # PyTorch: exclusions by parameter groups.
 
 
-def _grouped(
-    settings: Settings, params: Any, default_decay: float, tied: bool = False, adapt: bool = True
-) -> Rules:
-    """Rules from the group that has options of its own, its decay 0 or that of the others.
-
-    `tied` means that a group without decay adapts only where `always_adapt` is set.
-    """
-    group = dict(settings.take("excluded_group") or {})
-    excluded = unless(group.pop("patterns", None))
-    base = settings.get("weight_decay", default_decay)
-    always = settings.take("always_adapt", False) if tied else True
-    decays = {True: base, False: group.pop("weight_decay", base)}
-    adapts = {True: always, False: group.pop("always_adapt", always)}
-    if group or decays[False] not in (0, base):
-        raise ValueError(f"excluded_group with {group or decays[False]!r} is unknown")
-    return leaf_rules(
-        params,
-        decay=lambda path: decays[excluded(path)] != 0,
-        adapt=lambda path: adapt and bool(
-            adapts[excluded(path)] or decays[excluded(path)] != 0
-        ),
-    )
-
-
 def _timm(settings, params):
     settings.take("foreach")  # the same numbers, another way to compute them
     settings.setdefault("weight_decay", 0.01)
-    rules = _grouped(settings, params, 0.01, tied=True)
+    rules = grouped(settings, params, 0.01, tied=True)
     arguments = _arguments(
         settings, "timm", **timm_decay(settings), bias_correction=_moments(settings),
         grad_averaging=settings.take("grad_averaging", True),
@@ -194,7 +171,7 @@ def _apex(settings, params):
         settings.take(name)  # no matter, and not supported
     adapts = settings.take("use_nvlamb", False)
     settings["always_adapt"] = adapts
-    rules = _grouped(settings, params, 0.01, tied=True)
+    rules = grouped(settings, params, 0.01, tied=True)
     norm = settings.take("max_grad_norm", 1.0)
     if isinstance(norm, str) and norm.startswith("off"):
         norm = None
@@ -219,7 +196,7 @@ def _deepspeed(settings, params):
     if norms not in (None, "list") or (max_norm and norms is None):
         raise ValueError(f"grad_norms {norms!r} with max_grad_norm {max_norm!r} is unknown")
     settings.take("amsgrad")  # not supported
-    rules = _grouped(settings, params, 0.0)
+    rules = grouped(settings, params, 0.0)
     arguments = _arguments(
         settings, "deepspeed",
         bias_correction="step" if settings.take("bias_correction", True) else "none",
@@ -233,7 +210,7 @@ def _deepspeed(settings, params):
 
 
 def _cybertronai(settings, params):
-    rules = _grouped(settings, params, 0.0, adapt=not settings.take("adam", False))
+    rules = grouped(settings, params, 0.0, adapt=not settings.take("adam", False))
     return _lamb(settings, _arguments(settings, "transformer_xl", ratio_eps=0.0), rules)
 
 
@@ -241,7 +218,7 @@ def _torch_optimizer(settings, params):
     largest = settings.take("clamp_value", 10)
     # With the largest norm 0 every norm counts as 0, and the ratio is 1.
     adapt = not settings.take("adam", False) and largest > 0
-    rules = _grouped(settings, params, 0.0, adapt=adapt)
+    rules = grouped(settings, params, 0.0, adapt=adapt)
     arguments = _arguments(
         settings, "transformer_xl", ratio_eps=0.0, phi_bounds=(0.0, largest),
         bias_correction="step" if settings.take("debias", False) else "none",
@@ -250,7 +227,7 @@ def _torch_optimizer(settings, params):
 
 
 def _nvidia_torch(settings, params):
-    rules = _grouped(settings, params, 0.0, adapt=not settings.take("adam", False))
+    rules = grouped(settings, params, 0.0, adapt=not settings.take("adam", False))
     arguments = _arguments(settings, "transformer_xl")
     arguments["ratio_eps"] = arguments["eps"]
     return _lamb(settings, arguments, rules)
@@ -259,7 +236,7 @@ def _nvidia_torch(settings, params):
 def _nvidia_jit(settings, params):
     """Learning rate and ratio are float32, and multiplied so, whatever the parameters' dtype."""
     settings.take("adam")  # not read there
-    rules = _grouped(settings, params, 0.0, adapt=False)
+    rules = grouped(settings, params, 0.0, adapt=False)
     arguments = _arguments(settings, "transformer_xl")
     schedule = rate(settings)
     direction = optim.lamb(1.0, rules=rules, **arguments)
@@ -279,7 +256,7 @@ def _nvidia_jit(settings, params):
 
 
 def _algoperf(settings, params):
-    rules = _grouped(settings, params, 0.0)
+    rules = grouped(settings, params, 0.0)
     return _lamb(settings, _arguments(settings, "paper", weight_decay=0.0, eps=1e-8), rules)
 
 

@@ -10,7 +10,7 @@ import optax
 from lamb_tpu import optim
 from lamb_tpu.optim.parameters import Rules
 from lamb_tpu.optim.presets import preset
-from tests.optim.golden_common import Settings, leaf_rules, mask, paths, rate, unless
+from tests.optim.golden_common import Settings, grouped, leaf_rules, mask, paths, rate, unless
 
 # Our argument -> what the implementations call it; where two are given, the later one was used.
 NAMES = {
@@ -125,11 +125,7 @@ def _tf_contrib(settings, params):
 
 def _timm(settings, params):
     settings.take("foreach")  # the same numbers, another way to compute them
-    decay = unless(_group_without_decay(settings))
-    if not settings.get("weight_decay"):
-        decay = unless([""])
-    adapt = unless(None) if settings.take("always_adapt", False) else decay
-    return _lars_of_torch(settings, "timm", leaf_rules(params, decay=decay, adapt=adapt))
+    return _lars_of_torch(settings, "timm", grouped(settings, params, 0.0, tied=True))
 
 
 def _apex_larc(settings, params):

@@ -1,8 +1,10 @@
 """Every recorded trajectory of other implementations, repeated update for update."""
 
 import jax
+import jax.numpy as jnp
 import pytest
 
+from lamb_tpu import optim
 from tests.optim import golden, golden_schedules, goldens
 from tests.shared import ROOT, shared
 
@@ -78,6 +80,27 @@ def test_bugs_and_nothing_else_of_an_implementation_are_excluded(
     buggy = entry | {"setting": setting, "hyper": entry["hyper"] | hyper}
     assert golden.transform_for(buggy, params) is None
     assert implementation in golden.BUGS
+
+
+@pytest.mark.parametrize("family", ["lamb", "lars"])
+@pytest.mark.parametrize("always", [False, True])
+def test_a_group_of_timm_may_adapt_without_decay(family, always):
+    """`always_adapt` is an option of a parameter group too, in its LARS as in its LAMB."""
+    params = {"kernel": jnp.full((4, 4), 3.0), "bias": jnp.full(4, 2.0)}
+    entry = {"family": family, "implementation": f"timm_{family}", "setting": "group", "hyper": {
+        "lr": 0.1, "lr_schedule": "const", "weight_decay": 0.01, "momentum": 0.9,
+        "excluded_group": {"patterns": ["bias"], "weight_decay": 0.0, "always_adapt": always},
+    }}
+    if family == "lamb":
+        del entry["hyper"]["momentum"]
+    tx = golden.transform_for(entry, params)
+    rules = [("bias", {"decay": False, "adapt": always}), ("", {})]
+    reference = optim.make_optimizer(
+        {"name": family, "preset": "timm", "weight_decay": 0.01, "rules": rules}, 0.1)
+    for found, expected in zip(*(
+        jax.tree.leaves(tx.update(params, tx.init(params), params)[0]) for tx in (tx, reference)
+    ), strict=True):
+        assert jnp.array_equal(found, expected)
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=goldens.label)
