@@ -67,8 +67,8 @@ def make_evaluator(
     What it runs is compiled here, not in the time of the first evaluation.
 
     Each example counts exactly once, whatever the batch size and the number of devices and
-    processes. An optimizer that keeps weights for evaluation, as `schedule_free_adamw`, is evaluated
-    at those. Where the state has moving averages of the weights, their metrics are there too, as
+    processes. Where an optimizer keeps weights for evaluation, as `schedule_free_adamw`, they are
+    taken. Where the state has moving averages of the weights, their metrics are there too, as
     'ema_accuracy' beside 'accuracy'.
 
     Args:

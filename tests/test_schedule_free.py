@@ -78,7 +78,7 @@ def test_its_weights_are_the_averages(workdir: pathlib.Path, tmp_path: pathlib.P
 
 
 def test_another_average_beside_its_own_is_refused(tmp_path: pathlib.Path) -> None:
-    with pytest.raises(UserError, match=r"config.ema.decay is 0.9, but the optimizer schedule_free"):
+    with pytest.raises(UserError, match="config.ema.decay is 0.9, but the optimizer schedule_fr"):
         prepare(config(ema__decay=0.9), tmp_path)
 
 
