@@ -17,7 +17,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -39,6 +39,10 @@ _SENTENCE_BYTES = 2048  # of another process' error
 # For the last lines of a process that leaves.
 _RELAY_SECONDS = 5
 _relay: subprocess.Popen | None = None
+# How long processes that end with an error of all wait for each other, so that all can tell it.
+_LEAVING_SECONDS = 10
+_leaves_with_all = False
+
 
 
 def initialize_from_flags() -> None:
@@ -239,6 +243,8 @@ def agree(error: UserError | None) -> None:
             own = np.frombuffer(str(error or "").encode()[:_SENTENCE_BYTES], np.uint8)
             text[: len(own)] = own
             first = int(np.argmax(failed))
+            global _leaves_with_all
+            _leaves_with_all = True
             told = multihost_utils.process_allgather(text)[first].tobytes().rstrip(b"\0")
             if error is None:
                 raise UserError(f"process {first}: {told.decode(errors='replace')}")
@@ -277,7 +283,9 @@ def leave(status: int) -> NoReturn:
 
     The ordinary end of one of several is a meeting: it would wait `shutdown_seconds` for others
     that wait for it in a collective operation, and then be aborted instead of ending with
-    `status`. Where all processes end together, `sys.exit` is right.
+    `status`. Where all processes end together, `sys.exit` is right, but not after `agree` has
+    raised: threads of a failed save may still wait for each other. Then all meet here, for a short
+    time.
 
     Args:
       status: exit status of the process.
@@ -286,11 +294,23 @@ def leave(status: int) -> NoReturn:
         sys.exit(status)
     sys.stdout.flush()
     sys.stderr.flush()
+    if _leaves_with_all:
+        with contextlib.suppress(Exception):
+            client().wait_at_barrier("lamb_tpu/leave", _LEAVING_SECONDS * 1000)
+        if jax.process_index() == 0:
+            time.sleep(1)  # JAX aborts the others once its service, which is here, has gone
     if _relay is not None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         with contextlib.suppress(subprocess.TimeoutExpired):
             _relay.wait(_RELAY_SECONDS)  # what was told is seen before the process is seen to end
     os._exit(status)
+
+
+def client() -> Any:
+    """The client of JAX' coordination service, which JAX has no public way to."""
+    from jax._src import distributed
+
+    return distributed.global_state.client
 
 
 class Watchdog:

@@ -8,6 +8,8 @@ from typing import Any
 import jax
 from absl import logging as absl_logging
 
+from lamb_tpu import distributed
+
 # Every process makes them in the same order, so all know one by the same number.
 _numbers = itertools.count()
 _POLL_SECONDS = 0.2
@@ -47,7 +49,7 @@ class Background:
             self.error = error
             if jax.process_count() > 1:
                 text = f"{type(error).__name__}: {error}"
-                _client().key_value_set(self._key, text, allow_overwrite=True)
+                distributed.client().key_value_set(self._key, text, allow_overwrite=True)
 
     def wait(self) -> None:
         """Waits for the end of the save, and frees the thread and the descriptors it has taken.
@@ -81,7 +83,7 @@ class Background:
     def _look(self) -> None:
         """Raises when another process has told of a failure."""
         try:
-            text = _client().key_value_try_get(self._key)
+            text = distributed.client().key_value_try_get(self._key)
         except jax.errors.JaxRuntimeError:  # there is none
             return
         self.error = RuntimeError(text)
@@ -110,10 +112,3 @@ class _Listener(logging.Filter):
 
 _listener = _Listener()
 absl_logging.get_absl_logger().addFilter(_listener)
-
-
-def _client() -> Any:
-    """The client of JAX' coordination service, which JAX has no public way to."""
-    from jax._src import distributed
-
-    return distributed.global_state.client
