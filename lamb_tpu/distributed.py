@@ -44,7 +44,6 @@ _LEAVING_SECONDS = 10
 _leaves_with_all = False
 
 
-
 def initialize_from_flags() -> None:
     """`initialize` with `cli.define_process_flags`; stderr goes through `lamb_tpu.relay` then."""
     values = flags.FLAGS

@@ -132,6 +132,25 @@ def open_weights(
     return _of_run(workdir, key, step, report)
 
 
+def network_of(folder: str) -> tuple[str, Any] | None:
+    """config.model.name of weights as `open_weights` reads, and `Weights.pixels`, from config.json.
+
+    None where that tells nothing: there is none, or it is of a network that is not here.
+    """
+    try:
+        settings = json.loads((pathlib.Path(folder).expanduser() / CONFIG).read_text())
+    except (OSError, ValueError):
+        return None
+    if not isinstance(settings, dict):
+        return None
+    if "model.name" in settings:  # of a run
+        kinds = (settings.get(f"task.input_{kind}") for kind in ("mean", "std"))
+        pixels = tuple(tuple(found) if isinstance(found, list) else found for found in kinds)
+        return settings["model.name"], None if None in pixels else pixels
+    name = NETWORKS.get(str(settings.get("architecture")).partition(".")[0])
+    return None if name is None else (name, _pixels(settings))
+
+
 def _check_format(file: pathlib.Path, key: str) -> None:
     """Refuses a file of PyTorch's own kind, which may run code when it is read."""
     if file.suffix in _PICKLES:
@@ -180,17 +199,21 @@ def _of_timm(
         return {"params": variables.pop("params"), "model_state": variables}
 
     shapes = _shapes(load())
+    model = {"name": NETWORKS[name.partition(".")[0]]}
+    return Weights(path, None, model, shapes, 0, _reader(load), _pixels(settings))
+
+
+def _pixels(settings: Mapping[str, Any]) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
+    """`Weights.pixels` of timm's config.json."""
     preprocessing = settings.get("pretrained_cfg") or settings  # early files have it flat
     try:
         mean, deviation = (
             tuple(round(255 * value, 3) for value in preprocessing[kind])
             for kind in ("mean", "std")
         )
-        pixels = mean, deviation
     except (AttributeError, KeyError, TypeError):
-        pixels = None
-    model = {"name": NETWORKS[name.partition(".")[0]]}
-    return Weights(path, None, model, shapes, 0, _reader(load), pixels)
+        return None
+    return mean, deviation
 
 
 def _of_huggingface(folder: pathlib.Path) -> Weights:

@@ -311,6 +311,11 @@ def _load_tfds_images(request: _Request, builder: tfds.core.DatasetBuilder) -> S
     from lamb_tpu.data.images.source import ImageSource
 
     options = request.options()
+    if options.holdout:
+        raise UserError(
+            f"config.data.options.holdout={options.holdout} is of image_folder; data set "
+            f"{request.name} has splits, such as 'train[:90%]' and 'train[90%:]'"
+        )
     features = builder.info.features
     label = features["label"] if "label" in features else None
     if not isinstance(label, tfds.features.ClassLabel):
@@ -337,10 +342,13 @@ def _load_image_folder(request: _Request) -> Source:
     if request.source_dir is None:
         raise UserError(
             "config.data.dir is missing; for image_folder it is the folder DIR of pictures in "
-            "DIR/SPLIT/CLASS, or of those that DIR/labels.tsv lists"
+            "DIR/SPLIT/CLASS or DIR/CLASS, or of those that DIR/labels.tsv lists"
         )
     skip = options.on_bad_record == "skip"
-    records = FolderRecords(request.source_dir, request.split, options.num_classes, skip)
+    records = FolderRecords(
+        request.source_dir, request.split, options.num_classes, skip, options.holdout,
+        request.training,
+    )
     return ImageSource(
         f"image_folder:{request.split}", records, options, request.seed, request.training
     )

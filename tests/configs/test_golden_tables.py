@@ -49,6 +49,7 @@ TABLES = {
         "imagenet_efficientnet.py", "size=b0,optimizer=lars,batch=32768", _image(224, 224, 3),
         ("lars",),
     ),
+    "image_folder": ("image_folder.py", "", _image(224, 224, 3), ("lamb", "momentum")),
     "cifar10": (
         "cifar10.py", "", _image(32, 32, 3), (*_ALL, "lars", "adam", "adagrad"),
     ),

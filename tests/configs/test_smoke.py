@@ -22,7 +22,7 @@ NAMES = [path.stem for path in RECIPES]
 
 
 def test_there_are_recipes() -> None:
-    vision = {"imagenet_resnet", "imagenet_efficientnet", "cifar10"}
+    vision = {"imagenet_resnet", "imagenet_efficientnet", "cifar10", "image_folder"}
     assert vision | {"digits", "mnist_lenet", "bert_pretrain", "bert_squad"} <= set(NAMES)
 
 

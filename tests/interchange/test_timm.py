@@ -152,7 +152,7 @@ def test_timm_reads_a_run(tmp_path: pathlib.Path) -> None:
     found = from_timm("resnet18", read.state_dict())
     jax.tree.map(np.testing.assert_array_equal, found, variables)
     pictures = timm.data.resolve_model_data_config(read)
-    assert pictures["input_size"] == (3, 75, 75) and pictures["crop_pct"] == 0.9
+    assert tuple(pictures["input_size"]) == (3, 75, 75) and pictures["crop_pct"] == 0.9
     assert pictures["interpolation"] == "bilinear"
     np.testing.assert_allclose(pictures["mean"], [100 / 255] * 3)
     np.testing.assert_allclose(pictures["std"], [0.2] * 3)

@@ -1,6 +1,7 @@
 """Pictures in a plain folder: DIR/SPLIT/CLASS/NAME.JPEG, or listed in DIR/labels.tsv."""
 
 import functools
+import hashlib
 import os
 import pathlib
 import re
@@ -27,8 +28,8 @@ class FolderRecords:
     to be there, `split` may, other columns are passed over. A list without splits is one, `train`.
     A list may come from anywhere, so a file that it names has to lie in DIR, links followed.
 
-    Otherwise the folders in DIR are the splits, the folders in these are the classes, and their
-    indices follow the order of the names over all splits together, so that a class that one split
+    Otherwise the folders in DIR are the splits, the folders in these are the classes (where none
+    holds a folder they are the classes themselves, of one split, `train`), and their indices follow the order of the names over all splits together, so that a class that one split
     lacks moves no label in it. Files are those that end in .JPEG, .jpg or .png, upper or lower
     case, in the order of their names.
 
@@ -39,13 +40,22 @@ class FolderRecords:
         greatest label and one).
       skip: leave out what is wrong, with a note, instead of refusing it: labels out of range,
         classes without a file.
+      holdout: share of the split, in [0, 1), that is kept from training and evaluated; 0 keeps
+        nothing from either. Which pictures these are follows from their names alone.
+      training: whether the split is trained on.
 
     Raises:
       UserError: the folder, the split or the list is not as described.
     """
 
     def __init__(
-        self, root: str | os.PathLike[str], split: str, num_classes: int = 0, skip: bool = False
+        self,
+        root: str | os.PathLike[str],
+        split: str,
+        num_classes: int = 0,
+        skip: bool = False,
+        holdout: float = 0.0,
+        training: bool = True,
     ) -> None:
         self._root = pathlib.Path(root)
         if not self._root.is_dir():
@@ -63,6 +73,13 @@ class FolderRecords:
             )
         parts = slices(str(self._root), split, {name: len(part) for name, part in splits.items()})
         chosen = [row for name, start, stop in parts for row in splits[name][start:stop]]
+        if holdout:
+            chosen = [row for row in chosen if (_place(row[0]) < holdout) != training]
+            if not chosen:
+                raise UserError(
+                    f"config.data.options.holdout={holdout} leaves no picture of {self._root} to "
+                    f"{'train on' if training else 'evaluate'}; give another share, or a split"
+                )
         self._paths = [path for path, _ in chosen]
         self._labels = np.array([label for _, label in chosen], np.int32)
         self.notes = tuple(self._notes)
@@ -93,30 +110,10 @@ class FolderRecords:
     ) -> tuple[dict[str, list[tuple[str, int]]], int]:
         del split
         path = self._root / LABELS
-        try:
-            lines = filesystem.read_text(path, errors="replace").splitlines()
-        except ValueError as error:
-            raise UserError(f"{path} cannot be read ({error})") from None
-        columns = lines[0].split("\t") if lines else []
-        for wanted in ("file", "label"):
-            if wanted not in columns:
-                raise UserError(
-                    f"{path} has no column {wanted!r} in its first line, which has "
-                    f"{', '.join(columns) or 'none'}"
-                )
         splits: dict[str, list[tuple[str, int]]] = {}
         wrong, outside, greatest = [], [], -1
         is_inside = functools.cache(self._is_inside)
-        for number, line in enumerate(lines[1:], start=2):
-            if not line.strip():
-                continue
-            row = dict(zip(columns, line.split("\t")))
-            if len(row) < len(columns):
-                raise UserError(
-                    f"{path}, line {number}, has {len(row)} columns, the first has {len(columns)}"
-                )
-            if "\0" in row["file"]:  # the system knows no such name
-                raise UserError(f"{path}, line {number}, has a NUL in the file {row['file']!r}")
+        for row in _rows(path):
             text = row["label"].strip()
             label = int(text) if re.fullmatch(r"[0-9]{1,9}", text) else -1
             rows = splits.setdefault(row.get("split", _WHOLE), [])
@@ -157,7 +154,7 @@ class FolderRecords:
     ) -> tuple[dict[str, list[tuple[str, int]]], int]:
         # Only the splits that are asked for are listed whole: ImageNet has over a million files.
         names = [part.partition("[")[0].strip() for part in split.split("+")]
-        found = {name: _folders(self._root / name) for name in _folders(self._root)}
+        found, folders = _splits(self._root)
         missing = [name for name in names if name not in found]
         if missing:
             raise UserError(
@@ -174,16 +171,17 @@ class FolderRecords:
             )
         splits = {}
         for name in dict.fromkeys(names):
-            files = [_files(self._root / name / folder) for folder in classes]
+            files = [_files(folders[name] / folder) for folder in classes]
+            prefix = "" if folders[name] == self._root else f"{name}/"
             splits[name] = [
-                (f"{name}/{folder}/{file}", label)
+                (f"{prefix}{folder}/{file}", label)
                 for label, folder in enumerate(classes)
                 for file in files[label]
             ]
             empty = [folder for folder, inside in zip(classes, files) if not inside]
             self._object(
                 empty,
-                f"{self._root / name} has no picture of {len(empty):,} of {len(classes):,} classes",
+                f"{folders[name]} has no picture of {len(empty):,} of {len(classes):,} classes",
                 "the other classes keep their labels",
             )
         return splits, num_classes or len(classes)
@@ -199,6 +197,59 @@ class FolderRecords:
                 f"{text}; mend that, or go on without with config.data.options.on_bad_record='skip'"
             )
         self._notes.append(f"{text}; {consequence}")
+
+
+def split_names(root: str | os.PathLike[str]) -> list[str]:
+    """The splits of a folder such as `FolderRecords` reads, in the order of its list or of names.
+
+    Raises:
+      UserError: as `FolderRecords`, about its labels.tsv.
+    """
+    path = pathlib.Path(root)
+    if not (path / LABELS).exists():
+        return sorted(_splits(path)[0])
+    return list(dict.fromkeys(row.get("split", _WHOLE) for row in _rows(path / LABELS)))
+
+
+def _splits(root: pathlib.Path) -> tuple[dict[str, list[str]], dict[str, pathlib.Path]]:
+    """Split -> names of its folders of classes, and split -> where these lie."""
+    found = {name: _folders(root / name) for name in _folders(root)}
+    if not any(found.values()) and any(_files(root / name) for name in found):
+        return {_WHOLE: list(found)}, {_WHOLE: root}
+    return found, {name: root / name for name in found}
+
+
+def _rows(path: pathlib.Path) -> list[dict[str, str]]:
+    """Column -> text of each line of a labels.tsv."""
+    try:
+        lines = filesystem.read_text(path, errors="replace").splitlines()
+    except ValueError as error:
+        raise UserError(f"{path} cannot be read ({error})") from None
+    columns = lines[0].split("\t") if lines else []
+    for wanted in ("file", "label"):
+        if wanted not in columns:
+            raise UserError(
+                f"{path} has no column {wanted!r} in its first line, which has "
+                f"{', '.join(columns) or 'none'}"
+            )
+    rows = []
+    for number, line in enumerate(lines[1:], start=2):
+        if not line.strip():
+            continue
+        row = dict(zip(columns, line.split("\t")))
+        if len(row) < len(columns):
+            raise UserError(
+                f"{path}, line {number}, has {len(row)} columns, the first has {len(columns)}"
+            )
+        if "\0" in row["file"]:  # the system knows no such name
+            raise UserError(f"{path}, line {number}, has a NUL in the file {row['file']!r}")
+        rows.append(row)
+    return rows
+
+
+def _place(path: str) -> float:
+    """A number in [0, 1) that follows from a name, and is as good as random."""
+    return int.from_bytes(hashlib.sha256(os.fsencode(path)).digest()[:6], "big") / 2**48
 
 
 def _folders(path: pathlib.Path) -> list[str]:

@@ -16,6 +16,7 @@ memory is taken, and too many are refused.
 
 import io
 import re
+import sys
 import threading
 from collections.abc import Callable
 from typing import Literal, NamedTuple
@@ -118,6 +119,20 @@ def decode_whole(content: bytes, max_pixels: int = MAX_PIXELS) -> tuple[np.ndarr
         return _decode_other(content, JpegImageFile, max_pixels), "cmyk"
     pixels = _decode_rows(content, frame.height, frame.width, left_over=False).copy()
     return pixels, "grey" if frame.components == 1 else "rgb"
+
+
+def picture_size(content: bytes) -> tuple[int, int]:
+    """The (height, width) that the header of a JPEG or PNG tells; nothing is decoded.
+
+    Raises:
+      BadImage: the content is no picture.
+    """
+    frame = _read_frame(content, sys.maxsize)
+    if frame is not None:
+        return frame.height, frame.width
+    if not content.startswith(_PNG) or len(content) < 24:
+        raise BadImage("it is no JPEG and no PNG")
+    return int.from_bytes(content[20:24], "big"), int.from_bytes(content[16:20], "big")
 
 
 def _read_frame(content: bytes, max_pixels: int) -> _Frame | None:

@@ -51,6 +51,8 @@ class Options:
         training puts the next good example in its place; an evaluation leaves it out.
       max_megapixels: a picture whose header claims more millions of pixels is bad, whatever they
         are; decoded whole a million takes 3 MB.
+      holdout: of a folder whose pictures are no split of their own to evaluate: the share of them
+        that is kept from training and evaluated.
       num_classes: labels are 0 to `num_classes - 1`; 0 is what the set tells, of a folder the
         classes that are in it, of which it may not have all that a network knows.
       threads: that decode at the same time; 0 is one a core.
@@ -69,6 +71,7 @@ class Options:
     erasing: float = 0.0
     on_bad_record: str = "error"
     max_megapixels: float = MAX_PIXELS / 1e6
+    holdout: float = 0.0
     num_classes: int = 0
     threads: int = 0
 
@@ -96,6 +99,11 @@ class Options:
                 raise UserError(
                     f"config.data.options.{name} must lie in {least}..{most}, found {found}"
                 )
+        if not 0 <= self.holdout < 1:
+            raise UserError(
+                "config.data.options.holdout must be at least 0 and less than 1, found "
+                f"{self.holdout}"
+            )
         if not 0 < self.max_megapixels < float("inf"):
             raise UserError(
                 "config.data.options.max_megapixels must be a number above 0, found "

@@ -1,0 +1,132 @@
+r"""A folder of your own pictures: classes, splits and sizes are read from it; LAMB, ResNet-18 or
+whatever network the published weights are of.
+
+  python -m lamb_tpu.train --config=configs/image_folder.py:dir=PICTURES,weights=FOLDER \
+      --workdir=DIR
+  python -m lamb_tpu.train --config=configs/image_folder.py:dir=PICTURES --workdir=DIR
+
+PICTURES holds PICTURES/train/CLASS/*.jpg and PICTURES/val/CLASS/*.jpg (`test` and `validation`
+serve as well), or PICTURES/CLASS/*.jpg alone, of which a tenth is kept from training and evaluated
+(`--config.data.options.holdout`), or a labels.tsv; JPEG and PNG of any size. Pictures are cut to the
+network's own size, or where most are smaller to theirs, in whole 32 pixels.
+
+FOLDER, where one is given, holds config.json and model.safetensors of a ResNet or tf_efficientnet of
+timm's; a .safetensors file of torchvision's takes `model=resnet50` besides; a --workdir of this
+project's does as well. The network and the pixels' mean and deviation are those that it tells. All
+is trained; the output is new, as its classes are others.
+
+Source: none, a setting of this project. Rates are for 64 pictures, and follow the square root of
+the batch (momentum: the batch). From scratch LAMB's is the one that was chosen for ResNet-18 on 20
+classes of Tiny ImageNet, 0.01 at 256 (measured here, experiments/vision/tiny_imagenet.md), and
+momentum's, 0.2 at 256, too. FINE_TUNING Hardware: any; wall time and accuracy
+are those of your pictures.
+"""
+
+import math
+import pathlib
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from lamb_tpu.config import base_config, check_argument, parse_argument
+from lamb_tpu.data.images.survey import Survey, survey
+from lamb_tpu.models import MODULES
+from lamb_tpu.weights import network_of
+
+# Optimizer fields, its scaling rule, and its rates at 64 pictures, from scratch and of weights that
+# are there.
+OPTIMIZERS: dict[str, tuple[dict[str, Any], str, float, float]] = {
+    "lamb": (
+        {"name": "lamb", "preset": "author", "weight_decay": 0.01, "rules": "resnet"},
+        "sqrt", 0.005, 0.005,
+    ),
+    "momentum": (
+        {"name": "nesterov", "momentum": 0.9, "weight_decay": 1e-4, "rules": "resnet"},
+        "linear", 0.05, 0.02,
+    ),
+}
+MODELS = tuple(name for name in MODULES if name.startswith(("resnet", "efficientnet")))
+_BATCH = 64
+_HOLDOUT = 0.1
+# Of ImageNet, which weights without a config.json were trained on.
+_PIXELS = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
+# A folder that is not there: the trainer tells that, so any numbers do.
+_ABSENT = Survey("train", "val", 10_000, 1000, 256)
+
+
+def get_config(argument: str | None = None) -> ConfigDict:
+    """Arguments: dir (of the pictures), weights (to start from), model (where these do not tell;
+    resnet18 ... resnet152, efficientnet_b0 ... b7), optimizer=lamb|momentum, batch=0 (at most 64,
+    and eight updates an epoch), epochs=20, smoke.
+    """
+    arg = parse_argument(
+        argument, dir="", weights="", model="", optimizer="lamb", batch=0, epochs=20.0, smoke=False
+    )
+    check_argument("optimizer", arg.optimizer, OPTIMIZERS)
+    told, pixels = network_of(arg.weights) or ("", None)
+    name = arg.model or told or "resnet18"
+    check_argument("model", name, MODELS)
+    found = _ABSENT
+    if arg.dir and pathlib.Path(arg.dir).expanduser().is_dir():
+        found = survey(pathlib.Path(arg.dir).expanduser())
+    fields, scaling, scratch, tuned = OPTIMIZERS[arg.optimizer]
+    network: Any = MODULES[name]
+    mean, deviation = pixels or _PIXELS
+
+    config = base_config()
+    config.batch_size = arg.batch or _batch(found.num_examples)
+    config.duration = f"{arg.epochs:.12g} epochs"
+    config.data.name = "image_folder"
+    if arg.dir:
+        config.data.dir = arg.dir
+    config.data.train_split, config.data.eval_split = found.train_split, found.eval_split
+    config.data.options = ConfigDict({
+        "size": min(network.image_size, max(32, 32 * round(found.side / 32))),
+        "crop": "inception", "min_area": 0.25, "min_covered": 0.1, "resize": "bilinear",
+        "flip": True, "central_fraction": 0.875, "erasing": 0.0, "on_bad_record": "error",
+        "max_megapixels": 100.0,
+        "holdout": _HOLDOUT if found.eval_split == found.train_split else 0.0,
+        "num_classes": found.num_classes, "threads": 0,
+    })
+    config.task = ConfigDict({
+        "name": "classification", "label_smoothing": 0.1, "input_mean": mean,
+        "input_std": deviation, "mixup_alpha": 0.0, "cutmix_alpha": 0.0,
+    })
+    config.model = ConfigDict({
+        "name": name, "num_classes": found.num_classes, "dtype": "float32",
+    })
+    config.optimizer = ConfigDict({**fields, "learning_rate": tuned if arg.weights else scratch})
+    if arg.weights:
+        config.init_from = arg.weights
+        config.init.new_parameters = "^output/"
+    config.schedule.base_batch_size = _BATCH
+    config.schedule.scaling = scaling
+    config.schedule.warmup = "10 percent"
+    config.schedule.decay = "polynomial"
+    config.eval.batch_size = 256
+    config.checkpoint.best = "accuracy"
+    config.log.every = "1 epochs"
+    if arg.smoke:
+        _smoke(config)
+    return config
+
+
+def _batch(num_examples: int) -> int:
+    """A power of two: 64, or less where an epoch would have fewer than eight updates."""
+    return min(_BATCH, max(8, 2 ** int(math.log2(max(1, num_examples) / 8))))
+
+
+def _smoke(config: ConfigDict) -> None:
+    """ResNet-18 on 8x8 digits at batch 32."""
+    config.data.name = "digits"
+    config.data.train_split, config.data.eval_split = "train", "test"
+    config.data.options = ConfigDict()
+    config.task = ConfigDict({"name": "classification", "label_smoothing": 0.1, "input_std": 16.0})
+    config.model.update({"name": "resnet18", "num_classes": 10})
+    config.model.momentum = 0.8  # of BatchNorm's averages, which have to keep up with a short run
+    config.batch_size = config.schedule.base_batch_size = 32
+    config.duration = "40 steps"
+    config.schedule.warmup = "20 percent"
+    config.eval.batch_size = 360
+    config.eval.every = config.checkpoint.every = "100 percent"
+    config.log.every = "8 steps"
