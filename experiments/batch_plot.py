@@ -5,9 +5,8 @@ import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from matplotlib.figure import Figure
-
 from experiments.records import Record
+from lamb_tpu import style
 
 
 class Line(NamedTuple):
@@ -15,19 +14,20 @@ class Line(NamedTuple):
 
     Attributes:
       name: for the legend.
-      color, marker: as Matplotlib has them.
+      optimizer, variant: how it is drawn, see `style.line`.
       records: its runs, each with `batch`, `curve` ([progress, value] of each evaluation) and the
         value that came out, or None.
     """
 
     name: str
-    color: str
-    marker: str
+    optimizer: str
+    variant: int
     records: Sequence[Record]
 
 
 def draw(
-    lines: Sequence[Line], path: pathlib.Path, key: str, label: str, title: str, progress: str
+    lines: Sequence[Line], path: pathlib.Path, key: str, label: str, better: str, title: str,
+    length: str, progress: str,
 ) -> None:
     """Draws the mean over the seeds against the batch, and the curves at the largest batch.
 
@@ -35,12 +35,15 @@ def draw(
       lines: those without a record are left out.
       path: the PNG.
       key: of the value in a record. A run without one, because it diverged, is left out.
-      label: what the value is.
-      title: how long the runs are.
+      label: what the value is, with its unit.
+      better: 'lower' or 'higher'.
+      title: data and model.
+      length: of the runs, such as 'after 5 epochs'.
       progress: what the first numbers of a curve count.
     """
     lines = [line for line in lines if line.records]
-    figure = Figure(figsize=(11, 4.8), dpi=150, layout="constrained")
+    figure = style.figure(11, 5.0)
+    figure.suptitle(title, fontsize=12)
     left, right = figure.subplots(1, 2)
     batches = sorted({record["batch"] for line in lines for record in line.records})
     for line in lines:
@@ -49,21 +52,13 @@ def draw(
             for batch in batches
         }
         means = {batch: statistics.mean(found) for batch, found in values.items() if found}
-        style = {"color": line.color, "marker": line.marker}
-        left.plot(list(means), list(means.values()), label=line.name, **style)
-        names = iter([line.name])  # once in the legend, whatever the number of seeds
+        look = style.line(line.optimizer, line.variant)
+        left.plot(list(means), list(means.values()), label=line.name, **look)
         for record in line.records:
             if record["batch"] == batches[-1] and record["curve"]:
-                right.plot(*zip(*record["curve"]), label=next(names, None), **style)
-    left.set_xscale("log", base=2)
-    left.set_xticks(batches, [f"{batch:,}" for batch in batches])
-    left.set_xlabel("batch (examples)")
-    left.set_ylabel(label)
-    left.set_title(title)
-    right.set_xlabel(progress)
-    right.set_title(f"at batch {batches[-1]:,}")
-    for axes in (left, right):
-        axes.grid(alpha=0.3)
-        if axes.lines:
-            axes.legend()
+                right.plot(*zip(*record["curve"]), **look, markersize=4)
+    style.dress(left, length, "batch size (examples)", label, better)
+    style.batch_axis(left, batches)
+    style.dress(right, f"on the way, at batch {batches[-1]:,}", progress, label, better)
+    figure.legend(loc="outside lower center", ncols=len(lines) or 1, frameon=False)
     figure.savefig(path)

@@ -85,6 +85,7 @@ def layer_figure(
         (top_left, "trust ratio", ratios), (top_right, "update norm / weight norm", turns),
     ):
         _lines(axes, name, steps, values, labels)
+    top_left.set_title("trust ratio, dark to bright: first to last layer", fontsize=11)
     top_left.legend(fontsize=7, loc="best")
     for axes, name, values in (
         (left, "trust ratio", ratios), (right, "update norm / weight norm", turns),
@@ -120,7 +121,7 @@ def _lines(
         with np.errstate(all="ignore"):
             middle = np.ma.median(_positive(values), axis=0)
         axes.plot(steps, middle, color="k", linewidth=2, label=f"median of {len(values)} layers")
-    style.dress(axes, f"{name}, dark to bright: first to last layer", "", name)
+    style.dress(axes, name, "", name)
     axes.set_yscale("log")
 
 
@@ -138,7 +139,7 @@ def _heat_map(axes: Axes, name: str, steps: Sequence[int], values: np.ndarray) -
     axes.set_facecolor("0.85")  # what is 0 or not a number
     axes.set_xlabel("completed updates")
     axes.set_ylim(len(values), 0)
-    axes.figure.colorbar(mesh, ax=axes, label=name)
+    axes.figure.colorbar(mesh, ax=axes, label=name, fraction=0.05, pad=0.02)
 
 
 def _adapting(layers: Sequence[str], table: str) -> list[str]:

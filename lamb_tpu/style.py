@@ -58,12 +58,15 @@ def dress(axes: Axes, title: str, x: str, y: str, better: str = "") -> None:
     Args:
       axes: of one plot.
       title: names data and model where the figure's does not.
-      x, y: the quantities, with units.
+      x, y: the quantities, each with its unit in parentheses, where it has one.
       better: 'lower' or 'higher', where one of them is.
     """
+    if better:
+        y = f"{y[:-1]}; {better} is better)" if y.endswith(")") else f"{y} ({better} is better)"
     axes.set_title(title, fontsize=11)
     axes.set_xlabel(x)
-    axes.set_ylabel(f"{y} ({better} is better)" if better else y)
+    axes.set_ylabel(y)
+    axes.xaxis.set_major_formatter("{x:,g}")
     axes.grid(alpha=0.3, linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
 

@@ -27,6 +27,7 @@ from experiments import records as records_lib
 from lamb_tpu import data
 from lamb_tpu.errors import UserError
 from lamb_tpu.guards import Diverged
+from lamb_tpu.metrics import read_records
 from lamb_tpu.progress import format_seconds
 from lamb_tpu.recipe import resolve
 from lamb_tpu.train import train
@@ -114,6 +115,7 @@ def _run(trial: Trial, out: pathlib.Path) -> Record:
             result = {"accuracy": None, "loss": None}
         num_examples = len(data.load(config.data.name, config.data.train_split))
     recipe = resolve(config, num_examples)
+    trained = read_records(folder / "metrics.jsonl", "train")
     return {
         "name": trial.name,
         "optimizer": config.optimizer.name,
@@ -131,6 +133,7 @@ def _run(trial: Trial, out: pathlib.Path) -> Record:
         ],
         # Of the run that trained, also when this one found it complete.
         **records_lib.facts(folder),
+        "seconds": round(trained[-1]["seconds"], 3) if trained else 0.0,
     }
 
 

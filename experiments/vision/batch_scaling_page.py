@@ -7,14 +7,11 @@ from collections.abc import Sequence
 from configs import cifar10 as recipe
 from experiments import batch_plot
 from experiments.records import Record, machines, shown, versions
+from lamb_tpu import style
 from lamb_tpu.optim.scaling import scale_learning_rate
 
-# Names, and how they are drawn (colours of Okabe and Ito).
-LINES = {
-    "lamb": ("LAMB", "#D55E00", "s"),
-    "lars": ("LARS", "#009E73", "D"),
-    "momentum": ("momentum", "#0072B2", "o"),
-}
+# Names, and how they are drawn.
+LINES = {name: style.OPTIMIZERS[name] for name in ("lamb", "lars", "momentum")}
 _RULES = {"sqrt": "square root", "linear": "linear"}
 _MODELS = {"davidnet": "DavidNet", "resnet18": "ResNet-18"}
 _DATA = {
@@ -165,13 +162,16 @@ def page(records: Sequence[Record], tuning: Sequence[Record]) -> str:
 
 def draw(records: Sequence[Record], path: pathlib.Path) -> None:
     """Draws accuracy against the batch, and over the epochs at the largest batch, into a PNG."""
+    one = records[0]
     batch_plot.draw(
         [
             batch_plot.Line(
-                _name(optimizer), color, marker,
+                _name(optimizer), optimizer, 0,
                 [record for record in records if record["optimizer"] == optimizer],
             )
-            for optimizer, (_, color, marker) in LINES.items()
+            for optimizer in LINES
         ],
-        path, "accuracy", "test accuracy", f"after {records[0]['epochs']:g} epochs", "epochs",
+        path, "accuracy", "test accuracy", "higher",
+        f"{_MODELS[one['model']]} on CIFAR-10{' as JPEGs' * (one['data'] == 'cifar10_jpeg')}",
+        f"after {one['epochs']:g} epochs", "epochs",
     )

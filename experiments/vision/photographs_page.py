@@ -3,15 +3,14 @@
 import pathlib
 from collections.abc import Sequence
 
-from matplotlib.figure import Figure
-
 from experiments import records as records_lib
 from experiments.records import Record
+from lamb_tpu import style
 
-# What a network and its optimizer are called, and how they are drawn (colours of Okabe and Ito).
+# What a network and its optimizer are called, and how they are drawn.
 NETWORKS = {
-    "efficientnet_b0": ("EfficientNet-B0", "RMSProp", "#0072B2", "o"),
-    "resnet50": ("ResNet-50", "LAMB", "#D55E00", "s"),
+    "efficientnet_b0": ("EfficientNet-B0", *style.OPTIMIZERS["rmsprop"]),
+    "resnet50": ("ResNet-50", *style.OPTIMIZERS["lamb"]),
 }
 
 
@@ -64,20 +63,22 @@ def page(records: Sequence[Record]) -> str:
 
 def draw(records: Sequence[Record], path: pathlib.Path) -> None:
     """Draws top-1 over the epochs, of the centres and in training, into a PNG."""
-    figure = Figure(figsize=(8, 4.8), dpi=150, layout="constrained")
+    figure = style.figure(8, 4.8)
     axes = figure.subplots()
     for record in records:
-        name, _, color, marker = NETWORKS[record["network"]]
+        network, optimizer, color, marker = NETWORKS[record["network"]]
+        name = f"{network} by {optimizer}"
         axes.plot(*zip(*record["curve"]), color=color, marker=marker, label=f"{name}, centre")
         if record["train_curve"]:
             axes.plot(
                 *zip(*record["train_curve"]), color=color, alpha=0.5, linestyle="--",
                 label=f"{name}, random crops, in training",
             )
-    axes.axhline(0.9, color="0.5", linewidth=0.8)
-    axes.set_xlabel("epochs of 400 photographs")
-    axes.set_ylabel("top-1 accuracy on the 400")
+    axes.axhline(0.9, color=style.NEUTRAL, linewidth=0.8)
+    style.dress(
+        axes, "400 photographs of ImageNet, learnt by heart", "epochs of 400 photographs",
+        "top-1 accuracy on the 400", "higher",
+    )
     axes.set_ylim(0, 1)
-    axes.grid(alpha=0.3)
-    axes.legend()
+    figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=9)
     figure.savefig(path)

@@ -4,15 +4,14 @@ import pathlib
 import statistics
 from collections.abc import Mapping, Sequence
 
-from matplotlib.figure import Figure
-
 from experiments import records as records_lib
 from experiments.records import Record
+from lamb_tpu import style
 
-# What an optimizer is called, and how it is drawn (colours of Okabe and Ito).
+# What an optimizer is called, and how it is drawn.
 OPTIMIZERS = {
-    "lamb": ("LAMB", "#D55E00", "s"),
-    "momentum": ("SGD with Nesterov's momentum", "#0072B2", "o"),
+    "lamb": style.OPTIMIZERS["lamb"],
+    "momentum": style.OPTIMIZERS["momentum"]._replace(name="SGD with Nesterov's momentum"),
 }
 
 
@@ -100,16 +99,17 @@ def page(
 
 def draw(records: Sequence[Record], path: pathlib.Path) -> None:
     """Draws validation accuracy over the epochs, a line a run, into a PNG."""
-    figure = Figure(figsize=(8, 4.8), dpi=150, layout="constrained")
+    figure = style.figure(8, 4.8)
     axes = figure.subplots()
     for name, (told, color, marker) in OPTIMIZERS.items():
         for number, record in enumerate(r for r in records if r["optimizer"] == name):
             axes.plot(
                 *zip(*record["curve"]), color=color, marker=marker, alpha=0.7,
-                label=f"{told}, {record['rate']}" if number == 0 else None,
+                label=f"{told}, rate {record['rate']}" if number == 0 else None,
             )
-    axes.set_xlabel("epochs of 10,000 pictures")
-    axes.set_ylabel("validation accuracy, 20 classes")
-    axes.grid(alpha=0.3)
+    style.dress(
+        axes, f"ResNet-18 on 20 classes of Tiny ImageNet, batch {records[0]['batch']}",
+        "epochs of 10,000 pictures", "validation accuracy", "higher",
+    )
     axes.legend()
     figure.savefig(path)

@@ -9,9 +9,10 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from experiments.demo import batch_scaling, tune
+from experiments.demo import batch_scaling, page, tune, tuned
 from experiments.demo.plot import draw
-from experiments.demo.study import run_trials
+from experiments.demo.study import cell, run_trials
+from lamb_tpu import style
 from lamb_tpu.data.digits import load_digits
 from lamb_tpu.errors import UserError
 from lamb_tpu.recipe import resolve
@@ -22,7 +23,8 @@ ALL_LINES = batch_scaling.LINES
 LINES = (ALL_LINES[0], ALL_LINES[-1])
 KEYS = {
     "name", "optimizer", "scaling", "batch_size", "seed", "learning_rate", "warmup_epochs",
-    "updates", "accuracy", "loss", "seconds",
+    "updates", "accuracy", "loss", "seconds", "curve", "device", "devices", "cores", "jax",
+    "commit",
 }  # fmt: skip
 
 
@@ -84,6 +86,8 @@ def test_second_study_repeats_nothing_and_shows_the_same(study, capsys):
     printed = capsys.readouterr().out
     for record in records:
         assert f"{record['name']}: accuracy {100 * record['accuracy']:.2f} %" in printed
+    assert "Momentum fails by the rule" in printed and "each rate tuned at each batch" in printed
+    assert max(map(len, printed[printed.index("Test accuracy") :].splitlines()[:-4])) <= 80
     table = printed[printed.index("optimizer, scaling") :]
     for optimizer, scaling, label in LINES:
         row = next(line for line in table.splitlines() if label in line)
@@ -100,9 +104,10 @@ def test_plot_is_a_picture(study):
     assert height > 400 and width > 1000
     # Something is drawn in both halves, in the colour of each line.
     for half in (pixels[:, : width // 2, :3], pixels[:, width // 2 :, :3]):
-        for color in ("D55E00", "7F7F7F"):
+        for optimizer in ("momentum", "lamb"):
+            color = style.OPTIMIZERS[optimizer].color[1:]
             rgb = np.frombuffer(bytes.fromhex(color), np.uint8) / 255
-            assert (np.abs(half - rgb).max(axis=-1) < 0.01).sum() > 50, color
+            assert (np.abs(half - rgb).max(axis=-1) < 0.01).sum() > 10, color
 
 
 def test_folder_with_another_config_is_refused_before_anything_is_trained(study):
@@ -122,8 +127,8 @@ def test_a_diverged_run_is_told_and_the_study_goes_on(study, tmp_path, capsys):
     assert diverged["accuracy"] is None and diverged["loss"] is None
     assert f"{trial.name}: diverged" in capsys.readouterr().out
     finished = {**study[1][0], "batch_size": 1440}
-    assert batch_scaling._cell([diverged, finished], 1440) == "1 of 2 diverged"
-    draw({"momentum": [diverged]}, tmp_path, tmp_path / "plot.png")
+    assert cell([diverged, finished]) == "1 of 2 diverged"
+    draw({"momentum": [diverged]}, tmp_path / "plot.png", "digits")
     assert matplotlib.image.imread(tmp_path / "plot.png").size > 0
 
 
@@ -137,9 +142,9 @@ def test_last_column_is_the_true_full_batch(monkeypatch):
 
 def test_cells():
     line = [{"batch_size": 32, "accuracy": accuracy} for accuracy in (0.90, 0.92, 0.94)]
-    assert batch_scaling._cell(line, 32) == "92.0 ± 2.0"
-    assert batch_scaling._cell(line[:1], 32) == "90.0"
-    assert batch_scaling._cell(line, 128) == ""
+    assert cell(batch_scaling.at(line, 32)) == "92.0 ± 2.0"
+    assert cell(line[:1]) == "90.0"
+    assert cell(batch_scaling.at(line, 128)) == ""
 
 
 def test_tuning_never_sees_the_test_set_nor_a_larger_batch():
@@ -187,3 +192,80 @@ def test_mistakes_on_the_command_line_are_one_sentence(tmp_path):
     assert result.returncode == 2
     assert result.stderr.count("\n") == 1
     assert f"--out={tmp_path}/file cannot be written" in result.stderr
+
+
+def test_a_grid_goes_on_until_its_best_lies_inside():
+    means = {0.1: (0.9, 1.0), 0.2: (0.95, 1.0), 0.4: (0.9, 1.0)}
+    assert tuned.next_rate(means, [0.1, 0.2, 0.4]) is None
+    assert tuned.next_rate({**means, 0.8: (0.97, 1.0)}, [0.1, 0.2, 0.4, 0.8]) == 1.6
+    assert tuned.next_rate({**means, 0.05: (0.97, 1.0)}, [0.05, 0.1, 0.2, 0.4]) == 0.025
+    # Of 0.4 and 0.8 some runs diverged: 0.2 has worse ones on both sides.
+    assert tuned.next_rate({0.1: (0.9, 1.0), 0.2: (0.95, 1.0)}, [0.1, 0.2, 0.4, 0.8]) is None
+    assert tuned.next_rate({}, [0.1, 0.2]) == 0.05
+
+
+def test_study_of_tuned_rates(tmp_path, monkeypatch):
+    monkeypatch.setattr(tuned, "first_grid", lambda optimizer, batch: [0.001, 0.002])
+    accuracies = {0.001: 0.3, 0.002: 0.5, 0.004: 0.7, 0.008: 0.6}
+    seen = []
+
+    def run_trials(trials, out, show):
+        seen.extend(trials)
+        return [
+            {"optimizer": "lamb", "learning_rate": t.config.optimizer.learning_rate, "loss": 1.0,
+             "seed": t.config.seed, "accuracy": accuracies[t.config.optimizer.learning_rate]}
+            for t in trials
+        ]
+
+    monkeypatch.setattr(tuned, "run_trials", run_trials)
+    study = tuned.Study(tmp_path, 2)
+    assert study.choose("lamb", 1437) == 0.004
+    study.measure("lamb", 1437, 0.004)
+    *chosen, first, second = seen
+    assert [t.config.optimizer.learning_rate for t in chosen[::2]] == [0.001, 0.002, 0.004, 0.008]
+    for trial in chosen:
+        assert trial.config.data.eval_split == tune.HELD_OUT  # never a test scan
+        assert trial.config.batch_size == 1150  # all that are trained on
+    for trial in (first, second):
+        assert (trial.config.data.train_split, trial.config.data.eval_split) == ("train", "test")
+        assert trial.config.batch_size == 1437
+    assert len({trial.name for trial in seen}) == len(seen)
+    assert [record["part"] for record in study.records] == ["tune"] * 8 + ["test"] * 2
+
+
+@pytest.mark.parametrize("optimizer", tuned.OPTIMIZERS)
+@pytest.mark.parametrize("batch", tuned.BATCHES)
+def test_kept_rate_is_the_best_of_its_grid_and_not_at_its_edge(optimizer, batch):
+    grid = [
+        record for record in tuned.kept()
+        if (record["part"], record["optimizer"], record["batch"]) == ("tune", optimizer, batch)
+    ]
+    rates = sorted({record["learning_rate"] for record in grid})
+    assert len(grid) == 3 * len(rates) and {record["seed"] for record in grid} == {0, 1, 2}
+    best = tune.choose(tune.mean_results(grid)[optimizer])
+    assert rates[0] < best < rates[-1]
+    found = tuned.chosen(tuned.kept(), optimizer, batch)
+    assert [record["seed"] for record in found] == [0, 1, 2]
+    assert {record["learning_rate"] for record in found} == {best}
+
+
+def test_page_is_that_of_its_records(monkeypatch):
+    monkeypatch.setattr(batch_scaling, "LINES", ALL_LINES)
+    assert page.PAGE.read_text() == page.page()
+
+
+def test_readme_has_the_page_s_numbers(monkeypatch):
+    monkeypatch.setattr(batch_scaling, "LINES", ALL_LINES)
+    records = [r for r in page.read_records(batch_scaling.KEPT) if r["rate_factor"] == 1]
+    tables = [
+        [cell(batch_scaling.at(line, size)) for size in tuned.BATCHES]
+        for line in batch_scaling.rows(records).values()
+    ]
+    tables += [
+        [cell(tuned.chosen(tuned.kept(), optimizer, batch)) for batch in tuned.BATCHES]
+        for optimizer in tuned.OPTIMIZERS
+    ]
+    rows = [line for line in (ROOT / "README.md").read_text().splitlines() if "|" in line]
+    for cells in tables:
+        means = " | ".join(text.partition(" ")[0] for text in cells)
+        assert any(row.endswith(f"| {means} |") for row in rows), means

@@ -1,0 +1,50 @@
+"""The look of every picture: one colour for one optimizer."""
+
+import itertools
+import re
+
+import pytest
+from matplotlib.colors import to_rgb
+
+from lamb_tpu import style
+from tests.shared import ROOT
+
+
+def test_colours_and_markers_are_those_of_one_optimizer_each() -> None:
+    looks = list(style.OPTIMIZERS.values())
+    assert len({look.marker for look in looks}) == len({look.name for look in looks}) == len(looks)
+    colors = [to_rgb(look.color) for look in looks] + [to_rgb(color) for color in style.COLORS]
+    for one, other in itertools.combinations(colors, 2):
+        assert max(abs(a - b) for a, b in zip(one, other, strict=True)) > 0.15
+
+
+@pytest.mark.parametrize("folder", ["lamb_tpu", "experiments"])
+def test_no_other_module_has_colours_of_its_own(folder: str) -> None:
+    for path in (ROOT / folder).rglob("*.py"):
+        if path.name != "style.py":
+            assert not re.search(r"#[0-9A-Fa-f]{6}\b", path.read_text()), path
+
+
+def test_second_line_of_an_optimizer_has_its_colour() -> None:
+    first, second = style.line("adamw"), style.line("adamw", 1)
+    assert first["color"] == second["color"] == style.OPTIMIZERS["adamw"].color
+    assert "linestyle" not in first and second["linestyle"] == "--"
+
+
+def test_axes_say_what_they_show() -> None:
+    axes = style.figure(4, 3).subplots()
+    style.dress(axes, "BERT on books", "examples read", "loss (nats)", "lower")
+    assert axes.get_title() == "BERT on books" and axes.get_xlabel() == "examples read"
+    assert axes.get_ylabel() == "loss (nats; lower is better)"
+    style.dress(axes, "", "epochs", "accuracy", "higher")
+    assert axes.get_ylabel() == "accuracy (higher is better)"
+    axes.plot([10_000, 20_000], [1, 2])
+    axes.figure.canvas.draw()
+    assert "10,000" in [label.get_text() for label in axes.get_xticklabels()]
+
+
+def test_axis_of_batches_has_a_tick_at_each() -> None:
+    axes = style.figure(4, 3).subplots()
+    axes.plot([64, 4096], [1, 2])
+    style.batch_axis(axes, [64, 4096])
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["64", "4,096"]
