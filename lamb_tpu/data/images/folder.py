@@ -122,7 +122,7 @@ class FolderRecords:
                 continue
             # Links among the files themselves are followed when they are read: a list can have a
             # million files, in a few folders.
-            if not is_inside(os.path.dirname(row["file"])) or "\0" in row["file"]:
+            if not is_inside(os.path.dirname(row["file"])):
                 outside.append(repr(row["file"]))
                 continue
             greatest = max(greatest, label)
