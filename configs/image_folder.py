@@ -7,11 +7,11 @@ whatever network the published weights are of.
 
 PICTURES holds PICTURES/train/CLASS/*.jpg and PICTURES/val/CLASS/*.jpg (`test` and `validation`
 serve as well), or PICTURES/CLASS/*.jpg alone, of which a tenth is kept from training and evaluated
-(`--config.data.options.holdout`), or a labels.tsv; JPEG and PNG of any size. Pictures are cut to the
-network's own size, or where most are smaller to theirs, in whole 32 pixels.
+(`--config.data.options.holdout`), or a labels.tsv; JPEG and PNG of any size. Pictures are cut to
+the network's own size, or where most are smaller to theirs, in whole 32 pixels.
 
-FOLDER, where one is given, holds config.json and model.safetensors of a ResNet or tf_efficientnet of
-timm's; a .safetensors file of torchvision's takes `model=resnet50` besides; a --workdir of this
+FOLDER, where one is given, holds config.json and model.safetensors of a ResNet or tf_efficientnet
+of timm's; a .safetensors file of torchvision's takes `model=resnet50` besides; a --workdir of this
 project's does as well. The network and the pixels' mean and deviation are those that it tells. All
 is trained; the output is new, as its classes are others.
 

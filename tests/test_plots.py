@@ -160,7 +160,8 @@ def test_mistakes_are_one_sentence(collected, trained, tmp_path):
     (tmp_path / "of_phases" / "phase_1" / "metrics.jsonl").touch()
     for arguments, said in (
         ([f"--workdir={tmp_path / 'of_phases'}"], "holds the phases phase_1; give the folder of"),
-        ([f"--workdir={trained}", f"--out={tmp_path / 'x.png'}"], "train with --config.optimizer.collect=True"),
+        ([f"--workdir={trained}", f"--out={tmp_path / 'x.png'}"],
+         "train with --config.optimizer.collect=True"),
         ([f"--workdir={tmp_path}"], "there is no"),
         ([f"--workdir={collected}", "--out=x.jpg"], "--out x.jpg must be a .png"),
         ([], "--workdir is missing"),

@@ -5,9 +5,9 @@
 About a minute on two cores. Trains a small network on the embedded handwritten digits, for the same
 number of epochs at batch 32, 128, 512 and the whole training set. The rates are those of
 configs/digits.py, chosen at batch 32 by experiments/demo/tune.py; each rule of scaling carries them
-to the larger batches, and nothing is tuned there. Prints a table; writes a plot, a record of each run, and the runs' own metrics.
-Started again, it goes on where it stopped. Below stands, from its records, what is left when every
-rate is tuned at every batch (experiments.demo.tuned).
+to the larger batches, and nothing is tuned there. Prints a table; writes a plot, a record of each
+run, and the runs' own metrics. Started again, it goes on where it stopped. Below stands, from its
+records, what is left when every rate is tuned at every batch (experiments.demo.tuned).
 """
 
 import pathlib

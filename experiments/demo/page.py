@@ -122,7 +122,9 @@ def _levelled(records: Sequence[Record]) -> str:
     """How far the optimizers lie apart at the largest batch, beside how far the seeds do."""
     largest = tuned.BATCHES[-1]
     values = {
-        optimizer: [100 * record["accuracy"] for record in tuned.chosen(records, optimizer, largest)]
+        optimizer: [
+            100 * record["accuracy"] for record in tuned.chosen(records, optimizer, largest)
+        ]
         for optimizer in tuned.OPTIMIZERS
     }
     means = {optimizer: statistics.fmean(each) for optimizer, each in values.items()}
@@ -189,7 +191,8 @@ def page() -> str:
         "",
         "![Test accuracy against batch size, rates scaled by a rule](batch_scaling.png)",
         "",
-        f"Test accuracy in % ({tests} scans: one is {100 / tests:.2f} %), mean ± standard deviation "
+        f"Test accuracy in % ({tests} scans: one is {100 / tests:.2f} %), mean ± standard "
+        "deviation "
         "of seeds 0, 1, 2:",
         "",
         *_rule_table(scaled),
@@ -209,8 +212,10 @@ def page() -> str:
         _fill(
             "`python -m experiments.demo.tuned --write`: no rule. At each batch each optimizer's",
             "rate is chosen from a grid in steps of 2, by the mean accuracy of 3 seeds on the",
-            f"held-out fifth of the training scans ({held_out}). A grid whose best lies at its edge",
-            "goes on there. Then 3 seeds are trained on all training scans, and the test scans give",
+            f"held-out fifth of the training scans ({held_out}). A grid whose best lies at its "
+            "edge",
+            "goes on there. Then 3 seeds are trained on all training scans, and the test scans "
+            "give",
         ),
         "",
         *_tuned_table(fair),
@@ -222,7 +227,8 @@ def page() -> str:
         ),
         "",
         _fill(
-            "The grids, mean accuracy on the held-out scans in %. The largest batch is there all of",
+            "The grids, mean accuracy on the held-out scans in %. The largest batch is there "
+            "all of",
             "the 80 % that is trained on:",
         ),
         "",
@@ -231,7 +237,8 @@ def page() -> str:
         "",
         _fill(
             "`python -m experiments.demo.tune --write`: seven rates for each optimizer in steps of",
-            "2, 10 seeds each, batch 32, trained on the first 80 % of the training scans and judged",
+            "2, 10 seeds each, batch 32, trained on the first 80 % of the training scans and "
+            "judged",
             f"by accuracy on the other {held_out}, in %; of equals the lower loss decides:",
         ),
         "",
@@ -239,7 +246,8 @@ def page() -> str:
         *(part for text in _other_choices(base, scaled) for part in (_fill(text), "")),
         _fill(
             "None lies at an edge of its grid. Weight decay (0.01; none for momentum) and warm-up",
-            "were not tuned: 5 epochs for momentum, as in the paper on linear scaling; for LEGW 0.1",
+            "were not tuned: 5 epochs for momentum, as in the paper on linear scaling; for "
+            "LEGW 0.1",
             "epochs at batch 32, the share of the run that the LAMB paper has for ResNet-50, which",
             "becomes 4.5 epochs at the full batch.",
         ),
@@ -254,9 +262,12 @@ def page() -> str:
         *_factor_table(scaled, full),
         _fill(
             "**The settings were not all fixed in advance.** A first version had five times the",
-            "warm-up under LEGW and preferred, among rates about equally accurate, the one with the",
-            "lowest loss. At the full batch AdamW under LEGW was then ahead of LAMB. The warm-up was",
-            "set to the paper's share, the choice to accuracy alone with 10 seeds instead of 5, and",
+            "warm-up under LEGW and preferred, among rates about equally accurate, the one "
+            "with the",
+            "lowest loss. At the full batch AdamW under LEGW was then ahead of LAMB. The "
+            "warm-up was",
+            "set to the paper's share, the choice to accuracy alone with 10 seeds instead of "
+            "5, and",
             "all rates were tuned again, before any larger batch was run with them.",
         ),
         "",

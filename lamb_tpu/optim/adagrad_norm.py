@@ -85,7 +85,8 @@ def adagrad_norm(
         return grad + leafwise.decay_at(weight_decay, facts, completed, real) * weights
 
     def init_leaf(param, facts, axes):
-        norm = trust_ratio.leaf_norm(param, facts, axis_name=axes)  # for its shape and its place on a mesh
+        # For its shape and its place on a mesh.
+        norm = trust_ratio.leaf_norm(param, facts, axis_name=axes)
         return (jnp.full_like(norm, initial_norm**2),)
 
     def step_leaf(leaf, total):

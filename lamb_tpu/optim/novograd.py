@@ -175,7 +175,10 @@ def novograd(
     def factor(nu, count, dtype):
         """What a layer is multiplied by; 1 while its gradients have all been 0."""
         nu = leafwise.widen(nu)
-        root = trust_ratio.root(nu + eps_root) if norm == "l2" else jnp.hypot(nu, jnp.sqrt(eps_root))
+        if norm == "l2":
+            root = trust_ratio.root(nu + eps_root)
+        else:
+            root = jnp.hypot(nu, jnp.sqrt(eps_root))
         if bias_correction:
             root = root / jnp.sqrt(one_minus_power(b2, count, nu.dtype))
         return 1 / jnp.where(nu == 0, 1.0, root + eps).astype(dtype)

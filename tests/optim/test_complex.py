@@ -44,7 +44,10 @@ def case(steps=3, dtype="complex128"):
 
 
 def assert_close(found, expected, rtol=1e-12):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol), found, expected)
+    def close(a, b):
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol)
+
+    jax.tree.map(close, found, expected)
 
 
 @pytest.mark.parametrize("norm, order", [("l1", 1), ("l2", 2), ("linf", np.inf)])

@@ -193,7 +193,9 @@ def test_an_axis_that_is_not_bound_is_named(name, check_vma):
 @pytest.mark.parametrize("name", [name for name in PLAIN if takes(name, "collect")])
 def test_collecting_a_stack_split_by_layers_compiles_once(name, axis_type):
     mesh = jax.make_mesh((8,), ("layers",), axis_types=(axis_type,))
-    shardings = {"stack": jax.NamedSharding(mesh, P("layers")), "bias": jax.NamedSharding(mesh, P())}
+    shardings = {
+        "stack": jax.NamedSharding(mesh, P("layers")), "bias": jax.NamedSharding(mesh, P()),
+    }
     params = jax.device_put({"stack": jnp.ones((8, 4, 6)), "bias": jnp.ones(3)}, shardings)
     tx = PLAIN[name](0.1, rules=[("stack", {"layer_axes": (0,)}), ("", {})], collect=True)
     placed = partition(tx, params, shardings)

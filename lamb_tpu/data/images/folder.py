@@ -29,9 +29,10 @@ class FolderRecords:
     A list may come from anywhere, so a file that it names has to lie in DIR, links followed.
 
     Otherwise the folders in DIR are the splits, the folders in these are the classes (where none
-    holds a folder they are the classes themselves, of one split, `train`), and their indices follow the order of the names over all splits together, so that a class that one split
-    lacks moves no label in it. Files are those that end in .JPEG, .jpg or .png, upper or lower
-    case, in the order of their names.
+    holds a folder they are the classes themselves, of one split, `train`), and their indices follow
+    the order of the names over all splits together, so that a class that one split lacks moves no
+    label in it. Files are those that end in .JPEG, .jpg or .png, upper or lower case, in the order
+    of their names.
 
     Args:
       root: the folder DIR.
