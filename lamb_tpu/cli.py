@@ -67,8 +67,12 @@ def answer_help() -> None:
     if help_asked:
         program = sys.modules["__main__"]
         program.__doc__ = terminal.fit_docstring(program.__doc__ or "")
-        app.usage(shorthelp="helpfull" not in help_asked[0], writeto_stdout=True)
-        sys.exit(0)  # absl's own help flag exits with 1
+
+        def show() -> int:
+            app.usage(shorthelp="helpfull" not in help_asked[0], writeto_stdout=True)
+            return 0  # absl's own help flag exits with 1
+
+        filesystem.run_and_exit(show)
 
 
 def _parse_flags(argv: list[str], required: Sequence[str]) -> list[str]:

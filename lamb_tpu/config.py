@@ -246,6 +246,10 @@ def check_values(config: ConfigDict) -> None:
     ):
         if not 0 <= flat[key] < math.inf:
             raise UserError(f"config.{key} is {flat[key]}; it must be a number of at least 0")
+    if flat["schedule.first_step"] >= 2**31:  # updates are counted by 32 bits
+        raise UserError(
+            f"config.schedule.first_step is {flat['schedule.first_step']}; it must be below {2**31}"
+        )
     for key in ("init_from", "data.dir", "data.prepared_dir"):
         if flat[key] == "":  # which would be the current folder
             raise UserError(f"config.{key} is empty; give a path, or leave it out for none")

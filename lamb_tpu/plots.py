@@ -154,14 +154,21 @@ def _adapting(layers: Sequence[str], table: str) -> list[str]:
 def _of_run(folder: Workdir, history: History) -> Figure:
     """The figure of a workdir: the layers that adapt, under what was trained on what."""
     names = [name for name in history[0][1] if name.startswith("ratios/")]
-    layers = _adapting([name.removeprefix("ratios/") for name in names],
-                       folder.parameters.read_text())
+    try:
+        table = filesystem.read_text(folder.parameters)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{folder.parameters} cannot be read ({reason})") from None
+    layers = _adapting([name.removeprefix("ratios/") for name in names], table)
     if not layers:
         raise UserError(
             f"--workdir {folder.path} has no layer that adapts: {folder.parameters.name} says 'no' "
             "for each; give the optimizer other rules and train in a new --workdir"
         )
     config = folder.read_config()
+    for key in ("optimizer.name", "model.name", "data.name", "batch_size"):
+        if key not in config:
+            raise UserError(f"{folder.config} is of no run, for it has no {key}")
     optimizer = config["optimizer.name"]
     look = style.OPTIMIZERS.get(optimizer)
     return layer_figure(

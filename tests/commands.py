@@ -49,6 +49,7 @@ if __name__ == "__main__":
     import lamb_tpu.best
     import lamb_tpu.checkpoint
     import lamb_tpu.cli
+    import lamb_tpu.overrides
     import lamb_tpu.phases
     import lamb_tpu.progress
     import lamb_tpu.weights

@@ -12,12 +12,20 @@ import pytest
 from lamb_tpu.config import flatten
 from tests import commands, tiny
 
-SECONDS = 20  # far from an endless one, also on a busy machine
+SECONDS = 40  # far from an endless one, also on a busy machine
 DEEP = "[" * 200_000 + "]" * 200_000
 FOLDER, PIPE, ZERO, LOOP = "FOLDER", "PIPE", "ZERO", "LOOP"
 LAYERS = json.dumps({
     "step": 1, "kind": "layers", "ratios/a": 1.0, "weight_norms/a": 1.0, "update_norms/a": 1.0
 }) + "\n"
+# Of a run whose layers can be drawn.
+DRAWN = {
+    "metrics.jsonl": LAYERS,
+    "parameters.txt": "path  shape  dtype  count  decay  adapt\na  3  float32  3  yes  yes\n",
+    "config.json": json.dumps({
+        "optimizer.name": "lamb", "model.name": "mlp", "data.name": "digits", "batch_size": 8,
+    }),
+}
 
 
 class Case(NamedTuple):
@@ -68,6 +76,11 @@ CASES = {
     "warm-up": train("config.schedule.warmup: a duration must be at most",
                      "--config.schedule.warmup=1e400 epochs"),
     "interval": train("config.eval.every: a duration", "--config.eval.every=1e300 steps"),
+    "first step": train("; it must be below 2147483648",
+                        f"--config.schedule.first_step={10**40}"),
+    "splits": train("split 'train+train", f"--config.data.train_split={'train+' * 5000}train"),
+    "vocabulary": Case("0 must be below 2147483648", "data.prepare_text",
+                       ["--input=README.md", f"--train-vocab={10**30}", "--output=@/x"]),
     "width": train("need 8,381.9 GiB on the 1 device(s) of this machine, which has ",
                    "--config.model.hidden_sizes=(10000000000,)"),
     "width over all": train("the model's parameters and optimizer state need ",
@@ -116,10 +129,10 @@ CASES = {
     "init_from a device": train("/dev/zero', which is no folder", "--config.init_from=/dev/zero"),
     # What cannot be written.
     "plot nowhere": Case("--out /proc/x.png cannot be written (", "plots",
-                         ["--workdir=@", "--out=/proc/x.png"], {"metrics.jsonl": LAYERS}),
+                         ["--workdir=@", "--out=/proc/x.png"], DRAWN),
     "plot over a folder": Case("x.png cannot be written (Is a directory); give another", "plots",
                                ["--workdir=@", "--out=@/x.png"],
-                               {"metrics.jsonl": LAYERS, "x.png": FOLDER}),
+                               DRAWN | {"x.png": FOLDER}),
     "text nowhere": Case("--output /proc/x cannot be written (No such file", "data.prepare_text",
                          ["--input=README.md", "--train-vocab=300", "--output=/proc/x"]),
     "text over a file": Case("is a file; it must be a folder", "data.prepare_text",
@@ -153,9 +166,15 @@ CASES = {
     "plotted folder": Case("metrics.jsonl cannot be read (it is a folder", "plots", ["--workdir=@"],
                            {"metrics.jsonl": FOLDER}),
     "plotted part": Case("records of layers that are not whole (KeyError", "plots", ["--workdir=@"],
-                         {"metrics.jsonl": '{"step": 1, "kind": "layers", "ratios/a": 1}\n'}),
+                         DRAWN | {
+                             "metrics.jsonl": '{"step": 1, "kind": "layers", "ratios/a": 1}\n'
+                         }),
+    "plotted without a table": Case("parameters.txt cannot be read (No such file", "plots",
+                                    ["--workdir=@"], {"metrics.jsonl": LAYERS}),
+    "plotted without a config": Case("config.json is of no run, for it has no optimizer.name",
+                                     "plots", ["--workdir=@"], DRAWN | {"config.json": "{}"}),
     "plotted text": Case("not whole (ValueError: could not convert", "plots", ["--workdir=@"],
-                         {"metrics.jsonl": LAYERS.replace("1.0", '"x"')}),
+                         DRAWN | {"metrics.jsonl": LAYERS.replace("1.0", '"x"')}),
     **{
         f"{name} is {kind}": train(
             f"run: {name} is {told}; move it away, or give another folder",
@@ -190,9 +209,9 @@ CASES = {
     "weights described deep": train(
         "config.json is no JSON (it is nested too deep)", "--config.init_from=@",
         **{"../config.json": DEEP, "../model.safetensors": "x"}),
-    "list of pictures with NUL": Case(
-        "labels.tsv, line 2, has a NUL in the file 'a\\x00.jpg'", "data.images.check",
-        ["--dir=@"], {"labels.tsv": "file\tlabel\na\0.jpg\t0\n"}),
+    "list of pictures with NUL": train(
+        "line 2, has a NUL in the file 'a\\x00.jpg'", "--config.data.name=image_folder",
+        "--config.data.dir=@", **{"../labels.tsv": "file\tlabel\na\0.jpg\t0\n"}),
     "list of pictures is a pipe": Case("labels.tsv cannot be read (it is a pipe",
                                        "data.images.check", ["--dir=@"], {"labels.tsv": PIPE}),
     "pictures nowhere": Case("--dir is empty", "data.images.check", ["--dir="]),

@@ -24,9 +24,10 @@ def slices(dataset: str, split: str, lengths: Mapping[str, int]) -> list[tuple[s
     }
     try:
         parts = tfds_splits.AbstractSplit.from_spec(split).to_absolute(infos)
-    except (ValueError, NotImplementedError) as error:
+    except (ValueError, NotImplementedError, RecursionError) as error:
+        reason, shown = " ".join(str(error).split()), split[:200]
         raise UserError(
-            f"data set {dataset}: split {split!r} is not one ({error}); it has "
+            f"data set {dataset}: split {shown!r} is not one ({reason}); it has "
             f"{', '.join(f'{name} ({length:,})' for name, length in lengths.items())}, "
             "and slices such as 'train[:1000]' or 'train[10%:]'"
         ) from error

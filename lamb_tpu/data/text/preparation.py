@@ -157,6 +157,8 @@ def _check(settings: Settings, processes: int | None) -> None:
     ):
         if number is not None and number < 1:
             raise UserError(f"--{flag}={number} must be at least 1")
+        if number is not None and number >= 2**31:
+            raise UserError(f"--{flag}={number} must be below {2**31}")
     if settings.vocab is not None:
         _given_vocabulary(settings)  # before a mistake becomes what the output was begun with
 
