@@ -27,7 +27,7 @@ def adagrad_norm(
     rules: Rules = parameters.DEFAULT_RULES,
     axis_name: AxisName = None,
     collect: bool = False,
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     r"""AdaGrad-Norm, the form of AdaGrad with one number for all parameters.
 
     .. math::
@@ -108,7 +108,10 @@ def adagrad_norm(
         return layers.init(params)._replace(accumulator=jnp.asarray(initial_norm**2, dtype))
 
     def update_fn(
-        updates: optax.Updates, state: AdagradNormState, params: optax.Params = None
+        updates: optax.Updates,
+        state: AdagradNormState,
+        params: optax.Params = None,
+        **extra_args: Any,
     ) -> tuple[optax.Updates, AdagradNormState]:
         trust_ratio.require_params(params)
         facts = parameters.resolve(params, rules)
@@ -124,7 +127,7 @@ def adagrad_norm(
             return jnp.broadcast_to(total, [n if i in fact.layer_axes else 1 for i, n in shape])
 
         given = state._replace(accumulator=jax.tree.map(same, params, facts))
-        steps, state = layers.update(updates, given, params)
+        steps, state = layers.update(updates, given, params, **extra_args)
         return steps, state._replace(accumulator=total)
 
-    return optax.GradientTransformation(init_fn, update_fn)
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -50,7 +50,7 @@ def apollo(
     rules: Rules = parameters.DEFAULT_RULES,
     axis_name: AxisName = None,
     collect: bool = False,
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     r"""The APOLLO optimizer; with `presets.PRESETS['apollo']['apollo_mini']`, APOLLO-Mini.
 
     For each matrix, with the gradient :math:`G_t` turned so that its shape is :math:`m \times n`,
@@ -149,7 +149,8 @@ def apollo(
             # The zeros go through a projection to be placed as projected gradients will be.
             shape = projection_shape(zeros.shape, facts, axis, rank)
             zeros = project(zeros, jnp.zeros(shape, zeros.dtype), facts, axis)
-        return zeros, zeros, norm
+        # Two arrays: a state in which one stands twice cannot be donated.
+        return zeros, jnp.copy(zeros), norm
 
     def step_leaf(leaf: Leaf, mu: jax.Array, nu: jax.Array, norm: jax.Array):
         grad, facts, dtype = leaf.grad, leaf.facts, leaf.weights.dtype

@@ -12,7 +12,9 @@ from lamb_tpu.optim.parameters import ParameterFacts
 from lamb_tpu.optim.trust_ratio import AxisName
 
 
-def clip_global_norm(max_norm: float, axis_name: AxisName = None) -> optax.GradientTransformation:
+def clip_global_norm(
+    max_norm: float, axis_name: AxisName = None
+) -> optax.GradientTransformationExtraArgs:
     r"""Scales all gradients by min(1, max_norm / G), G the l2 norm of all of them together.
 
     The norm and the product are computed in float32 at least; gradients keep their dtype. A NaN
@@ -34,14 +36,19 @@ def clip_global_norm(max_norm: float, axis_name: AxisName = None) -> optax.Gradi
     """
     check_max_norm(max_norm)
 
-    def update_fn(updates: optax.Updates, state: optax.OptState, params: optax.Params = None):
-        del params
+    def update_fn(
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params = None,
+        **extra_args: Any,
+    ):
+        del params, extra_args
         scale = global_scale(updates, max_norm, axis_name)
         return jax.tree.map(
             lambda g: (g.astype(trust_ratio.compute_dtype(g)) * scale).astype(g.dtype), updates
         ), state
 
-    return optax.GradientTransformation(optax.init_empty_state, update_fn)
+    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update_fn)
 
 
 def global_scale(

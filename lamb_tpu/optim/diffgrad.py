@@ -34,7 +34,7 @@ def diffgrad(
     mu_dtype: Any = None,
     nu_dtype: Any = None,
     collect: bool = False,
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     r"""diffGrad, as in the second version of the authors' code.
 
     .. math::

@@ -23,7 +23,7 @@ def make_optimizer(
     config: Mapping[str, Any],
     learning_rate: optax.ScalarOrSchedule,
     params: optax.Params | None = None,
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """The optimizer that `config['name']` names, with the other entries as its arguments.
 
     >>> tx = make_optimizer({'name': 'lamb', 'b2': 0.98, 'rules': 'no_bias_no_norm'}, 1e-3)
@@ -201,15 +201,23 @@ def _decays(rules: Rules) -> Callable[[Any], Any]:
     return lambda params: jax.tree.map(lambda facts: facts.decay, parameters.resolve(params, rules))
 
 
-def _in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformation:
+def _in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """Runs `inner` on float32 copies of narrower leaves, so that its moments are float32."""
+    inner = optax.with_extra_args_support(inner)
 
     def init_fn(params: optax.Params) -> optax.OptState:
         return inner.init(leafwise.widen(params))
 
-    def update_fn(updates: optax.Updates, state: optax.OptState, params: optax.Params = None):
+    def update_fn(
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params = None,
+        **extra_args: Any,
+    ):
         trust_ratio.require_params(params)
-        updates, state = inner.update(leafwise.widen(updates), state, leafwise.widen(params))
+        updates, state = inner.update(
+            leafwise.widen(updates), state, leafwise.widen(params), **extra_args
+        )
         return jax.tree.map(lambda u, p: u.astype(jnp.result_type(p)), updates, params), state
 
-    return optax.GradientTransformation(init_fn, update_fn)
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)

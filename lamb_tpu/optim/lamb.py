@@ -54,7 +54,7 @@ def lamb(
     mu_dtype: Any = None,
     nu_dtype: Any = None,
     collect: bool = False,
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     r"""The LAMB optimizer; by default Algorithm 2 of the paper's ICLR version.
 
     With :math:`g_t` the gradient, for each layer on its own:

@@ -51,7 +51,7 @@ def lars(
     momentum_dtype: Any = None,
     axis_name: AxisName = None,
     collect: bool = False,
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     r"""LARS; by default that of 2017, as it runs in TPU ResNet and EfficientNet code.
 
     .. math::

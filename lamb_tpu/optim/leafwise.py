@@ -48,8 +48,8 @@ def transform(
     clip_global_norm: float | None = None,
     axis_name: AxisName = None,
     collect: bool = False,
-) -> optax.GradientTransformation:
-    """A transform from functions of one leaf.
+) -> optax.GradientTransformationExtraArgs:
+    """A transform from functions of one leaf; its `update` ignores extra arguments.
 
     Args:
       state_type: a NamedTuple with the fields `count`, one for each buffer in the order in which
@@ -85,7 +85,10 @@ def transform(
         readings = trust_ratio.initial_readings(params, facts) if collect else None
         return state_type(jnp.zeros((), jnp.int32), *buffers, readings)
 
-    def update_fn(updates: optax.Updates, state: Any, params: optax.Params = None):
+    def update_fn(
+        updates: optax.Updates, state: Any, params: optax.Params = None, **extra_args: Any
+    ):
+        del extra_args
         trust_ratio.require_params(params)
         treedef = jax.tree.structure(params)
         grads = treedef.flatten_up_to(updates)
@@ -116,7 +119,7 @@ def transform(
             readings = trust_ratio.readings_of(treedef, read)
         return steps, state_type(count, *new_buffers, readings)
 
-    return optax.GradientTransformation(init_fn, update_fn)
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
 def at(value: optax.ScalarOrSchedule, completed: jax.Array) -> Any:

@@ -57,7 +57,7 @@ def novograd(
     mu_dtype: Any = None,
     nu_dtype: Any = None,
     collect: bool = False,
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     r"""NovoGrad; by default that of the paper.
 
     .. math::
@@ -162,7 +162,8 @@ def novograd(
             return mu, None, None
         # The norm gives its shape, and on a mesh its place.
         nu = jnp.zeros_like(trust_ratio.leaf_norm(param, facts), dtype=nu_dtype)
-        return mu, nu, nu if amsgrad else None
+        # Two arrays: a state in which one stands twice cannot be donated.
+        return mu, nu, jnp.copy(nu) if amsgrad else None
 
     def second_moment(leaf, nu):
         newest = trust_ratio.leaf_norm(leaf.grad, leaf.facts, norm, leaf.axis_name)

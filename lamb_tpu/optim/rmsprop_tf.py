@@ -44,7 +44,7 @@ def rmsprop_tf(
     momentum_dtype: Any = None,
     nu_dtype: Any = None,
     collect: bool = False,
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     r"""RMSProp; by default the one of EfficientNet's code in TensorFlow.
 
     .. math::

@@ -67,7 +67,7 @@ def scale_by_trust_ratio(
     zero_ratio: float = 1.0,
     axis_name: AxisName = None,
     collect: bool = False,
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     r"""Scales each layer's update by its trust ratio.
 
     >>> import jax.numpy as jnp
@@ -108,8 +108,13 @@ def scale_by_trust_ratio(
         facts = parameters.resolve(params, rules)
         return TrustRatioState(initial_readings(params, facts) if collect else None)
 
-    def update_fn(updates: optax.Updates, state: TrustRatioState, params: optax.Params = None):
-        del state
+    def update_fn(
+        updates: optax.Updates,
+        state: TrustRatioState,
+        params: optax.Params = None,
+        **extra_args: Any,
+    ):
+        del state, extra_args
         require_params(params)
         treedef = jax.tree.structure(params)
         scaled, read = [], []
@@ -139,7 +144,7 @@ def scale_by_trust_ratio(
             readings_of(treedef, read) if collect else None
         )
 
-    return optax.GradientTransformation(init_fn, update_fn)
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
 def axes_of(axis_name: AxisName, path: str) -> MeshAxes:
