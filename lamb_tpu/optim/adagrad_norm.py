@@ -81,10 +81,11 @@ def adagrad_norm(
     def decayed(grad, weights, facts, completed):
         if not facts.decay:
             return grad
-        return grad + jnp.asarray(leafwise.at(weight_decay, completed), grad.dtype) * weights
+        real = trust_ratio.real_dtype(grad)
+        return grad + jnp.asarray(leafwise.at(weight_decay, completed), real) * weights
 
-    def init_leaf(param, facts):
-        norm = trust_ratio.leaf_norm(param, facts)  # for its shape and its place on a mesh
+    def init_leaf(param, facts, axes):
+        norm = trust_ratio.leaf_norm(param, facts, axis_name=axes)  # for its shape and its place on a mesh
         return (jnp.full_like(norm, initial_norm**2),)
 
     def step_leaf(leaf, total):
@@ -104,7 +105,7 @@ def adagrad_norm(
         return layers
 
     def init_fn(params: optax.Params) -> AdagradNormState:
-        dtype = jnp.result_type(jnp.float32, *jax.tree.leaves(params))
+        dtype = jnp.result_type(jnp.float32, *map(trust_ratio.real_dtype, jax.tree.leaves(params)))
         return layers.init(params)._replace(accumulator=jnp.asarray(initial_norm**2, dtype))
 
     def update_fn(

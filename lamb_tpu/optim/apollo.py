@@ -19,7 +19,7 @@ import optax
 from lamb_tpu.optim import checks, leafwise, parameters, trust_ratio
 from lamb_tpu.optim.leafwise import Leaf, one_minus_power
 from lamb_tpu.optim.parameters import ParameterFacts, Rules
-from lamb_tpu.optim.trust_ratio import AxisName, Readings
+from lamb_tpu.optim.trust_ratio import AxisName, MeshAxes, Readings
 
 SCALINGS = ("channel", "tensor")
 
@@ -141,19 +141,21 @@ def apollo(
         if not isinstance(growth_limit, jax.core.Tracer) and growth_limit < 1.0:
             raise ValueError(f"growth_limit must be at least 1, or None, not {growth_limit!r}")
 
-    def init_leaf(param: jax.Array, facts: ParameterFacts) -> tuple[jax.Array, ...]:
-        zeros = leafwise.zeros_like(param)
-        norm = trust_ratio.leaf_norm(zeros, facts)
+    def init_leaf(
+        param: jax.Array, facts: ParameterFacts, axes: MeshAxes
+    ) -> tuple[jax.Array, ...]:
+        zeros, real = leafwise.zeros_like(param), trust_ratio.real_dtype(param)
+        norm = trust_ratio.leaf_norm(zeros, facts, axis_name=axes)
         axis = projected_axis(zeros.shape, facts, rank)
         if axis is not None:
             # The zeros go through a projection to be placed as projected gradients will be.
             shape = projection_shape(zeros.shape, facts, axis, rank)
-            zeros = project(zeros, jnp.zeros(shape, zeros.dtype), facts, axis)
+            zeros = project(zeros, jnp.zeros(shape, real), facts, axis)
         # Two arrays: a state in which one stands twice cannot be donated.
-        return zeros, jnp.copy(zeros), norm
+        return zeros, jnp.copy(zeros.real), norm
 
     def step_leaf(leaf: Leaf, mu: jax.Array, nu: jax.Array, norm: jax.Array):
-        grad, facts, dtype = leaf.grad, leaf.facts, leaf.weights.dtype
+        grad, facts, real = leaf.grad, leaf.facts, leaf.rate.dtype
         # The whole shape of a matrix that is split is not known here, nor whether to project it.
         if leaf.axis_name and projected_axis(grad.shape, facts, rank=0) is not None:
             raise ValueError(
@@ -166,15 +168,15 @@ def apollo(
             key = jax.random.fold_in(jax.random.key(seed), leaf.index)
             key = jax.random.fold_in(key, leaf.completed // update_gap)
             shape = projection_shape(grad.shape, facts, axis, rank)
-            low = project(grad, projection(key, shape, dtype), facts, axis)
+            low = project(grad, projection(key, shape, real), facts, axis)
         mu = b1 * mu + (1 - b1) * low
-        nu = b2 * nu + (1 - b2) * low * low
-        direction = mu / (jnp.sqrt(nu) + eps)
+        nu = b2 * nu + trust_ratio.real_product((1 - b2) * low, low)
+        direction = mu / (trust_ratio.root(nu) + eps)
         if axis is not None:
             direction, norm = limited(grad * factor(direction, low, facts, axis), norm, facts)
         count = leaf.count
         step_size = leaf.rate * (
-            jnp.sqrt(one_minus_power(b2, count, dtype)) / one_minus_power(b1, count, dtype)
+            jnp.sqrt(one_minus_power(b2, count, real)) / one_minus_power(b1, count, real)
         )
         change = -step_size * direction
         if facts.decay:
@@ -191,7 +193,7 @@ def apollo(
     def limited(
         scaled: jax.Array, previous: jax.Array, facts: ParameterFacts
     ) -> tuple[jax.Array, jax.Array]:
-        root = jnp.sqrt(jnp.asarray(scale, scaled.dtype))
+        root = jnp.sqrt(jnp.asarray(scale, trust_ratio.real_dtype(scaled)))
         if scale_front:
             scaled = root * scaled
         norm = trust_ratio.leaf_norm(scaled, facts)

@@ -66,7 +66,7 @@ def global_norm(grads: optax.Updates, axis_name: AxisName = None) -> jax.Array:
         axes = trust_ratio.axes_of(axis_name, path)
         norm = trust_ratio.leaf_norm(grad, ParameterFacts(), axis_name=axes)
         squares = squares + jnp.sum(norm) ** 2
-    return jnp.sqrt(squares)
+    return trust_ratio.root(squares)
 
 
 def check_max_norm(max_norm: Any) -> None:

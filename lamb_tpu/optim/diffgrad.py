@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from lamb_tpu.optim import checks, leafwise, parameters
+from lamb_tpu.optim import checks, leafwise, parameters, trust_ratio
 from lamb_tpu.optim.leafwise import one_minus_power
 from lamb_tpu.optim.parameters import Rules
 from lamb_tpu.optim.trust_ratio import AxisName, Readings
@@ -98,21 +98,23 @@ def diffgrad(
     checks.check_dtype("mu_dtype", mu_dtype)
     checks.check_dtype("nu_dtype", nu_dtype, squares=True)
 
-    def init_leaf(param, facts):
-        del facts
-        return tuple(leafwise.zeros_like(param, dtype) for dtype in (mu_dtype, nu_dtype, None))
+    def init_leaf(param, facts, axes):
+        del facts, axes
+        mu, nu = leafwise.zeros_like(param, mu_dtype), leafwise.zero_squares(param, nu_dtype)
+        return mu, nu, leafwise.zeros_like(param)
 
     def step_leaf(leaf, mu, nu, previous):
         grad, weights, facts = leaf.grad, leaf.weights, leaf.facts
         rate, completed, count = leaf.rate, leaf.completed, leaf.count
-        dtype = weights.dtype
+        dtype, real = weights.dtype, rate.dtype
         if facts.decay:
-            grad = grad + jnp.asarray(leafwise.at(weight_decay, completed), dtype) * weights
+            grad = grad + jnp.asarray(leafwise.at(weight_decay, completed), real) * weights
         mu = (b1 * mu.astype(dtype) + (1 - b1) * grad).astype(mu.dtype)
-        nu = (b2 * nu.astype(dtype) + (1 - b2) * grad * grad).astype(nu.dtype)
+        square = trust_ratio.real_product((1 - b2) * grad, grad)
+        nu = (b2 * nu.astype(real) + square).astype(nu.dtype)
         friction = jax.nn.sigmoid(jnp.abs(previous - grad))
-        correction = jnp.sqrt(one_minus_power(b2, count, dtype)) / one_minus_power(b1, count, dtype)
-        direction = friction * mu.astype(dtype) / (jnp.sqrt(nu.astype(dtype)) + eps)
+        correction = jnp.sqrt(one_minus_power(b2, count, real)) / one_minus_power(b1, count, real)
+        direction = friction * mu.astype(dtype) / (trust_ratio.root(nu.astype(real)) + eps)
         return -rate * correction * direction, (mu, nu, grad), None
 
     return leafwise.transform(

@@ -118,7 +118,7 @@ def lamb(
         \beta_2^t)`. The denominators are 1 where the moments are not corrected.
       cautious: only the elements of Adam's direction that have the sign of the gradient are kept,
         divided by the fraction of a layer's elements that are kept, or by 0.001 if that is more,
-        as in timm.
+        as in timm. Complex leaves have no signs, so they are refused.
       clip_global_norm: the l2 norm of all gradients together above which they are scaled down to
         it before anything else; 1.0 in the authors' code, not in the paper. None for no clipping.
       axis_name: the mesh axes over which leaves are split inside `shard_map` or `pmap`, see
@@ -155,29 +155,31 @@ def lamb(
     checks.check_dtype("mu_dtype", mu_dtype)
     checks.check_dtype("nu_dtype", nu_dtype, squares=True)
 
-    def init_leaf(param, facts):
-        return leafwise.zeros_like(param, mu_dtype), leafwise.zeros_like(param, nu_dtype)
+    def init_leaf(param, facts, axes):
+        del facts, axes
+        return leafwise.zeros_like(param, mu_dtype), leafwise.zero_squares(param, nu_dtype)
 
     def step_leaf(leaf, mu, nu):
         grad, weights, facts = leaf.grad, leaf.weights, leaf.facts
-        dtype = weights.dtype
+        dtype, real = weights.dtype, leaf.rate.dtype
         decays = decay if facts.decay else None
-        decayed = jnp.asarray(leafwise.at(weight_decay, leaf.completed), dtype) * weights
+        decayed = jnp.asarray(leafwise.at(weight_decay, leaf.completed), real) * weights
         if decays == "gradient":
             grad = grad + decayed
         newest = 1 - b1 if grad_averaging else 1
         mu = (b1 * mu.astype(dtype) + newest * grad).astype(mu.dtype)
-        nu = (b2 * nu.astype(dtype) + (1 - b2) * grad * grad).astype(nu.dtype)
+        square = trust_ratio.real_product((1 - b2) * grad, grad)
+        nu = (b2 * nu.astype(real) + square).astype(nu.dtype)
 
         def shares(base, newest, ahead):
             """What the moment and its newest term count for in the moment's estimate."""
             now = coming = 1.0
             if bias_correction == "moments":
-                now = 1 / one_minus_power(base, leaf.count, dtype)
+                now = 1 / one_minus_power(base, leaf.count, real)
             if not ahead:
                 return now, None
             if bias_correction == "moments":
-                coming = 1 / one_minus_power(base, optax.safe_increment(leaf.count), dtype)
+                coming = 1 / one_minus_power(base, optax.safe_increment(leaf.count), real)
             return base * coming, newest * now
 
         of_mu, of_grad = shares(b1, newest, nesterov != "none")
@@ -186,12 +188,12 @@ def lamb(
             of_nu = b2 * of_nu
 
         def adam(mu, nu):
-            mean, square = of_mu * mu.astype(dtype), of_nu * nu.astype(dtype)
+            mean, square = of_mu * mu.astype(dtype), of_nu * nu.astype(real)
             if of_grad is not None:
                 mean = mean + of_grad * grad
             if of_square is not None:
-                square = square + of_square * grad * grad
-            return mean / (jnp.sqrt(square + eps_root) + eps)
+                square = square + trust_ratio.real_product(of_square * grad, grad)
+            return mean / (trust_ratio.root(square + eps_root) + eps)
 
         kept = None
         if cautious:
@@ -221,8 +223,8 @@ def lamb(
             step = ratio * direction(*jax.lax.optimization_barrier((mu, nu)))
         length = leaf.rate
         if bias_correction == "step":
-            root = jnp.sqrt(one_minus_power(b2, leaf.count, dtype))
-            length = length * root / one_minus_power(b1, leaf.count, dtype)
+            root = jnp.sqrt(one_minus_power(b2, leaf.count, real))
+            length = length * root / one_minus_power(b1, leaf.count, real)
         update = -length * step
         if decays == "decoupled":
             update = update - leaf.rate * decayed
@@ -231,4 +233,5 @@ def lamb(
     return leafwise.transform(
         LambState, init_leaf, step_leaf, learning_rate, rules,
         clip_global_norm=clip_global_norm, axis_name=axis_name, collect=collect,
+        real_only="cautious" if cautious else None,
     )

@@ -153,7 +153,8 @@ def lars(
         if flag and denominator != "gradient":
             raise ValueError(f"{name} needs denominator 'gradient', not {denominator!r}")
 
-    def init_leaf(param, facts):
+    def init_leaf(param, facts, axes):
+        del facts, axes
         return (leafwise.zeros_like(param, momentum_dtype),)
 
     def layer_ratio(leaf, divisor, decay):
@@ -176,10 +177,10 @@ def lars(
         return factor if ratio is None else factor * ratio
 
     def step_leaf(leaf, buffer):
-        facts, dtype = leaf.facts, leaf.weights.dtype
+        facts, dtype, real = leaf.facts, leaf.weights.dtype, leaf.rate.dtype
         decay = 0.0
         if facts.decay:
-            decay = jnp.asarray(leafwise.at(weight_decay, leaf.completed), dtype)
+            decay = jnp.asarray(leafwise.at(weight_decay, leaf.completed), real)
         ratio = None
         if facts.adapt and denominator == "gradient":
             ratio, nonzero = layer_ratio(leaf, leaf.grad, decay)
@@ -197,7 +198,7 @@ def lars(
             summand = scaled(1.0, ratio) * summand
         share = 1 - dampening
         if not dampen_first:
-            share = jnp.where(leaf.completed == 0, 1.0, share).astype(dtype)
+            share = jnp.where(leaf.completed == 0, 1.0, share).astype(real)
         summand = share * summand
         total = momentum * buffer.astype(dtype) + summand
         direction = momentum * total + summand if nesterov else total

@@ -3,6 +3,10 @@
 An optimizer is two functions of one leaf: its initial buffers, and its step in float32. This file
 gives each leaf its facts and its learning rate, widens narrow dtypes and narrows the update again,
 clips by the global norm before anything else, counts updates and, where asked, reads out norms.
+
+Complex leaves are treated as Optax treats them: second moments and norms take |g|^2 and are real,
+whatever else is linear is complex. Gradients are to be given as directions of steepest ascent:
+`jax.grad` of a real loss gives the conjugates of those.
 """
 
 import math
@@ -20,7 +24,10 @@ from lamb_tpu.optim.trust_ratio import AxisName, MeshAxes, Readings
 
 
 class Leaf(NamedTuple):
-    """What a step sees of one leaf. Arrays are float32 at least (float64 for float64 leaves)."""
+    """What a step sees of one leaf. Arrays are float32 at least (float64 for float64 leaves).
+
+    The gradient and the weights of a complex leaf are complex; all else is real.
+    """
 
     grad: jax.Array
     weights: jax.Array
@@ -33,7 +40,8 @@ class Leaf(NamedTuple):
     axis_name: MeshAxes  # over which it is split, for norms and means
 
 
-InitLeaf = Callable[[jax.Array, ParameterFacts], tuple[Any, ...]]
+# (leaf, its facts, the bound mesh axes over which it is split) -> buffers
+InitLeaf = Callable[[jax.Array, ParameterFacts, MeshAxes], tuple[Any, ...]]
 # (leaf, *buffers) -> (update, buffers, the trust ratio, or None where there is none)
 StepLeaf = Callable[..., tuple[jax.Array, tuple[Any, ...], jax.Array | None]]
 
@@ -48,6 +56,7 @@ def transform(
     clip_global_norm: float | None = None,
     axis_name: AxisName = None,
     collect: bool = False,
+    real_only: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """A transform from functions of one leaf; its `update` ignores extra arguments.
 
@@ -62,9 +71,11 @@ def transform(
       axis_name: the mesh axes over which leaves are split inside `shard_map` or `pmap`, see
         `trust_ratio.scale_by_trust_ratio`.
       collect: keep `Readings` in the state.
+      real_only: the argument that has no meaning for complex leaves; None where all have.
 
     Raises:
-      ValueError: a negative learning rate, rules that are not rules, clip_global_norm not above 0.
+      ValueError: a negative learning rate, rules that are not rules, clip_global_norm not above 0;
+        from `init`, a complex leaf where `real_only` is given.
     """
     parameters.check_rules(rules)
     checks.check_flag("collect", collect)
@@ -80,7 +91,19 @@ def transform(
     def init_fn(params: optax.Params) -> Any:
         facts = parameters.resolve(params, rules)
         leaves, treedef = jax.tree.flatten(params)
-        rows = [init_leaf(p, f) for p, f in zip(leaves, jax.tree.leaves(facts), strict=True)]
+        rows = []
+        for path, param, fact in zip(
+            parameters.leaf_paths(params), leaves, jax.tree.leaves(facts), strict=True
+        ):
+            if real_only and jnp.iscomplexobj(param):
+                raise ValueError(
+                    f"{real_only} compares signs, which complex numbers do not have: the parameter "
+                    f"{path!r} is {jnp.result_type(param)}"
+                )
+            axes = trust_ratio.axes_of(axis_name, path)
+            # Outside shard_map, as where `placement.partition` asks for shapes, none is bound.
+            bound = axes if axes and trust_ratio.is_bound(axes) else None
+            rows.append(init_leaf(param, fact, bound))
         buffers = columns(treedef, rows, num_buffers)
         readings = trust_ratio.initial_readings(params, facts) if collect else None
         return state_type(jnp.zeros((), jnp.int32), *buffers, readings)
@@ -102,11 +125,11 @@ def transform(
             parameters.leaf_paths(params), jax.tree.leaves(params), grads,
             jax.tree.leaves(parameters.resolve(params, rules)), *buffers, strict=True,
         )):
-            dtype = trust_ratio.compute_dtype(param)
+            dtype, real = trust_ratio.compute_dtype(param), trust_ratio.real_dtype(param)
             grad, weights = grad.astype(dtype), jnp.asarray(param, dtype)
             if scale is not None:
-                grad = grad * scale.astype(dtype)
-            rate = jnp.asarray(step_size, dtype)
+                grad = grad * scale.astype(real)
+            rate = jnp.asarray(step_size, real)
             axes = trust_ratio.axes_of(axis_name, path)
             leaf = Leaf(grad, weights, facts, rate, state.count, index, count, path, axes)
             update, new, ratio = step_leaf(leaf, *old)
@@ -128,8 +151,18 @@ def at(value: optax.ScalarOrSchedule, completed: jax.Array) -> Any:
 
 
 def zeros_like(param: jax.Array, dtype: Any = None) -> jax.Array:
-    """Zeros for a buffer of a leaf, placed as it is; by default in the dtype of its arithmetic."""
+    """Zeros for a buffer of a leaf, placed as it is; by default in the dtype of its arithmetic.
+
+    A complex leaf has complex64 at least, as nothing narrower is complex.
+    """
+    if dtype is not None and jnp.iscomplexobj(param):
+        dtype = jnp.promote_types(dtype, jnp.complex64)
     return jnp.zeros_like(param, dtype=dtype or trust_ratio.compute_dtype(param))
+
+
+def zero_squares(param: jax.Array, dtype: Any = None) -> jax.Array:
+    """Zeros for second moments: as `zeros_like`, but real."""
+    return jnp.zeros_like(param, dtype=dtype or trust_ratio.real_dtype(param))
 
 
 def widen(tree: Any) -> Any:

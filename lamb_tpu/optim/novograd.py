@@ -156,12 +156,12 @@ def novograd(
     checks.check_dtype("mu_dtype", mu_dtype)
     checks.check_dtype("nu_dtype", nu_dtype, squares=True)
 
-    def init_leaf(param, facts):
+    def init_leaf(param, facts, axes):
         mu = leafwise.zeros_like(param, mu_dtype)
         if not facts.adapt:
             return mu, None, None
         # The norm gives its shape, and on a mesh its place.
-        nu = jnp.zeros_like(trust_ratio.leaf_norm(param, facts), dtype=nu_dtype)
+        nu = jnp.zeros_like(trust_ratio.leaf_norm(param, facts, axis_name=axes), dtype=nu_dtype)
         # Two arrays: a state in which one stands twice cannot be donated.
         return mu, nu, jnp.copy(nu) if amsgrad else None
 
@@ -175,7 +175,7 @@ def novograd(
     def factor(nu, count, dtype):
         """What a layer is multiplied by; 1 while its gradients have all been 0."""
         nu = leafwise.widen(nu)
-        root = jnp.sqrt(nu + eps_root) if norm == "l2" else jnp.hypot(nu, jnp.sqrt(eps_root))
+        root = trust_ratio.root(nu + eps_root) if norm == "l2" else jnp.hypot(nu, jnp.sqrt(eps_root))
         if bias_correction:
             root = root / jnp.sqrt(one_minus_power(b2, count, nu.dtype))
         return 1 / jnp.where(nu == 0, 1.0, root + eps).astype(dtype)
@@ -183,15 +183,15 @@ def novograd(
     def step_leaf(leaf, mu, nu, nu_max):
         grad, weights, facts = leaf.grad, leaf.weights, leaf.facts
         rate, completed, count = leaf.rate, leaf.completed, leaf.count
-        dtype = weights.dtype
-        decayed = jnp.asarray(leafwise.at(weight_decay, completed), dtype) * weights
+        dtype, real = weights.dtype, rate.dtype
+        decayed = jnp.asarray(leafwise.at(weight_decay, completed), real) * weights
 
         ratio = None
         if facts.adapt:
             nu = second_moment(leaf, nu)
             if amsgrad:
                 nu_max = jnp.maximum(nu_max, nu)
-            ratio = factor(nu_max if amsgrad else nu, count, dtype)
+            ratio = factor(nu_max if amsgrad else nu, count, real)
 
         summand = grad
         if facts.adapt and normalise == "gradient":
@@ -201,14 +201,14 @@ def novograd(
         if grad_averaging == "all":
             summand = (1 - b1) * summand
         elif grad_averaging == "after_first":
-            summand = jnp.where(completed == 0, 1.0, 1 - b1).astype(dtype) * summand
+            summand = jnp.where(completed == 0, 1.0, 1 - b1).astype(real) * summand
         if lr_in_momentum:
             summand = rate * summand
         total = b1 * mu.astype(dtype) + summand
 
         direction = total
         if bias_correction:
-            direction = direction / one_minus_power(b1, count, dtype)
+            direction = direction / one_minus_power(b1, count, real)
         if facts.adapt and normalise == "momentum":
             direction = ratio * direction
         if not lr_in_momentum:

@@ -88,7 +88,7 @@ def rmsprop_tf(
       nesterov: step along :math:`\mu b_t` plus this update's own summand, not along :math:`b_t`.
       cautious: only the elements of the step that have the sign of the gradient are kept, divided
         by the fraction of a layer's elements that are kept, or by 0.001 if that is more, as in
-        timm.
+        timm. Complex leaves have no signs, so they are refused.
       weight_decay: :math:`\lambda`, a number or a schedule of the count of completed updates.
         EfficientNet's code adds half of 1e-5 times the squares of all but BatchNorm's parameters
         to the loss, which is a weight decay of 1e-5 in the gradient.
@@ -130,9 +130,9 @@ def rmsprop_tf(
     checks.check_dtype("nu_dtype", nu_dtype, squares=True)
     keeps_momentum = isinstance(momentum, jax.Array) or momentum != 0
 
-    def init_leaf(param, facts):
-        del facts
-        nu = leafwise.zeros_like(param, nu_dtype)
+    def init_leaf(param, facts, axes):
+        del facts, axes
+        nu = leafwise.zero_squares(param, nu_dtype)
         mean = leafwise.zeros_like(param) if centered else None
         buffer = leafwise.zeros_like(param, momentum_dtype) if keeps_momentum else None
         return jnp.full_like(nu, initial_scale), mean, buffer
@@ -143,21 +143,23 @@ def rmsprop_tf(
     def step_leaf(leaf, nu, mean, buffer):
         grad, weights, facts = leaf.grad, leaf.weights, leaf.facts
         rate, completed = leaf.rate, leaf.completed
-        dtype = weights.dtype
-        decayed = jnp.asarray(leafwise.at(weight_decay, completed), dtype) * weights
+        dtype, real = weights.dtype, rate.dtype
+        decayed = jnp.asarray(leafwise.at(weight_decay, completed), real) * weights
         if facts.decay and decay == "gradient":
             grad = grad + decayed
         correction = 1.0
         if bias_correction:
-            correction = 1 / one_minus_power(b2, leaf.count, dtype)
+            correction = 1 / one_minus_power(b2, leaf.count, real)
 
-        nu = average(nu, grad * grad)
-        square = correction * nu.astype(dtype)
+        nu = average(nu, trust_ratio.real_product(grad, grad))
+        square = correction * nu.astype(real)
         if centered:
             mean = average(mean, grad)
             # Rounding can take the difference, a variance, below 0.
-            square = jnp.maximum(square - (correction * mean) ** 2, 0.0)
-        summand = grad / (jnp.sqrt(square + eps) if eps_in_root else jnp.sqrt(square) + eps)
+            center = correction * mean
+            square = jnp.maximum(square - trust_ratio.real_product(center, center), 0.0)
+        root = trust_ratio.root
+        summand = grad / (root(square + eps) if eps_in_root else root(square) + eps)
 
         if lr_in_momentum:
             summand = rate * summand
@@ -179,4 +181,5 @@ def rmsprop_tf(
     return leafwise.transform(
         RmspropTfState, init_leaf, step_leaf, learning_rate, rules,
         clip_global_norm=clip_global_norm, axis_name=axis_name, collect=collect,
+        real_only="cautious" if cautious else None,
     )

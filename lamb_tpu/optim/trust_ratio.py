@@ -10,7 +10,8 @@ code: where :math:`\|w\|` or :math:`\|u\|` is exactly 0 the ratio is `zero_ratio
 that a zero-initialised tensor leaves zero by the base optimizer's plain step.
 
 Norms are computed in float32 whatever the dtype of the leaf (float64 for a float64 leaf), so
-float16 and bfloat16 tensors do not overflow or lose small terms. Under `jit` with shardings they
+float16 and bfloat16 tensors do not overflow or lose small terms; of a complex leaf they are real,
+:math:`\|z\|^2 = \sum |z_i|^2`. Under `jit` with shardings they
 are norms of the whole tensor by themselves. Inside `shard_map` or `pmap`, where a program sees
 its own shard only, `axis_name` tells over which mesh axes each leaf is split, see `AxisName`: sums
 are then taken over those.
@@ -27,7 +28,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax.sharding import AxisType
 
 from lamb_tpu.optim import checks, parameters
 from lamb_tpu.optim.parameters import ParameterFacts, Rules
@@ -167,6 +170,8 @@ def leaf_norm(
 ) -> jax.Array:
     """The norm of each of a leaf's layers: float32, size 1 along the axes that are reduced.
 
+    The derivative of an l2 norm at 0 is 0, not NaN.
+
     Raises ValueError when `axis_name` is given where no such axis is bound.
     """
     leaf = jnp.asarray(leaf)
@@ -175,9 +180,9 @@ def leaf_norm(
     if norm == "linf":
         value = jnp.max(jnp.abs(leaf), axis=axes, keepdims=True, initial=0.0)
         return over(jax.lax.pmax, value, axis_name)
-    terms = jnp.abs(leaf) if norm == "l1" else leaf * leaf
+    terms = jnp.abs(leaf) if norm == "l1" else real_product(leaf, leaf)
     value = over(jax.lax.psum, _sum(terms, axes), axis_name)
-    return jnp.sqrt(value) if norm == "l2" else value
+    return root(value) if norm == "l2" else value
 
 
 def leaf_mean(leaf: jax.Array, facts: ParameterFacts, axis_name: MeshAxes = None) -> jax.Array:
@@ -194,13 +199,48 @@ def over(collective: Callable[..., Any], value: Any, axis_name: MeshAxes) -> Any
     """
     if not axis_name:
         return value
-    try:
-        return collective(value, axis_name)
-    except NameError:
+    if not is_bound(axis_name):
         raise ValueError(
             f"axis_name {axis_name!r} is not bound here: give it inside shard_map or pmap over "
             "that axis, and leave it out under jit"
-        ) from None
+        )
+    return collective(value, axis_name)
+
+
+def is_bound(axis_name: str | tuple[str, ...]) -> bool:
+    """Returns True inside `shard_map` or `pmap` over the mesh axes."""
+    try:
+        jax.lax.axis_size(axis_name)
+    except NameError:
+        return False
+    return True
+
+
+@jax.custom_jvp
+def root(value: jax.Array) -> jax.Array:
+    """The square root of values >= 0, with the derivative 0 at 0, where that of `sqrt` is inf.
+
+    What is squared below a root has the derivative 0 there, and inf * 0 would be NaN.
+    """
+    return jnp.sqrt(value)
+
+
+@root.defjvp
+def _root_jvp(
+    primals: tuple[jax.Array], tangents: tuple[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    (value,), (tangent,) = primals, tangents
+    result = root(value)
+    at_zero = value == 0.0
+    slope = tangent / (2.0 * jnp.where(at_zero, 1.0, result))
+    return result, jnp.where(at_zero, 0.0, slope)
+
+
+def real_product(a: jax.Array, b: jax.Array) -> jax.Array:
+    """The product of real arrays; of complex ones the real part of a times the conjugate of b."""
+    if jnp.iscomplexobj(a) or jnp.iscomplexobj(b):
+        return a.real * b.real + a.imag * b.imag
+    return a * b
 
 
 @functools.partial(jax.jit, static_argnums=1, inline=True)
@@ -291,10 +331,15 @@ def leaf_readings(
 
 
 def _whole(reading: jax.Array) -> jax.Array:
-    # On an Explicit mesh a reading would follow a layer axis that is split, and not keep the type
-    # that it began with. It is whole on each device, as `placement.partition` has it.
-    if any(jax.typeof(reading).sharding.spec):
-        reading = jax.sharding.reshard(reading, jax.sharding.PartitionSpec())
+    # A reading would follow a layer axis that is split, and `jit` compile the next update anew for
+    # a state that is placed, or on an Explicit mesh typed, otherwise than this one was. It is whole
+    # on each device, as `placement.partition` has it.
+    sharding = jax.typeof(reading).sharding
+    whole = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
+    if any(sharding.spec):
+        reading = jax.sharding.reshard(reading, whole)
+    if AxisType.Auto in sharding.mesh.axis_types and isinstance(reading, jax.core.Tracer):
+        reading = jax.lax.with_sharding_constraint(reading, whole)
     return reading
 
 
@@ -310,8 +355,13 @@ def collected_shape(leaf: jax.Array, facts: ParameterFacts) -> tuple[int, ...]:
 
 
 def compute_dtype(leaf: Any) -> jnp.dtype:
-    """The dtype in which a leaf's arithmetic is done: at least float32."""
+    """The dtype in which a leaf's arithmetic is done: at least float32, complex for complex."""
     return jnp.promote_types(jnp.result_type(leaf), jnp.float32)
+
+
+def real_dtype(leaf: Any) -> jnp.dtype:
+    """The real dtype of the same width, for norms, rates and second moments."""
+    return np.zeros((), compute_dtype(leaf)).real.dtype
 
 
 def require_params(params: optax.Params) -> None:

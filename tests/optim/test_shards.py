@@ -157,3 +157,57 @@ def test_norms_of_all_leaves_share_an_all_reduce(name, clip, count):
         leaves, jax.eval_shape(tx.init, leaves), leaves)
     assert lowered.as_text().count("stablehlo.all_reduce") >= 9
     assert len(re.findall(r" all-reduce(?:-start)?\(", lowered.compile().as_text())) == count
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_init_inside_shard_map_makes_the_state_that_is_made_outside(name):
+    specs = WHOLE_MATRICES if name.startswith("apollo") else SPECS
+    tx, params = BUILDS[name](axis_name=axes_by_path(specs)), draw(0)
+
+    def init_and_step(params, grads):
+        state = tx.init(params)
+        return state, step_of(tx)(params, state, grads)[0]
+
+    state_specs = partition(tx, params, specs)
+    inside = jax.jit(jax.shard_map(  # with check_vma, which has to see that norms are whole
+        init_and_step, mesh=MESH, in_specs=(specs, specs), out_specs=(state_specs, specs)))
+    state, found = inside(params, draw(1))
+    outside = tx.init(params)
+    assert_close(state, outside)
+    assert_close(found, jax.jit(step_of(BUILDS[name]()))(params, outside, draw(1))[0])
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("name", [name for name in BUILDS if not name.startswith("stochastic")])
+def test_an_axis_that_is_not_bound_is_named(name, check_vma):
+    tx = BUILDS[name](axis_name="modle")
+    params = {"layers": jnp.ones((2, 8)), "bias": jnp.ones(8), "rest": jnp.ones(8)}
+    step = jax.shard_map(
+        lambda params: tx.update(params, tx.init(params), params)[0],
+        mesh=MESH, in_specs=P(), out_specs=P(), check_vma=check_vma)
+    with pytest.raises(ValueError, match="axis_name 'modle' is not bound here: give it inside"):
+        step(params)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("name", [name for name in PLAIN if takes(name, "collect")])
+def test_collecting_a_stack_split_by_layers_compiles_nothing_more(name, axis_type):
+    mesh = jax.make_mesh((8,), ("layers",), axis_types=(axis_type,))
+    shardings = {"stack": jax.NamedSharding(mesh, P("layers")), "bias": jax.NamedSharding(mesh, P())}
+    params = jax.device_put({"stack": jnp.ones((8, 4, 6)), "bias": jnp.ones(3)}, shardings)
+
+    def compilations(collect):
+        tx = PLAIN[name](0.1, rules=[("stack", {"layer_axes": (0,)}), ("", {})], collect=collect)
+        placed = partition(tx, params, shardings)
+        state = jax.jit(tx.init, out_shardings=placed)(params)
+        update = jax.jit(tx.update)
+        for _ in range(3):
+            updates, state = update(params, state, params)
+        for tree, expected in ((updates, shardings), (state, placed)):
+            assert jax.tree.all(
+                jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s, x.ndim), tree, expected))
+        return update._cache_size()
+
+    # JAX writes P() as P(None) on an Explicit mesh, and counts that as another placement.
+    expected = 1 if axis_type == AxisType.Auto else compilations(collect=False)
+    assert compilations(collect=True) == expected
