@@ -81,7 +81,7 @@ def adagrad_norm(
     def decayed(grad, weights, facts, completed):
         if not facts.decay:
             return grad
-        return grad + jnp.asarray(leafwise.at(weight_decay, completed), grad.dtype) * weights
+        return grad + leafwise.decay_at(weight_decay, facts, completed, grad.dtype) * weights
 
     def init_leaf(param, facts):
         norm = trust_ratio.leaf_norm(param, facts)  # for its shape and its place on a mesh

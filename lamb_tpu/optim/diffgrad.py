@@ -107,7 +107,7 @@ def diffgrad(
         rate, completed, count = leaf.rate, leaf.completed, leaf.count
         dtype = weights.dtype
         if facts.decay:
-            grad = grad + jnp.asarray(leafwise.at(weight_decay, completed), dtype) * weights
+            grad = grad + leafwise.decay_at(weight_decay, facts, completed, dtype) * weights
         mu = (b1 * mu.astype(dtype) + (1 - b1) * grad).astype(mu.dtype)
         nu = (b2 * nu.astype(dtype) + (1 - b2) * grad * grad).astype(nu.dtype)
         friction = jax.nn.sigmoid(jnp.abs(previous - grad))

@@ -162,7 +162,7 @@ def lamb(
         grad, weights, facts = leaf.grad, leaf.weights, leaf.facts
         dtype = weights.dtype
         decays = decay if facts.decay else None
-        decayed = jnp.asarray(leafwise.at(weight_decay, leaf.completed), dtype) * weights
+        decayed = leafwise.decay_at(weight_decay, facts, leaf.completed, dtype) * weights
         if decays == "gradient":
             grad = grad + decayed
         newest = 1 - b1 if grad_averaging else 1

@@ -179,7 +179,7 @@ def lars(
         facts, dtype = leaf.facts, leaf.weights.dtype
         decay = 0.0
         if facts.decay:
-            decay = jnp.asarray(leafwise.at(weight_decay, leaf.completed), dtype)
+            decay = leafwise.decay_at(weight_decay, facts, leaf.completed, dtype)
         ratio = None
         if facts.adapt and denominator == "gradient":
             ratio, nonzero = layer_ratio(leaf, leaf.grad, decay)

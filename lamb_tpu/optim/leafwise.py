@@ -25,7 +25,7 @@ class Leaf(NamedTuple):
     grad: jax.Array
     weights: jax.Array
     facts: ParameterFacts
-    rate: jax.Array  # (): the learning rate of this update
+    rate: jax.Array  # (): the learning rate of this update, times the leaf's rate factor
     completed: jax.Array  # int32, (): updates before this one
     index: int  # the leaf's place in jax.tree.leaves(params)
     count: jax.Array  # int32, (): updates with this one
@@ -104,6 +104,8 @@ def transform(
             if scale is not None:
                 grad = grad * scale.astype(dtype)
             rate = jnp.asarray(step_size, dtype)
+            if facts.rate_factor != 1.0:
+                rate = rate * facts.rate_factor
             axes = trust_ratio.axes_of(axis_name, path)
             leaf = Leaf(grad, weights, facts, rate, state.count, index, count, path, axes)
             update, new, ratio = step_leaf(leaf, *old)
@@ -122,6 +124,14 @@ def transform(
 def at(value: optax.ScalarOrSchedule, completed: jax.Array) -> Any:
     """A hyper-parameter that may be a schedule, at an update."""
     return value(completed) if callable(value) else value
+
+
+def decay_at(
+    weight_decay: optax.ScalarOrSchedule, facts: ParameterFacts, completed: jax.Array, dtype: Any
+) -> jax.Array:
+    """A leaf's weight decay at an update: the number or the schedule's, times its factor."""
+    decay = jnp.asarray(at(weight_decay, completed), dtype)
+    return decay if facts.decay_factor == 1.0 else decay * facts.decay_factor
 
 
 def zeros_like(param: jax.Array, dtype: Any = None) -> jax.Array:

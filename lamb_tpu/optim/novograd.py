@@ -183,7 +183,7 @@ def novograd(
         grad, weights, facts = leaf.grad, leaf.weights, leaf.facts
         rate, completed, count = leaf.rate, leaf.completed, leaf.count
         dtype = weights.dtype
-        decayed = jnp.asarray(leafwise.at(weight_decay, completed), dtype) * weights
+        decayed = leafwise.decay_at(weight_decay, facts, completed, dtype) * weights
 
         ratio = None
         if facts.adapt:

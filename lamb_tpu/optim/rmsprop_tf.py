@@ -144,7 +144,7 @@ def rmsprop_tf(
         grad, weights, facts = leaf.grad, leaf.weights, leaf.facts
         rate, completed = leaf.rate, leaf.completed
         dtype = weights.dtype
-        decayed = jnp.asarray(leafwise.at(weight_decay, completed), dtype) * weights
+        decayed = leafwise.decay_at(weight_decay, facts, completed, dtype) * weights
         if facts.decay and decay == "gradient":
             grad = grad + decayed
         correction = 1.0

@@ -13,10 +13,14 @@ SCALING_RULES: dict[str, Callable[[float], float]] = {
 }
 
 # Optimizers by the names they have in a config. Those without second moments for every element
-# (LARS; NovoGrad, APOLLO and AdaGrad-Norm) are not here: the theory does not speak of them.
+# (LARS, NovoGrad, APOLLO, AdaGrad-Norm, Lion, Adafactor, Muon) are not here: the theory does not
+# speak of them.
 RANDOM_MATRIX_RULES: dict[str, str] = {
     **dict.fromkeys(("sgd", "momentum", "nesterov"), "linear"),
-    **dict.fromkeys(("adam", "adamw", "adagrad", "diffgrad", "lamb", "rmsprop_tf"), "sqrt"),
+    **dict.fromkeys(
+        ("adam", "adamw", "adagrad", "diffgrad", "lamb", "rmsprop_tf", "schedule_free_adamw"),
+        "sqrt",
+    ),
 }
 
 
