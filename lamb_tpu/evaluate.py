@@ -33,6 +33,7 @@ from lamb_tpu.checkpoint import Checkpoints
 from lamb_tpu.config import base_config, check_keys, unflatten
 from lamb_tpu.errors import UserError
 from lamb_tpu.metrics import fetched, mean_metrics
+from lamb_tpu.optim import schedule_free
 from lamb_tpu.parallel import mesh as mesh_lib
 from lamb_tpu.parallel import step as step_lib
 from lamb_tpu.parallel.state import TrainState
@@ -52,7 +53,8 @@ def make_evaluator(
     What it runs is compiled here, not in the time of the first evaluation.
 
     Each example counts exactly once, whatever the batch size and the number of devices and
-    processes. Where the state has moving averages of the weights, their metrics are there too, as
+    processes. An optimizer that keeps weights for evaluation, as `schedule_free_adamw`, is evaluated
+    at those. Where the state has moving averages of the weights, their metrics are there too, as
     'ema_accuracy' beside 'accuracy'.
 
     Args:
@@ -75,13 +77,20 @@ def make_evaluator(
         lambda averages: jax.tree.map(lambda e, x: e.astype(x.dtype), averages, weights),
         out_shardings=jax.tree.map(lambda leaf: leaf.sharding, weights),
     )
+    # So may the weights that an optimizer keeps for evaluation.
+    opt_state, at = run.abstract_state.opt_state, None
+    if schedule_free.keeps_evaluation_params(opt_state):
+        places = jax.tree.map(lambda leaf: leaf.sharding, weights[0])
+        at = jax.jit(schedule_free.evaluation_params, out_shardings=places)
+        at.lower(opt_state, weights[0]).compile()
     for step in (eval_step, predict_step) if is_scored else (eval_step,):
         step.lower(*weights, run.abstract_eval_batch()).compile()
     if run.abstract_state.ema is not None:
         place.lower(run.abstract_state.ema).compile()
 
     def evaluate(state: TrainState) -> dict[str, float]:
-        models = {"": (state.params, state.model_state)}
+        params = state.params if at is None else at(state.opt_state, state.params)
+        models = {"": (params, state.model_state)}
         if state.ema is not None:
             models["ema_"] = place(state.ema)
         outputs: dict[str, list[Any]] = {prefix: [] for prefix in models}

@@ -272,6 +272,11 @@ def resolve_optimizer(
 
     if recipe.weight_decay is not None:
         fields["weight_decay"] = recipe.weight_decay
+    if fields.get("name") == "schedule_free_adamw" and config.ema.decay > 0:
+        raise UserError(
+            f"config.ema.decay is {config.ema.decay:g}, but the optimizer schedule_free_adamw keeps "
+            "an average of the weights itself, at which it is evaluated; it must be 0"
+        )
     with naming("config.optimizer"):
         if fields.get("axis_name") is not None:
             raise UserError("axis_name has no meaning in a config: config.parallel decides it")

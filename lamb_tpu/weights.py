@@ -10,7 +10,7 @@ from typing import Any
 import flax.traverse_util
 import jax
 import numpy as np
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from lamb_tpu.checkpoint import Checkpoints
 from lamb_tpu.data.text import saved
@@ -20,7 +20,7 @@ from lamb_tpu.models import bert_huggingface
 from lamb_tpu.models.bert import BertConfig
 from lamb_tpu.models.bert_huggingface import CONFIG, WEIGHTS
 from lamb_tpu.models.convert import NETWORKS, from_timm
-from lamb_tpu.optim import parameters
+from lamb_tpu.optim import parameters, schedule_free
 from lamb_tpu.workdir import Workdir
 
 # What a state has that can be taken from it; of Hugging Face there are the parameters alone.
@@ -41,7 +41,8 @@ class Weights:
         `jax.ShapeDtypeStruct`s.
       updates_before: see `recipe.Recipe`.
       read: takes a part of `shapes` with shardings (some keys of its dicts; dtypes may differ) and
-        returns the arrays.
+        returns the arrays. Parameters without the optimizer's state are those of an evaluation, see
+        `optim.evaluation_params`.
       pixels: mean and deviation, a number a channel, of the pixels 0 ... 255 that the network takes
         normalised by them; None where nothing tells.
     """
@@ -250,9 +251,26 @@ def _of_run(
     }
     record = workdir.read_init()
 
+    averages = schedule_free.keeps_evaluation_params(shapes.get("opt_state"))
+
     def read(wanted: Mapping[str, Any]) -> dict[str, Any]:
+        wanted, averaged = dict(wanted), averages and {"params", "opt_state"} & set(wanted)
+        if averaged == {"params"}:
+            place = next(leaf.sharding for leaf in jax.tree.leaves(wanted["params"]))
+            if isinstance(place, NamedSharding):
+                place = place.update(spec=PartitionSpec())
+            wanted["opt_state"] = jax.tree.map(
+                lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+                shapes["opt_state"],
+            )
         with checkpoints() as there:
-            return there.restore_part(newest, dict(wanted))
+            found = there.restore_part(newest, wanted)
+        if averaged == {"params"}:
+            places = jax.tree.map(lambda leaf: leaf.sharding, wanted["params"])
+            found["params"] = jax.jit(schedule_free.evaluation_params, out_shardings=places)(
+                found.pop("opt_state"), found["params"]
+            )
+        return found
 
     return Weights(
         workdir.path,

@@ -42,6 +42,7 @@ from lamb_tpu.optim.refinement import refined_schedule
 from lamb_tpu.optim.rmsprop_tf import RmspropTfState, rmsprop_tf
 from lamb_tpu.optim.rounding import StochasticRoundingState, stochastic_rounding
 from lamb_tpu.optim.scaling import legw, scale_learning_rate
+from lamb_tpu.optim.schedule_free import evaluation_params
 from lamb_tpu.optim.schedules import exponential_decay, phases, step_decay, warmup
 from lamb_tpu.optim.trust_ratio import TrustRatioState, scale_by_trust_ratio
 
@@ -49,8 +50,9 @@ __all__ = [
     "AdagradNormState", "ApolloState", "DiffgradState", "Duration", "LambState", "LarsState",
     "NovogradState", "ParameterFacts", "RmspropTfState", "StochasticRoundingState",
     "TrustRatioState", "adagrad_norm", "apollo", "clip_global_norm", "clipping", "diffgrad",
-    "durations", "exponential_decay", "factory", "lamb", "lars", "leafwise", "legw",
-    "make_optimizer", "novograd", "parameters", "phases", "placement", "preset", "presets",
-    "readings", "refined_schedule", "rmsprop_tf", "scale_by_trust_ratio", "scale_learning_rate",
-    "scaling", "schedules", "step_decay", "stochastic_rounding", "trust_ratio", "warmup",
+    "durations", "evaluation_params", "exponential_decay", "factory", "lamb", "lars",
+    "leafwise", "legw", "make_optimizer", "novograd", "parameters", "phases", "placement",
+    "preset", "presets", "readings", "refined_schedule", "rmsprop_tf", "scale_by_trust_ratio",
+    "scale_learning_rate", "scaling", "schedules", "step_decay", "stochastic_rounding",
+    "trust_ratio", "warmup",
 ]

@@ -43,7 +43,7 @@ def apollo(
     b1: float = 0.9,
     b2: float = 0.999,
     eps: float = 1e-6,
-    weight_decay: float = 0.0,
+    weight_decay: optax.ScalarOrSchedule = 0.0,
     growth_limit: float | None = 1.01,
     scale_front: bool = False,
     seed: int = 0,
@@ -106,7 +106,8 @@ def apollo(
       b2: :math:`\beta_2`; 0.999 in the authors' code.
       eps: :math:`\epsilon`, beside the root of moments without bias correction; 1e-6 in the
         authors' code.
-      weight_decay: :math:`\lambda`, applied to the new weights; 0 in the authors' code.
+      weight_decay: :math:`\lambda`, a number or a schedule of the count of completed updates,
+        applied to the new weights; 0 in the authors' code.
       growth_limit: :math:`\gamma`, at least 1; 1.01 in the authors' code. None for no limit.
       scale_front: multiply by :math:`\sqrt\alpha` before the norms are compared. By the formula it
         matters only where they are so small that the 1e-8 counts.
@@ -127,13 +128,11 @@ def apollo(
     """
     checks.check_choice("scaling", scaling, SCALINGS)
     checks.check_flag("scale_front", scale_front)
-    if not isinstance(rank, int) or rank < 1:
-        raise ValueError(f"rank must be a whole number of at least 1, not {rank!r}")
-    for name, value, lowest in (("update_gap", update_gap, 1), ("seed", seed, 0)):
-        if not isinstance(value, jax.Array) and not (isinstance(value, int) and value >= lowest):
-            raise ValueError(f"{name} must be a whole number of at least {lowest}, not {value!r}")
-    for name, value in (("scale", scale), ("eps", eps), ("weight_decay", weight_decay)):
+    for name, value, lowest in (("rank", rank, 1), ("update_gap", update_gap, 1), ("seed", seed, 0)):
+        checks.check_whole(name, value, lowest)
+    for name, value in (("scale", scale), ("eps", eps)):
         checks.check_range(name, value)
+    checks.check_schedule("weight_decay", weight_decay)
     checks.check_range("b1", b1, upper=1.0)
     checks.check_range("b2", b2, upper=1.0)
     if growth_limit is not None:
@@ -180,7 +179,8 @@ def apollo(
         )
         change = -step_size * direction
         if facts.decay:
-            change = change - leaf.rate * weight_decay * (leaf.weights + change)
+            decay = leafwise.decay_at(weight_decay, facts, leaf.completed, real)
+            change = change - leaf.rate * decay * (leaf.weights + change)
         return change, (mu, nu, norm), None
 
     def factor(

@@ -93,8 +93,7 @@ def diffgrad(
     checks.check_range("b1", b1, upper=1.0)
     checks.check_range("b2", b2, upper=1.0)
     checks.check_range("eps", eps)
-    if not callable(weight_decay):
-        checks.check_range("weight_decay", weight_decay)
+    checks.check_schedule("weight_decay", weight_decay)
     checks.check_dtype("mu_dtype", mu_dtype)
     checks.check_dtype("nu_dtype", nu_dtype, squares=True)
 
@@ -108,7 +107,7 @@ def diffgrad(
         rate, completed, count = leaf.rate, leaf.completed, leaf.count
         dtype, real = weights.dtype, rate.dtype
         if facts.decay:
-            grad = grad + jnp.asarray(leafwise.at(weight_decay, completed), real) * weights
+            grad = grad + leafwise.decay_at(weight_decay, facts, completed, real) * weights
         mu = (b1 * mu.astype(dtype) + (1 - b1) * grad).astype(mu.dtype)
         square = trust_ratio.real_product((1 - b2) * grad, grad)
         nu = (b2 * nu.astype(real) + square).astype(nu.dtype)

@@ -8,15 +8,17 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from lamb_tpu.optim import checks, clipping, leafwise, parameters, presets, rounding, trust_ratio
+from lamb_tpu.optim import baselines, clipping, parameters, presets, rounding
 from lamb_tpu.optim.adagrad_norm import adagrad_norm
 from lamb_tpu.optim.apollo import apollo
 from lamb_tpu.optim.diffgrad import diffgrad
 from lamb_tpu.optim.lamb import lamb
 from lamb_tpu.optim.lars import lars
+from lamb_tpu.optim.muon import muon
 from lamb_tpu.optim.novograd import novograd
 from lamb_tpu.optim.parameters import Rules
 from lamb_tpu.optim.rmsprop_tf import rmsprop_tf
+from lamb_tpu.optim.schedule_free import schedule_free_adamw
 
 
 def make_optimizer(
@@ -46,9 +48,11 @@ def make_optimizer(
     Raises:
       ValueError: an unknown name or argument, or a value that the optimizer refuses.
     """
+    if not hasattr(config, "items"):
+        raise ValueError(f"config must be a mapping with the key 'name', not {config!r}")
     arguments = dict(config.items())
     name = arguments.pop("name", None)
-    if name not in OPTIMIZERS:
+    if not isinstance(name, str) or name not in OPTIMIZERS:
         known = ", ".join(OPTIMIZERS)
         raise ValueError(f"the optimizer's name {name!r} is unknown; known: {known}")
     preset = arguments.pop("preset", None)
@@ -73,7 +77,7 @@ def make_optimizer(
     seed = common["stochastic_rounding"]
     if seed is None or seed is False:
         return tx
-    if not isinstance(seed, int) or seed < 0:
+    if type(seed) is not int and seed is not True or seed < 0:
         raise ValueError(
             f"stochastic_rounding must be True, False or a seed of at least 0, not {seed!r}"
         )
@@ -84,79 +88,6 @@ def make_optimizer(
     return rounding.stochastic_rounding(tx, 0 if seed is True else seed, common["axis_name"])
 
 
-def sgd(
-    learning_rate: optax.ScalarOrSchedule,
-    weight_decay: float = 0.0,
-    rules: Rules = parameters.DEFAULT_RULES,
-) -> optax.GradientTransformation:
-    """Plain SGD; the decay is added to the gradient where the rules say so."""
-    _check(learning_rate)
-    return _with_l2(optax.sgd(learning_rate), weight_decay, rules)
-
-
-def momentum(
-    learning_rate: optax.ScalarOrSchedule,
-    momentum: float = 0.9,
-    weight_decay: float = 0.0,
-    rules: Rules = parameters.DEFAULT_RULES,
-) -> optax.GradientTransformation:
-    """SGD with momentum, the learning rate outside the buffer; decay as in `sgd`."""
-    _check(learning_rate, below_one={"momentum": momentum})
-    return _with_l2(optax.sgd(learning_rate, momentum), weight_decay, rules)
-
-
-def nesterov(
-    learning_rate: optax.ScalarOrSchedule,
-    momentum: float = 0.9,
-    weight_decay: float = 0.0,
-    rules: Rules = parameters.DEFAULT_RULES,
-) -> optax.GradientTransformation:
-    """SGD with Nesterov's momentum; decay as in `sgd`."""
-    _check(learning_rate, below_one={"momentum": momentum})
-    return _with_l2(optax.sgd(learning_rate, momentum, nesterov=True), weight_decay, rules)
-
-
-def adam(
-    learning_rate: optax.ScalarOrSchedule,
-    b1: float = 0.9,
-    b2: float = 0.999,
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-    rules: Rules = parameters.DEFAULT_RULES,
-) -> optax.GradientTransformation:
-    """Adam; decay as in `sgd`, that is L2 regularisation."""
-    _check(learning_rate, below_one={"b1": b1, "b2": b2}, eps=eps)
-    return _with_l2(optax.adam(learning_rate, b1, b2, eps), weight_decay, rules)
-
-
-def adamw(
-    learning_rate: optax.ScalarOrSchedule,
-    b1: float = 0.9,
-    b2: float = 0.999,
-    eps: float = 1e-8,
-    weight_decay: float = 0.01,
-    rules: Rules = parameters.DEFAULT_RULES,
-) -> optax.GradientTransformation:
-    """Adam with decay outside the moments, times the learning rate, where the rules say so."""
-    _check(learning_rate, below_one={"b1": b1, "b2": b2}, eps=eps, weight_decay=weight_decay)
-    return _in_float32(
-        optax.adamw(learning_rate, b1, b2, eps, weight_decay=weight_decay, mask=_decays(rules))
-    )
-
-
-def adagrad(
-    learning_rate: optax.ScalarOrSchedule,
-    initial_accumulator_value: float = 0.1,
-    eps: float = 1e-7,
-    weight_decay: float = 0.0,
-    rules: Rules = parameters.DEFAULT_RULES,
-) -> optax.GradientTransformation:
-    """Adagrad; decay as in `sgd`."""
-    _check(learning_rate, initial_accumulator_value=initial_accumulator_value, eps=eps)
-    inner = optax.adagrad(learning_rate, initial_accumulator_value, eps)
-    return _with_l2(inner, weight_decay, rules)
-
-
 OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
     "lamb": lamb,
     "lars": lars,
@@ -165,59 +96,14 @@ OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
     "rmsprop_tf": rmsprop_tf,
     "adagrad_norm": adagrad_norm,
     "apollo": apollo,
-    "sgd": sgd,
-    "momentum": momentum,
-    "nesterov": nesterov,
-    "adam": adam,
-    "adamw": adamw,
-    "adagrad": adagrad,
+    "sgd": baselines.sgd,
+    "momentum": baselines.momentum,
+    "nesterov": baselines.nesterov,
+    "adam": baselines.adam,
+    "adamw": baselines.adamw,
+    "adagrad": baselines.adagrad,
+    "lion": baselines.lion,
+    "adafactor": baselines.adafactor,
+    "muon": muon,
+    "schedule_free_adamw": schedule_free_adamw,
 }
-
-
-def _check(
-    learning_rate: optax.ScalarOrSchedule,
-    below_one: Mapping[str, Any] | None = None,
-    **at_least_zero: Any,
-) -> None:
-    """What Optax lets through: a decay rate of 1.5, a negative learning rate."""
-    if not callable(learning_rate):
-        checks.check_range("learning_rate", learning_rate)
-    for name, value in (below_one or {}).items():
-        checks.check_range(name, value, upper=1.0)
-    for name, value in at_least_zero.items():
-        checks.check_range(name, value)
-
-
-def _with_l2(
-    inner: optax.GradientTransformation, weight_decay: float, rules: Rules
-) -> optax.GradientTransformation:
-    checks.check_range("weight_decay", weight_decay)
-    decay = optax.add_decayed_weights(weight_decay, mask=_decays(rules))
-    return _in_float32(optax.chain(decay, inner))
-
-
-def _decays(rules: Rules) -> Callable[[Any], Any]:
-    parameters.check_rules(rules)
-    return lambda params: jax.tree.map(lambda facts: facts.decay, parameters.resolve(params, rules))
-
-
-def _in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Runs `inner` on float32 copies of narrower leaves, so that its moments are float32."""
-    inner = optax.with_extra_args_support(inner)
-
-    def init_fn(params: optax.Params) -> optax.OptState:
-        return inner.init(leafwise.widen(params))
-
-    def update_fn(
-        updates: optax.Updates,
-        state: optax.OptState,
-        params: optax.Params = None,
-        **extra_args: Any,
-    ):
-        trust_ratio.require_params(params)
-        updates, state = inner.update(
-            leafwise.widen(updates), state, leafwise.widen(params), **extra_args
-        )
-        return jax.tree.map(lambda u, p: u.astype(jnp.result_type(p)), updates, params), state
-
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -139,8 +139,7 @@ def lamb(
     """
     checks.check_range("b1", b1, upper=1.0)
     checks.check_range("b2", b2, upper=1.0)
-    if not callable(weight_decay):
-        checks.check_range("weight_decay", weight_decay)
+    checks.check_schedule("weight_decay", weight_decay)
     trust_ratio.check(
         norm,
         phi_bounds,
@@ -163,7 +162,7 @@ def lamb(
         grad, weights, facts = leaf.grad, leaf.weights, leaf.facts
         dtype, real = weights.dtype, leaf.rate.dtype
         decays = decay if facts.decay else None
-        decayed = jnp.asarray(leafwise.at(weight_decay, leaf.completed), real) * weights
+        decayed = leafwise.decay_at(weight_decay, facts, leaf.completed, real) * weights
         if decays == "gradient":
             grad = grad + decayed
         newest = 1 - b1 if grad_averaging else 1

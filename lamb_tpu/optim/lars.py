@@ -131,8 +131,7 @@ def lars(
     """
     for name, value in (("momentum", momentum), ("dampening", dampening)):
         checks.check_range(name, value, upper=1.0)
-    if not callable(weight_decay):
-        checks.check_range("weight_decay", weight_decay)
+    checks.check_schedule("weight_decay", weight_decay)
     trust_ratio.check(
         norm, phi_bounds, {"coefficient": coefficient, "eps": eps, "zero_ratio": zero_ratio}
     )
@@ -180,7 +179,7 @@ def lars(
         facts, dtype, real = leaf.facts, leaf.weights.dtype, leaf.rate.dtype
         decay = 0.0
         if facts.decay:
-            decay = jnp.asarray(leafwise.at(weight_decay, leaf.completed), real)
+            decay = leafwise.decay_at(weight_decay, facts, leaf.completed, real)
         ratio = None
         if facts.adapt and denominator == "gradient":
             ratio, nonzero = layer_ratio(leaf, leaf.grad, decay)

@@ -32,7 +32,7 @@ class Leaf(NamedTuple):
     grad: jax.Array
     weights: jax.Array
     facts: ParameterFacts
-    rate: jax.Array  # (): the learning rate of this update
+    rate: jax.Array  # (): the learning rate of this update, times the leaf's rate factor
     completed: jax.Array  # int32, (): updates before this one
     index: int  # the leaf's place in jax.tree.leaves(params)
     count: jax.Array  # int32, (): updates with this one
@@ -79,8 +79,8 @@ def transform(
     """
     parameters.check_rules(rules)
     checks.check_flag("collect", collect)
-    if not callable(learning_rate):
-        checks.check_range("learning_rate", learning_rate)
+    checks.check_schedule("learning_rate", learning_rate)
+    checks.check_axis_name(axis_name)
     if clip_global_norm is not None:
         clipping.check_max_norm(clip_global_norm)
     num_buffers = len(state_type._fields) - 2
@@ -112,13 +112,16 @@ def transform(
         updates: optax.Updates, state: Any, params: optax.Params = None, **extra_args: Any
     ):
         del extra_args
-        trust_ratio.require_params(params)
+        grads = checks.gradient_leaves(updates, params)
+        checks.check_state(state, state_type)
         treedef = jax.tree.structure(params)
-        grads = treedef.flatten_up_to(updates)
         scale = None
         if clip_global_norm is not None:
             scale = clipping.global_scale(treedef.unflatten(grads), clip_global_norm, axis_name)
-        buffers = [treedef.flatten_up_to(tree) for tree in state[1:-1]]
+        try:
+            buffers = [treedef.flatten_up_to(tree) for tree in state[1:-1]]
+        except ValueError as error:
+            raise ValueError(f"state is that of another tree than params: {error}") from None
         step_size, count = at(learning_rate, state.count), optax.safe_increment(state.count)
         rows, read = [], []
         for index, (path, param, grad, facts, *old) in enumerate(zip(
@@ -130,6 +133,8 @@ def transform(
             if scale is not None:
                 grad = grad * scale.astype(real)
             rate = jnp.asarray(step_size, real)
+            if facts.rate_factor != 1.0:
+                rate = rate * facts.rate_factor
             axes = trust_ratio.axes_of(axis_name, path)
             leaf = Leaf(grad, weights, facts, rate, state.count, index, count, path, axes)
             update, new, ratio = step_leaf(leaf, *old)
@@ -148,6 +153,14 @@ def transform(
 def at(value: optax.ScalarOrSchedule, completed: jax.Array) -> Any:
     """A hyper-parameter that may be a schedule, at an update."""
     return value(completed) if callable(value) else value
+
+
+def decay_at(
+    weight_decay: optax.ScalarOrSchedule, facts: ParameterFacts, completed: jax.Array, dtype: Any
+) -> jax.Array:
+    """A leaf's weight decay at an update: the number or the schedule's, times its factor."""
+    decay = jnp.asarray(at(weight_decay, completed), dtype)
+    return decay if facts.decay_factor == 1.0 else decay * facts.decay_factor
 
 
 def zeros_like(param: jax.Array, dtype: Any = None) -> jax.Array:

@@ -135,9 +135,9 @@ def novograd(
     """
     checks.check_range("b1", b1, upper=1.0)
     checks.check_range("b2", b2, upper=1.0)
-    for name, value in (("eps", eps), ("eps_root", eps_root), ("weight_decay", weight_decay)):
-        if not callable(value):
-            checks.check_range(name, value)
+    checks.check_range("eps", eps)
+    checks.check_range("eps_root", eps_root)
+    checks.check_schedule("weight_decay", weight_decay)
     for name, value, choices in (
         ("grad_averaging", grad_averaging, AVERAGINGS), ("normalise", normalise, NORMALISES),
         ("decay", decay, DECAYS), ("norm", norm, NORMS),
@@ -175,7 +175,10 @@ def novograd(
     def factor(nu, count, dtype):
         """What a layer is multiplied by; 1 while its gradients have all been 0."""
         nu = leafwise.widen(nu)
-        root = trust_ratio.root(nu + eps_root) if norm == "l2" else jnp.hypot(nu, jnp.sqrt(eps_root))
+        if norm == "l2":
+            root = trust_ratio.root(nu + eps_root)
+        else:
+            root = jnp.hypot(nu, jnp.sqrt(eps_root))
         if bias_correction:
             root = root / jnp.sqrt(one_minus_power(b2, count, nu.dtype))
         return 1 / jnp.where(nu == 0, 1.0, root + eps).astype(dtype)
@@ -184,7 +187,7 @@ def novograd(
         grad, weights, facts = leaf.grad, leaf.weights, leaf.facts
         rate, completed, count = leaf.rate, leaf.completed, leaf.count
         dtype, real = weights.dtype, rate.dtype
-        decayed = jnp.asarray(leafwise.at(weight_decay, completed), real) * weights
+        decayed = leafwise.decay_at(weight_decay, facts, completed, real) * weights
 
         ratio = None
         if facts.adapt:

@@ -13,17 +13,30 @@ path           shape    dtype    count  decay  adapt  layer axes
 layers/bias    (4,8)    float32     32  no     no     (0)
 layers/kernel  (4,8,8)  float32    256  yes    yes    (0)
 total: 2 leaves, 288 values; decay: 1 leaf, 256 values; adapt: 1 leaf, 256 values
+
+Rates that fall from layer to layer are facts too, in a table that shows them where not all are 1:
+
+>>> params = {f'layer_{i}': jnp.ones(4) for i in range(3)}
+>>> print(table(params, [(f'layer_{i}', {'rate_factor': 0.5**(2 - i)}) for i in range(3)]))
+path     shape  dtype    count  decay  adapt  layer axes  rate factor
+layer_0  (4)    float32      4  yes    yes    -           0.25
+layer_1  (4)    float32      4  yes    yes    -           0.5
+layer_2  (4)    float32      4  yes    yes    -           1
+total: 3 leaves, 12 values; decay: 3 leaves, 12 values; adapt: 3 leaves, 12 values
 """
 
 import dataclasses
 import math
 import re
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 import optax
+
+from lamb_tpu.optim import checks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,22 +48,39 @@ class ParameterFacts:
       adapt: its update is scaled by a trust ratio; without, the ratio is 1.
       layer_axes: the axes that stack layers, as the leading axis of a scanned Transformer. Norms
         reduce over the other axes, so that each stacked layer has its own trust ratio.
+      rate_factor: its learning rate is the optimizer's times this, as if another optimizer with
+        that rate had the leaf: what is multiplied by the rate, decoupled decay too, changes with
+        it. Trust ratios do not, but where they read the rate (LARC's clip, LAMB's 'decoupled'
+        decay); nor does a norm over all leaves, as in clipping.
+      decay_factor: its weight decay is the optimizer's times this.
     """
 
     decay: bool = True
     adapt: bool = True
     layer_axes: tuple[int, ...] = ()
+    rate_factor: float = 1.0
+    decay_factor: float = 1.0
 
     def __post_init__(self):
         for name in ("decay", "adapt"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be True or False, not {getattr(self, name)!r}")
+            checks.check_flag(name, getattr(self, name))
         axes = self.layer_axes
         if not isinstance(axes, (tuple, list)) or not all(
-            isinstance(axis, int) and axis >= 0 for axis in axes
+            type(axis) is int and axis >= 0 for axis in axes
         ) or len(set(axes)) != len(axes):
             raise ValueError(f"layer_axes must be distinct axes counted from 0, not {axes!r}")
         object.__setattr__(self, "layer_axes", tuple(sorted(axes)))
+        for name in ("rate_factor", "decay_factor"):
+            value = getattr(self, name)
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not number or not 0.0 <= value < math.inf:
+                raise ValueError(f"{name} must be a finite number of at least 0, not {value!r}")
+            object.__setattr__(self, name, float(value))
+        if not self.decay and self.decay_factor != 1.0:
+            raise ValueError(
+                f"decay_factor {self.decay_factor!r} has no meaning for what does not decay: give "
+                "decay=False or a decay_factor, not both"
+            )
 
 
 Rules = str | Sequence[tuple[str, ParameterFacts | Mapping[str, Any]]]
@@ -61,10 +91,16 @@ def _without(pattern: str, *, adapt: bool = False) -> tuple[tuple[str, Parameter
     return (pattern, ParameterFacts(decay=False, adapt=adapt)), ("", ParameterFacts())
 
 
-# Flax names a norm's leaves scale and bias, others gamma and beta; NNX may end a path in '/value'.
-_LEAVES = r"(^|/)(bias|scale|gamma|beta)(/value)?$"
-# Modules such as BatchNorm_0, layer_norm, norm_proj, bn1, init_bn; and a leaf that only norms have.
-_NORMS = r"(?i)norm[^/]*/|(^|[/_])bn\d*(_[^/]*)?/|(^|/)(scale|gamma|beta)(/value)?$"
+# A bias is 'bias' in Flax and Equinox, whose GRU has a 'bias_n' too, and 'b' in Haiku and GPT-2.
+_BIASES = r"(^|/)(bias|bias_n|b)(/value)?$"  # NNX may end a path in '/value'
+# Modules such as BatchNorm_0, layer_norm, norm_proj, bn1, init_bn, ln_f, rms.
+_NORM = r"((?i:norm)[^/]*|(^|[/_])(bn|gn|ln|rms)\d*(_[^/]*)?)/"
+# Leaves that only norms have: Flax's scale, others' gamma and beta, Haiku's offset.
+_OF_NORMS = r"(^|/)(scale|gamma|beta|offset)(/value)?$"
+# Equinox calls a norm's scale 'weight', as it does a matrix, and GPT-2 calls it 'g'. A norm that a
+# list holds, as Equinox's 'layers/1/weight', has no name to be known by and needs a rule.
+_LEAVES = rf"{_BIASES}|{_OF_NORMS}|{_NORM}(weight|g)(/value)?$"
+_NORMS = rf"{_NORM}|{_OF_NORMS}"
 
 # Presets fit any model, so a rule of theirs may match nothing.
 RULES: dict[str, tuple[tuple[str, ParameterFacts], ...]] = {
@@ -84,7 +120,7 @@ RULES: dict[str, tuple[tuple[str, ParameterFacts], ...]] = {
     "efficientnet": _without(_LEAVES),
     # No list for the papers' LSTMs is known to us. Biases begin at 0, or at 1 for forget gates, so
     # their norms say nothing of how far a step may go.
-    "lstm": _without(r"(^|/)bias(/value)?$"),
+    "lstm": _without(_BIASES),
 }
 DEFAULT_RULES = "all"
 
@@ -104,16 +140,22 @@ def resolve(params: Any, rules: Rules) -> Any:
         none, or because rules before it take all that it matches (not checked for presets, nor in
         a tree without leaves, nor for a last rule that matches every leaf); a layer axis that the
         leaf does not have; rules that are not rules.
+
+    Warns:
+      UserWarning: instead of that error for a rule that decides nothing, where `params` are a part
+        of a tree, as inside `optax.partition` and `optax.masked`. One list may serve all parts, so
+        rules for the leaves that are hidden are no mistake; but where a whole subtree is hidden,
+        its leaves are not known. Resolve the rules once for the whole tree to be sure.
     """
     compiled = _compile(rules)
+    checks.check_arrays("params", params)
     leaves, treedef = jax.tree.flatten(params)
     paths = leaf_paths(params)
-    facts, takers = [], []
+    facts = []
     for path, leaf in zip(paths, leaves, strict=True):
         taker = next((i for i, (regex, _) in enumerate(compiled) if regex.search(path)), None)
         if taker is None:
             raise ValueError(f"no rule matches the parameter {path!r}: add a rule for it to rules")
-        takers.append(taker)
         match = compiled[taker][1]
         num_axes = np.ndim(leaf)
         if match.layer_axes and match.layer_axes[-1] >= num_axes:
@@ -122,30 +164,44 @@ def resolve(params: Any, rules: Rules) -> Any:
                 f"which has {num_axes} axes"
             )
         facts.append(match)
-    # Inside optax.partition or a mask the other leaves are hidden, which one list may serve too.
-    hidden = any(
-        isinstance(node, optax.MaskedNode)
-        for node in jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, optax.MaskedNode))
-    )
-    if paths and not hidden and not isinstance(rules, str):
-        _check_each_decides([regex for regex, _ in compiled], paths, takers)
+    if paths and not isinstance(rules, str):
+        hidden = _hidden_paths(params)
+        for mistake in _idle_rules([regex for regex, _ in compiled], paths + hidden):
+            if not hidden:
+                raise ValueError(mistake)
+            warnings.warn(
+                f"{mistake}; hidden here by optax.partition or optax.masked: "
+                f"{', '.join(hidden[:8])}{', ...' if len(hidden) > 8 else ''}", stacklevel=2,
+            )
     return jax.tree.unflatten(treedef, facts)
 
 
-def _check_each_decides(regexes: list[re.Pattern], paths: list[str], takers: list[int]) -> None:
-    """Raises ValueError for a rule by which no path is taken; `takers` has each path's rule."""
+def _hidden_paths(params: Any) -> list[str]:
+    """Where a mask hides a leaf, or a subtree whose leaves are not known."""
+
+    def is_hidden(node: Any) -> bool:
+        return isinstance(node, optax.MaskedNode)
+
+    leaves, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_hidden)
+    return [_joined(path) for path, node in leaves if is_hidden(node)]
+
+
+def _idle_rules(regexes: list[re.Pattern], paths: list[str]) -> Iterator[str]:
+    """A sentence for each rule by which no path is taken."""
+    takers = [next((i for i, regex in enumerate(regexes) if regex.search(p)), None) for p in paths]
     for index, regex in enumerate(regexes):
         matched = [i for i, path in enumerate(paths) if regex.search(path)]
         if not matched:
-            raise ValueError(
+            yield (
                 f"the rule {regex.pattern!r} matches no parameter; the paths are "
                 f"{', '.join(paths[:8])}{', ...' if len(paths) > 8 else ''}"
             )
         # A last rule for whatever is left may find that nothing is.
-        catch_all = index == len(regexes) - 1 and len(matched) == len(paths)
-        if index not in takers and not catch_all:
+        elif index not in takers and not (
+            index == len(regexes) - 1 and len(matched) == len(paths)
+        ):
             first = matched[0]
-            raise ValueError(
+            yield (
                 f"the rule {regex.pattern!r} decides nothing: rules before it take all that it "
                 f"matches, as {regexes[takers[first]].pattern!r} takes {paths[first]!r}"
             )
@@ -159,7 +215,11 @@ def check_rules(rules: Rules) -> None:
 def leaf_paths(params: Any) -> list[str]:
     """Every leaf's keys joined by '/', in the order of `jax.tree.leaves`."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(params)
-    return [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
+    return [_joined(path) for path, _ in leaves]
+
+
+def _joined(path: tuple[Any, ...]) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def table(params: Any, rules: Rules) -> str:
@@ -167,8 +227,15 @@ def table(params: Any, rules: Rules) -> str:
 
     Rows are sorted by path. Depends on paths, shapes, dtypes and facts only.
     """
-    rows = [("path", "shape", "dtype", "count", "decay", "adapt", "layer axes")]
     facts = jax.tree.leaves(resolve(params, rules))
+    factors = [  # most tables have none, and those of older runs know none
+        name for name in ("rate_factor", "decay_factor")
+        if any(getattr(fact, name) != 1.0 for fact in facts)
+    ]
+    rows = [(
+        "path", "shape", "dtype", "count", "decay", "adapt", "layer axes",
+        *(name.replace("_", " ") for name in factors),
+    )]
     totals = {"total": [0, 0], "decay": [0, 0], "adapt": [0, 0]}
     for path, leaf, fact in sorted(
         zip(leaf_paths(params), jax.tree.leaves(params), facts, strict=True),
@@ -179,11 +246,12 @@ def table(params: Any, rules: Rules) -> str:
             path, _axes(np.shape(leaf)), np.dtype(_dtype(leaf)).name, str(count),
             "yes" if fact.decay else "no", "yes" if fact.adapt else "no",
             _axes(fact.layer_axes) if fact.layer_axes else "-",
+            *(f"{getattr(fact, name):.6g}" for name in factors),
         ))
         for name, counted in (("total", True), ("decay", fact.decay), ("adapt", fact.adapt)):
             totals[name][0] += counted
             totals[name][1] += counted * count
-    widths = [max(len(row[column]) for row in rows) for column in range(7)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [
         "  ".join(
             cell.rjust(width) if column == 3 else cell.ljust(width)
@@ -212,7 +280,7 @@ def _compile(rules: Rules) -> list[tuple[re.Pattern, ParameterFacts]]:
             raise ValueError(f"rules {rules!r} is no preset; the presets are {', '.join(RULES)}")
         rules = RULES[rules]
     if isinstance(rules, Mapping) or not isinstance(rules, Sequence):
-        raise ValueError(f"rules must be a preset's name or a list of (regex, facts): {rules!r}")
+        raise ValueError(f"rules must be a preset's name or a list of (regex, facts), not {rules!r}")
     compiled = [_compile_rule(rule) for rule in rules]
     patterns = [regex.pattern for regex, _ in compiled]
     for pattern in patterns:
@@ -223,7 +291,7 @@ def _compile(rules: Rules) -> list[tuple[re.Pattern, ParameterFacts]]:
 
 def _compile_rule(rule: Any) -> tuple[re.Pattern, ParameterFacts]:
     if not isinstance(rule, Sequence) or len(rule) != 2 or not isinstance(rule[0], str):
-        raise ValueError(f"a rule must be a pair (regex, facts), not {rule!r}")
+        raise ValueError(f"rules: a rule must be a pair (regex, facts), not {rule!r}")
     pattern, facts = rule
     try:
         regex = re.compile(pattern)

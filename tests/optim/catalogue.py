@@ -47,8 +47,10 @@ def takes(name: str, argument: str) -> bool:
     return argument in inspect.signature(PLAIN[name]).parameters
 
 
-# Those that take leaves split inside shard_map, whichever they are: apollo needs whole matrices.
-SPLITTING = [name for name in PLAIN if takes(name, "axis_name") and name != "apollo"]
+# Those that need whole matrices, or whole leaves, inside shard_map.
+WHOLE = ("apollo", "muon", "adafactor")
+# Those that take leaves split inside shard_map, whichever they are.
+SPLITTING = [name for name in PLAIN if takes(name, "axis_name") and name not in WHOLE]
 
 # The same with other arguments.
 TRANSFORMS: dict[str, Build] = {

@@ -16,13 +16,16 @@ from tests.shared import ROOT, shared
 FAMILIES = ("lamb", "lars", "novograd", "diffgrad", "rmsprop_tf")
 
 
-def index() -> list[dict[str, Any]]:
-    """The entries of the optimizers' families; none where the shared folder is absent."""
+def entries() -> list[dict[str, Any]]:
+    """The entries of every family; none where the shared folder is absent."""
     folder = pathlib.Path(os.environ.get("LAMB_TPU_SHARED", ROOT.parent / "shared"))
     path = folder / "golden" / "index.json"
-    if not path.exists():
-        return []
-    return [e for e in json.loads(path.read_text())["files"] if e["family"] in FAMILIES]
+    return json.loads(path.read_text())["files"] if path.exists() else []
+
+
+def index() -> list[dict[str, Any]]:
+    """Those of the optimizers' families."""
+    return [entry for entry in entries() if entry["family"] in FAMILIES]
 
 
 def label(entry: dict[str, Any]) -> str:

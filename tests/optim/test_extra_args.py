@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 from lamb_tpu import optim
-from lamb_tpu.optim import factory, rounding
+from lamb_tpu.optim import rounding, wrapping
 from tests.optim.catalogue import PLAIN, TRANSFORMS
 
 PARAMS = {"kernel": jnp.arange(12.0).reshape(4, 3), "bias": jnp.ones(3)}
@@ -49,10 +49,10 @@ def test_nnx_passes_them(name):
 
 @pytest.mark.parametrize("wrapped", [
     rounding.stochastic_rounding(by_value()),
-    factory._in_float32(by_value()),
-    factory._with_l2(by_value(), 0.1, "all"),
+    wrapping.in_float32(by_value()),
+    wrapping.under_rules(by_value(), "all"),
     optax.chain(optim.clip_global_norm(1.0), optim.scale_by_trust_ratio(), by_value()),
-], ids=["stochastic_rounding", "in_float32", "with_l2", "chain"])
+], ids=["stochastic_rounding", "in_float32", "under_rules", "chain"])
 def test_what_wraps_a_transform_passes_them_on(wrapped):
     updates, _ = wrapped.update(GRADS, wrapped.init(PARAMS), PARAMS, value=jnp.float32(3.0))
     jax.tree.map(lambda u: np.testing.assert_array_equal(u, -3.0), updates)

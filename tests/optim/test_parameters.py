@@ -1,6 +1,7 @@
 """The table of facts: matching, errors, trees of every kind, and its text."""
 
 import collections
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -155,12 +156,19 @@ def test_a_preset_may_match_nothing():
     ([("bias",)], r"a rule must be a pair \(regex, facts\), not \('bias',\)"),
     (["bias"], "a rule must be a pair"),
     ([("(", NONE)], r"the rule '\(' is no regular expression"),
-    ([("bias", {"decays": False})], "unknown fact 'decays'; known: decay, adapt, layer_axes"),
+    ([("bias", {"decays": False})], "unknown fact 'decays'; known: decay, adapt, layer_axes, rate"),
     ([("bias", False)], "the facts of the rule 'bias' must be a mapping"),
     ([("bias", {"decay": 0.1})], "decay must be True or False, not 0.1"),
     ([("bias", {"layer_axes": (-1,)})], r"layer_axes must be distinct axes counted from 0"),
     ([("bias", {"layer_axes": (1, 1)})], r"layer_axes must be distinct axes counted from 0"),
     ([("bias", {"layer_axes": 0})], "layer_axes must be distinct axes counted from 0, not 0"),
+    ([("bias", {"rate_factor": -0.5})], "rate_factor must be a finite number .* not -0.5"),
+    ([("bias", {"rate_factor": True})], "rate_factor must be a finite number .* not True"),
+    ([("bias", {"rate_factor": "0.5"})], "rate_factor must be a finite number .* not '0.5'"),
+    ([("bias", {"decay_factor": float("inf")})], "decay_factor must be a finite number .* not inf"),
+    ([("bias", {"decay_factor": float("nan")})], "decay_factor must be a finite number .* not nan"),
+    ([("bias", {"decay": False, "decay_factor": 0.5})],
+     "decay_factor 0.5 has no meaning for what does not decay"),
 ])
 def test_rules_that_are_no_rules(rules, message):
     with pytest.raises(ValueError, match=message):
@@ -178,6 +186,60 @@ def test_the_table_is_the_same_for_arrays_and_shapes_in_any_order():
         "b/bias  (3)    float32       3  no     no     -",
         "total: 2 leaves, 9 values; decay: 1 leaf, 6 values; adapt: 1 leaf, 6 values",
     ])
+
+
+def test_factors_are_shown_where_not_all_are_one():
+    params = {"a": jnp.ones(3), "b": jnp.ones(3), "c": jnp.ones(3)}
+    plain = table(params, [("a", {"rate_factor": 1}), ("", {"decay_factor": 1.0})])
+    assert plain == table(params, "all")
+    shown = table(params, [("a", {"rate_factor": 0.8**3}), ("b", {"decay": False}),
+                           ("", {"rate_factor": 0, "decay_factor": 2})])
+    assert shown.splitlines()[0].endswith("layer axes  rate factor  decay factor")
+    assert [line.split()[-2:] for line in shown.splitlines()[1:4]] == [
+        ["0.512", "1"], ["1", "1"], ["0", "2"]]
+    only = table(params, [("a", {"decay_factor": 0.5}), ("", {})])
+    assert "decay factor" in only and "rate factor" not in only
+
+
+TREE = {"dense": {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}, "head": jnp.ones(2)}
+
+
+def in_parts(labels, rules):
+    """An update of `TREE` in two parts, which one list of rules serves."""
+    tx = optax.partition({
+        "slow": optim.lamb(0.1, rules=rules),
+        "fast": optim.make_optimizer({"name": "adamw", "rules": rules}, 0.1),
+    }, labels)
+    return jax.jit(tx.update)(TREE, tx.init(TREE), TREE)
+
+
+@pytest.mark.parametrize("labels", [
+    {"dense": {"kernel": "slow", "bias": "slow"}, "head": "fast"},
+    {"dense": {"kernel": "slow", "bias": "fast"}, "head": "fast"},
+    {"dense": "slow", "head": "fast"},
+])
+def test_a_rule_for_nothing_is_told_inside_a_partition(labels):
+    typo = [("baas$", NONE), ("head", NONE), ("", {})]
+    with pytest.warns(UserWarning, match="the rule 'baas\\$' matches no parameter; .* hidden here"):
+        in_parts(labels, typo)
+    with pytest.warns(UserWarning, match="the rule 'baas\\$' matches no parameter"):
+        optax.masked(optim.lamb(0.1, rules=typo), {"dense": True, "head": False}).init(TREE)
+    with pytest.raises(ValueError, match="the rule 'baas\\$' matches no parameter"):
+        optim.lamb(0.1, rules=typo).init(TREE)
+
+
+@pytest.mark.parametrize("labels", [
+    {"dense": {"kernel": "slow", "bias": "slow"}, "head": "fast"},
+    {"dense": {"kernel": "slow", "bias": "fast"}, "head": "fast"},
+])
+@pytest.mark.parametrize("rules", [
+    [("bias$", NONE), ("kernel$", {"rate_factor": 0.5}), ("head", NONE)],
+    [("^head", NONE), ("dense/", {})],
+])
+def test_a_rule_for_the_other_part_is_no_mistake(labels, rules):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        in_parts(labels, rules)
 
 
 def test_one_list_serves_the_parts_of_a_partition():

@@ -55,7 +55,8 @@ def draw(shapes, seed):
 def build(name, **arguments):
     if takes(name, "collect"):
         arguments["collect"] = True
-    return PLAIN[name](RATE, rules=RULES, **arguments)
+    rules = "all" if name == "adafactor" else RULES  # it takes no stacks
+    return PLAIN[name](RATE, rules=rules, **arguments)
 
 
 def step_of(tx):
@@ -157,7 +158,8 @@ def test_inside_pmap_with_averaged_gradients(name):
     assert_close(found, unsharded(name), rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", PLAIN)
+# Optax's Muon multiplies what is split, and says so.
+@pytest.mark.parametrize("name", [name for name in PLAIN if name != "muon"])
 def test_on_an_explicit_mesh(name):
     mesh = mesh_of(AxisType.Explicit)
     shardings = named(mesh, SPECS)

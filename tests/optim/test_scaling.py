@@ -45,7 +45,7 @@ def test_random_matrix_rule(optimizer, at_sixteen_times):
 
 
 def test_every_optimizer_is_either_in_the_random_matrix_rule_or_known_not_to_be():
-    outside = {"lars", "novograd", "adagrad_norm", "apollo"}
+    outside = {"lars", "novograd", "adagrad_norm", "apollo", "lion", "adafactor", "muon"}
     assert set(RANDOM_MATRIX_RULES) | outside == set(factory.OPTIMIZERS)
     assert not set(RANDOM_MATRIX_RULES) & outside
 

@@ -67,7 +67,7 @@ def configured(name, **arguments):
 
 # Every transform, clipping and collecting, and each other way of those to take a norm or a mean.
 BUILDS = {
-    **{name: configured(name, clip_global_norm=1.0) for name in OPTIMIZERS},
+    **{name: configured(name, clip_global_norm=1.0) for name in OPTIMIZERS if name != "adafactor"},
     **{name: functools.partial(build, RATE, rules=RULES)
        for name, build in PLAIN.items() if name not in OPTIMIZERS},
     "apollo": configured("apollo", rank=2, clip_global_norm=1.0),  # projecting
@@ -111,7 +111,7 @@ def sharded_step(tx, params, specs):
 
 
 def sharded(name, axis_name=None):
-    specs = WHOLE_MATRICES if name.startswith("apollo") else SPECS
+    specs = WHOLE_MATRICES if name in ("apollo", "muon") else SPECS
     tx, params = BUILDS[name](axis_name=axis_name or axes_by_path(specs)), draw(0)
     return train(sharded_step(tx, params, specs), params, tx.init(params))
 

@@ -1,0 +1,125 @@
+"""Schedule-free AdamW, Optax's own, and the weights at which it is evaluated."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import optax
+from optax.contrib import ScheduleFreeState, schedule_free
+
+from lamb_tpu.optim import checks, parameters
+from lamb_tpu.optim.parameters import Rules
+from lamb_tpu.optim.wrapping import check_numbers, decayed_weights, in_float32, under_rules
+
+
+def schedule_free_adamw(
+    learning_rate: optax.ScalarOrSchedule,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: optax.ScalarOrSchedule = 0.0,
+    weight_lr_power: float = 2.0,
+    rules: Rules = parameters.DEFAULT_RULES,
+) -> optax.GradientTransformationExtraArgs:
+    """AdamW without a schedule: steps from one point, gradients near their average.
+
+    The parameters that are trained, y, lie between the point z at which AdamW has arrived and the
+    average x of all such points: y = (1 - b1) z + b1 x. **Evaluate at x**, which is
+    `evaluation_params(opt_state, params)`; the trainer, and whatever reads weights from its
+    checkpoints, does. Give a warm-up and no decay of the rate. Running averages of BatchNorm are
+    those of y and not of x; the authors compute them anew at x before an evaluation.
+
+    An update counts in the average by its own rate to the power of `weight_lr_power`, as in the
+    authors' code; `optax.contrib.schedule_free_adamw` takes the next update's, which differs in a
+    warm-up.
+
+    Args:
+      learning_rate: a number, or a schedule of the count of completed updates.
+      b1: how near y is to the average, above 0 and below 1.
+      b2: of the second moments.
+      eps: added to their root.
+      weight_decay: of y, times the learning rate; a number, or a schedule.
+      weight_lr_power: see above; 0 counts all updates alike.
+      rules: which leaves decay, see `parameters.resolve`.
+
+    Raises:
+      ValueError: for an argument that is out of range, naming it.
+
+    References:
+      Defazio et al., The Road Less Scheduled, arXiv:2405.15682.
+    """
+    check_numbers(
+        learning_rate, weight_decay, {"b1": b1, "b2": b2}, eps=eps, weight_lr_power=weight_lr_power
+    )
+    if not isinstance(b1, jax.core.Tracer) and b1 == 0:
+        raise ValueError("b1 must be above 0, or the average is lost, not 0")
+    rate = learning_rate
+    if callable(learning_rate):
+        def rate(count: jax.Array) -> jax.Array:
+            return learning_rate(count - 1)  # Optax counts from 1 here
+
+    base = optax.chain(
+        optax.scale_by_rms(b2, eps, eps_in_sqrt=False, bias_correction=True),
+        decayed_weights(weight_decay, rules),
+        optax.scale_by_learning_rate(learning_rate),
+    )
+    averaged = schedule_free(under_rules(base, rules), rate, b1, weight_lr_power)
+    return in_float32(averaged)
+
+
+def keeps_evaluation_params(opt_state: Any) -> bool:
+    """True for a state, or its shapes, by which `evaluation_params` are not the parameters."""
+    return bool(_averaging(opt_state))
+
+
+def evaluation_params(opt_state: Any, params: Any) -> Any:
+    """The parameters at which to evaluate: of `schedule_free_adamw` the averages x.
+
+    >>> import jax.numpy as jnp
+    >>> tx, params = schedule_free_adamw(0.1), {'w': jnp.ones(2)}
+    >>> state = tx.init(params)
+    >>> for _ in range(3):
+    ...     updates, state = tx.update({'w': jnp.ones(2)}, state, params)
+    ...     params = optax.apply_updates(params, updates)
+    >>> average = evaluation_params(state, params)
+    >>> print(params['w'][0].round(4), average['w'][0].round(4))  # 1 - the mean of .1, .2 and .3
+    0.79 0.8
+
+    Args:
+      opt_state: of any transform, with `schedule_free_adamw` anywhere in it or not; or what a
+        checkpoint of one gives back, in which named tuples are dicts.
+      params: the parameters that go with it, or some of them.
+
+    Returns:
+      The same tree, with the averages where the state has them, in the parameters' dtypes.
+    """
+    checks.check_arrays("params", params)
+    known = {}
+    for state in _averaging(opt_state):
+        fields = state if isinstance(state, Mapping) else state._asdict()
+        for path, point in zip(
+            parameters.leaf_paths(fields["z"]), jax.tree.leaves(fields["z"]), strict=True
+        ):
+            known[path] = point, fields["b1"]
+
+    def average(path: str, param: jax.Array) -> jax.Array:
+        if path not in known:
+            return param
+        point, b1 = known[path]
+        return ((param.astype(point.dtype) - (1.0 - b1) * point) / b1).astype(param.dtype)
+
+    leaves, treedef = jax.tree.flatten(params)
+    paths = parameters.leaf_paths(params)
+    return treedef.unflatten(map(average, paths, leaves))
+
+
+def _averaging(opt_state: Any) -> list[Any]:
+    checks.check_opt_state(opt_state)
+
+    def is_one(node: Any) -> bool:
+        fields = set(ScheduleFreeState._fields)
+        return isinstance(node, ScheduleFreeState) or (
+            isinstance(node, Mapping) and set(node) == fields
+        )
+
+    return [node for node in jax.tree.leaves(opt_state, is_leaf=is_one) if is_one(node)]

@@ -1,0 +1,124 @@
+"""Optax's own optimizers under a table of facts: decay, rates, and float32 for narrow leaves."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from lamb_tpu.optim import checks, leafwise, parameters, trust_ratio
+from lamb_tpu.optim.parameters import Rules
+
+
+def check_numbers(
+    learning_rate: optax.ScalarOrSchedule,
+    weight_decay: optax.ScalarOrSchedule,
+    below_one: Mapping[str, Any] | None = None,
+    **at_least_zero: Any,
+) -> None:
+    """Raises ValueError for what Optax lets through: b1 of 1.5, a negative learning rate."""
+    for name, value in (("learning_rate", learning_rate), ("weight_decay", weight_decay)):
+        checks.check_schedule(name, value)
+    for name, value in (below_one or {}).items():
+        checks.check_range(name, value, upper=1.0)
+    for name, value in at_least_zero.items():
+        checks.check_range(name, value)
+
+
+def decayed_weights(
+    weight_decay: optax.ScalarOrSchedule, rules: Rules
+) -> optax.GradientTransformationExtraArgs:
+    """Adds to each leaf that decays its weights times the weight decay and its decay factor."""
+    parameters.check_rules(rules)
+
+    def decays(tree: Any) -> Any:
+        return jax.tree.map(lambda facts: facts.decay, parameters.resolve(tree, rules))
+
+    added = optax.with_extra_args_support(optax.add_decayed_weights(weight_decay, mask=decays))
+
+    def update_fn(
+        updates: optax.Updates, state: optax.OptState, params: optax.Params = None, **extra: Any
+    ):
+        checks.gradient_leaves(updates, params)
+        return added.update(updates, state, _times("decay_factor", params, rules), **extra)
+
+    return optax.GradientTransformationExtraArgs(added.init, update_fn)
+
+
+def rate_factors(rules: Rules) -> optax.GradientTransformation:
+    """Multiplies each leaf's update by its rate factor."""
+    return optax.stateless(lambda updates, _: _times("rate_factor", updates, rules))
+
+
+def in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Runs `inner` on float32 copies of narrower leaves, so that its moments are float32."""
+    inner = optax.with_extra_args_support(inner)
+
+    def init_fn(params: optax.Params) -> optax.OptState:
+        checks.check_arrays("params", params)
+        return inner.init(leafwise.widen(params))
+
+    def update_fn(
+        updates: optax.Updates, state: optax.OptState, params: optax.Params = None, **extra: Any
+    ):
+        checks.gradient_leaves(updates, params)
+        wide = leafwise.widen(params)
+        try:
+            updates, state = inner.update(leafwise.widen(updates), state, wide, **extra)
+        except (AttributeError, TypeError, ValueError) as error:
+            expected = jax.tree.structure(jax.eval_shape(inner.init, wide))
+            if jax.tree.structure(state) == expected:
+                raise
+            raise ValueError(
+                f"state is not the one that this transform's init made: {checks.short(state)}"
+            ) from error
+        return jax.tree.map(lambda u, p: u.astype(jnp.result_type(p)), updates, params), state
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def under_rules(
+    inner: optax.GradientTransformation, rules: Rules
+) -> optax.GradientTransformationExtraArgs:
+    """`inner`, which ends with the learning rate, with each leaf's rate factor and in float32.
+
+    The state is that of `inner`, as it is in checkpoints of runs from before there were factors.
+    """
+    inner = optax.with_extra_args_support(inner)
+
+    def update_fn(
+        updates: optax.Updates, state: optax.OptState, params: optax.Params = None, **extra: Any
+    ):
+        updates, state = inner.update(updates, state, params, **extra)
+        return _times("rate_factor", updates, rules), state
+
+    return in_float32(optax.GradientTransformationExtraArgs(inner.init, update_fn))
+
+
+def refuse_leaves(
+    tree: Any, rules: Rules, refused: Callable[[str, Any, parameters.ParameterFacts], bool],
+    message: str,
+) -> None:
+    """Raises ValueError with the message, its {path} filled in, for the first refused leaf.
+
+    Args:
+      tree: parameters or their updates.
+      rules: see `parameters.resolve`.
+      refused: a function of a leaf's path, the leaf and its facts.
+      message: with {path!r}.
+    """
+    for path, leaf, facts in zip(
+        parameters.leaf_paths(tree), jax.tree.leaves(tree),
+        jax.tree.leaves(parameters.resolve(tree, rules)), strict=True,
+    ):
+        if refused(path, leaf, facts):
+            raise ValueError(message.format(path=path))
+
+
+def _times(factor: str, tree: Any, rules: Rules) -> Any:
+    def times(leaf: jax.Array, facts: parameters.ParameterFacts) -> jax.Array:
+        value = getattr(facts, factor)
+        return leaf if value == 1.0 else value * leaf
+
+    return jax.tree.map(times, tree, parameters.resolve(tree, rules))

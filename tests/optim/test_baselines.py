@@ -1,0 +1,170 @@
+"""Lion, Adafactor, Muon and schedule-free AdamW are Optax's, and refuse what they cannot do."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from lamb_tpu import optim
+from lamb_tpu.optim import schedule_free
+from lamb_tpu.optim.factory import make_optimizer
+from tests.optim import runs
+
+PARAMS, GRADS = runs.case(steps=4)
+PARAMS["wide"] = np.random.default_rng(2).standard_normal((130, 140))
+for grad in GRADS:
+    grad["wide"] = np.random.default_rng(3).standard_normal((130, 140))
+FLOAT32 = jax.tree.map(np.float32, PARAMS)
+MASK = {name: name not in ("bias", "scale") for name in PARAMS}
+RULES = [("^(bias|scale)$", {"decay": False}), ("", {})]
+RATE = optim.warmup(0.1, 10, 2)
+
+
+def trained(tx, params=FLOAT32):
+    return runs.after(tx, params, jax.tree.map(np.float32, GRADS))
+
+
+@pytest.mark.parametrize("config, reference", [
+    ({"name": "lion", "b2": 0.98, "weight_decay": 0.3},
+     optax.lion(RATE, b2=0.98, weight_decay=0.3, mask=MASK)),
+    ({"name": "adafactor", "weight_decay": 0.01, "momentum": 0.9},
+     optax.adafactor(RATE, weight_decay_rate=0.01, weight_decay_mask=MASK, momentum=0.9)),
+    ({"name": "adafactor", "multiply_by_parameter_scale": False, "clipping_threshold": None},
+     optax.adafactor(RATE, multiply_by_parameter_scale=False, clipping_threshold=None)),
+    ({"name": "muon", "weight_decay": 0.1}, optax.contrib.muon(RATE, weight_decay=0.1)),
+    ({"name": "muon", "ns_steps": 3, "consistent_rms": 0.2, "nesterov": False},
+     optax.contrib.muon(RATE, ns_steps=3, consistent_rms=0.2, nesterov=False)),
+    ({"name": "schedule_free_adamw", "b1": 0.95}, optax.contrib.schedule_free_adamw(0.1, b1=0.95)),
+])
+def test_they_are_those_of_optax(config, reference):
+    rules = RULES
+    if config["name"] == "muon":  # Optax's decays matrices alone
+        rules = [(f"^({'|'.join(n for n in PARAMS if PARAMS[n].ndim < 2)})$", {"decay": False}),
+                 ("", {})]
+    rate = 0.1 if config["name"] == "schedule_free_adamw" else RATE
+    found, _ = trained(make_optimizer({**config, "rules": rules}, rate))
+    expected, _ = trained(reference)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=2e-6), found, expected)
+
+
+@pytest.mark.parametrize("name", ["lion", "adafactor", "muon", "schedule_free_adamw"])
+def test_moments_of_bfloat16_weights_are_float32(name):
+    params = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), FLOAT32)
+    tx = make_optimizer({"name": name}, 0.01)
+    found, state = trained(tx, params)
+    assert {leaf.dtype for leaf in jax.tree.leaves(found)} == {jnp.bfloat16.dtype}
+    kinds = {leaf.dtype for leaf in jax.tree.leaves(state)}
+    assert kinds <= {jnp.dtype("float32"), jnp.dtype("int32")}
+
+
+def test_muon_orthogonalises_each_matrix_of_a_stack():
+    stack = np.random.default_rng(0).standard_normal((3, 6, 4)).astype(np.float32)
+    grads = [np.random.default_rng(i).standard_normal((3, 6, 4)).astype(np.float32)
+             for i in (1, 2)]
+    together, _ = runs.after(
+        make_optimizer({"name": "muon", "rules": [("", {"layer_axes": (0,)})]}, 0.1), stack, grads)
+    apart, _ = runs.after(
+        make_optimizer({"name": "muon"}, 0.1), list(stack), [list(g) for g in grads])
+    np.testing.assert_allclose(together, np.stack(apart), atol=1e-6)
+
+
+def test_muon_leaves_to_adam_what_does_not_adapt():
+    rules = [("^wide$", {"adapt": False}), ("", {})]
+    found, _ = trained(make_optimizer({"name": "muon", "rules": rules}, RATE))
+    expected, _ = trained(optax.nadam(RATE))
+    np.testing.assert_allclose(found["wide"], expected["wide"], rtol=2e-6, atol=2e-6)
+    assert not np.allclose(found["kernel"], expected["kernel"], atol=1e-2)
+
+
+@pytest.mark.parametrize("config, call, message", [
+    ({"name": "adafactor", "rules": [("", {"layer_axes": (0,)})]}, "init",
+     "adafactor takes a stack of layers for one tensor: the parameter 'w' must have no layer_axes"),
+    ({"name": "adafactor", "axis_name": "data"}, "update",
+     "adafactor needs whole tensors: axis_name must be None for 'w'"),
+    ({"name": "muon", "axis_name": "data"}, "update",
+     "muon needs whole matrices: axis_name must be None for 'w'"),
+])
+def test_what_they_cannot_do_is_refused(config, call, message):
+    params = {"w": jnp.ones((4, 4))}
+    tx = make_optimizer(config, 0.1)
+    with pytest.raises(ValueError, match=message):
+        state = tx.init(params)
+        assert call == "update"
+        tx.update(params, state, params)
+
+
+def test_muon_on_an_explicit_mesh():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        tx = make_optimizer({"name": "muon"}, 0.1)
+        params = {"w": jax.device_put(
+            jnp.ones((8, 8)), NamedSharding(mesh, PartitionSpec("data")))}
+        with pytest.raises(ValueError, match="whole matrices on an Explicit mesh: 'w' is split"):
+            tx.update(params, tx.init(params), params)
+        whole = {"w": jnp.ones((8, 8))}
+        tx.update(whole, tx.init(whole), whole)
+
+
+@pytest.mark.parametrize("config, message", [
+    ({"name": "adafactor", "clipping_threshold": 0.0}, "clipping_threshold must be above 0"),
+    ({"name": "adafactor", "momentum": 1.0}, "momentum must be at least 0 and below 1, not 1.0"),
+    ({"name": "adafactor", "min_dim_size_to_factor": 1.5}, "min_dim_size_to_factor .* not 1.5"),
+    ({"name": "adafactor", "factored": 1}, "factored must be True or False, not 1"),
+    ({"name": "muon", "ns_steps": 0}, "ns_steps must be a whole number of at least 1, not 0"),
+    ({"name": "muon", "beta": 1.0}, "beta must be at least 0 and below 1, not 1.0"),
+    ({"name": "muon", "consistent_rms": -1.0}, "consistent_rms must be at least 0, not -1.0"),
+    ({"name": "schedule_free_adamw", "b1": 0.0}, "b1 must be above 0, or the average is lost"),
+])
+def test_bad_arguments(config, message):
+    with pytest.raises(ValueError, match=message):
+        make_optimizer(config, 0.1)
+
+
+def test_the_average_counts_each_update_by_its_own_rate():
+    # 0.1 and 0.3 are the rates, and squared the weights: Optax's own takes those of the next.
+    params = {"w": jnp.zeros(1)}
+    tx = make_optimizer({"name": "schedule_free_adamw"}, lambda t: jnp.array([0.1, 0.3, 0.5])[t])
+    state, points = tx.init(params), []
+    for _ in range(2):
+        updates, state = tx.update({"w": jnp.ones(1)}, state, params)
+        params = optax.apply_updates(params, updates)
+        points.append(float(state.z["w"][0]))
+    expected = (0.01 * points[0] + 0.09 * points[1]) / 0.1
+    np.testing.assert_allclose(
+        optim.evaluation_params(state, params)["w"][0], expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("wrap", [
+    lambda tx: optax.chain(optim.clip_global_norm(1e6), tx),
+    lambda tx: optax.partition({"a": tx, "b": optax.sgd(0.1)},
+                               {name: "b" if name == "bias" else "a" for name in PARAMS}),
+    lambda tx: optim.stochastic_rounding(tx),
+])
+def test_evaluation_params_wherever_the_state_lies(wrap):
+    tx = make_optimizer({"name": "schedule_free_adamw"}, 0.1)
+    params, state = trained(wrap(tx))
+    plain, alone = trained(tx)
+    found = optim.evaluation_params(state, params)
+    expected = optax.contrib.schedule_free_eval_params(alone, plain)
+    for name in PARAMS:
+        if "b" in getattr(state, "inner_states", ()) and name == "bias":
+            np.testing.assert_array_equal(found[name], params[name])
+        else:
+            np.testing.assert_allclose(found[name], expected[name], rtol=2e-6, atol=2e-6)
+
+
+def test_evaluation_params_of_what_a_checkpoint_gives_back():
+    tx = make_optimizer({"name": "schedule_free_adamw", "clip_global_norm": 1.0}, 0.1)
+    params, state = trained(tx)
+    restored = [{}, state[1]._asdict()]
+    some = {"kernel": params["kernel"]}
+    assert schedule_free.keeps_evaluation_params(restored)
+    np.testing.assert_array_equal(
+        optim.evaluation_params(restored, some)["kernel"],
+        optim.evaluation_params(state, params)["kernel"])
+    adam = optax.adam(0.1).init(params)
+    assert not schedule_free.keeps_evaluation_params(adam)
+    assert optim.evaluation_params(adam, params) == params
