@@ -75,8 +75,7 @@ def adagrad_norm(
     """
     checks.check_range("initial_norm", initial_norm)
     checks.check_flag("per_layer", per_layer)
-    if not callable(weight_decay):
-        checks.check_range("weight_decay", weight_decay)
+    checks.check_schedule("weight_decay", weight_decay)
 
     def decayed(grad, weights, facts, completed):
         if not facts.decay:
@@ -85,7 +84,7 @@ def adagrad_norm(
         return grad + leafwise.decay_at(weight_decay, facts, completed, real) * weights
 
     def init_leaf(param, facts, axes):
-        # For its shape and its place on a mesh.
+        # The norm gives its shape, and on a mesh its place.
         norm = trust_ratio.leaf_norm(param, facts, axis_name=axes)
         return (jnp.full_like(norm, initial_norm**2),)
 
@@ -106,8 +105,11 @@ def adagrad_norm(
         return layers
 
     def init_fn(params: optax.Params) -> AdagradNormState:
-        dtype = jnp.result_type(jnp.float32, *map(trust_ratio.real_dtype, jax.tree.leaves(params)))
-        return layers.init(params)._replace(accumulator=jnp.asarray(initial_norm**2, dtype))
+        state = layers.init(params)
+        dtype = jnp.result_type(
+            jnp.float32, *map(trust_ratio.real_dtype, jax.tree.leaves(params))
+        )
+        return state._replace(accumulator=jnp.asarray(initial_norm**2, dtype))
 
     def update_fn(
         updates: optax.Updates,
@@ -115,7 +117,8 @@ def adagrad_norm(
         params: optax.Params = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, AdagradNormState]:
-        trust_ratio.require_params(params)
+        checks.gradient_leaves(updates, params)
+        checks.check_state(state, AdagradNormState)
         facts = parameters.resolve(params, rules)
         grads = jax.tree.map(
             lambda p, g, f: decayed(leafwise.widen(g), leafwise.widen(p), f, state.count),

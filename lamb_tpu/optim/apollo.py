@@ -128,15 +128,13 @@ def apollo(
     """
     checks.check_choice("scaling", scaling, SCALINGS)
     checks.check_flag("scale_front", scale_front)
-    if not isinstance(rank, int) or rank < 1:
-        raise ValueError(f"rank must be a whole number of at least 1, not {rank!r}")
-    for name, value, lowest in (("update_gap", update_gap, 1), ("seed", seed, 0)):
-        if not isinstance(value, jax.Array) and not (isinstance(value, int) and value >= lowest):
-            raise ValueError(f"{name} must be a whole number of at least {lowest}, not {value!r}")
+    for name, value, lowest in (
+        ("rank", rank, 1), ("update_gap", update_gap, 1), ("seed", seed, 0),
+    ):
+        checks.check_whole(name, value, lowest)
     for name, value in (("scale", scale), ("eps", eps)):
         checks.check_range(name, value)
-    if not callable(weight_decay):
-        checks.check_range("weight_decay", weight_decay)
+    checks.check_schedule("weight_decay", weight_decay)
     checks.check_range("b1", b1, upper=1.0)
     checks.check_range("b2", b2, upper=1.0)
     if growth_limit is not None:
@@ -183,7 +181,7 @@ def apollo(
         )
         change = -step_size * direction
         if facts.decay:
-            decay = leafwise.decay_at(weight_decay, facts, leaf.completed, leaf.rate.dtype)
+            decay = leafwise.decay_at(weight_decay, facts, leaf.completed, real)
             change = change - leaf.rate * decay * (leaf.weights + change)
         return change, (mu, nu, norm), None
 

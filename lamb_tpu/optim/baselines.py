@@ -155,8 +155,8 @@ def adafactor(
     for name, value in (
         ("min_dim_size_to_factor", min_dim_size_to_factor), ("decay_offset", decay_offset),
     ):
-        if not isinstance(value, jax.Array) and not (isinstance(value, int) and value >= 0):
-            raise ValueError(f"{name} must be a whole number of at least 0, not {value!r}")
+        checks.check_whole(name, value)
+    checks.check_axis_name(axis_name)
     checks.check_flag("multiply_by_parameter_scale", multiply_by_parameter_scale)
     checks.check_flag("factored", factored)
     if clipping_threshold is not None:
@@ -184,7 +184,7 @@ def adafactor(
     def update_fn(
         updates: optax.Updates, state: optax.OptState, params: optax.Params = None, **extra
     ):
-        trust_ratio.require_params(params)
+        checks.gradient_leaves(updates, params)
         refuse_leaves(
             params, rules,
             lambda path, leaf, facts: bool(trust_ratio.axes_of(axis_name, path)),

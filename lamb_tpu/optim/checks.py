@@ -1,11 +1,21 @@
 """Checks of arguments: a wrong one is a ValueError that names the argument and the value."""
 
 import math
+import numbers
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+
+def is_number(value: Any) -> bool:
+    """Returns True for one real number, also in an array or traced; True and False are none."""
+    if isinstance(value, (jax.Array, np.ndarray, np.generic)):
+        real = jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer)
+        return value.shape == () and bool(real)
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def check_flag(name: str, value: Any) -> None:
@@ -14,21 +24,20 @@ def check_flag(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be True or False, not {value!r}")
 
 
-def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
+def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
     """Raises ValueError unless the value is one of the choices."""
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(str, choices))}, not {value!r}")
+    if not isinstance(value, str) or value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
 
 
 def check_bounds(name: str, bounds: tuple[float, float]) -> None:
-    """Raises ValueError unless bounds are (lower, upper) with 0 <= lower <= upper."""
-    try:
-        lower, upper = bounds
-        in_order = 0.0 <= lower <= upper
-    except (TypeError, ValueError):
-        in_order = False
-    if not in_order:
-        raise ValueError(f"{name} must be (lower, upper), 0 <= lower <= upper, not {bounds!r}")
+    """Raises ValueError unless bounds are (lower, upper) with 0 <= lower <= upper, lower finite."""
+    pair = isinstance(bounds, (tuple, list)) and len(bounds) == 2 and all(map(is_number, bounds))
+    if not pair or not (0.0 <= bounds[0] <= bounds[1] and bounds[0] < math.inf):
+        raise ValueError(
+            f"{name} must be (lower, upper), 0 <= lower <= upper with a finite lower, "
+            f"not {bounds!r}"
+        )
 
 
 def check_dtype(name: str, dtype: Any, squares: bool = False) -> None:
@@ -40,7 +49,7 @@ def check_dtype(name: str, dtype: Any, squares: bool = False) -> None:
         floating = dtype is None or jnp.issubdtype(dtype, jnp.floating)
     except TypeError:
         floating = False
-    if not floating:
+    if not floating or hasattr(dtype, "shape") and not isinstance(dtype, np.dtype):
         raise ValueError(f"{name} must be a floating-point dtype or None, not {dtype!r}")
     if squares and dtype is not None and jnp.finfo(dtype).minexp > jnp.finfo(jnp.float32).minexp:
         raise ValueError(
@@ -55,7 +64,8 @@ def check_range(name: str, value: Any, upper: float = math.inf) -> None:
     `optax.inject_hyperparams` turns numbers into arrays of the parameters' dtype; in bfloat16
     0.999 is 1.0, and 1 - b2 is lost. A value that is traced is not looked at.
     """
-    if isinstance(value, jax.Array):
+    number = is_number(value)
+    if number and isinstance(value, jax.Array):
         if value.dtype.itemsize < 4:
             raise ValueError(
                 f"{name} is a {value.dtype} array and has lost digits: "
@@ -63,17 +73,118 @@ def check_range(name: str, value: Any, upper: float = math.inf) -> None:
             )
         if isinstance(value, jax.core.Tracer):
             return
-    try:
-        in_range = 0.0 <= value < upper
-    except TypeError:
-        in_range = False
-    if not in_range:
+    if not number or not 0.0 <= value < upper:
         limit = "" if upper == math.inf else f" and below {upper:g}"
         raise ValueError(f"{name} must be at least 0{limit}, not {value!r}")
+
+
+def check_schedule(name: str, value: Any) -> None:
+    """Raises ValueError unless the value is a number of at least 0, or a schedule."""
+    if not callable(value):
+        check_range(name, value)
 
 
 def check_above_zero(**values: float) -> None:
     """Raises ValueError for the first value that is not a finite number above 0, by its name."""
     for name, value in values.items():
-        if not 0 < value < math.inf:
+        if not is_number(value) or not 0 < value < math.inf:
             raise ValueError(f"{name} must be above 0, not {value!r}")
+
+
+def check_whole(name: str, value: Any, lowest: int = 0) -> None:
+    """Raises ValueError unless the value is a whole number of at least `lowest`, or traced."""
+    number = is_number(value)
+    if number and isinstance(value, jax.core.Tracer):
+        return
+    # `optax.inject_hyperparams` makes arrays of float32 of whole numbers too.
+    whole = isinstance(value, numbers.Integral) or isinstance(value, (jax.Array, np.ndarray))
+    if not number or not whole or value < lowest or value % 1 != 0:
+        raise ValueError(f"{name} must be a whole number of at least {lowest}, not {value!r}")
+
+
+def check_axis_name(axis_name: Any) -> None:
+    """Raises ValueError unless it is a mesh axis, a tuple of them, a function of a path, or None.
+
+    What a function gives is checked where it is called, leaf by leaf.
+    """
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    if axis_name is not None and not callable(axis_name) and not all(
+        isinstance(name, str) for name in names
+    ):
+        raise ValueError(
+            "axis_name must be a mesh axis, a tuple of them, a function of a leaf's path to "
+            f"either, or None, not {axis_name!r}"
+        )
+
+
+def check_transform(name: str, tx: Any) -> None:
+    """Raises ValueError unless it has the functions `init` and `update` of an Optax transform."""
+    if not all(callable(getattr(tx, function, None)) for function in ("init", "update")):
+        raise ValueError(f"{name} must be an Optax transform, not {tx!r}")
+
+
+def check_state(state: Any, kind: type) -> None:
+    """Raises ValueError for a state that is of no such NamedTuple, as another optimizer's is."""
+    if not isinstance(state, kind):
+        raise ValueError(
+            f"state must be the {kind.__name__} that this transform's init made, "
+            f"not {short(state)}"
+        )
+
+
+def check_opt_state(opt_state: Any) -> None:
+    """Raises ValueError for what is no state of any transform: None, or one leaf and no array."""
+    bare = jax.tree_util.all_leaves([opt_state]) and not hasattr(opt_state, "dtype")
+    if opt_state is None or bare:
+        raise ValueError(f"opt_state must be an optimizer's state, not {opt_state!r}")
+
+
+def check_arrays(name: str, tree: Any) -> None:
+    """Raises ValueError unless every leaf has a shape and a dtype, as arrays do."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+            where = jax.tree_util.keystr(path, simple=True, separator="/")
+            raise ValueError(
+                f"{name} must hold arrays, and {f'{where!r} ' if where else ''}is {short(leaf)}"
+            )
+
+
+def gradient_leaves(updates: Any, params: Any) -> list[jax.Array]:
+    """The leaves of `updates`, one for each of `params`.
+
+    Raises:
+      ValueError: params is None; updates that have another structure than params, or a leaf that
+        is no array, has another shape than its parameter, or is complex where that is real.
+    """
+    if params is None:
+        raise ValueError("params is None: call update(grads, state, params)")
+    check_arrays("params", params)
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
+    try:
+        grads = treedef.flatten_up_to(updates)
+    except ValueError as error:
+        raise ValueError(
+            f"updates must have the structure of params, and is {short(updates)}: {error}"
+        ) from None
+    for (path, param), grad in zip(leaves, grads, strict=True):
+        where = jax.tree_util.keystr(path, simple=True, separator="/")
+        if not hasattr(grad, "shape") or not hasattr(grad, "dtype"):
+            raise ValueError(
+                f"updates must hold an array for the parameter {where!r}, not {short(grad)}"
+            )
+        if grad.shape != param.shape:
+            raise ValueError(
+                f"updates hold an array of the shape {grad.shape} for the parameter {where!r} of "
+                f"the shape {param.shape}"
+            )
+        if jnp.iscomplexobj(grad) and not jnp.iscomplexobj(param):
+            raise ValueError(
+                f"updates hold {grad.dtype} for the parameter {where!r}, which is {param.dtype}"
+            )
+    return grads
+
+
+def short(value: Any) -> str:
+    """The value as it is printed, cut off after 200 characters."""
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."

@@ -34,7 +34,8 @@ def clip_global_norm(
     Raises:
       ValueError: unless max_norm is above 0.
     """
-    check_max_norm(max_norm)
+    check_max_norm(max_norm, "max_norm")
+    checks.check_axis_name(axis_name)
 
     def update_fn(
         updates: optax.Updates,
@@ -42,7 +43,9 @@ def clip_global_norm(
         params: optax.Params = None,
         **extra_args: Any,
     ):
-        del params, extra_args
+        del extra_args
+        checks.gradient_leaves(updates, updates if params is None else params)
+        checks.check_state(state, optax.EmptyState)
         scale = global_scale(updates, max_norm, axis_name)
         return jax.tree.map(
             lambda g: (g.astype(trust_ratio.compute_dtype(g)) * scale).astype(g.dtype), updates
@@ -69,17 +72,11 @@ def global_norm(grads: optax.Updates, axis_name: AxisName = None) -> jax.Array:
     return trust_ratio.root(squares)
 
 
-def check_max_norm(max_norm: Any) -> None:
+def check_max_norm(max_norm: Any, name: str = "clip_global_norm") -> None:
     """Raises ValueError unless max_norm is a number above 0, or a wide enough array."""
     if isinstance(max_norm, jax.Array):
-        checks.check_range("clip_global_norm", max_norm)
+        checks.check_range(name, max_norm)
     if isinstance(max_norm, jax.core.Tracer):
         return
-    try:
-        in_range = 0 < max_norm <= math.inf
-    except TypeError:
-        in_range = False
-    if not in_range:
-        raise ValueError(
-            f"clip_global_norm must be above 0, or None for no clipping, not {max_norm!r}"
-        )
+    if not checks.is_number(max_norm) or not 0 < max_norm <= math.inf:
+        raise ValueError(f"{name} must be above 0, or None for no clipping, not {max_norm!r}")

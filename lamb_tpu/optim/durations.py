@@ -12,6 +12,8 @@ import re
 from fractions import Fraction
 from typing import Any
 
+from lamb_tpu.optim.checks import is_number
+
 UNITS = ("steps", "epochs", "examples", "percent")
 # No more digits than there are in any length: 10 to the power of a billion takes minutes to write.
 _FORMAT = re.compile(
@@ -33,13 +35,16 @@ class Duration:
     unit: str
 
     def __post_init__(self):
-        if self.unit not in UNITS:
+        if not isinstance(self.unit, str) or self.unit not in UNITS:
             raise ValueError(f"the unit {self.unit!r} is unknown; known: {', '.join(UNITS)}")
-        value = Fraction(str(self.value)) if isinstance(self.value, float) else Fraction(self.value)
-        if value < 0:
-            raise ValueError(f"a duration must be at least 0, not {self.value} {self.unit}")
-        if value > _LONGEST:
+        if not is_number(self.value) or not 0 <= self.value < math.inf:
+            raise ValueError(
+                f"the value of a duration must be a number of at least 0, not {self.value!r}"
+            )
+        if self.value > _LONGEST:
             raise ValueError(f"a duration must be at most {float(_LONGEST):g} {self.unit}")
+        exact = isinstance(self.value, (int, Fraction))
+        value = Fraction(self.value if exact else str(float(self.value)))
         if self.unit == "percent" and value > 100:
             raise ValueError(f"{self.value} percent is more than the whole run; at most 100")
         object.__setattr__(self, "value", value)
@@ -88,9 +93,9 @@ class Duration:
         return examples / self._need("batch_size", batch_size)
 
     def _need(self, name: str, value: float | None) -> float:
-        if value is None or not value > 0:
+        if not is_number(value) or not 0 < value < math.inf:
             raise ValueError(f"'{self}' needs {name}, a number above 0, not {value!r}")
-        return value
+        return Fraction(value) if isinstance(value, (int, Fraction)) else Fraction(float(value))
 
 
 def parse(text: Any) -> Duration:

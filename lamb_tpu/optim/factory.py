@@ -63,6 +63,8 @@ def make_optimizer(
     Raises:
       ValueError: an unknown name or argument, or a value that the optimizer refuses.
     """
+    if not hasattr(config, "items"):
+        raise ValueError(f"config must be a mapping with the key 'name', not {config!r}")
     arguments = dict(config.items())
     name = arguments.pop("name", None)
     every = own_arguments(name)
@@ -95,7 +97,7 @@ def make_optimizer(
     seed = common["stochastic_rounding"]
     if seed is None or seed is False:
         return tx
-    if not isinstance(seed, int) or seed < 0:
+    if type(seed) is not int and seed is not True or seed < 0:
         raise ValueError(
             f"stochastic_rounding must be True, False or a seed of at least 0, not {seed!r}"
         )
@@ -119,7 +121,7 @@ def own_arguments(name: Any) -> dict[str, inspect.Parameter]:
     Raises:
       ValueError: an unknown name.
     """
-    if name not in OPTIMIZERS:
+    if not isinstance(name, str) or name not in OPTIMIZERS:
         known = ", ".join(OPTIMIZERS)
         raise ValueError(f"the optimizer's name {name!r} is unknown; known: {known}")
     own = dict(inspect.signature(OPTIMIZERS[name]).parameters)

@@ -34,6 +34,7 @@ def add_l2(
     References:
       models/official/efficientnet/main.py of tensorflow/tpu: `loss` in `model_fn`.
     """
+    checks.check_transform("inner", inner)
     checks.check_range("l2", l2)
     parameters.check_rules(rules)
     inner = optax.with_extra_args_support(inner)
@@ -44,7 +45,7 @@ def add_l2(
         params: optax.Params | None = None,
         **extra_args: object,
     ) -> tuple[optax.Updates, optax.OptState]:
-        trust_ratio.require_params(params)
+        checks.gradient_leaves(updates, params)
 
         def add(facts: parameters.ParameterFacts, grad: jax.Array, param: jax.Array) -> jax.Array:
             if not facts.decay:

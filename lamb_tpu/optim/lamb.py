@@ -139,8 +139,7 @@ def lamb(
     """
     checks.check_range("b1", b1, upper=1.0)
     checks.check_range("b2", b2, upper=1.0)
-    if not callable(weight_decay):
-        checks.check_range("weight_decay", weight_decay)
+    checks.check_schedule("weight_decay", weight_decay)
     trust_ratio.check(
         norm,
         phi_bounds,

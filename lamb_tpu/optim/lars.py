@@ -131,8 +131,7 @@ def lars(
     """
     for name, value in (("momentum", momentum), ("dampening", dampening)):
         checks.check_range(name, value, upper=1.0)
-    if not callable(weight_decay):
-        checks.check_range("weight_decay", weight_decay)
+    checks.check_schedule("weight_decay", weight_decay)
     trust_ratio.check(
         norm, phi_bounds, {"coefficient": coefficient, "eps": eps, "zero_ratio": zero_ratio}
     )

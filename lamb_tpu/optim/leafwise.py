@@ -79,8 +79,8 @@ def transform(
     """
     parameters.check_rules(rules)
     checks.check_flag("collect", collect)
-    if not callable(learning_rate):
-        checks.check_range("learning_rate", learning_rate)
+    checks.check_schedule("learning_rate", learning_rate)
+    checks.check_axis_name(axis_name)
     if clip_global_norm is not None:
         clipping.check_max_norm(clip_global_norm)
     num_buffers = len(state_type._fields) - 2
@@ -112,13 +112,16 @@ def transform(
         updates: optax.Updates, state: Any, params: optax.Params = None, **extra_args: Any
     ):
         del extra_args
-        trust_ratio.require_params(params)
+        grads = checks.gradient_leaves(updates, params)
+        checks.check_state(state, state_type)
         treedef = jax.tree.structure(params)
-        grads = treedef.flatten_up_to(updates)
         scale = None
         if clip_global_norm is not None:
             scale = clipping.global_scale(treedef.unflatten(grads), clip_global_norm, axis_name)
-        buffers = [treedef.flatten_up_to(tree) for tree in state[1:-1]]
+        try:
+            buffers = [treedef.flatten_up_to(tree) for tree in state[1:-1]]
+        except ValueError as error:
+            raise ValueError(f"state is that of another tree than params: {error}") from None
         step_size, count = at(learning_rate, state.count), optax.safe_increment(state.count)
         rows, read = [], []
         for index, (path, param, grad, facts, *old) in enumerate(zip(

@@ -62,8 +62,8 @@ def muon(
     check_numbers(
         learning_rate, weight_decay, {"beta": beta, "adam_b1": adam_b1, "adam_b2": adam_b2}, eps=eps
     )
-    if not isinstance(ns_steps, int) or isinstance(ns_steps, bool) or ns_steps < 1:
-        raise ValueError(f"ns_steps must be a whole number of at least 1, not {ns_steps!r}")
+    checks.check_whole("ns_steps", ns_steps, lowest=1)
+    checks.check_axis_name(axis_name)
     checks.check_flag("nesterov", nesterov)
     if consistent_rms is not None:
         checks.check_range("consistent_rms", consistent_rms)
@@ -97,7 +97,7 @@ def muon(
     def update_fn(
         updates: optax.Updates, state: optax.OptState, params: optax.Params = None, **extra: Any
     ):
-        trust_ratio.require_params(params)
+        checks.gradient_leaves(updates, params)
         refuse_leaves(
             params, rules,
             lambda path, leaf, facts: bool(

@@ -135,9 +135,9 @@ def novograd(
     """
     checks.check_range("b1", b1, upper=1.0)
     checks.check_range("b2", b2, upper=1.0)
-    for name, value in (("eps", eps), ("eps_root", eps_root), ("weight_decay", weight_decay)):
-        if not callable(value):
-            checks.check_range(name, value)
+    checks.check_range("eps", eps)
+    checks.check_range("eps_root", eps_root)
+    checks.check_schedule("weight_decay", weight_decay)
     for name, value, choices in (
         ("grad_averaging", grad_averaging, AVERAGINGS), ("normalise", normalise, NORMALISES),
         ("decay", decay, DECAYS), ("norm", norm, NORMS),

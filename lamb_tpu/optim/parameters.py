@@ -36,6 +36,8 @@ import jax
 import numpy as np
 import optax
 
+from lamb_tpu.optim import checks
+
 
 @dataclasses.dataclass(frozen=True)
 class ParameterFacts:
@@ -61,11 +63,10 @@ class ParameterFacts:
 
     def __post_init__(self):
         for name in ("decay", "adapt"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be True or False, not {getattr(self, name)!r}")
+            checks.check_flag(name, getattr(self, name))
         axes = self.layer_axes
         if not isinstance(axes, (tuple, list)) or not all(
-            isinstance(axis, int) and axis >= 0 for axis in axes
+            type(axis) is int and axis >= 0 for axis in axes
         ) or len(set(axes)) != len(axes):
             raise ValueError(f"layer_axes must be distinct axes counted from 0, not {axes!r}")
         object.__setattr__(self, "layer_axes", tuple(sorted(axes)))
@@ -147,6 +148,7 @@ def resolve(params: Any, rules: Rules) -> Any:
         its leaves are not known. Resolve the rules once for the whole tree to be sure.
     """
     compiled = _compile(rules)
+    checks.check_arrays("params", params)
     leaves, treedef = jax.tree.flatten(params)
     paths = leaf_paths(params)
     facts = []
@@ -278,7 +280,9 @@ def _compile(rules: Rules) -> list[tuple[re.Pattern, ParameterFacts]]:
             raise ValueError(f"rules {rules!r} is no preset; the presets are {', '.join(RULES)}")
         rules = RULES[rules]
     if isinstance(rules, Mapping) or not isinstance(rules, Sequence):
-        raise ValueError(f"rules must be a preset's name or a list of (regex, facts): {rules!r}")
+        raise ValueError(
+            f"rules must be a preset's name or a list of (regex, facts), not {rules!r}"
+        )
     compiled = [_compile_rule(rule) for rule in rules]
     patterns = [regex.pattern for regex, _ in compiled]
     for pattern in patterns:
@@ -289,7 +293,7 @@ def _compile(rules: Rules) -> list[tuple[re.Pattern, ParameterFacts]]:
 
 def _compile_rule(rule: Any) -> tuple[re.Pattern, ParameterFacts]:
     if not isinstance(rule, Sequence) or len(rule) != 2 or not isinstance(rule[0], str):
-        raise ValueError(f"a rule must be a pair (regex, facts), not {rule!r}")
+        raise ValueError(f"rules: a rule must be a pair (regex, facts), not {rule!r}")
     pattern, facts = rule
     try:
         regex = re.compile(pattern)

@@ -8,6 +8,8 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from lamb_tpu.optim import checks
+
 
 def partition(
     tx: optax.GradientTransformation, params: optax.Params, params_sharding: Any
@@ -45,14 +47,19 @@ def partition(
       ValueError: params_sharding is empty, is no prefix of params, or holds something that does
         not fit the parameter, which is named.
     """
+    checks.check_transform("tx", tx)
+    checks.check_arrays("params", params)
     given = jax.tree.leaves(params_sharding)
     if not given:
-        raise ValueError("params_sharding is empty: give one sharding for all")
+        raise ValueError(
+            f"params_sharding is empty: give one sharding for all, not {params_sharding!r}"
+        )
     try:
         shardings = jax.tree.leaves(jax.tree.broadcast(params_sharding, params))
     except ValueError as error:
         raise ValueError(
-            f"params_sharding has another structure than params, and is no prefix of it: {error}"
+            f"params_sharding has another structure than params, and is no prefix of it, being "
+            f"{checks.short(params_sharding)}: {error}"
         ) from error
     known = {}
     for (path, leaf), sharding in zip(
@@ -105,8 +112,8 @@ def _check(path: str, shape: tuple[int, ...], sharding: Any) -> None:
         isinstance(sharding, Sharding) and sharding.is_fully_replicated
     ):
         raise ValueError(
-            f"the sharding of the parameter {path!r} must be a NamedSharding or a PartitionSpec, "
-            f"not {sharding!r}"
+            f"params_sharding: the sharding of the parameter {path!r} must be a NamedSharding or a "
+            f"PartitionSpec, not {sharding!r}"
         )
     if len(_spec(sharding)) > len(shape):
         raise ValueError(

@@ -137,9 +137,11 @@ def preset(optimizer: str, name: str) -> dict[str, Any]:
     Raises:
       ValueError: an optimizer without presets, or a preset that it does not have.
     """
-    if optimizer not in PRESETS:
-        raise ValueError(f"{optimizer!r} has no presets; known: {', '.join(PRESETS)}")
-    if name not in PRESETS[optimizer]:
+    if not isinstance(optimizer, str) or optimizer not in PRESETS:
+        raise ValueError(
+            f"optimizer {optimizer!r} has no presets; known: {', '.join(PRESETS)}"
+        )
+    if not isinstance(name, str) or name not in PRESETS[optimizer]:
         known = ", ".join(PRESETS[optimizer])
-        raise ValueError(f"{optimizer} has no preset {name!r}; known: {known}")
+        raise ValueError(f"name {name!r}: {optimizer} has no such preset; known: {known}")
     return dict(PRESETS[optimizer][name])

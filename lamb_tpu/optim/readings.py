@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import optax
 
-from lamb_tpu.optim import parameters
+from lamb_tpu.optim import checks, parameters
 from lamb_tpu.optim.trust_ratio import Readings
 
 QUANTITIES = Readings._fields
@@ -33,6 +33,7 @@ def read(opt_state: optax.OptState) -> dict[str, dict[str, np.ndarray]]:
       {'ratios': {path: value}, 'update_norms': ..., 'weight_norms': ...}; a value is a float32
       array shaped by the parameter's layer axes: () or (num_layers,). Empty where nothing collects.
     """
+    checks.check_opt_state(opt_state)
     found = [
         state for state in jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, Readings))
         if isinstance(state, Readings)
@@ -57,6 +58,9 @@ def summary(opt_state: optax.OptState, facts: Any) -> dict[str, float]:
       `ratio_min`, `ratio_median`, `ratio_max`; empty where no layer that adapts is collected.
     """
     paths, leaves = parameters.leaf_paths(facts), jax.tree.leaves(facts)
+    for fact in leaves if facts is not None else [facts]:
+        if not isinstance(fact, parameters.ParameterFacts):
+            raise ValueError(f"facts must be those of `parameters.resolve`, and hold {fact!r}")
     adapted = {path for path, fact in zip(paths, leaves, strict=True) if fact.adapt}
     ratios = [
         np.ravel(value)
@@ -100,7 +104,14 @@ def in_order(values: Mapping[str, float], paths: Sequence[str]) -> dict[str, flo
     Args:
       values: by names such as 'ratios/dense/kernel' or 'ratios/layers/kernel[3]'.
       paths: of all parameters.
+
+    Raises:
+      ValueError: an argument of another kind.
     """
+    if not isinstance(values, Mapping):
+        raise ValueError(f"values must be a mapping of names to numbers, not {values!r}")
+    if not isinstance(paths, (list, tuple)) or not all(isinstance(path, str) for path in paths):
+        raise ValueError(f"paths must be a list of the parameters' paths, not {paths!r}")
     places = {path: place for place, path in enumerate(paths)}
 
     def parts(name: str) -> tuple[int, int, tuple[int, ...]]:

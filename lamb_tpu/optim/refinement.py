@@ -21,7 +21,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from lamb_tpu.optim.checks import check_above_zero, check_choice
+from lamb_tpu.optim.checks import (
+    check_above_zero,
+    check_choice,
+    check_whole,
+    is_number,
+    short,
+)
 
 NORM_POWERS = {"l2": -2.0, "l1": -1.0}
 
@@ -58,9 +64,15 @@ def refined_schedule(
     Raises:
       ValueError: readings or arguments out of range.
     """
-    norms = np.asarray(gradient_norms, np.float64)
+    try:
+        norms = np.asarray(gradient_norms, np.float64)
+    except (TypeError, ValueError):
+        raise ValueError(f"gradient_norms must be numbers, not {short(gradient_norms)}") from None
     if norms.ndim != 1 or norms.size < 2:
-        raise ValueError(f"gradient_norms must be a row of at least 2, not of shape {norms.shape}")
+        raise ValueError(
+            f"gradient_norms must be a row of at least 2, not {short(gradient_norms)} of shape "
+            f"{norms.shape}"
+        )
     bad = np.flatnonzero(~(np.isfinite(norms) & (norms > 0)))
     if bad.size:
         raise ValueError(
@@ -68,11 +80,10 @@ def refined_schedule(
         )
     check_choice("norm", norm, tuple(NORM_POWERS))
     check_above_zero(peak=peak)
-    if not 0 <= smoothing <= 1:
+    if not is_number(smoothing) or not 0 <= smoothing <= 1:
         raise ValueError(f"smoothing must lie in 0..1, not {smoothing!r}")
     total_steps = norms.size if total_steps is None else total_steps
-    if not total_steps >= 2:
-        raise ValueError(f"total_steps must be at least 2, not {total_steps!r}")
+    check_whole("total_steps", total_steps, lowest=2)
 
     norms = _median_filter(norms, 2 * (int(smoothing * norms.size) // 2) + 1)
     weights = (norms / norms.min()) ** NORM_POWERS[norm]  # the scale falls out, without overflow

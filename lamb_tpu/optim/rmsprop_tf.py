@@ -118,8 +118,7 @@ def rmsprop_tf(
         checks.check_range(name, value, upper=1.0)
     for name, value in (("eps", eps), ("initial_scale", initial_scale)):
         checks.check_range(name, value)
-    if not callable(weight_decay):
-        checks.check_range("weight_decay", weight_decay)
+    checks.check_schedule("weight_decay", weight_decay)
     checks.check_choice("decay", decay, DECAYS)
     for name, flag in (
         ("eps_in_root", eps_in_root), ("centered", centered), ("bias_correction", bias_correction),

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from lamb_tpu.optim import leafwise, parameters, trust_ratio
+from lamb_tpu.optim import checks, leafwise, parameters, trust_ratio
 from lamb_tpu.optim.trust_ratio import AxisName, MeshAxes
 
 
@@ -67,11 +67,13 @@ def stochastic_rounding(
     Raises:
       ValueError: a seed that is none; from `init`, parameters of another narrow dtype.
     """
-    if not isinstance(seed, int) or seed < 0:
-        raise ValueError(f"seed must be a whole number of at least 0, not {seed!r}")
+    checks.check_transform("inner", inner)
+    checks.check_whole("seed", seed)
+    checks.check_axis_name(axis_name)
     inner = optax.with_extra_args_support(inner)
 
     def init_fn(params: optax.Params) -> StochasticRoundingState:
+        checks.check_arrays("params", params)
         for path, leaf in zip(parameters.leaf_paths(params), jax.tree.leaves(params), strict=True):
             dtype = jnp.result_type(leaf)
             if dtype.itemsize < 4 and dtype != jnp.bfloat16:
@@ -88,7 +90,8 @@ def stochastic_rounding(
         params: optax.Params = None,
         **extra_args: Any,
     ):
-        trust_ratio.require_params(params)
+        checks.gradient_leaves(updates, params)
+        checks.check_state(state, StochasticRoundingState)
         wide = leafwise.widen(params)
         updates, inner_state = inner.update(
             leafwise.widen(updates), state.inner_state, wide, **extra_args

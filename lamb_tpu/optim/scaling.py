@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-from lamb_tpu.optim.checks import check_above_zero, check_range
+from lamb_tpu.optim.checks import check_above_zero, check_choice, check_range, is_number
 
 SCALING_RULES: dict[str, Callable[[float], float]] = {
     "identity": lambda ratio: 1.0,
@@ -51,8 +51,7 @@ def scale_learning_rate(
     Raises:
       ValueError: an unknown rule, a negative rate, or a batch size that is not positive.
     """
-    if rule not in SCALING_RULES:
-        raise ValueError(f"rule {rule!r} is unknown; known: {', '.join(SCALING_RULES)}")
+    check_choice("rule", rule, tuple(SCALING_RULES))
     check_range("base_learning_rate", base_learning_rate)
     return base_learning_rate * SCALING_RULES[rule](_batch_ratio(base_batch_size, batch_size))
 
@@ -81,7 +80,7 @@ def random_matrix_rule(optimizer: str) -> str:
       Granziol, Zohren, Roberts, Learning Rates as a Function of Batch Size, arXiv:2006.09092; its
       abstract only was read.
     """
-    if optimizer not in RANDOM_MATRIX_RULES:
+    if not isinstance(optimizer, str) or optimizer not in RANDOM_MATRIX_RULES:
         raise ValueError(
             f"the random-matrix rule says nothing of the optimizer {optimizer!r}, only of "
             f"{', '.join(RANDOM_MATRIX_RULES)}; choose 'linear' or 'sqrt'"
@@ -195,9 +194,11 @@ def optimal_timescale(
       exponent: m.
 
     Raises:
-      ValueError: tokens or coefficient not positive.
+      ValueError: tokens or coefficient not positive, an exponent that is no finite number.
     """
     check_above_zero(tokens_per_parameter=tokens_per_parameter, coefficient=coefficient)
+    if not is_number(exponent) or not math.isfinite(exponent):
+        raise ValueError(f"exponent must be a finite number, not {exponent!r}")
     return coefficient * tokens_per_parameter**exponent
 
 

@@ -93,6 +93,7 @@ def evaluation_params(opt_state: Any, params: Any) -> Any:
     Returns:
       The same tree, with the averages where the state has them, in the parameters' dtypes.
     """
+    checks.check_arrays("params", params)
     known = {}
     for state in _averaging(opt_state):
         fields = state if isinstance(state, Mapping) else state._asdict()
@@ -113,6 +114,8 @@ def evaluation_params(opt_state: Any, params: Any) -> Any:
 
 
 def _averaging(opt_state: Any) -> list[Any]:
+    checks.check_opt_state(opt_state)
+
     def is_one(node: Any) -> bool:
         fields = set(ScheduleFreeState._fields)
         return isinstance(node, ScheduleFreeState) or (

@@ -4,6 +4,7 @@ A schedule is a function of the count of completed updates, as in Optax: the fir
 reads it at 0 and the last of `total_steps` updates at `total_steps - 1`.
 """
 
+import math
 from collections.abc import Callable, Sequence
 
 import jax
@@ -11,7 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from lamb_tpu.optim.checks import check_above_zero, check_range
+from lamb_tpu.optim.checks import (
+    check_above_zero,
+    check_choice,
+    check_flag,
+    check_range,
+    is_number,
+)
 
 # Each maps the fraction of the decay that is left, 1..0, to the part of the peak left, 1..0.
 DECAYS: dict[str, Callable[[jax.Array, float], jax.Array]] = {
@@ -89,7 +96,8 @@ def warmup(
       start_value: the rate where the warm-up starts, at t = 0. Goyal et al. (arXiv:1706.02677)
         start from the base batch's rate.
       warmup_power: of t / W; 1 is linear.
-      hold_steps: H, updates at the peak between warm-up and decay; need not be whole.
+      hold_steps: H, updates at the peak between warm-up and decay; need not be whole, but must end
+        by T.
       min_value: a floor under the whole schedule.
       first_step: what the clock shows at the first update: t is the count of completed updates plus
         this. NVIDIA's BERT and Jasper start at 1, so that no update is lost to a rate of 0.
@@ -101,13 +109,12 @@ def warmup(
     Raises:
       ValueError: for an argument that is out of range or has no meaning for the decay chosen.
     """
-    if not callable(decay) and decay not in DECAYS:
+    if not callable(decay) and not (isinstance(decay, str) and decay in DECAYS):
         raise ValueError(
             f"decay {decay!r} is unknown; known: {', '.join(DECAYS)}, or a function such as "
             "exponential_decay(...)"
         )
-    if decay_from not in ("warmup", "zero"):
-        raise ValueError(f"decay_from must be 'warmup' or 'zero', not {decay_from!r}")
+    check_choice("decay_from", decay_from, ("warmup", "zero"))
     check_above_zero(total_steps=total_steps, power=power, warmup_power=warmup_power)
     for name, value in {
         "peak": peak, "warmup_steps": warmup_steps, "end_value": end_value,
@@ -121,6 +128,11 @@ def warmup(
     if decay == "constant" and end_value != 0.0:
         raise ValueError(f"end_value {end_value!r} has no meaning for decay {shown}; leave it out")
     peak_ends = warmup_steps + hold_steps
+    if hold_steps and peak_ends > total_steps:
+        raise ValueError(
+            f"hold_steps {hold_steps!r} after warmup_steps {warmup_steps!r} must end by "
+            f"total_steps {total_steps!r}"
+        )
     start = peak_ends if decay_from == "warmup" else 0.0
     length = total_steps - start
 
@@ -169,6 +181,7 @@ def exponential_decay(factor: float, every_steps: float, staircase: bool = True)
     """
     _check_factor(factor)
     check_above_zero(every_steps=every_steps)
+    check_flag("staircase", staircase)
 
     def part(count: jax.typing.ArrayLike) -> jax.Array:
         periods = _clock(count) / every_steps
@@ -201,8 +214,12 @@ def step_decay(boundaries: Sequence[float], factor: float) -> optax.Schedule:
       ValueError: no boundaries, boundaries that do not rise, or a factor out of range.
     """
     _check_factor(factor)
-    edges = np.asarray(boundaries, np.float64)
-    if edges.ndim != 1 or not edges.size or not np.all(np.diff(edges, prepend=0.0) > 0):
+    try:
+        edges = np.asarray(boundaries, np.float64)
+    except (TypeError, ValueError):
+        edges = np.empty(0)
+    finite = edges.ndim == 1 and edges.size > 0 and np.isfinite(edges).all()
+    if not finite or not np.all(np.diff(edges, prepend=0.0) > 0):
         raise ValueError(f"boundaries must be above 0 and rise, not {boundaries!r}")
 
     def part(count: jax.typing.ArrayLike) -> jax.Array:
@@ -236,10 +253,13 @@ def phases(*parts: tuple[optax.Schedule, int]) -> optax.Schedule:
     """
     if not parts:
         raise ValueError("phases needs at least one (schedule, steps)")
-    for index, (schedule, steps) in enumerate(parts):
+    for index, part in enumerate(parts):
+        if not isinstance(part, (tuple, list)) or len(part) != 2:
+            raise ValueError(f"parts must be pairs (schedule, steps), and not {part!r}")
+        schedule, steps = part
         if not callable(schedule):
             raise ValueError(f"the schedule of phase {index} is not a function: {schedule!r}")
-        if int(steps) != steps or steps < 1:
+        if not is_number(steps) or not 1 <= steps < math.inf or int(steps) != steps:
             raise ValueError(
                 f"the steps of phase {index} must be a whole number of at least 1, not {steps!r}"
             )
@@ -252,5 +272,5 @@ def _clock(count: jax.typing.ArrayLike) -> jax.Array:
 
 
 def _check_factor(factor: float) -> None:
-    if not 0 < factor <= 1:
+    if not is_number(factor) or not 0 < factor <= 1:
         raise ValueError(f"factor must be above 0 and at most 1, not {factor!r}")

@@ -106,6 +106,7 @@ def scale_by_trust_ratio(
     check(norm, phi_bounds, {"coefficient": coefficient, "eps": eps, "zero_ratio": zero_ratio})
     checks.check_bounds("ratio_bounds", ratio_bounds)
     checks.check_flag("collect", collect)
+    checks.check_axis_name(axis_name)
 
     def init_fn(params: optax.Params) -> TrustRatioState:
         facts = parameters.resolve(params, rules)
@@ -117,13 +118,14 @@ def scale_by_trust_ratio(
         params: optax.Params = None,
         **extra_args: Any,
     ):
-        del state, extra_args
-        require_params(params)
+        del extra_args
+        grads = checks.gradient_leaves(updates, params)
+        checks.check_state(state, TrustRatioState)
         treedef = jax.tree.structure(params)
         scaled, read = [], []
         for param, update, facts, path in zip(
             jax.tree.leaves(params),
-            treedef.flatten_up_to(updates),
+            grads,
             jax.tree.leaves(parameters.resolve(params, rules)),
             parameters.leaf_paths(params),
             strict=True,
@@ -362,12 +364,6 @@ def compute_dtype(leaf: Any) -> jnp.dtype:
 def real_dtype(leaf: Any) -> jnp.dtype:
     """The real dtype of the same width, for norms, rates and second moments."""
     return np.zeros((), compute_dtype(leaf)).real.dtype
-
-
-def require_params(params: optax.Params) -> None:
-    """Raises ValueError where `update` was called without parameters."""
-    if params is None:
-        raise ValueError("params is None: call update(grads, state, params)")
 
 
 def check(norm: str, phi_bounds: tuple[float, float], nonnegative: dict[str, Any]) -> None:

@@ -19,8 +19,7 @@ def check_numbers(
 ) -> None:
     """Raises ValueError for what Optax lets through: b1 of 1.5, a negative learning rate."""
     for name, value in (("learning_rate", learning_rate), ("weight_decay", weight_decay)):
-        if not callable(value):
-            checks.check_range(name, value)
+        checks.check_schedule(name, value)
     for name, value in (below_one or {}).items():
         checks.check_range(name, value, upper=1.0)
     for name, value in at_least_zero.items():
@@ -41,7 +40,7 @@ def decayed_weights(
     def update_fn(
         updates: optax.Updates, state: optax.OptState, params: optax.Params = None, **extra: Any
     ):
-        trust_ratio.require_params(params)
+        checks.gradient_leaves(updates, params)
         return added.update(updates, state, _times("decay_factor", params, rules), **extra)
 
     return optax.GradientTransformationExtraArgs(added.init, update_fn)
@@ -57,14 +56,23 @@ def in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformat
     inner = optax.with_extra_args_support(inner)
 
     def init_fn(params: optax.Params) -> optax.OptState:
+        checks.check_arrays("params", params)
         return inner.init(leafwise.widen(params))
 
     def update_fn(
         updates: optax.Updates, state: optax.OptState, params: optax.Params = None, **extra: Any
     ):
-        trust_ratio.require_params(params)
+        checks.gradient_leaves(updates, params)
         wide = leafwise.widen(params)
-        updates, state = inner.update(leafwise.widen(updates), state, wide, **extra)
+        try:
+            updates, state = inner.update(leafwise.widen(updates), state, wide, **extra)
+        except (AttributeError, TypeError, ValueError) as error:
+            expected = jax.tree.structure(jax.eval_shape(inner.init, wide))
+            if jax.tree.structure(state) == expected:
+                raise
+            raise ValueError(
+                f"state is not the one that this transform's init made: {checks.short(state)}"
+            ) from error
         return jax.tree.map(lambda u, p: u.astype(jnp.result_type(p)), updates, params), state
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
