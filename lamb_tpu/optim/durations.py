@@ -39,7 +39,8 @@ class Duration:
             raise ValueError(f"the unit {self.unit!r} is unknown; known: {', '.join(UNITS)}")
         if not is_number(self.value) or not 0 <= self.value < math.inf:
             raise ValueError(
-                f"the value of a duration must be a number of at least 0, not {self.value!r}"
+                f"the value of a duration must be a number of at least 0, not {self.value!r} "
+                f"{self.unit}"
             )
         if self.value > _LONGEST:
             raise ValueError(f"a duration must be at most {float(_LONGEST):g} {self.unit}")
