@@ -210,7 +210,7 @@ CASES = {
         "config.json is no JSON (it is nested too deep)", "--config.init_from=@",
         **{"../config.json": DEEP, "../model.safetensors": "x"}),
     "list of pictures with NUL": train(
-        "line 2, has a NUL in the file 'a\\x00.jpg'", "--config.data.name=image_folder",
+        "names 1 files that do not lie in", "--config.data.name=image_folder",
         "--config.data.dir=@", **{"../labels.tsv": "file\tlabel\na\0.jpg\t0\n"}),
     "list of pictures is a pipe": Case("labels.tsv cannot be read (it is a pipe",
                                        "data.images.check", ["--dir=@"], {"labels.tsv": PIPE}),
