@@ -97,6 +97,7 @@ def base_config() -> ConfigDict:
     config.guards = ConfigDict()
     config.guards.max_skipped = 0  # of a run's updates, left out where the gradient is not finite
     config.guards.spike_factor = 10.0  # a loss this many times the recent median is told; 0: none
+    config.guards.spike_floor = 1.0  # no loss up to this is told, whatever the recent median
     config.guards.desync_every = "0 steps"  # compares the processes' parameters; 0: never
     config.guards.hang_seconds = 1800.0  # without progress the process ends; 0: never
     # The batch is split over data and fsdp. Where fsdp is not 1, ZeRO-1 and the rule 'fsdp' split
@@ -222,7 +223,8 @@ def check_values(config: ConfigDict) -> None:
         if flat[key] < 1:
             raise UserError(f"config.{key} is {flat[key]}; it must be at least 1")
     for key in (
-        "guards.max_skipped", "guards.spike_factor", "guards.hang_seconds", "log.heartbeat_seconds",
+        "guards.max_skipped", "guards.spike_factor", "guards.spike_floor", "guards.hang_seconds",
+        "log.heartbeat_seconds",
     ):
         if not 0 <= flat[key] < math.inf:
             raise UserError(f"config.{key} is {flat[key]}; it must be a number of at least 0")

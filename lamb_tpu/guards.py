@@ -25,12 +25,14 @@ class Diverged(UserError):
 class SpikeDetector:
     """Tells when a loss is far above the recent ones.
 
-    That it is above all of them is asked besides: where the loss is small, as on a training set
-    that is learnt by heart, one batch in six can be three times the median.
+    Two more conditions are for a small loss, as on a training set that is learnt by heart. There
+    one batch in six can be three times the median, so a spike is above all of the recent losses.
+    And a single example that is wrong can be a hundred times the median, so it is above a floor.
 
     Args:
-      factor: a loss above this many times the median of the recent ones, and above all of them, is
-        a spike; 0: none is.
+      factor: a loss above this many times the median of the recent ones, above all of them and
+        above the floor is a spike; 0: none is.
+      floor: in the loss's own unit.
       window: how many losses are recent.
       enough: how many of them there must be before anything counts as a spike.
 
@@ -38,8 +40,10 @@ class SpikeDetector:
       recent: those losses.
     """
 
-    def __init__(self, factor: float, window: int = _WINDOW, enough: int = _ENOUGH) -> None:
-        self._factor, self._enough = factor, enough
+    def __init__(
+        self, factor: float, floor: float = 0.0, window: int = _WINDOW, enough: int = _ENOUGH
+    ) -> None:
+        self._factor, self._floor, self._enough = factor, floor, enough
         self.recent: collections.deque[float] = collections.deque(maxlen=window)
 
     def observe(self, loss: float) -> float | None:
@@ -52,7 +56,7 @@ class SpikeDetector:
             return None
         before = list(self.recent)
         self.recent.append(loss)
-        if len(before) < self._enough or loss <= max(before):
+        if len(before) < self._enough or loss <= max(self._floor, *before):
             return None
         median = statistics.median(before)
         return median if 0 < self._factor * median < loss else None
@@ -78,7 +82,7 @@ class Guards:
         warn: Callable[[str], None],
     ) -> None:
         self._limit = config.max_skipped
-        self._spikes = SpikeDetector(config.spike_factor)
+        self._spikes = SpikeDetector(config.spike_factor, config.spike_floor)
         self._learning_rates = learning_rates
         self._last_checkpoint = last_checkpoint
         self._warn = warn

@@ -42,6 +42,12 @@ def test_nothing_is_a_spike_before_there_are_enough() -> None:
     assert detector.observe(101.0) == 1.0
 
 
+def test_nothing_up_to_the_floor_is_a_spike() -> None:
+    detector = SpikeDetector(10.0, floor=1.0, window=5, enough=3)
+    assert observed(detector, [0.01, 0.02, 0.01, 0.5, 1.0]) == [None] * 5
+    assert detector.observe(1.1) == 0.02
+
+
 def test_falling_loss_and_its_noise_are_none() -> None:
     noise = np.random.default_rng(0).uniform(0.6, 1.5, 2000)
     losses = (2.3 * np.exp(-np.arange(2000) / 300) + 0.1) * noise
@@ -70,11 +76,11 @@ def test_factor_of_zero_tells_nothing() -> None:
 
 
 def guards(
-    max_skipped: int = 0, factor: float = 3.0, skipped: int = 0
+    max_skipped: int = 0, factor: float = 3.0, skipped: int = 0, floor: float = 0.0
 ) -> tuple[Guards, list[str]]:
     """Guards of a run at the rates 0.1, 0.2, ..., and what they tell."""
     told: list[str] = []
-    config = SimpleNamespace(max_skipped=max_skipped, spike_factor=factor)
+    config = SimpleNamespace(max_skipped=max_skipped, spike_factor=factor, spike_floor=floor)
     rates = [0.1 * step for step in range(1, 101)]
     return Guards(config, rates, skipped, lambda: "runs/x/40", told.append), told
 
@@ -139,6 +145,13 @@ def test_spikes_come_back_with_their_updates() -> None:
     ])
     assert found == {41: {"loss": 2.0, "median": 0.5}, 43: {"loss": 8.0, "median": 0.5}}
     assert not told
+
+
+def test_floor_of_the_config_is_heeded() -> None:
+    guard, _ = guards(factor=3.0, floor=2.0)
+    guard.look((step, update(0.5)) for step in range(1, 41))
+    found = guard.look([(41, update(2.0)), (42, update(2.5))])
+    assert found == {42: {"loss": 2.5, "median": 0.5}}
 
 
 def test_update_left_out_has_no_loss() -> None:
@@ -243,3 +256,29 @@ def test_spike_of_a_run_is_written_down(
     assert spike["median"] == pytest.approx(np.median(losses[:34]), rel=1e-12)
     told = f"update 35: loss spike of {losses[34]:.4g}, the recent median is {spike['median']:.4g}"
     assert told in capsys.readouterr().out
+
+
+def test_healthy_run_tells_no_spike_and_a_broken_batch_in_it_does(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """The recipe as it is: near its end a batch may be a hundred times the median of 0.001."""
+    config = tiny.recipe_file(tiny.ROOT / "configs" / "digits.py").get_config()
+    config.log.tensorboard = False
+    train(config, tmp_path / "healthy")
+    losses = read_records(tmp_path / "healthy" / "metrics.jsonl", "train")
+    assert losses[-1]["step"] == 1348 and losses[-1]["loss"] < 0.01
+    assert not read_records(tmp_path / "healthy" / "metrics.jsonl", "spike")
+    assert "spike" not in capsys.readouterr().out
+
+    shard_batch, numbers = Run.shard_batch, iter(range(1, 1349))
+
+    def shard(run: Run, batch: data.Batch) -> dict[str, Any]:
+        if next(numbers) == 1000:  # labels that belong to other images
+            batch = batch | {"label": np.roll(batch["label"], 1)}
+        return shard_batch(run, batch)
+
+    monkeypatch.setattr(Run, "shard_batch", shard)
+    train(config, tmp_path / "broken")
+    spikes = read_records(tmp_path / "broken" / "metrics.jsonl", "spike")
+    assert [spike["step"] for spike in spikes] == [1000]
+    assert "update 1000: loss spike of " in capsys.readouterr().out
