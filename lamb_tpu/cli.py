@@ -14,6 +14,7 @@ from typing import NoReturn
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
+from lamb_tpu import terminal
 from lamb_tpu.errors import Preempted, UserError
 
 
@@ -38,6 +39,8 @@ def define_run_flags(workdir: str) -> None:
 def _parse_flags(argv: list[str], required: Sequence[str]) -> list[str]:
     help_asked = [item for item in argv if re.fullmatch(r"-{1,2}(h|help|helpfull)", item)]
     if help_asked:
+        program = sys.modules["__main__"]
+        program.__doc__ = terminal.fit_docstring(program.__doc__ or "")
         app.usage(shorthelp="helpfull" not in help_asked[0], writeto_stdout=True)
         sys.exit(0)  # absl's own help flag exits with 1
     try:

@@ -2,8 +2,10 @@
 
   python -m lamb_tpu.evaluate --workdir=DIR
   python -m lamb_tpu.evaluate --workdir=DIR --split=test --step=best
-  python -m lamb_tpu.evaluate --workdir=DIR --config=configs/digits.py --config.data.dir=ELSEWHERE
-  python -m lamb_tpu.evaluate --config=configs/imagenet_resnet.py --config.init_from=FOLDER
+  python -m lamb_tpu.evaluate --workdir=DIR --config=configs/digits.py \\
+      --config.data.dir=ELSEWHERE
+  python -m lamb_tpu.evaluate --config=configs/imagenet_resnet.py \\
+      --config.init_from=FOLDER
 
 Prints one JSON object, of the run's evaluation split or of --split. What a task keeps of its
 predictions, such as predictions.json, goes into DIR; those of another split than the run's as
@@ -27,7 +29,7 @@ import numpy as np
 from absl import flags
 from ml_collections import ConfigDict
 
-from lamb_tpu import cli, data, distributed
+from lamb_tpu import cli, data, distributed, terminal
 from lamb_tpu.best import Best
 from lamb_tpu.checkpoint import Checkpoints
 from lamb_tpu.config import base_config, check_keys, unflatten
@@ -162,7 +164,7 @@ def evaluate_checkpoint(
     with Checkpoints(
         run.folder.checkpoints,
         config.checkpoint.keep,
-        report=lambda text: print(text, file=sys.stderr),
+        report=lambda text: print(terminal.fit(text), file=sys.stderr),
         writing=False,
     ) as checkpoints:
         restored = None
@@ -237,7 +239,7 @@ def evaluate_weights(config: ConfigDict | None, split: str | None = None) -> dic
 
 def _tell(text: str) -> None:
     if text and jax.process_index() == 0:
-        print(text, file=sys.stderr)
+        print(terminal.fit(text), file=sys.stderr)
 
 
 def main() -> None:

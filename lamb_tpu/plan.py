@@ -1,6 +1,7 @@
 """Compiles a recipe's training step for a TPU slice, without a TPU, and tells what it would take.
 
-  python -m lamb_tpu.plan --config=configs/digits.py:batch=4096 --topology=v3-2048
+  python -m lamb_tpu.plan --config=configs/digits.py:batch=4096 \\
+      --topology=v3-2048
 
 It builds the very step that lamb_tpu.train runs, mesh, sharding, optimizer and all, and gives it to
 the TPU compiler, which runs on any Linux machine with x86-64 (`make setup` installs it, as does the
@@ -34,7 +35,7 @@ from ml_collections import ConfigDict
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from lamb_tpu import cli, hlo, phases, traffic
+from lamb_tpu import cli, hlo, phases, terminal, traffic
 from lamb_tpu import topology as topology_lib
 from lamb_tpu.run import Run, prepare
 
@@ -147,7 +148,7 @@ class Plan:
         }
 
     def describe(self) -> str:
-        """All of it for the person at the terminal."""
+        """All of it for the person at the terminal, at most 80 columns wide."""
         mesh = ", ".join(f"{axis}={size}" for axis, size in self.mesh.items())
         usable = self.topology.generation.usable
         lines = [
@@ -159,7 +160,8 @@ class Plan:
         if not self.fits:
             needed = "" if self.needed is None else f"the step needs {_size(self.needed)}, "
             lines.append(f"DOES NOT FIT: {needed}a device has {_size(usable)}")
-            return "\n".join([*lines, f"the compiler's words: {self.message.splitlines()[0]}"])
+            lines.append(f"the compiler's words: {self.message.splitlines()[0]}")
+            return terminal.fit("\n".join(lines))
         kinds = ", ".join(
             f"{name} {_size(size)}" for name, size in dataclasses.asdict(self.memory).items()
         )
@@ -184,7 +186,7 @@ class Plan:
         lines += [f"not known: {note}" for note in self.notes]
         if self.collectives is not None:
             lines += ["collectives, of one device in one step:", *_table(self.collectives)]
-        return "\n".join(lines)
+        return terminal.fit("\n".join(lines))
 
 
 def make_plan(
@@ -312,7 +314,7 @@ def _waiting(text: str) -> Iterator[None]:
     """Tells on stderr what is waited for, with the seconds where it is a terminal."""
     console = Console(stderr=True)
     if not console.is_terminal:
-        print(text, file=sys.stderr, flush=True)
+        print(terminal.fit(text), file=sys.stderr, flush=True)
         yield
         return
     columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()

@@ -1,6 +1,7 @@
 """Fills the gaps of a text with the words that a pre-trained BERT expects there.
 
-  python -m lamb_tpu.predict --checkpoint=DIR --text='The capital of France is [MASK].'
+  python -m lamb_tpu.predict --checkpoint=DIR \\
+      --text='The capital of France is [MASK].'
 
 DIR is the workdir of a masked_lm run (with phases: of all of them, or of one), whose newest
 checkpoint is read, or a folder with Hugging Face's config.json, model.safetensors and vocab.txt.

@@ -14,6 +14,9 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.table import Column
+
+from lamb_tpu import terminal
 
 _SECONDS_BETWEEN_LINES = 10.0
 
@@ -28,6 +31,16 @@ def format_seconds(seconds: float) -> str:
     hours, rest = divmod(int(seconds), 3600)
     minutes, rest = divmod(rest, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _short(rate: float) -> str:
+    """
+    >>> _short(6126.4), _short(123_456), _short(582_541_057)
+    ('6,126', '123k', '583M')
+    """
+    if rate < 1e5:
+        return f"{rate:,.0f}"
+    return f"{rate / 1e3:.0f}k" if rate < 1e6 else f"{rate / 1e6:,.3g}M"
 
 
 class RunProgress:
@@ -65,7 +78,10 @@ class RunProgress:
             self._bar = Progress(
                 TextColumn(label),
                 BarColumn(bar_width=None),
-                MofNCompleteColumn(),
+                # In 80 columns rich cuts this first otherwise, rather than shorten the bar.
+                MofNCompleteColumn(
+                    table_column=Column(min_width=2 * len(str(total_steps)) + 1)
+                ),
                 TextColumn("{task.fields[rate]}"),
                 TextColumn("{task.fields[values]}"),
                 TimeElapsedColumn(),
@@ -103,6 +119,7 @@ class RunProgress:
         rate = (step - first) / (now - began) if now > began else 0.0
         speed = f"{rate * self._amount:,.0f} {self._unit}/s" if rate else ""
         if self._bar:
+            speed = f"{_short(rate * self._amount)} {self._unit}/s" if rate else ""
             # The rest would push rate and time out of 80 columns.
             loss = format_values({"loss": values["loss"]}) if "loss" in values else ""
             self._bar.update(self._task, completed=step, rate=speed, values=loss)
@@ -119,10 +136,11 @@ class RunProgress:
     def warn(self, text: str) -> None:
         """A line of its own that `quiet` does not silence."""
         if self._shown:
-            print(text, file=sys.stderr)
+            print(terminal.fit(text), file=sys.stderr)
 
     def message(self, text: str) -> None:
         """A line of its own."""
         if self._told:
-            self._console.print(text, markup=False, emoji=False)  # a split may be ':train:'
+            # A split may be ':train:', which is no emoji.
+            self._console.print(terminal.fit(text), markup=False, emoji=False)
             self._console.file.flush()

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from lamb_tpu import config as config_lib
-from lamb_tpu import data, flops, initial, models, tasks, topology
+from lamb_tpu import data, flops, initial, models, tasks, terminal, topology
 from lamb_tpu.data.text import saved
 from lamb_tpu.errors import UserError
 from lamb_tpu.initial import Start
@@ -26,8 +26,6 @@ from lamb_tpu.parallel import state as state_lib
 from lamb_tpu.parallel import step as step_lib
 from lamb_tpu.recipe import Recipe, naming, resolve, resolve_optimizer
 from lamb_tpu.workdir import Workdir
-
-_ROWS = 100  # of the table of parameters at the terminal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,7 +162,11 @@ class Run:
         }
 
     def describe(self) -> str:
-        """What was resolved, for the person at the terminal."""
+        """What was resolved, for the person at the terminal: at most 80 columns wide.
+
+        Where there is a folder, the table of parameters stays in its file if it would push the
+        settings off a screen of 24 rows, or is too wide.
+        """
         config, state, places = self.config, self.abstract_state, self.shardings
         devices = self.mesh.devices.flat
         shape = ", ".join(f"{axis}={size}" for axis, size in self.mesh.shape.items())
@@ -191,8 +193,6 @@ class Run:
             lines.append(self.batch_norm)
         if self.start is not None:
             lines.append(self.start.describe())
-        if self.folder is not None:
-            lines.insert(0, f"workdir: {self.folder.path}")
         if config.accumulation_steps > 1:
             rows = config.batch_size // config.accumulation_steps
             lines.append(f"accumulation: {config.accumulation_steps} microbatches of {rows:,}")
@@ -201,7 +201,16 @@ class Run:
                 f"evaluation: config.eval.batch_size is {config.eval.batch_size:,}; batches of "
                 f"{self.eval_batch_size:,}, which the devices divide"
             )
-        return "\n".join([*lines, self._describe_table()])
+        settings = terminal.fit("\n".join(lines))
+        if self.folder is not None:
+            settings = f"workdir: {self.folder.path}\n{settings}"
+        *rows, totals = self.table.split("\n")
+        whole = "\n".join([settings, *rows, terminal.fit(totals)])
+        fits = whole.count("\n") < terminal.ROWS and max(map(len, rows)) <= terminal.COLUMNS
+        if fits or self.folder is None:
+            return whole
+        name = self.folder.parameters.name
+        return f"{settings}\n{terminal.fit(f'parameters: the table is in {name}; {totals}')}"
 
     def describe_read(self, training: bool = True) -> str:
         """What this process met that is out of the ordinary; '' where there is nothing.
@@ -227,13 +236,6 @@ class Run:
             for name, tally in read.items() if tally is not None
             for kind, count in tally.counts().items()
         }
-
-    def _describe_table(self) -> str:
-        """The table, or of a long one, which would push the rest off the screen, the last line."""
-        rows = self.table.split("\n")
-        if self.folder is None or len(rows) <= _ROWS:
-            return self.table
-        return f"parameters: the table is in {self.folder.parameters.name}; {rows[-1]}"
 
     def _describe_flops(self) -> str:
         kind = self.mesh.devices.flat[0].device_kind

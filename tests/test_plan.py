@@ -167,25 +167,26 @@ def plan(**changes: Any) -> Plan:
 @needs_compiler
 def test_what_the_terminal_shows() -> None:
     lines = plan().describe().splitlines()
-    assert lines[0] == (
-        "v3-2048: 2,048 devices on 256 host(s), mesh data=64, fsdp=32, collectives by shard_map"
-    )
-    assert lines[1].startswith("step: a batch of 65,536, compiled in 63 s by libtpu ")
-    assert lines[2:] == [
+    assert lines[:2] == [
+        "v3-2048: 2,048 devices on 256 host(s), mesh data=64, fsdp=32, collectives by",
+        "    shard_map",
+    ]
+    assert lines[2].startswith("step: a batch of 65,536, compiled in 63 s by libtpu ")
+    assert lines[3:] == [
         "fits: the step needs 5 GiB, a device has 15.48 GiB",
-        "memory: arguments 1 GiB, outputs 1 GiB, aliased 1 GiB, temporaries 4 GiB, program 1 MiB, "
-        "peak 5 GiB",
-        "time: 100 ms without the network, by the compiler's estimate (94,000,000 cycles at 940 "
-        "MHz)",
-        "arithmetic: 2.89e+12 operations of matrix products, 47.0% of the bfloat16 peak in that "
-        "time",
+        "memory: arguments 1 GiB, outputs 1 GiB, aliased 1 GiB, temporaries 4 GiB,",
+        "    program 1 MiB, peak 5 GiB",
+        "time: 100 ms without the network, by the compiler's estimate (94,000,000 cycles",
+        "    at 940 MHz)",
+        "arithmetic: 2.89e+12 operations of matrix products, 47.0% of the bfloat16 peak",
+        "    in that time",
         "model FLOPs: 2.46e+12 of a device, MFU 40.0% without the network",
         "collectives, of one device in one step:",
         "  kind        among  dtype  count  puts in  gets out  sends at least",
         "  all-reduce  2,048  bf16       7  512 MiB   512 MiB           1 GiB",
     ]
     unknown = plan(cycles=None, flops=None, collectives=None, notes=("the loop %w does not tell",))
-    assert unknown.describe().splitlines()[4:] == [
+    assert unknown.describe().splitlines()[6:] == [
         "model FLOPs: 2.46e+12 of a device", "not known: the loop %w does not tell",
     ]
     assert unknown.as_json()["milliseconds_without_network"] is None
@@ -198,7 +199,7 @@ def test_help_teaches() -> None:
         "python -m lamb_tpu.plan --config=configs/", "NOT in that estimate",
         "--topology: The slice", "v5litepod", "--[no]json",
     ):
-        assert part in done.stdout, part
+        assert part in tiny.unbroken(done.stdout), part
 
 
 def test_docstrings() -> None:

@@ -88,6 +88,34 @@ def test_bar_on_a_terminal(
     assert "loss 0.25" in shown and ("above the bar" in shown) is not quiet
 
 
+def test_bar_of_a_long_run_fits_80_columns(
+    clock: list[float], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "80")
+    with RunProgress("train phase_1", 1_000_000, 65_536, tokens=65_536 * 128) as progress:
+        progress.start(1, 1.0)
+        clock[0] += 7200
+        progress.update(500_000, {"loss": 6.123456, "accuracy": 0.5, "learning_rate": 0.001})
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().out)
+    last = re.split(r"[\r\n]+", shown.strip())[-1]
+    assert len(last) <= 80 and "\u2026" not in last  # nothing is cut
+    for part in ("train phase_1", "500000/1000000", "583M tokens/s", "loss 6.123", "left"):
+        assert part in last, (part, last)
+
+
+def test_messages_and_warnings_fit_80_columns(capsys: pytest.CaptureFixture) -> None:
+    metrics = {f"{kind}{name}": 0.123456 for kind in ("", "ema_")
+               for name in ("accuracy", "loss", "top5_accuracy")}
+    with RunProgress("train", 10, 64) as progress:
+        progress.message(f"update 1234 (epoch 5.678): {format_values(metrics)}")
+        progress.warn("update 5 is left out: " + "why " * 30)
+    told = capsys.readouterr()
+    for lines in (told.out.splitlines(), told.err.splitlines()):
+        assert len(lines) > 1 and max(map(len, lines)) <= 80
+    assert "ema_top5_accuracy 0.1235" in told.out
+
+
 def test_hidden_even_on_a_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

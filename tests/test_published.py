@@ -86,7 +86,7 @@ def test_a_run_starts_from_them(
     assert jax.tree.map(lambda leaf: leaf.sharding, found) == run.shardings
     arrays = len(jax.tree.leaves(expected))
     text = f"first weights: {folder}; {arrays} arrays taken; optimizer state new"
-    assert text in run.describe().splitlines()
+    assert text in tiny.unbroken(run.describe())
     assert run.start.record["update"] is None and run.start.record["left"] == ()
 
 
@@ -133,7 +133,8 @@ def test_they_are_evaluated_where_no_run_is(
 ) -> None:
     settings = config(pictures, folder, data__train_split="train", ema__decay=0.9)
     found = evaluate_weights(settings)
-    assert capsys.readouterr().err.startswith(f"first weights: {folder}; 102 arrays taken\n")
+    told = tiny.unbroken(capsys.readouterr().err)
+    assert told.startswith(f"first weights: {folder}; 102 arrays taken")
     paths = sorted((pictures / "val").rglob("*.png"))
     pixels = np.stack([np.asarray(Image.open(path)) for path in paths]).astype(np.float32)
     labels = np.array(["abcde".index(path.parent.name) for path in paths])

@@ -11,6 +11,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from lamb_tpu import run as run_lib
+from lamb_tpu import terminal
 from lamb_tpu.data import FieldSpec
 from lamb_tpu.errors import UserError
 from lamb_tpu.models.bert_rules import PARAMETERS, PARAMETERS_SCANNED
@@ -191,16 +192,24 @@ def test_summary_says_what_was_resolved(tmp_path: pathlib.Path) -> None:
         assert part in text, (part, text)
 
 
-def test_a_long_table_stays_in_its_file(
+def test_a_table_that_would_push_the_settings_off_the_screen_stays_in_its_file(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_lib, "_ROWS", 5)
-    text = prepare(tiny.digits(), tmp_path).describe()
+    run = prepare(tiny.digits(), tmp_path)
+    rows = len(run.describe().splitlines())
+    monkeypatch.setattr(terminal, "ROWS", rows)
+    assert "hidden0/kernel" in run.describe()
+    monkeypatch.setattr(terminal, "ROWS", rows - 1)
+    text = run.describe()
     assert "\nparameters: the table is in parameters.txt; total: 4 leaves" in text
     assert "hidden0/kernel" not in text
     assert "hidden0/kernel" in prepare(tiny.digits(), None).describe()  # where there is no file
-    monkeypatch.setattr(run_lib, "_ROWS", 6)
-    assert "hidden0/kernel" in prepare(tiny.digits(), tmp_path).describe()
+
+
+def test_a_table_that_is_too_wide_stays_in_its_file(tmp_path: pathlib.Path) -> None:
+    run = prepare(tiny.digits(), tmp_path)
+    wide = dataclasses.replace(run, table=run.table.replace("hidden0/kernel", "k" * 60))
+    assert "the table is in parameters.txt; total: 4 leaves" in wide.describe()
 
 
 def test_evaluation_batches_are_no_larger_than_the_set() -> None:
@@ -251,7 +260,7 @@ def test_model_flops_are_of_the_model_and_the_batch(changes: dict[str, Any]) -> 
     run = prepare(tiny.digits(**changes), None)
     assert run.model_flops == 3 * 2 * 64 * (64 * 16 + 16 * 10)
     assert "arithmetic: 4.547e+05 model FLOPs an update; a cpu device has no known peak" in (
-        run.describe()
+        tiny.unbroken(run.describe())
     )
     assert run.peak_flops is None and run.amounts() == {"examples_per_second": 64}
 
@@ -261,7 +270,7 @@ def test_what_an_update_adds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_lib.topology, "peak_flops", {"cpu": 1e6}.get)
     # 8 devices could do the products of an update 8e6 / 454,656 times a second.
     assert run.amounts() == pytest.approx({"examples_per_second": 64, "mfu": 454_656 / 8e6})
-    assert "a cpu device does at most 1e+06 a second" in run.describe()
+    assert "a cpu device does at most 1e+06 a second" in tiny.unbroken(run.describe())
     spec = {"input_ids": FieldSpec((128,), np.dtype(np.int32))}
     text = dataclasses.replace(run, train_set=SimpleNamespace(element_spec=spec))
     text.__dict__["model_flops"] = None  # as of a loop of unknown length

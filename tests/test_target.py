@@ -141,8 +141,8 @@ def test_stopped_run_does_not_go_on(
     assert tiny.fingerprint(workdir) == before
     last = read_records(workdir / "metrics.jsonl", "eval")[-1]
     assert metrics == {name: last[name] for name in metrics} and "ema_accuracy" in metrics
-    line = capsys.readouterr().out.splitlines()[-1]
-    assert line.startswith("the run was already stopped at its target: accuracy 0.")
+    told = tiny.unbroken(capsys.readouterr().out)
+    _, _, line = told.rpartition("the run was already stopped at its target: accuracy 0.")
     assert "; target, accuracy of at least 0." in line and "reached at update 6 (epoch 1.5)" in line
 
 
@@ -158,8 +158,8 @@ def test_stopped_run_goes_on_without_the_stop(
     settings.target.value = stopped[0].target.value
     settings.target.stop = False
     train(settings, workdir)
-    assert "12 updates in 0:" in (line := capsys.readouterr().out.splitlines()[-1])
-    assert "reached at update 6" in line
+    _, ended, line = tiny.unbroken(capsys.readouterr().out).rpartition("12 updates in 0:")
+    assert ended and "reached at update 6" in line
     tiny.assert_equal(
         state_of(settings, workdir, 12), state_of(config(checkpoint__every="3 steps"), whole, 12)
     )

@@ -72,6 +72,11 @@ def digits(**changes: Any) -> ConfigDict:
     return change(config, values | {key.replace("__", "."): v for key, v in changes.items()})
 
 
+def unbroken(text: str) -> str:
+    """Words of a text for the terminal with one space between, wherever its lines were broken."""
+    return " ".join(text.split())
+
+
 def untimed(record: dict[str, Any]) -> dict[str, Any]:
     """A record of metrics.jsonl without what was measured of time, in which no two runs agree."""
     measured = (

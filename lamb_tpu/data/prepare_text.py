@@ -26,6 +26,7 @@ from lamb_tpu.data.text.preparation import Progress, Settings, prepare_text
 from lamb_tpu.data.text.reader import DOCUMENT_RULES
 from lamb_tpu.data.text.sentences import SENTENCE_RULES
 from lamb_tpu.errors import UserError
+from lamb_tpu.terminal import fit
 
 _SECONDS_BETWEEN_LINES = 10.0
 _EXAMPLES = """\
@@ -34,15 +35,17 @@ examples:
     %(prog)s --input='books/**/*.txt' \\
         --vocab=vocab.txt --output=DATA/books
   a file of many articles, of WikiText:
-    %(prog)s --input=wiki.valid.raw --documents=titles \\
-        --vocab=vocab.txt --output=DATA/held_out
+    %(prog)s --input=wiki.valid.raw \\
+        --documents=titles --vocab=vocab.txt --output=DATA/held_out
   Wikipedia, which TFDS prepared, by a vocabulary made of it:
     %(prog)s --input=tfds:wikipedia/20230601.en \\
         --train-vocab=30522 --output=DATA/wikipedia
 
-A run that was killed continues where it was when the same command is started again. What is made
-is the same for any number of processes. Then train on a folder and evaluate on another:
-  python -m lamb_tpu.train --config=configs/bert_pretrain.py --workdir=DIR --config.data.dir=DATA \\
+A run that was killed continues where it was when the same command is started
+again. What is made is the same for any number of processes. Then train on a
+folder and evaluate on another:
+  python -m lamb_tpu.train --config=configs/bert_pretrain.py --workdir=DIR \\
+      --config.data.dir=DATA \\
       --config.data.train_split=books --config.data.eval_split=held_out
 """
 
@@ -150,7 +153,7 @@ def _number(count: int, noun: str) -> str:
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = _Parser(
-        prog="python -m lamb_tpu.data.prepare_text", description=__doc__.partition("\n")[0],
+        prog="python -m lamb_tpu.data.prepare_text", description=fit(__doc__.partition("\n")[0]),
         allow_abbrev=False, epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -164,9 +167,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--train-vocab", type=int, metavar="N",
         help="instead of --vocab: make a vocabulary of N tokens from the inputs")
     add("--cased", action="store_true", help="keep case and accents")
-    add("--documents", default="file", metavar="|".join(DOCUMENT_RULES),
-        help="what a document is: a file (the default), what stands between blank lines (as the "
-        "original BERT code has it), or what follows a line `= Title =` (WikiText)")
+    add("--documents", default="file", metavar="RULE",
+        help="what a document is: file, the default; blank-lines, what stands between them, as the "
+        "original BERT code has it; or titles, what follows a line `= Title =`, as in WikiText")
     add("--sentences", default="split", metavar="|".join(SENTENCE_RULES),
         help="what a sentence is: a part of a line, found by rules (the default), or a line")
     add("--shard-bytes", type=int, default=16 * 2**20, metavar="N",

@@ -11,8 +11,9 @@ from lamb_tpu import models
 from lamb_tpu.models.listing import describe, table
 
 _NOTE = """\
-Parameters are those trained; multiply-adds are of the forward pass of one input, in convolutions
-and dense layers, with each network's fields at their defaults. BERT is Base, with 20 masked tokens.
+Parameters are those trained; multiply-adds are of the forward pass of one
+input, in convolutions and dense layers, with each network's fields at their
+defaults. BERT is Base, with 20 masked tokens.
 """
 
 

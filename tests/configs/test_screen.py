@@ -1,0 +1,72 @@
+"""What every recipe tells at its start fits a terminal of 80 columns and 24 rows."""
+
+import pathlib
+from typing import Any
+
+import numpy as np
+import pytest
+from ml_collections import ConfigDict
+
+from lamb_tpu import data, phases
+from lamb_tpu.data import FieldSpec
+from lamb_tpu.run import Run, prepare
+from tests import tiny
+from tests.configs.test_golden_tables import TABLES
+
+_INT, _FLOAT = np.dtype(np.int32), np.dtype(np.float32)
+
+
+class Unread(data.ArraySource):
+    """A set with the shapes and the size of a real one, of which no example is read."""
+
+    questions = ()
+
+    def __init__(self, name: str, spec: dict[str, FieldSpec], length: int) -> None:
+        arrays = {field: np.zeros((1, *each.shape), each.dtype) for field, each in spec.items()}
+        super().__init__(name, arrays, None)
+        self._length = length
+
+    def gather(self, indices: np.ndarray, epochs: np.ndarray | int = 0) -> data.Batch:
+        return {field: array[[0] * len(indices)] for field, array in self.arrays.items()}
+
+
+def spec_of(config: ConfigDict, inputs: Any) -> dict[str, FieldSpec]:
+    """The fields of the recipe's data; `inputs` are what its network takes in TABLES."""
+    options = config.data.options
+    if config.task.name == "classification":
+        return {"image": FieldSpec(inputs.shape[1:], np.dtype(np.uint8)),
+                "label": FieldSpec((), _INT)}
+    length = options.get("sequence_length") or options.max_length
+    spec = {name: FieldSpec((length,), _INT) for name in inputs}
+    if config.task.name == "question_answering":
+        return spec | {name: FieldSpec((), _INT) for name in ("start_position", "end_position")}
+    places = (options.max_predictions,)
+    spec |= {name: FieldSpec(places, _INT) for name in ("masked_positions", "masked_ids")}
+    return spec | {"masked_weights": FieldSpec(places, _FLOAT),
+                   "next_sentence_label": FieldSpec((), _INT)}
+
+
+@pytest.mark.parametrize("name", [name for name in TABLES if not name.endswith("_lars")])
+def test_start_of_a_recipe_fits_a_screen(
+    name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, argument, inputs, (optimizer, *_) = TABLES[name]
+    whole: ConfigDict = tiny.recipe_file(tiny.ROOT / "configs" / file).get_config(
+        f"{argument},optimizer={optimizer}"
+    )
+    config = phases.split(whole)[0].config
+    monkeypatch.setattr(
+        data, "load",
+        lambda _, split, **options: Unread(f"set:{split}", spec_of(config, inputs), 1_281_167),
+    )
+    monkeypatch.setattr(Run, "model_flops", 123_456_789_012_345_678)  # it takes long to count them
+    monkeypatch.chdir(tmp_path)
+    text = prepare(config, "run").describe()
+    lines = text.splitlines()
+    assert [line for line in lines if len(line) > 80] == []
+    assert len(lines) <= 24
+    for beginning in ("workdir: ", "mesh: ", "data: ", "run: ", "learning rate: ", "model: "):
+        assert any(line.startswith(beginning) for line in lines), beginning
+    rows = len((tiny.ROOT / "tests" / "golden_tables" / f"{name}.txt").read_text().splitlines())
+    assert ("the table is in parameters.txt; total: " in text) is (rows > 20)
+    assert ("\npath " in text and "\ntotal: " in text) is (rows <= 20)
