@@ -75,18 +75,17 @@ class RunProgress:
         self._console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
         self._bar: Progress | None = None
         if shown and self._console.is_terminal:
+            wide = self._console.width >= 100
+            whole = Column(no_wrap=True)  # so that where it is narrow the bar alone gets shorter
             self._bar = Progress(
                 TextColumn(label),
                 BarColumn(bar_width=None),
-                # In 80 columns rich cuts this first otherwise, rather than shorten the bar.
-                MofNCompleteColumn(
-                    table_column=Column(min_width=2 * len(str(total_steps)) + 1)
-                ),
+                MofNCompleteColumn(table_column=whole),
                 TextColumn("{task.fields[rate]}"),
                 TextColumn("{task.fields[values]}"),
-                TimeElapsedColumn(),
+                *([TimeElapsedColumn(table_column=whole)] if wide else []),
                 TextColumn("left"),
-                TimeRemainingColumn(),
+                TimeRemainingColumn(table_column=whole),
                 console=self._console,
                 speed_estimate_period=1e9,  # rich forgets updates of 30 s ago otherwise
             )

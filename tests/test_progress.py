@@ -100,6 +100,7 @@ def test_bar_of_a_long_run_fits_80_columns(
     shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().out)
     last = re.split(r"[\r\n]+", shown.strip())[-1]
     assert len(last) <= 80 and "\u2026" not in last  # nothing is cut
+    assert re.search(r" left \d:\d\d:\d\d$", last.rstrip())
     for part in ("train phase_1", "500000/1000000", "583M tokens/s", "loss 6.123", "left"):
         assert part in last, (part, last)
 

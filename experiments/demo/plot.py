@@ -1,24 +1,22 @@
-"""The picture of the study: accuracy against batch size, and over epochs at the largest one."""
+"""The picture of a study: accuracy against batch size, and over epochs at the largest one."""
 
 import math
 import pathlib
 import statistics
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from experiments.demo.study import Record
-from lamb_tpu.metrics import read_records
+from lamb_tpu import style
 
-# Colours that people with any colour vision can tell apart (Okabe and Ito), and a marker each.
-_STYLES = (("#D55E00", "s"), ("#7F7F7F", "^"), ("#009E73", "D"), ("#0072B2", "o"))
 _LOW = 70.0  # percent
 
 
-def draw(rows: Mapping[str, Sequence[Record]], out: pathlib.Path, path: pathlib.Path) -> None:
-    """Draws the study as a PNG.
+def draw(rows: Mapping[str, Sequence[Record]], path: pathlib.Path, title: str) -> None:
+    """Draws a study as a PNG.
 
     Left: test accuracy against batch size, a faint mark for each seed, a line through the means;
     lines stand a little beside one another. Where others do well, its axis leaves out means under
@@ -27,55 +25,56 @@ def draw(rows: Mapping[str, Sequence[Record]], out: pathlib.Path, path: pathlib.
     the worst to the best.
 
     Args:
-      rows: the records of each line, by its label.
-      out: the folder of the study, where the runs' metrics lie.
+      rows: the records of each line, by its label; of one optimizer each.
       path: the picture.
+      title: data, model, and where the rates come from.
     """
-    figure = Figure(figsize=(11, 4.8), dpi=150, layout="constrained")
+    figure = style.figure(11, 5.0)
+    figure.suptitle(title, fontsize=12)
     left, right = figure.subplots(1, 2, width_ratios=(1.1, 1))
     batch_sizes = sorted({record["batch_size"] for records in rows.values() for record in records})
     means = {label: _means(records) for label, records in rows.items()}
     bottom = _bottom([value for line in means.values() for value in line.values()])
-    for index, ((label, records), (color, marker)) in enumerate(
-        zip(rows.items(), _STYLES, strict=False)
-    ):
+    drawn: list[str] = []
+    for index, (label, records) in enumerate(rows.items()):
+        if not records:
+            continue
+        optimizer = records[0]["optimizer"]
+        look = style.line(optimizer, drawn.count(optimizer))
+        drawn.append(optimizer)
         aside = 2 ** (0.1 * (index - (len(rows) - 1) / 2))
         points = {size * aside: mean for size, mean in means[label].items()}
-        left.plot(list(points), list(points.values()), color=color, marker=marker, label=label)
+        left.plot(list(points), list(points.values()), label=label, **look)
         finished = [record for record in records if record["accuracy"] is not None]
         left.plot(
             [record["batch_size"] * aside for record in finished],
             [100 * record["accuracy"] for record in finished],
-            linestyle="none", color=color, marker=marker, markersize=4, alpha=0.4,
+            linestyle="none", color=look["color"], marker=look["marker"], markersize=4, alpha=0.4,
             markeredgewidth=0,
         )  # fmt: skip
         for x, mean in points.items():
             if mean < bottom:
                 left.annotate(
-                    f"{mean:.0f} % \u2193", (x, bottom), xytext=(0, 4), color=color,
+                    f"{mean:.0f} %\n\u2193", (x, bottom), xytext=(0, 4), color=look["color"],
                     textcoords="offset points", ha="center", fontsize=9,
                 )  # fmt: skip
         largest = [record for record in records if record["batch_size"] == batch_sizes[-1]]
-        _draw_epochs(right, largest, out, color, marker)
+        _draw_epochs(right, largest, look)
 
     seeds = len({record["seed"] for records in rows.values() for record in records})
-    left.set_title("Test accuracy after training" + (f", {seeds} seeds" if seeds > 1 else ""))
-    left.set_xscale("log", base=2)
-    left.set_xticks(batch_sizes, [f"{size:,}" for size in batch_sizes])
-    left.minorticks_off()
-    left.set_xlabel("batch size (base rates are for 32)")
-    left.set_ylabel("test accuracy, %")
+    style.dress(
+        left, "after training" + (f", {seeds} seeds" if seeds > 1 else ""), "batch size (examples)",
+        "test accuracy (%)", "higher",
+    )
+    style.batch_axis(left, batch_sizes)
     left.set_ylim(bottom, 100)
     left.yaxis.set_major_locator(MaxNLocator(integer=True))
     figure.legend(loc="outside lower center", ncols=len(rows), frameon=False)
-    right.set_title(f"On the way, at batch {batch_sizes[-1]:,}")
-    right.set_xlabel("epoch")
-    right.set_ylabel("test accuracy, %")
+    style.dress(
+        right, f"on the way, at batch {batch_sizes[-1]:,}", "epochs", "test accuracy (%)", "higher"
+    )
     right.set_ylim(0, 100)
     right.set_xlim(left=0)
-    for axes in (left, right):
-        axes.grid(alpha=0.3, linewidth=0.6)
-        axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path)
 
 
@@ -92,25 +91,16 @@ def _means(records: Sequence[Record]) -> dict[int, float]:
     }
 
 
-def _draw_epochs(
-    axes: Axes, records: Sequence[Record], out: pathlib.Path, color: str, marker: str
-) -> None:
-    curves = [
-        [
-            (record["epoch"], 100 * record["accuracy"])
-            for record in read_records(out / "runs" / record["name"] / "metrics.jsonl", "eval")
-        ]
-        for record in records
-    ]
+def _draw_epochs(axes: Axes, records: Sequence[Record], look: Mapping[str, Any]) -> None:
     # A run that diverged has a shorter curve: the line ends with it.
-    points = list(zip(*curves, strict=False))
+    points = list(zip(*(record["curve"] for record in records), strict=False))
     epochs = [point[0][0] for point in points]
-    values = [[accuracy for _, accuracy in point] for point in points]
+    values = [[100 * accuracy for _, accuracy in point] for point in points]
     means = [statistics.fmean(point) for point in values]
-    axes.plot(epochs, means, color=color, marker=marker, markersize=3)
+    axes.plot(epochs, means, **{**look, "markersize": 3})
     axes.fill_between(
         epochs, [min(point) for point in values], [max(point) for point in values],
-        color=color, alpha=0.15, linewidth=0,
+        color=look["color"], alpha=0.15, linewidth=0,
     )  # fmt: skip
 
 

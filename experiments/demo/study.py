@@ -22,10 +22,10 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from experiments import records as records_lib
 from lamb_tpu import data
 from lamb_tpu.errors import UserError
 from lamb_tpu.guards import Diverged
-from lamb_tpu.metrics import read_records
 from lamb_tpu.progress import format_seconds
 from lamb_tpu.recipe import resolve
 from lamb_tpu.train import train
@@ -70,8 +70,8 @@ def run_trials(
     Returns:
       A record for each trial: what it was (name, optimizer, scaling, batch_size, seed,
       learning_rate: the peak, warmup_epochs, updates), what came out (accuracy, loss: of the
-      evaluation split after the last update, both None if the run diverged) and the seconds of its
-      training.
+      evaluation split after the last update, both None if the run diverged), the curve of
+      [epoch, accuracy] at each evaluation, the seconds of its training, the machine and versions.
 
     Raises:
       UserError: `out` cannot be written, or holds runs of other configs; nothing is trained then.
@@ -97,7 +97,6 @@ def _run(trial: Trial, out: pathlib.Path) -> Record:
             result = {"accuracy": None, "loss": None}
         num_examples = len(data.load(config.data.name, config.data.train_split))
     recipe = resolve(config, num_examples)
-    trained = read_records(folder / "metrics.jsonl", "train")
     return {
         "name": trial.name,
         "optimizer": config.optimizer.name,
@@ -107,9 +106,14 @@ def _run(trial: Trial, out: pathlib.Path) -> Record:
         "learning_rate": recipe.peak_learning_rate,
         "warmup_epochs": recipe.warmup_steps * config.batch_size / num_examples,
         "updates": recipe.total_steps,
-        **result,
+        "accuracy": result["accuracy"],
+        "loss": result["loss"],
+        "curve": [
+            [round(record["epoch"], 3), round(record["accuracy"], 5)]
+            for record in records_lib.evaluations(folder)
+        ],
         # Of the run that trained, also when this one found it complete.
-        "seconds": trained[-1]["seconds"] if trained else 0.0,
+        **records_lib.facts(folder),
     }
 
 
