@@ -9,11 +9,12 @@ from absl import flags
 
 from lamb_tpu import cli
 
-RUNS = pathlib.Path(__file__).resolve().parents[2] / "runs"
+HERE = pathlib.Path(__file__).resolve().parent
+RUNS = HERE.parents[1] / "runs"
 
 
 def define_flags(out: str, seeds: int) -> None:
-    """Defines --out, the folder of the results, and --seeds, with these defaults."""
+    """Defines --out, the folder of the results, and --seeds, with these defaults; and --write."""
     flags.disclaim_key_flags()  # they are the program's: its --help shows them
     flags.DEFINE_string(
         "out",
@@ -21,6 +22,7 @@ def define_flags(out: str, seeds: int) -> None:
         "Folder of the results. Runs that it already holds are not repeated.",
     )
     flags.DEFINE_integer("seeds", seeds, "Runs of each setting.", lower_bound=1)
+    flags.DEFINE_bool("write", False, "Keep the records, and draw README.md anew, in this folder.")
 
 
 def out_folder() -> pathlib.Path:

@@ -5,6 +5,7 @@ import dataclasses
 import io
 import json
 import pathlib
+import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -85,6 +86,22 @@ def run_trials(
             _write(out / RECORDS, records)
             display.finish(records)
     return records
+
+
+def cell(records: Sequence[Record]) -> str:
+    """Mean and standard deviation in percent of the runs of one setting; '' where there are none.
+
+    >>> cell([{"accuracy": 0.90}, {"accuracy": 0.92}, {"accuracy": 0.94}]), cell([])
+    ('92.0 ± 2.0', '')
+    """
+    accuracies = [record["accuracy"] for record in records]
+    if not accuracies:
+        return ""
+    diverged = accuracies.count(None)
+    if diverged:
+        return f"{diverged} of {len(accuracies)} diverged"
+    mean = f"{100 * statistics.fmean(accuracies):.1f}"
+    return f"{mean} ± {100 * statistics.stdev(accuracies):.1f}" if len(accuracies) > 1 else mean
 
 
 def _run(trial: Trial, out: pathlib.Path) -> Record:

@@ -16,10 +16,12 @@ from rich.table import Table
 from configs import digits
 from experiments.demo import command
 from experiments.demo.study import Record, Trial, run_trials
+from experiments.records import Records
 from lamb_tpu import data
 
 NUM_RATES = 7
-HELD_OUT = "train[80%:]"
+TRAINED, HELD_OUT = "train[:80%]", "train[80%:]"
+KEPT = command.HERE / "tune.jsonl"
 # The smallest rate of each optimizer's grid.
 FIRST_RATES = {"momentum": 0.01, "adamw": 0.0005, "lamb": 0.00125}
 
@@ -33,7 +35,7 @@ def make_trials(seeds: int) -> list[Trial]:
                 config = digits.get_config(f"optimizer={optimizer}")
                 config.seed = seed
                 config.optimizer.learning_rate = rate
-                config.data.train_split = "train[:80%]"
+                config.data.train_split = TRAINED
                 config.data.eval_split = HELD_OUT
                 config.eval.every = "100 percent"
                 config.log.tensorboard = False
@@ -83,6 +85,11 @@ def main() -> None:
     """Entry point of the command line."""
     records = run_trials(make_trials(flags.FLAGS.seeds), command.out_folder(), make_table)
     Console().print(make_table(records))
+    if flags.FLAGS.write:
+        from experiments.demo import page  # which needs the records of all three studies
+
+        Records(KEPT, ("optimizer", "learning_rate", "seed")).add(records)
+        page.write()
 
 
 if __name__ == "__main__":
