@@ -3,42 +3,58 @@
   python -m lamb_tpu.plots --workdir=DIR
 
 The run's config must have `collect=True` in its optimizer; metrics.jsonl then holds records of the
-kind 'layers'. Writes layers.png into the workdir, or where --out says.
+kind 'layers'. Writes layers.png into the workdir, or where --out says: the layers that adapt, from
+the network's first to its last.
 """
 
+import json
 import pathlib
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import matplotlib
 import numpy as np
 from absl import flags
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
-from lamb_tpu import cli
+from lamb_tpu import cli, style
 from lamb_tpu.errors import UserError
 from lamb_tpu.metrics import read_records
+from lamb_tpu.workdir import Workdir
 
-_MAX_LABELS = 60
+_MAX_LABELS = 160
+_NAMED_LINES = 10  # beyond, a legend of every line would hide them
+_ROW_INCHES = 0.14
+
+History = Sequence[tuple[int, Mapping[str, Any]]]
 
 
-def layer_figure(history: Sequence[tuple[int, Mapping[str, Any]]]) -> Figure:
-    """Two heat maps, a row for each layer and a column for each update that was read.
+def layer_figure(
+    history: History, layers: Sequence[str] | None = None, title: str = ""
+) -> Figure:
+    """Lines over training and a heat map below them, of two quantities.
 
     Left: trust ratios. Right: the norm of the update over the norm of the weights, which is how far
     the layer turns; LAMB without bounds makes it the learning rate for every layer that adapts.
+    Lines go from dark to bright with the layer's place in the network; a heat map has a row for
+    each layer and a column for each update that was read, grey where there is no ratio.
 
     Args:
       history: pairs (completed updates, `optim.readings.scalars(opt_state)`), in the order of time.
+      layers: which, from first to last, such as 'hidden0/kernel'; None: all, as in the first pair.
+      title: names data, model and optimizer.
 
     Raises:
       ValueError: no readings.
     """
     steps = [step for step, _ in history]
     names = history[0][1] if history else ()
-    layers = [name.removeprefix("ratios/") for name in names if name.startswith("ratios/")]
-    if not layers:
+    known = [name.removeprefix("ratios/") for name in names if name.startswith("ratios/")]
+    layers = known if layers is None else list(layers)
+    if not known or not layers:
         raise ValueError("there are no readings; build the optimizer with collect=True")
 
     def rows(quantity: str) -> np.ndarray:
@@ -49,18 +65,58 @@ def layer_figure(history: Sequence[tuple[int, Mapping[str, Any]]]) -> Figure:
     ratios, lengths = rows("ratios"), rows("weight_norms")
     with np.errstate(divide="ignore", invalid="ignore"):
         turns = np.where(lengths > 0, rows("update_norms") / lengths, np.nan)
-    height = 1.6 + 0.2 * min(len(layers), _MAX_LABELS)
-    figure = Figure(figsize=(11, max(3.2, height)), dpi=150, layout="constrained")
-    left, right = figure.subplots(1, 2, sharey=True)
-    _heat_map(left, "trust ratio", steps, ratios)
-    _heat_map(right, "update norm / weight norm", steps, turns)
+    labels = _labels(layers)
+    map_height = 0.9 + max(1.2, _ROW_INCHES * min(len(layers), _MAX_LABELS))
+    figure = style.figure(12, 3.6 + map_height)
+    if title:
+        figure.suptitle(title, fontsize=12)
+    (top_left, top_right), (left, right) = figure.subplots(
+        2, 2, sharex=True, height_ratios=(3.0, map_height)
+    )
+    for axes, name, values in (
+        (top_left, "trust ratio", ratios), (top_right, "update norm / weight norm", turns),
+    ):
+        _lines(axes, name, steps, values, labels)
+    top_left.legend(fontsize=7, loc="best")
+    for axes, name, values in (
+        (left, "trust ratio", ratios), (right, "update norm / weight norm", turns),
+    ):
+        _heat_map(axes, name, steps, values)
     stride = -(-len(layers) // _MAX_LABELS)
-    left.set_yticks(np.arange(0, len(layers), stride) + 0.5, layers[::stride], fontsize=8)
-    left.set_ylim(len(layers), 0)
+    left.set_yticks(np.arange(0, len(layers), stride) + 0.5, labels[::stride], fontsize=7)
+    right.set_yticks([])
     return figure
 
 
-def _heat_map(axes: Axes, title: str, steps: Sequence[int], values: np.ndarray) -> None:
+def _labels(layers: Sequence[str]) -> list[str]:
+    """Paths without the ending that nearly all share, such as '/kernel'."""
+    short = [re.sub(r"/(kernel|w|weight)(/value)?(?=\[|$)", "", layer) for layer in layers]
+    return short if len(set(short)) == len(layers) else list(layers)
+
+
+def _positive(values: np.ndarray) -> np.ma.MaskedArray:
+    return np.ma.masked_where(~(values > 0), values)
+
+
+def _lines(
+    axes: Axes, name: str, steps: Sequence[int], values: np.ndarray, labels: Sequence[str]
+) -> None:
+    colors = matplotlib.colormaps[style.SEQUENCE](np.linspace(0, 0.92, len(values)))
+    named = range(len(values)) if len(values) <= _NAMED_LINES else (0, len(values) - 1)
+    for row, (color, line) in enumerate(zip(colors, _positive(values), strict=True)):
+        axes.plot(
+            steps, line, color=color, linewidth=1.2, label=labels[row] if row in named else None,
+            marker="o" if len(steps) == 1 else None,
+        )  # fmt: skip
+    if len(values) > _NAMED_LINES:
+        with np.errstate(all="ignore"):
+            middle = np.ma.median(_positive(values), axis=0)
+        axes.plot(steps, middle, color="k", linewidth=2, label=f"median of {len(values)} layers")
+    style.dress(axes, f"{name}, dark to bright: first to last layer", "", name)
+    axes.set_yscale("log")
+
+
+def _heat_map(axes: Axes, name: str, steps: Sequence[int], values: np.ndarray) -> None:
     positive = values[np.isfinite(values) & (values > 0)]
     bounds = (positive.min(), positive.max()) if positive.size else (1.0, 1.0)
     if bounds[0] == bounds[1]:  # a colour scale needs some width
@@ -68,13 +124,42 @@ def _heat_map(axes: Axes, title: str, steps: Sequence[int], values: np.ndarray) 
     # A column reaches from the reading before to its own.
     edges = [2 * steps[0] - steps[1] if len(steps) > 1 else steps[0] - 1, *steps]
     mesh = axes.pcolormesh(
-        edges, np.arange(len(values) + 1), np.ma.masked_where(~(values > 0), values),
-        norm=LogNorm(*bounds), cmap="viridis",
+        edges, np.arange(len(values) + 1), _positive(values), norm=LogNorm(*bounds),
+        cmap=style.SEQUENCE,
     )  # fmt: skip
     axes.set_facecolor("0.85")  # what is 0 or not a number
     axes.set_xlabel("completed updates")
-    axes.set_title(title)
-    axes.figure.colorbar(mesh, ax=axes)
+    axes.set_ylim(len(values), 0)
+    axes.figure.colorbar(mesh, ax=axes, label=name)
+
+
+def _adapting(layers: Sequence[str], table: str) -> list[str]:
+    """Of the layers those whose parameter adapts by a run's table, see `parameters.table`."""
+    adapting = {
+        columns[0] for columns in (re.split(r" {2,}", row) for row in table.splitlines()[1:])
+        if len(columns) > 5 and columns[5] == "yes"
+    }
+    return [layer for layer in layers if re.sub(r"\[[\d,]+\]$", "", layer) in adapting]
+
+
+def _of_run(folder: Workdir, history: History) -> Figure:
+    """The figure of a workdir: the layers that adapt, under what was trained on what."""
+    names = [name for name in history[0][1] if name.startswith("ratios/")]
+    layers = _adapting([name.removeprefix("ratios/") for name in names],
+                       folder.parameters.read_text())
+    if not layers:
+        raise UserError(
+            f"--workdir {folder.path} has no layer that adapts: {folder.parameters.name} says 'no' "
+            "for each; give the optimizer other rules and train in a new --workdir"
+        )
+    config = json.loads(folder.config.read_text())
+    optimizer = config["optimizer.name"]
+    look = style.OPTIMIZERS.get(optimizer)
+    return layer_figure(
+        history, layers,
+        f"{config['model.name']} on {config['data.name']}, {look.name if look else optimizer}, "
+        f"batch {config['batch_size']:,}: the {len(layers)} layers that adapt",
+    )
 
 
 def main() -> None:
@@ -95,7 +180,8 @@ def main() -> None:
     path = pathlib.Path(flags.FLAGS.out or workdir / "layers.png")
     if path.suffix != ".png" or not path.parent.is_dir():
         raise UserError(f"--out {path} must be a .png file in a folder that exists")
-    layer_figure([(record["step"], record) for record in records]).savefig(path)
+    history = [(record["step"], record) for record in records]
+    _of_run(Workdir(workdir), history).savefig(path)
     print(path)
 
 

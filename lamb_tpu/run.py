@@ -93,6 +93,30 @@ class Run:
         except ValueError:
             return None
 
+    @functools.cached_property
+    def parameter_order(self) -> list[str]:
+        """Paths of the parameters in the order in which the network makes them.
+
+        A tree's own order is that of the alphabet, where layer_10 comes before layer_2.
+        """
+        batch = {name: jax.ShapeDtypeStruct((1, *spec.shape), spec.dtype)
+                 for name, spec in self.train_set.element_spec.items()}
+        paths: list[str] = []
+
+        def walk(tree: Any, path: str = "") -> None:
+            for name, value in tree.items():
+                if isinstance(value, Mapping):
+                    walk(value, f"{path}{name}/")
+                else:
+                    paths.append(f"{path}{name}")
+
+        def init(key: jax.Array, batch: Any) -> None:
+            walk(self.task.init(key, batch)["params"])
+
+        jax.eval_shape(init, jax.random.key(0), batch)
+        known = parameters.leaf_paths(self.abstract_state.params)
+        return paths if sorted(paths) == sorted(known) else known
+
     @property
     def peak_flops(self) -> float | None:
         """FLOP/s of all devices together; None where not known."""

@@ -292,7 +292,8 @@ def _train(
                         writer.write(step, "train", values | counts | rates)
                         layers = readings.scalars(state.opt_state)
                         if layers:
-                            writer.write(step, "layers", layers)
+                            ordered = readings.in_order(layers, run.parameter_order)
+                            writer.write(step, "layers", ordered)
                         progress.update(step, values)
                         unlogged = []
 

@@ -1,6 +1,7 @@
 """A run that collects writes its layers, and the picture shows them."""
 
 import pathlib
+import shutil
 import subprocess
 import sys
 
@@ -10,7 +11,9 @@ import pytest
 
 from lamb_tpu import plots
 from lamb_tpu.metrics import read_records
+from lamb_tpu.optim import parameters
 from lamb_tpu.train import train
+from lamb_tpu.workdir import Workdir
 from tests import tiny
 
 
@@ -27,7 +30,7 @@ def _history(layers=("a", "b[0]", "b[1]"), steps=(1, 2, 4)):
 
 def _meshes(figure):
     """The values that the two heat maps show."""
-    return [axes.collections[0].get_array() for axes in figure.axes[:2]]
+    return [axes.collections[0].get_array() for axes in figure.axes[2:4]]
 
 
 def test_a_row_for_each_layer_and_a_column_for_each_update():
@@ -46,10 +49,44 @@ def test_zeros_and_what_is_not_finite_are_left_out():
     assert ratios.mask[1].all() and not ratios.mask[[0, 2]].any()
 
 
-def test_one_reading_and_many_layers():
-    figure = plots.layer_figure(_history([f"layer_{i}" for i in range(400)], steps=(7,)))
-    assert len(figure.axes[0].get_yticklabels()) <= 60
+def test_lines_over_training_show_the_same():
+    figure = plots.layer_figure(_history())
+    left, right = figure.axes[:2]
+    assert [line.get_label() for line in left.lines] == ["a", "b[0]", "b[1]"]
+    for line in left.lines:
+        np.testing.assert_array_equal(line.get_xdata(), [1, 2, 4])
+        np.testing.assert_allclose(line.get_ydata(), [2, 4, 8])
+    np.testing.assert_allclose(right.lines[0].get_ydata(), 0.125)
+
+
+def test_layers_that_are_asked_for_in_their_order():
+    figure = plots.layer_figure(_history(), ["b[1]", "a"], "digits, a network")
+    assert [text.get_text() for text in figure.axes[2].get_yticklabels()] == ["b[1]", "a"]
+    assert figure.axes[2].get_ylim() == (2, 0)  # the first at the top
+    assert figure.get_suptitle() == "digits, a network"
+    assert figure.axes[2].get_xlabel() == "completed updates"
+
+
+def test_labels_are_short_unless_that_makes_two_alike():
+    assert plots._labels(["a/kernel", "b/kernel[3]", "c/w/value"]) == ["a", "b[3]", "c"]
+    assert plots._labels(["a/kernel", "a/w"]) == ["a/kernel", "a/w"]
+
+
+@pytest.mark.parametrize("count", [1, 12, 75, 160, 400])
+def test_labels_of_many_layers_do_not_overlap(count):
+    layers = [f"encoder/layer_{i}/attention/query/kernel" for i in range(count)]
+    figure = plots.layer_figure(_history(layers))
     figure.canvas.draw()
+    labels = figure.axes[2].get_yticklabels()
+    assert min(count, 130) <= len(labels) <= 160 or count == 1
+    boxes = [label.get_window_extent() for label in labels]
+    for above, below in zip(boxes, boxes[1:], strict=False):
+        assert above.y0 >= below.y1 - 1  # a pixel of the frame around the letters
+    assert len(figure.axes[0].lines) == count + (count > 10)
+
+
+def test_one_reading():
+    plots.layer_figure(_history(steps=(7,))).canvas.draw()
 
 
 @pytest.mark.parametrize("history", [[], [(1, {})]])
@@ -81,6 +118,36 @@ def test_of_a_run(collected):
     done = _draw(f"--workdir={collected}")
     assert done.returncode == 0 and done.stdout.strip() == str(collected / "layers.png")
     assert matplotlib.image.imread(collected / "layers.png").std() > 0.05
+
+
+def test_a_run_shows_the_layers_that_adapt_in_the_network_s_order(tmp_path):
+    sizes = (8,) * 11  # hidden10 comes before hidden2 in the alphabet
+    config = tiny.digits(
+        optimizer__collect=True, duration="2 steps", model__hidden_sizes=sizes
+    )
+    train(config, tmp_path, quiet=True)
+    records = read_records(tmp_path / "metrics.jsonl", "layers")
+    figure = plots._of_run(Workdir(tmp_path), [(record["step"], record) for record in records])
+    labels = [text.get_text() for text in figure.axes[2].get_yticklabels()]
+    assert labels == [f"hidden{number}" for number in range(11)] + ["output"]  # no bias
+    assert figure.get_suptitle() == "mlp on digits, LAMB, batch 64: the 12 layers that adapt"
+
+
+def test_stacked_layers_adapt_by_their_parameter():
+    table = parameters.table(
+        {"layers": {"kernel": np.ones((2, 3, 3)), "bias": np.ones((2, 3))}},
+        [("bias$", {"adapt": False, "layer_axes": (0,)}), ("", {"layer_axes": (0,)})],
+    )
+    layers = ["layers/bias[0]", "layers/kernel[0]", "layers/bias[1]", "layers/kernel[1]"]
+    assert plots._adapting(layers, table) == ["layers/kernel[0]", "layers/kernel[1]"]
+
+
+def test_network_without_layers_that_adapt_is_refused(collected, tmp_path):
+    shutil.copytree(collected, tmp_path / "run")
+    table = (tmp_path / "run" / "parameters.txt").read_text()
+    (tmp_path / "run" / "parameters.txt").write_text(table.replace("yes    yes", "yes    no "))
+    done = _draw(f"--workdir={tmp_path / 'run'}")
+    assert done.returncode == 2 and "has no layer that adapts" in done.stderr
 
 
 def test_help_names_the_flags():

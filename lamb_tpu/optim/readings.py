@@ -1,5 +1,8 @@
 """Reads what optimizers built with `collect=True` keep of their last update, wherever it lies."""
 
+import itertools
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -82,3 +85,34 @@ def scalars(opt_state: optax.OptState) -> dict[str, float]:
                 suffix = f"[{','.join(map(str, index))}]" if index else ""
                 flat[f"{name}/{path}{suffix}"] = float(element)
     return flat
+
+
+def in_order(values: Mapping[str, float], paths: Sequence[str]) -> dict[str, float]:
+    """What `scalars` gives, quantity by quantity in the order of the parameters' paths.
+
+    Parameters that stack the same layers and follow one another are taken layer by layer.
+
+    >>> values = dict.fromkeys(["ratios/b/x[0]", "ratios/b/x[1]", "ratios/b/y[0]", "ratios/b/y[1]",
+    ...                         "ratios/a"], 1.0)
+    >>> list(in_order(values, ["b/y", "b/x", "a"]))
+    ['ratios/b/y[0]', 'ratios/b/x[0]', 'ratios/b/y[1]', 'ratios/b/x[1]', 'ratios/a']
+
+    Args:
+      values: by names such as 'ratios/dense/kernel' or 'ratios/layers/kernel[3]'.
+      paths: of all parameters.
+    """
+    places = {path: place for place, path in enumerate(paths)}
+
+    def parts(name: str) -> tuple[int, int, tuple[int, ...]]:
+        quantity, _, layer = name.partition("/")
+        path, index = re.fullmatch(r"(.*?)(?:\[([\d,]+)\])?", layer).groups()
+        indices = tuple(map(int, index.split(","))) if index else ()
+        return QUANTITIES.index(quantity), places[path], indices
+
+    ordered = sorted((parts(name), name) for name in values)
+    runs = itertools.groupby(ordered, key=lambda item: (item[0][0], bool(item[0][2])))
+    return {
+        name: values[name]
+        for (_, is_stack), run in runs
+        for _, name in (sorted(run, key=lambda item: item[0][2]) if is_stack else run)
+    }
