@@ -89,10 +89,10 @@ def run_study(
     def show(records: Sequence[Record]) -> Table:
         return make_table(records, batch_sizes, seeds, caption)
 
-    tuned = "each rate tuned at batch 32 alone"
+    base = "each rate tuned at batch 32 alone"
     if rate_factor != 1:
-        tuned = f"each rate {rate_factor:g} times the one tuned at batch 32"
-    caption = f"{epochs:g} epochs; {tuned}, then scaled by the rule"
+        base = f"each rate {rate_factor:g} times the one tuned at batch 32"
+    caption = f"{epochs:g} epochs; {base}, then scaled by the rule"
     trials = make_trials(batch_sizes, seeds, epochs, rate_factor)
     records = run_trials(trials, out, show)
     draw(rows(records), out / PLOT, f"{TITLE}rates tuned at batch 32, then scaled by a rule")
