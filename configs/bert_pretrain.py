@@ -26,11 +26,20 @@ from elsewhere by --config.init_from=DIR.
 Recipes (`recipe=`):
   paper     the untuned rule: 5e-3 at 32,768, by its square root at other batches; warm-up over a
             fifth of each phase at 32,768, as many updates at other batches (so 1/320 at 512).
-            Phases of 90 and 10 % of the examples.
+            Phases of 90 and 10 % of the examples. Linear decay, counted from update 0, as in the
+            published `create_optimizer` of google-research/bert's optimization.py and of the first
+            author's LAMB (fastalgo/mnist_tpu, lamb/optimization.py): at the end of warm-up the rate
+            falls from 5e-3 to 4e-3. The decay from the end of warm-up would sum to 19 % more.
   mixed     65,536 for 7,038 updates, then 32,768 for 1,561. The paper does not tell its rates; here
             they follow the same rule.
-  nvidia    NVIDIA's PyTorch example: 6e-3 and 4e-3, 2,000 and 200 updates of warm-up.
-  deepspeed DeepSpeed's tutorial: 1.1e-2 and 2e-3, ratios within 0.01 and 0.3.
+  nvidia    NVIDIA's PyTorch example: 6e-3 and 4e-3, 28.43 and 12.8 % of warm-up, a decay by the
+            square root that counts from update 0 too, and a clock that starts at 1.
+  deepspeed DeepSpeed's 44 minutes: DeepSpeedExamples/bing_bert, bert_large_lamb.json, the two
+            scripts and deepspeed_train.py. 1e-3 plus 1.1e-2, then 2e-3; quadratic warm-up of 450
+            updates (6 % of 7,500; bert-pretraining.md says 2 %) and 150, smooth exponential decay;
+            ratios within 0.01 and 0.3, of biases and LayerNorm too; eps 1e-8. Examples as in
+            bert-pretraining.md, the second phase to the last of its checkpoints. Their pooler is
+            not trained; here it is.
 """
 
 from typing import Any
@@ -40,7 +49,12 @@ from ml_collections import ConfigDict
 from lamb_tpu.config import base_config, check_argument, parse_argument
 from lamb_tpu.errors import UserError
 from lamb_tpu.models.bert import SIZES
-from lamb_tpu.models.bert_rules import PARAMETERS, PARAMETERS_SCANNED
+from lamb_tpu.models.bert_rules import (
+    PARAMETERS,
+    PARAMETERS_ADAPTED,
+    PARAMETERS_ADAPTED_SCANNED,
+    PARAMETERS_SCANNED,
+)
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "lamb": {"name": "lamb", "preset": "author", "learning_rate": 5e-3, "b2": 0.999},
@@ -50,7 +64,8 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 }
 # 15,625 updates of 32,768: nine tenths at 128 tokens and one at 512.
 _EXAMPLES = (14_063 * 32_768, 1_562 * 32_768)
-_LINEAR = {"decay": "polynomial", "power": 1.0}
+# create_optimizer of google-research/bert and of the LAMB authors: the decay counts from update 0.
+_LINEAR = {"decay": "polynomial", "power": 1.0, "decay_from": "zero"}
 
 
 def _untuned(batches: tuple[int, int], examples: tuple[int, int]) -> tuple[ConfigDict, ...]:
@@ -71,27 +86,37 @@ def _phase(
     })
 
 
+_NVIDIA = {"decay": "polynomial", "power": 0.5, "decay_from": "zero", "first_step": 1}
+# deepspeed_train.py --lr_schedule EE: warmup_exp_decay_exp, of degree 2.
+_DEEPSPEED = {
+    "decay": "exponential", "decay_factor": 0.9, "staircase": False, "warmup_power": 2.0,
+}
 # Both phases of each recipe; rates and warm-ups of nvidia and deepspeed belong to their batches.
 RECIPES = {
     "mixed": _untuned((65_536, 32_768), (7_038 * 65_536, 1_561 * 32_768)),
-    # DeepLearningExamples, run_pretraining.sh and schedulers.py: the decay counts from update 0.
+    # DeepLearningExamples, schedulers.py: PolyWarmUpScheduler counts from 1, in either phase.
     "nvidia": (
-        _phase(65_536, "7038 steps", 6e-3, "2000 steps", decay="polynomial", power=0.5,
-               decay_from="zero"),
-        _phase(32_768, "1563 steps", 4e-3, "200 steps", decay="polynomial", power=0.5,
-               decay_from="zero"),
+        _phase(65_536, "7038 steps", 6e-3, "28.43 percent", **_NVIDIA),
+        _phase(32_768, "1563 steps", 4e-3, "12.8 percent", **_NVIDIA),
     ),
-    # DeepSpeed, bert-pretraining.md, whose rate has an offset of 1e-3 that is left out here.
     "deepspeed": (
-        _phase(65_536, "7500 steps", 1.1e-2, "2 percent", decay="exponential", decay_factor=0.9,
-               decay_every="250 steps"),
-        _phase(32_768, "7500 steps", 2e-3, "2 percent", decay="exponential", decay_factor=0.9,
+        # --lr_offset 10e-4 is added to the whole schedule: where it starts, peaks and ends.
+        _phase(65_536, "403_000_000 examples", 1.1e-2 + 1e-3, "450 steps", **_DEEPSPEED,
+               decay_every="250 steps", start_factor=1e-3 / 1.2e-2, end_factor=1e-3 / 1.2e-2),
+        _phase(32_768, "22_000_000 examples", 2e-3, "150 steps", **_DEEPSPEED,
                decay_every="150 steps"),
     ),
 }
 # LAMB's own settings where they are not those of the paper's authors: NVIDIA's run has apex's
-# FusedLAMB, which corrects the moments' bias.
-_LAMB = {"nvidia": {"preset": "apex"}, "deepspeed": {"ratio_bounds": (0.01, 0.3)}}
+# FusedLAMB, which corrects the moments' bias; DeepSpeed's are of deepspeed_bsz64k_lamb_config_
+# seq128.json, its eps is FusedLamb's, whose kernel adapts what does not decay too.
+_LAMB: dict[str, dict[str, Any]] = {
+    "nvidia": {"preset": "apex"},
+    "deepspeed": {
+        "preset": "deepspeed", "bias_correction": "none", "weight_decay": 0.01,
+        "clip_global_norm": 1.0, "ratio_bounds": (0.01, 0.3),
+    },
+}
 
 
 def get_config(argument: str | None = None) -> ConfigDict:
@@ -144,6 +169,8 @@ def get_config(argument: str | None = None) -> ConfigDict:
     if arg.optimizer == "lamb":
         config.optimizer.collect = True
         config.optimizer.update(_LAMB.get(arg.recipe, {}))
+        if arg.recipe == "deepspeed":
+            config.optimizer.rules = PARAMETERS_ADAPTED_SCANNED if arg.scan else PARAMETERS_ADAPTED
     else:
         # The baseline's schedule: one rate for every batch, unless --config.schedule.scaling asks.
         config.schedule.base_batch_size = 512

@@ -68,7 +68,8 @@ def base_config() -> ConfigDict:
     config.schedule.decay = "constant"  # constant | polynomial | cosine | exponential | step
     config.schedule.decay_from = "warmup"  # 'warmup': its end, and the hold's; 'zero': update 0
     config.schedule.power = 1.0  # of the polynomial
-    config.schedule.end_factor = 0.0  # of polynomial and cosine: last learning rate / peak
+    # Of polynomial and cosine: last learning rate / peak; of the exponential: what it falls towards.
+    config.schedule.end_factor = 0.0
     config.schedule.decay_factor = 1.0  # of exponential and step: what a drop leaves
     config.schedule.decay_every = "0 steps"  # of the exponential: from drop to drop
     config.schedule.staircase = True  # of the exponential: whole drops, nothing between them

@@ -24,7 +24,7 @@ DECAY_KEYS = {
     "constant": (),
     "polynomial": ("power", "end_factor"),
     "cosine": ("end_factor",),
-    "exponential": ("decay_factor", "decay_every", "staircase"),
+    "exponential": ("decay_factor", "decay_every", "staircase", "end_factor"),
     "step": ("decay_factor", "boundaries"),
 }
 
@@ -211,7 +211,10 @@ def _decay(
     if decay == "exponential":
         with naming("config.schedule.decay_every"):
             every = in_steps(schedule.decay_every)
-            return dict(decay=schedules.exponential_decay(factor, every, schedule.staircase))
+            return dict(
+                decay=schedules.exponential_decay(factor, every, schedule.staircase),
+                end_value=schedule.end_factor * peak,
+            )
     if schedule.decay_from != "zero":
         raise UserError(
             f"config.schedule.decay_from is {schedule.decay_from!r}; the decay 'step' counts its "

@@ -17,6 +17,16 @@ PARAMETERS_SCANNED: tuple[tuple[str, dict[str, Any]], ...] = (
     ("^encoder/layers/", {"layer_axes": (0,)}),
     *PARAMETERS,
 )
+# The same, but every leaf adapts, as in DeepSpeed's LAMB.
+PARAMETERS_ADAPTED: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("(^|/)(bias|scale)$", {"decay": False}),
+    ("", {}),
+)
+PARAMETERS_ADAPTED_SCANNED: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("^encoder/layers/.*(bias|scale)$", {"decay": False, "layer_axes": (0,)}),
+    ("^encoder/layers/", {"layer_axes": (0,)}),
+    *PARAMETERS_ADAPTED,
+)
 
 # For config.parallel.rules: each device of the axis 'model' has some of the heads and some of the
 # intermediate units, so an encoder layer sums twice over that axis. The number of heads must divide

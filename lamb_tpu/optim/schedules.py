@@ -83,7 +83,8 @@ def warmup(
       decay: 'polynomial', 'cosine', 'constant', or a function from the updates since S to the part
         of the peak that is left, which is followed past T too.
       power: p, of the polynomial only. 1 in the LAMB paper, 2 for LARS.
-      end_value: the rate at T, of the polynomial and the cosine.
+      end_value: the rate at T, of the polynomial and the cosine; where the decay is a function, the
+        rate that it falls towards.
       decay_from: 'warmup' or 'zero', see above.
       start_value: the rate where the warm-up starts, at t = 0. Goyal et al. (arXiv:1706.02677)
         start from the base batch's rate.
@@ -117,7 +118,7 @@ def warmup(
     shown = "that is a function" if callable(decay) else repr(decay)
     if decay != "polynomial" and power != 1.0:
         raise ValueError(f"power {power!r} has no meaning for decay {shown}; leave it out")
-    if decay not in ("polynomial", "cosine") and end_value != 0.0:
+    if decay == "constant" and end_value != 0.0:
         raise ValueError(f"end_value {end_value!r} has no meaning for decay {shown}; leave it out")
     peak_ends = warmup_steps + hold_steps
     start = peak_ends if decay_from == "warmup" else 0.0

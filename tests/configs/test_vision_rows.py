@@ -77,6 +77,7 @@ def test_lars_of_the_tpu_code(batch: int, rate: float, epochs: int) -> None:
     assert recipe.total_steps == math.ceil(90 * IMAGENET / batch)
     middle = round((recipe.total_steps + recipe.warmup_steps) / 2)
     assert recipe.learning_rates[middle] == pytest.approx(rate / 4, rel=0.02)  # a half, squared
+    assert float(recipe.learning_rate(recipe.total_steps)) == pytest.approx(1e-4)
 
 
 # Recipe, batch; of the logs the peak, and the updates of warm-up and of the decay.

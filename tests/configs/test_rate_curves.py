@@ -1,0 +1,314 @@
+"""The rate of every update of every recipe, against the schedules of the sources.
+
+A reference is the source's formula in NumPy's float64, with the source's own constants; nothing of
+it is read from a recipe. `t` is the count of completed updates, as their global_step. Where a
+recipe departs from its source by a rounding, `within` says by how much of the peak, and why.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from ml_collections import ConfigDict
+
+from lamb_tpu.recipe import resolve
+from tests import tiny
+
+IMAGENET, MNIST = 1_281_167, 60_000
+# The LAMB authors and dawn.py leave out an epoch's last pictures: 97 updates of 512.
+CIFAR10 = 97 * 512
+SQUAD = 64 * 1370  # close to its windows, and a tenth of the updates is whole
+# The sources' float32, and ours.
+EXACT = 3e-6
+# They round the warm-up down to updates, and end the decay an update after the run: we do not.
+ROUNDED = 1e-3
+
+Curve = Callable[[np.ndarray], np.ndarray]
+
+
+def polynomial_decay(
+    t: np.ndarray, rate: float, steps: float, end: float, power: float
+) -> np.ndarray:
+    """tf.train.polynomial_decay without cycles."""
+    return end + (rate - end) * (1 - np.minimum(t, steps) / steps) ** power
+
+
+def create_optimizer(rate: float, total: int, warmup: float, power: float = 1.0) -> Curve:
+    """google-research/bert, optimization.py; fastalgo/mnist_tpu, lamb/optimization.py."""
+    return lambda t: np.where(
+        t < warmup, rate * t / max(warmup, 1), polynomial_decay(t, rate, total, 0.0, power)
+    )
+
+
+def paper(rate: float, total: int, base_total: int) -> Curve:
+    """The LAMB paper: a fifth of the updates at 32,768, as many at every batch."""
+    return create_optimizer(rate, total, base_total / 5)
+
+
+def poly_warmup_scheduler(rate: float, total: int, proportion: float) -> Curve:
+    """NVIDIA/DeepLearningExamples, BERT in PyTorch, schedulers.py, class PolyWarmUpScheduler."""
+
+    def curve(t: np.ndarray) -> np.ndarray:
+        progress = (t + 1) / total
+        falling = rate * (1 - progress) ** 0.5
+        return np.where(progress < proportion, rate * progress / proportion, falling)
+
+    return curve
+
+
+def warmup_exp_decay_exp(
+    rate: float, offset: float, proportion: float, decay_steps: int
+) -> Curve:
+    """DeepSpeedExamples, bing_bert: optimization.py, and update_learning_rate's offset."""
+
+    def curve(t: np.ndarray) -> np.ndarray:
+        x = t / 7500
+        falling = 0.9 ** ((t - proportion * 7500) / decay_steps)
+        return rate * np.where(x < proportion, (x / proportion) ** 2.0, falling) + offset
+
+    return curve
+
+
+def triangular_lr(rate: float, total: int, warmup: float) -> Curve:
+    """fastalgo/davidnet-cifar, triangular_lr; fastalgo/imagenet_resnet50_lamb, optimization.py."""
+    return lambda t: np.where(
+        t <= warmup, t * rate / warmup, (total - t) * rate / (total - warmup)
+    )
+
+
+def piecewise_linear(epochs: list[float], rates: list[float]) -> Curve:
+    """davidcpage/cifar10-fast, dawn.py: np.interp of the epochs so far."""
+    return lambda t: np.interp(t / 97, epochs, rates)
+
+
+def polynomial_warmup(rate: float, total: float, warmup: float) -> Curve:
+    """NUS-HPC-AI-Lab/LARS-ImageNet-PyTorch, utils.py, with end_lr=0 and power 2."""
+    return lambda t: np.where(
+        t < warmup, t / warmup * rate,
+        polynomial_decay(t - warmup, rate, total - warmup, 0.0, 2.0),
+    )
+
+
+def mnist_momentum(rate: float, total: int) -> Curve:
+    """fastalgo/mnist_tpu, momentum_poly/mnist_tpu.py, without a warm-up."""
+    return lambda t: polynomial_decay(t, rate, total, 1e-4, 0.5)
+
+
+def poly_rate_schedule(rate: float, epochs: float, batch: int, train_steps: int) -> Curve:
+    """tensorflow/tpu and MLPerf v0.7 in TF, resnet/lars_util.py; the decay ends at TF's 1e-4."""
+    w_steps = epochs * IMAGENET // batch
+
+    def curve(t: np.ndarray) -> np.ndarray:
+        epoch = t * batch / IMAGENET
+        falling = polynomial_decay(
+            np.maximum(1, t - w_steps), rate, train_steps - w_steps + 1, 1e-4, 2.0
+        )
+        return np.where(epoch <= epochs, rate * epoch / epochs, falling)
+
+    return curve
+
+
+def polynomial_learning_rate_fn(rate: float, epochs: int, num_epochs: int) -> Curve:
+    """MLPerf v0.7 in JAX, train.py, at 65,536."""
+    per_epoch = IMAGENET / 65_536
+    per_epoch *= math.ceil(per_epoch * 4) / (per_epoch * 4)
+    warmup, total = epochs * per_epoch, num_epochs * per_epoch
+
+    def curve(t: np.ndarray) -> np.ndarray:
+        falling = polynomial_decay(t - warmup, rate, total - warmup + 1, 1e-4, 2.0)
+        return np.where(t <= warmup, rate * t / warmup, falling)
+
+    return curve
+
+
+def goyal(batch: int) -> Curve:
+    """arXiv:1706.02677: from 0.1 to 0.1 for each 256 over 5 epochs; tenths at 30, 60 and 80."""
+    peak = 0.1 * batch / 256
+
+    def curve(t: np.ndarray) -> np.ndarray:
+        epoch = t * batch / IMAGENET
+        drops = sum((epoch >= edge).astype(float) for edge in (30, 60, 80))
+        return np.where(epoch < 5, 0.1 + (peak - 0.1) * epoch / 5, peak * 0.1**drops)
+
+    return curve
+
+
+def build_learning_rate(rate: float, batch: int, epochs: int, kind: str, total: int) -> Curve:
+    """tensorflow/tpu, models/official/efficientnet/utils.py."""
+    per_epoch = IMAGENET / batch
+    warmup = int(epochs * per_epoch)
+
+    def curve(t: np.ndarray) -> np.ndarray:
+        if kind == "exponential":
+            falling = rate * 0.97 ** np.floor(t / (2.4 * per_epoch))
+        else:
+            falling = polynomial_decay(
+                np.maximum(1, t - warmup), rate, total - warmup + 1, 0.1, 2.0
+            )
+        return np.where(t < warmup, rate * t / warmup, falling)
+
+    return curve
+
+
+class Case(NamedTuple):
+    """A recipe's row, and what its source has for it."""
+
+    name: str
+    argument: str
+    total: int  # updates
+    curve: Curve
+    within: float = EXACT
+    num_examples: int = 10**6
+    misses: int = 0  # updates that may be further off
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.argument}"
+
+
+def _bert() -> list[Case]:
+    cases = []
+    for batch in (512, 1024, 2048, 4096, 8192, 16_384, 32_768):
+        rate = 5 / (2 ** (math.log2(32_768 / batch) / 2) * 1000)
+        for phase, base in ((1, 14_063), (2, 1_562)):
+            total = base * 32_768 // batch
+            curve = paper(rate, total, base)
+            cases.append(Case("bert_pretrain", f"batch={batch},phase={phase}", total, curve))
+    # The same rule at 65,536, where the examples of 7,038 updates are 14,076 of 32,768.
+    cases += [
+        Case("bert_pretrain", "recipe=mixed,phase=1", 7038, paper(5e-3 * 2**0.5, 7038, 14_076)),
+        Case("bert_pretrain", "recipe=mixed,phase=2", 1561, paper(5e-3, 1561, 1561)),
+        Case("bert_pretrain", "recipe=nvidia,phase=1", 7038,
+             poly_warmup_scheduler(6e-3, 7038, 0.2843)),
+        Case("bert_pretrain", "recipe=nvidia,phase=2", 1563,
+             poly_warmup_scheduler(4e-3, 1563, 0.128)),
+        Case("bert_pretrain", "recipe=deepspeed,phase=1", math.ceil(403e6 / 65_536),
+             warmup_exp_decay_exp(11e-3, 10e-4, 0.06, 250)),
+        Case("bert_pretrain", "recipe=deepspeed,phase=2", math.ceil(22e6 / 32_768),
+             warmup_exp_decay_exp(2e-3, 0.0, 0.02, 150)),
+        # Devlin et al.: 10,000 of 1,000,000 updates of warm-up.
+        Case("bert_pretrain", "optimizer=adamw,batch=512,phase=1", 900_032,
+             create_optimizer(1e-4, 900_032, 9000.32)),
+    ]
+    total = int(SQUAD / 64 * 2.0)
+    for optimizer, rate in (("lamb", 4e-4), ("adamw", 4e-5)):
+        curve = create_optimizer(rate, total, int(total * 0.1))
+        cases.append(Case("bert_squad", f"optimizer={optimizer}", total, curve, EXACT, SQUAD))
+    return cases
+
+
+def _small() -> list[Case]:
+    total = math.ceil(30 * MNIST / 1024)
+    cases = [
+        Case("mnist_lenet", f"network={network},optimizer={optimizer}", total, curve, EXACT, MNIST)
+        for network in ("lenet", "lenet5")
+        for optimizer, curve in (
+            ("lamb", create_optimizer(0.004, total, MNIST / 1024, 0.5)),
+            ("adamw", create_optimizer(0.004, total, MNIST / 1024, 0.5)),
+            ("momentum", mnist_momentum(0.08, total)),
+        )
+    ]
+    total = 24 * 97
+    curves = {
+        "lamb": triangular_lr(10 / 512, total, 6 * 97),
+        "momentum": piecewise_linear([0, 5, 24], [0, 0.4, 0]),
+        "adamw": triangular_lr(5 / 512, total, 5 * 97),
+        "adam": triangular_lr(5 / 512, total, 5 * 97),
+        "adagrad": lambda t: np.full(t.shape, 0.013),
+        "lars": polynomial_warmup(4.0, total, 5 * 97),
+    }
+    return cases + [
+        Case("cifar10", f"optimizer={optimizer}", total, curve, EXACT, CIFAR10)
+        for optimizer, curve in curves.items()
+    ]
+
+
+def _imagenet() -> list[Case]:
+    def resnet(argument: str, total: int, curve: Curve, within: float = EXACT) -> Case:
+        return Case("imagenet_resnet", argument, total, curve, within, IMAGENET)
+
+    cases = [
+        resnet("recipe=author", 3519, triangular_lr(0.04, 3519, 782)),
+        resnet("optimizer=lars,recipe=mlperf,batch=32768", 2983,
+               poly_rate_schedule(31.2, 25, 32_768, 2983), ROUNDED),
+        resnet("optimizer=lars,recipe=mlperf,batch=65536", 1738,
+               poly_rate_schedule(24.699, 31, 65_536, 1738), ROUNDED),
+        resnet("optimizer=lars,recipe=mlperf_jax,batch=65536", 1817,
+               polynomial_learning_rate_fn(23.080977304670448, 33, 92), ROUNDED),
+    ]
+    for power in range(9, 16):
+        batch = 2**power
+        total, warmup = math.ceil(90 * IMAGENET / batch), 20 * IMAGENET / 32_768
+        rate = 4 / (2 ** ((15 - power) / 2) * 100)
+        cases.append(resnet(f"batch={batch}", total, triangular_lr(rate, total, warmup)))
+    for batch, rate, epochs in (
+        (8192, 10.0, 5), (16_384, 25.0, 5), (32_768, 32.0, 14), (65_536, 35.6, 40),
+    ):
+        total = math.ceil(90 * IMAGENET / batch)
+        curve = poly_rate_schedule(rate, epochs, batch, total)
+        within = ROUNDED if batch < 65_536 else 2 * ROUNDED  # of 978 updates of decay, one
+        cases.append(resnet(f"optimizer=lars,batch={batch}", total, curve, within))
+    for batch in (256, 8192):
+        total = math.ceil(90 * IMAGENET / batch)
+        cases.append(resnet(f"optimizer=momentum,batch={batch}", total, goyal(batch)))
+    for optimizer, batch, rate, epochs in (
+        ("rmsprop", 4096, 0.016, 5), ("rmsprop", 8192, 0.016, 5), ("rmsprop", 16_384, 0.016, 5),
+        ("lars", 16_384, 0.236, 50), ("lars", 32_768, 0.118, 50), ("lars", 65_536, 0.081, 43),
+    ):
+        total = math.ceil(350 * IMAGENET / batch)
+        # A warm-up of 5 epochs has 391 updates at 16,384: rounding shows, and the last is missed.
+        kind, within, misses = (
+            ("exponential", 3 * ROUNDED, 1) if optimizer == "rmsprop" else ("poly", ROUNDED, 0)
+        )
+        curve = build_learning_rate(rate * batch / 256, batch, epochs, kind, total)
+        argument = f"size=b5,optimizer={optimizer},batch={batch}"
+        cases.append(
+            Case("imagenet_efficientnet", argument, total, curve, within, IMAGENET, misses)
+        )
+    return cases
+
+
+CASES = [*_bert(), *_small(), *_imagenet()]
+
+
+def _config(name: str, argument: str) -> ConfigDict:
+    return tiny.recipe_file(tiny.ROOT / "configs" / f"{name}.py").get_config(argument)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_update_has_the_rate_of_the_source(case: Case) -> None:
+    found = resolve(_config(case.name, case.argument), case.num_examples).learning_rates
+    expected = case.curve(np.arange(case.total, dtype=np.float64))
+    assert len(found) == case.total
+    peak = expected.max()
+    misses = np.abs(found - expected) > case.within * peak
+    assert misses.sum() <= case.misses, (
+        f"{misses.sum()} of {case.total} updates, the first {misses.argmax()}: "
+        f"{found[misses.argmax()]} for {expected[misses.argmax()]}"
+    )
+    assert found.sum() == pytest.approx(expected.sum(), rel=max(case.within, 1e-5))
+
+
+def test_no_recipe_is_left_out() -> None:
+    def arguments(name: str) -> str:
+        return " ".join(f"{case.argument}," for case in CASES if case.name == name)
+
+    def rows(file: str) -> Any:
+        return tiny.recipe_file(tiny.ROOT / "configs" / f"{file}.py")
+
+    bert, resnet = rows("bert_pretrain"), rows("imagenet_resnet")
+    for recipe in bert.RECIPES:
+        for phase in (1, 2):
+            assert f"recipe={recipe},phase={phase}," in arguments("bert_pretrain")
+    for recipe, batch in resnet.MLPERF:
+        assert f"recipe={recipe},batch={batch}," in arguments("imagenet_resnet")
+    assert set(resnet.RECIPES) == {"lamb", "lars", "momentum"}
+    assert arguments("imagenet_resnet").count("optimizer=lars,batch=") == len(resnet.LARS_TPU)
+    for batch in rows("imagenet_efficientnet").LARS:
+        assert f"optimizer=lars,batch={batch}," in arguments("imagenet_efficientnet")
+    for file in ("mnist_lenet", "cifar10", "bert_squad"):
+        for optimizer in rows(file).OPTIMIZERS:
+            assert f"optimizer={optimizer}," in arguments(file)
+    files = {path.stem for path in (tiny.ROOT / "configs").glob("*.py")} - {"__init__"}
+    assert files - {case.name for case in CASES} == {"digits"}  # a recipe of our own
