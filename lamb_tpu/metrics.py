@@ -185,7 +185,7 @@ class _TensorBoard:
 
 
 def read_records(path: pathlib.Path, kind: str | None = None) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl, of one kind if given.
+    """The records of a file of JSON lines; with `kind`, those of a metrics.jsonl of that kind.
 
     A last line without its end, as a killed run leaves it, is passed over.
 
@@ -204,22 +204,33 @@ def read_records(path: pathlib.Path, kind: str | None = None) -> list[dict[str, 
             record = filesystem.parse_json(line)
         except ValueError:
             raise UserError(f"line {number} of {path} is no JSON: {line[:80]!r}") from None
-        if not (
-            isinstance(record, dict) and type(record.get("step")) is int
-            and isinstance(record.get("kind"), str)
-        ):
-            raise UserError(
-                f"line {number} of {path} is no record with step and kind: {line[:80]!r}"
-            )
+        if not isinstance(record, dict):
+            raise UserError(f"line {number} of {path} is no JSON object: {line[:80]!r}")
         records.append(record)
-    return [record for record in records if kind is None or record["kind"] == kind]
+    if kind is None:
+        return records
+    return [record for record in _of_a_run(path, records) if record["kind"] == kind]
+
+
+def _of_a_run(path: pathlib.Path, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The records, each with what all of a run have.
+
+    Raises:
+      UserError: naming the line of one that has not.
+    """
+    for number, record in enumerate(records, start=1):
+        if type(record.get("step")) is not int or not isinstance(record.get("kind"), str):
+            raise UserError(
+                f"line {number} of {path} is no record with step and kind: {str(record)[:80]!r}"
+            )
+    return records
 
 
 def _remove_records_after(path: pathlib.Path, step: int, evaluated: bool) -> None:
     def remains(record: Mapping[str, Any]) -> bool:
         return record["step"] < step + (record["kind"] not in ("eval", "target") or evaluated)
 
-    kept = [record for record in read_records(path) if remains(record)]
+    kept = [record for record in _of_a_run(path, read_records(path)) if remains(record)]
     storage.replace(path, "".join(json.dumps(record) + "\n" for record in kept))
 
 
