@@ -26,13 +26,12 @@ All else is that of the released code, tensorflow/tpu, models/official/efficient
 term of 1e-5 of all but BatchNorm in the loss, whatever the optimizer (main.py, model_fn), and
 beside it LARS's own decay of 1e-5 of all that it adapts (--lars_weight_decay); crops that cover
 less than a tenth of a picture are drawn again, and TensorFlow 1's bicubic resizes them
-(preprocessing.py; `--config.data.options.resize=bilinear` takes 0.6 of the
-time); the rate falls to 0.97 of itself every 2.4 epochs counted from the start, or for LARS as a
-polynomial of power 2 to 0.1; label smoothing 0.1; an average of weights and of BatchNorm's
-statistics with decay 0.9999, evaluated too (`ema_accuracy`); stochastic depth 0.2, and dropout by
-size. The code has AutoAugment and
-RandAugment (2 layers, magnitude 10) to choose from, `augment=`; which of them the paper's table had
-is not known here. BatchNorm's groups are 32 cores' parts of the batch: 1,024 examples, 2,048 at
+(preprocessing.py; `--config.data.options.resize=bilinear` takes 0.6 of the time); the rate falls to
+0.97 of itself every 2.4 epochs counted from the start, or for LARS as a polynomial of power 2 to
+0.1; label smoothing 0.1; an average of weights and of BatchNorm's statistics with decay 0.9999,
+evaluated too (`ema_accuracy`); stochastic depth 0.2, and dropout by size. The code has AutoAugment
+and RandAugment (2 layers, magnitude 10) to choose from, `augment=`; which of them the paper's table
+had is not known here. BatchNorm's groups are 32 cores' parts of the batch: 1,024 examples, 2,048 at
 65,536; the paper's own are not known here, the code's default is 128 examples.
 """
 

@@ -156,8 +156,7 @@ def test_mistakes(
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "config.json").write_text("{}")
     for workdir, output, step, message in [
-        (trained, tmp_path / "out", None,
-         f"--workdir {trained} has the model 'mlp'; those that can be writ"),
+        (trained, tmp_path / "out", None, f"--workdir {trained} has the model 'mlp'; those that c"),
         (pretrained, pretrained, None, f"--output {pretrained} holds something already; give a"),
         (pretrained, tmp_path / "full", None, "--output .*/full holds something already"),
         (pretrained, tmp_path / "full" / "config.json", None, "config.json is a file; give a fold"),

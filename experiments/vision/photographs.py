@@ -76,6 +76,7 @@ def make_config(cell: Cell, data_dir: str | None) -> ConfigDict:
     # The TPU code's centre for EfficientNet would be 0.69 of the side at 72 pixels, much less than
     # the training sees.
     config.data.options.update({
+        "resize": "bilinear",
         "size": cell.pixels, "min_area": 0.5, "central_fraction": 0.875, "num_classes": 1000,
     })
     config.task.label_smoothing = 0.0

@@ -112,7 +112,9 @@ def make_config(cell: Cell, pictures: str | None) -> ConfigDict:
     config.seed = cell.seed
     config.duration = f"{cell.epochs} epochs"
     config.data.name, config.data.dir = "image_folder", pictures
-    config.data.options.update({"size": cell.pixels, "min_area": 0.25})
+    config.data.options.update({
+        "size": cell.pixels, "min_area": 0.25, "min_covered": 0.1, "resize": "bilinear",
+    })
     config.task.label_smoothing = 0.1
     config.model.update({
         "num_classes": NUM_CLASSES, "stem": cell.stem, "dtype": "float32",
