@@ -132,6 +132,8 @@ def apollo(
         ("rank", rank, 1), ("update_gap", update_gap, 1), ("seed", seed, 0),
     ):
         checks.check_whole(name, value, lowest)
+    if isinstance(rank, jax.Array):  # shapes depend on it
+        raise ValueError(f"rank must be a whole number of at least 1, not {rank!r}")
     for name, value in (("scale", scale), ("eps", eps)):
         checks.check_range(name, value)
     checks.check_schedule("weight_decay", weight_decay)

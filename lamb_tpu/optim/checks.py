@@ -33,11 +33,10 @@ def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
 def check_bounds(name: str, bounds: tuple[float, float]) -> None:
     """Raises ValueError unless bounds are (lower, upper) with 0 <= lower <= upper, lower finite."""
     pair = isinstance(bounds, (tuple, list)) and len(bounds) == 2 and all(map(is_number, bounds))
-    if not pair or not (0.0 <= bounds[0] <= bounds[1] and bounds[0] < math.inf):
-        raise ValueError(
-            f"{name} must be (lower, upper), 0 <= lower <= upper with a finite lower, "
-            f"not {bounds!r}"
-        )
+    if not pair or not 0.0 <= bounds[0] <= bounds[1]:
+        raise ValueError(f"{name} must be (lower, upper), 0 <= lower <= upper, not {bounds!r}")
+    if bounds[0] == math.inf:
+        raise ValueError(f"{name} must be (lower, upper) with a finite lower, not {bounds!r}")
 
 
 def check_dtype(name: str, dtype: Any, squares: bool = False) -> None:

@@ -34,7 +34,7 @@ def clip_global_norm(
     Raises:
       ValueError: unless max_norm is above 0.
     """
-    check_max_norm(max_norm, "max_norm")
+    check_max_norm(max_norm, "max_norm of clip_global_norm")
     checks.check_axis_name(axis_name)
 
     def update_fn(
