@@ -2,6 +2,7 @@
 # once and again only when the pinned requirements, the package's metadata or the interpreter change.
 #   make demo            the batch-scaling study on handwritten digits (under 3 minutes on 2 cores)
 #   make test            the tests                                     (under 25 minutes on 2 cores)
+#   make lint            what ruff finds
 #   make test-all        the tests with those marked long
 #   make test-faults     runs killed at 20 random moments, with a table of them
 #   make test-storage    runs on disks that are full, read-only, lost; killed in a save; with a table
@@ -20,7 +21,8 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.ready-$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 
-.PHONY: setup demo test test-all test-faults test-storage test-interchange bench bench-distribution bench-tpu clean
+.PHONY: setup demo lint test test-all test-faults test-storage test-interchange bench \
+        bench-distribution bench-tpu clean
 
 setup: $(STAMP)
 
@@ -33,6 +35,9 @@ $(STAMP): requirements.txt pyproject.toml setup.py
 
 demo: setup
 	$(RUN) -m experiments.demo.batch_scaling $(FLAGS)
+
+lint: setup
+	$(RUN) -m ruff check .
 
 test: setup
 	$(RUN) -m pytest -q -m "not long" -n $(JOBS) --dist loadfile

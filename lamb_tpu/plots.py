@@ -16,7 +16,6 @@ if __name__ == "__main__":  # --help is answered before the imports below, which
     flags.DEFINE_string("out", None, "The picture; default layers.png in the workdir.")
     cli.answer_help()
 
-import json
 import pathlib
 import re
 from collections.abc import Mapping, Sequence

@@ -138,7 +138,7 @@ def network_of(folder: str) -> tuple[str, Any] | None:
     None where that tells nothing: there is none, or it is of a network that is not here.
     """
     try:
-        settings = json.loads((pathlib.Path(folder).expanduser() / CONFIG).read_text())
+        settings = filesystem.read_json(pathlib.Path(folder).expanduser() / CONFIG)
     except (OSError, ValueError):
         return None
     if not isinstance(settings, dict):

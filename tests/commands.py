@@ -46,6 +46,8 @@ def main(path: pathlib.Path) -> list[str] | None:
 
 if __name__ == "__main__":
     # What the commands import, but none of them: as `__main__` they are to be imported anew.
+    import matplotlib.figure
+
     import lamb_tpu.best
     import lamb_tpu.checkpoint
     import lamb_tpu.cli
@@ -53,7 +55,6 @@ if __name__ == "__main__":
     import lamb_tpu.phases
     import lamb_tpu.progress
     import lamb_tpu.weights
-    import matplotlib.figure  # noqa: F401
 
     line = main(pathlib.Path(sys.argv[1]))
     if line is not None:

@@ -2,7 +2,6 @@
 
 import pathlib
 import resource
-import sys
 
 import pytest
 

@@ -122,7 +122,7 @@ def test_every_example_counts_once_on_two_processes(
     assert launched.returncode == 0, launched.stderr
     one, two = (json.loads((tmp_path / f"{index}.json").read_text()) for index in (0, 1))
     assert one == two and len(one) == 7
-    for num_examples, batch_size, metrics in one:
+    for num_examples, _, metrics in one:
         assert "listed" in metrics
         assert_counted(metrics, state, num_examples)
 

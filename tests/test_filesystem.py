@@ -63,7 +63,7 @@ def test_writing_names_flag_and_reason(tmp_path: pathlib.Path) -> None:
         tmp_path.write_text("x")
     assert str(error.value) == f"--out {tmp_path} cannot be written (Is a directory); give another"
     with pytest.raises(ZeroDivisionError), filesystem.writing("--out", tmp_path):
-        1 / 0  # noqa: B018
+        1 / 0
 
 
 @pytest.mark.parametrize("body, status, told", [

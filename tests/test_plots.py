@@ -1,5 +1,6 @@
 """A run that collects writes its layers, and the picture shows them."""
 
+import itertools
 import pathlib
 import shutil
 import subprocess
@@ -80,7 +81,7 @@ def test_labels_of_many_layers_do_not_overlap(count):
     labels = figure.axes[2].get_yticklabels()
     assert min(count, 130) <= len(labels) <= 160 or count == 1
     boxes = [label.get_window_extent() for label in labels]
-    for above, below in zip(boxes, boxes[1:], strict=False):
+    for above, below in itertools.pairwise(boxes):
         assert above.y0 >= below.y1 - 1  # a pixel of the frame around the letters
     assert len(figure.axes[0].lines) == count + (count > 10)
 

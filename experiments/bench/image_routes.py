@@ -56,7 +56,7 @@ class Photos(tfds.core.GeneratorBasedBuilder, skip_registration=True):
     VERSION = tfds.core.Version("1.0.0")
     name = "photos"
     url_infos: Mapping[str, Any] = {}
-    paths: list[str] = []
+    paths: list[str] = []  # noqa: RUF012
 
     def _info(self) -> tfds.core.DatasetInfo:
         features = {

@@ -24,7 +24,6 @@ from rich.progress import Progress as Bar
 
 from lamb_tpu import filesystem
 from lamb_tpu.data.text.preparation import Progress, Settings, prepare_text
-from lamb_tpu.data.text.reader import DOCUMENT_RULES
 from lamb_tpu.data.text.sentences import SENTENCE_RULES
 from lamb_tpu.errors import UserError
 from lamb_tpu.terminal import fit

@@ -365,7 +365,7 @@ def _load_cifar10_jpeg(request: _Request) -> Source:
 
 DATASETS: dict[str, Callable[[_Request], Source]] = {
     "digits": _load_digits,
-    **{name: _load_own for name in BUILDERS},
+    **dict.fromkeys(BUILDERS, _load_own),
     "cifar10": _load_cifar10,
     "cifar10_jpeg": _load_cifar10_jpeg,
     "image_folder": _load_image_folder,

@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 import numpy as np
 from tokenizers import Encoding
 
+from lamb_tpu import filesystem
 from lamb_tpu.data.text.vocabulary import Vocabulary
 from lamb_tpu.data.text.wordpiece import make_tokenizer
-from lamb_tpu import filesystem
 from lamb_tpu.errors import UserError
 
 KindT = TypeVar("KindT", str, int, bool, list)

@@ -48,7 +48,7 @@ def check_dtype(name: str, dtype: Any, squares: bool = False) -> None:
         floating = dtype is None or jnp.issubdtype(dtype, jnp.floating)
     except TypeError:
         floating = False
-    if not floating or hasattr(dtype, "shape") and not isinstance(dtype, np.dtype):
+    if not floating or (hasattr(dtype, "shape") and not isinstance(dtype, np.dtype)):
         raise ValueError(f"{name} must be a floating-point dtype or None, not {dtype!r}")
     if squares and dtype is not None and jnp.finfo(dtype).minexp > jnp.finfo(jnp.float32).minexp:
         raise ValueError(

@@ -97,7 +97,7 @@ def make_optimizer(
     seed = common["stochastic_rounding"]
     if seed is None or seed is False:
         return tx
-    if type(seed) is not int and seed is not True or seed < 0:
+    if (type(seed) is not int and seed is not True) or seed < 0:
         raise ValueError(
             f"stochastic_rounding must be True, False or a seed of at least 0, not {seed!r}"
         )

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from lamb_tpu.optim import checks, leafwise, parameters, trust_ratio
+from lamb_tpu.optim import checks, leafwise, parameters
 from lamb_tpu.optim.parameters import Rules
 
 

@@ -88,7 +88,7 @@ def _sizes(shape: Mapping[str, int], num_devices: int) -> dict[str, int]:
             f"config.mesh is {asked} and there are {num_devices} device(s); the sizes must "
             "multiply to their number, or one of them be -1 and the others divide it"
         )
-    return sizes | {axis: num_devices // fixed for axis in free}
+    return sizes | dict.fromkeys(free, num_devices // fixed)
 
 
 def batch_axes(mesh: Mesh) -> tuple[str, ...]:

@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from ml_collections import ConfigDict
 
 from lamb_tpu import config as config_lib

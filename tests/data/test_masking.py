@@ -40,7 +40,7 @@ def plain_mask(
             candidates.append([i])
     candidates.sort(key=lambda group: int(hashing.words(0, key, group[0])) // 2)
     num_tokens = len([token for token in ids if token != PAD])
-    wanted = min(max_predictions, max(1, int(round(num_tokens * probability))))
+    wanted = min(max_predictions, max(1, round(num_tokens * probability)))
     output, predicted = list(ids), []
     for group in candidates:
         if len(predicted) + len(group) > wanted:

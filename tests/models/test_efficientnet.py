@@ -163,7 +163,7 @@ def test_rates_of_stochastic_depth() -> None:
 def test_compound_scaling(name: str, counts: tuple[int, ...], channels: tuple[int, ...]) -> None:
     found = blocks(name)
     assert tuple(sum(b[0] == s for b in found) for s in range(1, 8)) == counts
-    assert tuple(dict((b[0], b[1]) for b in found).values()) == channels
+    assert tuple({b[0]: b[1] for b in found}.values()) == channels
 
 
 def test_rounding_up_where_down_would_lose_a_tenth() -> None:

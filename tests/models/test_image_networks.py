@@ -105,7 +105,7 @@ def test_dtypes(name: str, dtype: str) -> None:
     assert {leaf.dtype for leaf in jax.tree.leaves((logits, state))} == {np.dtype("float32")}
     assert logits.shape[0] == 4
     *within, output = products(jaxpr.jaxpr)
-    assert set(kind for kind, _ in within) >= {"conv_general_dilated"}
+    assert {kind for kind, _ in within} >= {"conv_general_dilated"}
     assert all(dtypes == {jnp.dtype(dtype)} for _, dtypes in within)
     assert output == ("dot_general", {np.dtype("float32")})
 

@@ -65,7 +65,7 @@ def test_nnx_state():
 
 def test_the_preset_tells_a_bias_from_a_name_that_holds_one():
     names = ["bias", "scale", "debias/kernel", "scaled/kernel", "bias/kernel"]
-    facts = resolve({name: SHAPE for name in names}, "no_bias_no_norm")
+    facts = resolve(dict.fromkeys(names, SHAPE), "no_bias_no_norm")
     assert [name for name in names if facts[name] == NONE] == ["bias", "scale"]
 
 

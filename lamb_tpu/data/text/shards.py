@@ -17,8 +17,8 @@ import numpy as np
 from array_record.python.array_record_data_source import ArrayRecordDataSource
 from array_record.python.array_record_module import ArrayRecordReader, ArrayRecordWriter
 
-from lamb_tpu.data.text.vocabulary import Vocabulary
 from lamb_tpu import filesystem
+from lamb_tpu.data.text.vocabulary import Vocabulary
 from lamb_tpu.errors import UserError
 
 MANIFEST = "manifest.json"

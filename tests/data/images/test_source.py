@@ -108,9 +108,10 @@ def centre(
 
 @pytest.mark.parametrize("fraction, share", [(0.875, 0.875), (0.0, SIZE / (SIZE + 32)), (0.7, 0.7)])
 def test_evaluation_takes_the_centre(fraction: float, share: float) -> None:
-    source = make(training=False, central_fraction=fraction, crop="inception", erasing=1.0, **{
-        "policy": "autoaugment"
-    })
+    source = make(
+        training=False, central_fraction=fraction, crop="inception", erasing=1.0,
+        policy="autoaugment",
+    )
     found = images(source, range(12), np.arange(12))
     np.testing.assert_array_equal(found, images(source, range(12)))
     for image, content in zip(found, CONTENTS):

@@ -158,7 +158,7 @@ class TinyText(tfds.core.GeneratorBasedBuilder, skip_registration=True):
     def _split_generators(self, dl_manager: object) -> dict:
         return {"train": self._generate_examples()}
 
-    def _generate_examples(self):  # noqa: ANN202
+    def _generate_examples(self):
         for number in range(5):
             yield number, {"text": f"Record {number}.\n\nIts second line, é." if number else "\n"}
 
