@@ -269,7 +269,7 @@ def test_keys_are_compared_as_keys():
     # The attribute 'count' is not the entry 'count' of a dict, nor index 0 the entry 0 of one.
     state = (jnp.zeros(8), optax.ScaleByScheduleState(jnp.zeros(8)))
     for name, found in (("count", {"count": P("data")}), (0, {0: P("data")})):
-        tx = optax.GradientTransformation(lambda p: (*state, p), None)
+        tx = optax.GradientTransformation(lambda p: (*state, p), lambda g, s, p=None: (g, s))
         assert partition(tx, {name: struct(8)}, P("data")) == (
             P(), optax.ScaleByScheduleState(P()), found)
 

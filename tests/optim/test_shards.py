@@ -161,7 +161,7 @@ def test_norms_of_all_leaves_share_an_all_reduce(name, clip, count):
 
 @pytest.mark.parametrize("name", BUILDS)
 def test_init_inside_shard_map_makes_the_state_that_is_made_outside(name):
-    specs = WHOLE_MATRICES if name.startswith("apollo") else SPECS
+    specs = WHOLE_MATRICES if name.startswith(("apollo", "muon")) else SPECS
     tx, params = BUILDS[name](axis_name=axes_by_path(specs)), draw(0)
 
     def init_and_step(params, grads):
