@@ -133,15 +133,15 @@ def check_state(state: Any, kind: type) -> None:
 
 def check_opt_state(opt_state: Any) -> None:
     """Raises ValueError for what is no state of any transform: None, or one leaf and no array."""
-    bare = jax.tree_util.all_leaves([opt_state]) and not hasattr(opt_state, "dtype")
+    bare = jax.tree_util.all_leaves([opt_state]) and not _is_array(opt_state)
     if opt_state is None or bare:
         raise ValueError(f"opt_state must be an optimizer's state, not {opt_state!r}")
 
 
 def check_arrays(name: str, tree: Any) -> None:
-    """Raises ValueError unless every leaf has a shape and a dtype, as arrays do."""
+    """Raises ValueError unless every leaf has a shape and a dtype, as arrays do, or is a number."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+        if not _is_array(leaf) and not is_number(leaf):
             where = jax.tree_util.keystr(path, simple=True, separator="/")
             raise ValueError(
                 f"{name} must hold arrays, and {f'{where!r} ' if where else ''}is {short(leaf)}"
@@ -167,20 +167,24 @@ def gradient_leaves(updates: Any, params: Any) -> list[jax.Array]:
         ) from None
     for (path, param), grad in zip(leaves, grads, strict=True):
         where = jax.tree_util.keystr(path, simple=True, separator="/")
-        if not hasattr(grad, "shape") or not hasattr(grad, "dtype"):
+        if not _is_array(grad):
             raise ValueError(
                 f"updates must hold an array for the parameter {where!r}, not {short(grad)}"
             )
-        if grad.shape != param.shape:
+        if grad.shape != np.shape(param):
             raise ValueError(
                 f"updates hold an array of the shape {grad.shape} for the parameter {where!r} of "
-                f"the shape {param.shape}"
+                f"the shape {np.shape(param)}"
             )
         if jnp.iscomplexobj(grad) and not jnp.iscomplexobj(param):
             raise ValueError(
-                f"updates hold {grad.dtype} for the parameter {where!r}, which is {param.dtype}"
+                f"updates hold {grad.dtype} for the parameter {where!r}, which is {jnp.result_type(param)}"
             )
     return grads
+
+
+def _is_array(leaf: Any) -> bool:
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
 def short(value: Any) -> str:

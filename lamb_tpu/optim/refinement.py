@@ -70,8 +70,8 @@ def refined_schedule(
         raise ValueError(f"gradient_norms must be numbers, not {short(gradient_norms)}") from None
     if norms.ndim != 1 or norms.size < 2:
         raise ValueError(
-            f"gradient_norms must be a row of at least 2, not {short(gradient_norms)} of shape "
-            f"{norms.shape}"
+            f"gradient_norms must be a row of at least 2, not of shape {norms.shape}: "
+            f"{short(gradient_norms)}"
         )
     bad = np.flatnonzero(~(np.isfinite(norms) & (norms > 0)))
     if bad.size:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-from lamb_tpu.optim.checks import check_above_zero, check_choice, check_range, is_number
+from lamb_tpu.optim.checks import check_above_zero, check_range, is_number
 
 SCALING_RULES: dict[str, Callable[[float], float]] = {
     "identity": lambda ratio: 1.0,
@@ -51,7 +51,8 @@ def scale_learning_rate(
     Raises:
       ValueError: an unknown rule, a negative rate, or a batch size that is not positive.
     """
-    check_choice("rule", rule, tuple(SCALING_RULES))
+    if not isinstance(rule, str) or rule not in SCALING_RULES:
+        raise ValueError(f"rule {rule!r} is unknown; known: {', '.join(SCALING_RULES)}")
     check_range("base_learning_rate", base_learning_rate)
     return base_learning_rate * SCALING_RULES[rule](_batch_ratio(base_batch_size, batch_size))
 

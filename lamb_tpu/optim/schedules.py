@@ -14,7 +14,6 @@ import optax
 
 from lamb_tpu.optim.checks import (
     check_above_zero,
-    check_choice,
     check_flag,
     check_range,
     is_number,
@@ -114,7 +113,8 @@ def warmup(
             f"decay {decay!r} is unknown; known: {', '.join(DECAYS)}, or a function such as "
             "exponential_decay(...)"
         )
-    check_choice("decay_from", decay_from, ("warmup", "zero"))
+    if not isinstance(decay_from, str) or decay_from not in ("warmup", "zero"):
+        raise ValueError(f"decay_from must be 'warmup' or 'zero', not {decay_from!r}")
     check_above_zero(total_steps=total_steps, power=power, warmup_power=warmup_power)
     for name, value in {
         "peak": peak, "warmup_steps": warmup_steps, "end_value": end_value,

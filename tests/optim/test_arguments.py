@@ -113,7 +113,8 @@ RIGHT = {
     ("step_decay", "boundaries"): {"list", "array"},
     ("refined_schedule", "gradient_norms"): {"array"},
     ("*", "clip_global_norm"): {"inf"},
-    ("*", "params"): {"array", "none"},  # a tree of one leaf, and one without leaves
+    # A tree of one leaf, and one without leaves.
+    ("*", "params"): {"array", "none", "list", "nan", "inf", "negative"},
     ("*", "opt_state"): {"list", "array"},
     ("*", "axis_name"): {"string", "callable", "none"},
 }
@@ -215,15 +216,17 @@ def test_gradients_parameters_and_states_that_are_none(name):
         if kind != "array":  # told by its shape, below
             grads = PARAMS | {"kernel": wrong}
             assert_refused(lambda g=grads: tx.update(g, state, PARAMS), "updates", wrong)
-            assert_refused(lambda w=wrong: tx.update(PARAMS, state, w), "params", wrong)
-        if kind not in ("array", "none"):  # no leaf, as in an empty tree
+        if kind in ("string", "true", "callable"):
             for params in (wrong, PARAMS | {"kernel": wrong}):
+                assert_refused(lambda p=params: tx.update(PARAMS, state, p), "params", wrong)
                 assert_refused(lambda p=params: tx.init(p), "params", wrong)
         if name not in CHAINS:
             assert_refused(lambda w=wrong: tx.update(PARAMS, w, PARAMS), "state", wrong)
     other = optim.lars if name == "lamb" else optim.lamb
     with pytest.raises(ValueError, match="state"):
         tx.update(PARAMS, other(0.1).init(PARAMS), PARAMS)
+    with pytest.raises(ValueError, match="params is None: call update"):
+        tx.update(PARAMS, state)
     for updates, said in (
         (PARAMS | {"bias": jnp.ones(4)}, r"shape \(4,\) for the parameter 'bias' of the shape"),
         (PARAMS | {"bias": 1j * jnp.ones(3)}, "complex64 for the parameter 'bias', which is float"),

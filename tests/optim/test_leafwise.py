@@ -23,7 +23,7 @@ def sums(learning_rate=1.0, rules="all", seen=None, **options):
     For a trust ratio, which it has no use of, it gives the norm of the weights.
     """
 
-    def init_leaf(param, facts):
+    def init_leaf(param, facts, axes):
         return (leafwise.zeros_like(param),)
 
     def step_leaf(leaf, total):
@@ -114,7 +114,7 @@ def test_readings():
     assert {leaf.dtype for leaf in jax.tree.leaves(readings)} == {jnp.dtype("float32")}
 
     tx = leafwise.transform(  # without a ratio
-        SumState, lambda param, facts: (leafwise.zeros_like(param),),
+        SumState, lambda param, facts, axes: (leafwise.zeros_like(param),),
         lambda leaf, total: (-leaf.rate * leaf.grad, (total,), None), 0.5, rules, collect=True,
     )
     _, state = tx.update(grads, tx.init(params), params)

@@ -94,7 +94,7 @@ def test_spikes_are_filtered_out():
     (([1.0, 2.0, np.nan], 1), "number 2 is nan"),
     (([np.inf, 2.0], 1), "number 0 is inf"),
     (([1.0, 2.0], 0), "peak must be above 0, not 0"),
-    (([1.0, 2.0], 1, 1), "total_steps must be at least 2, not 1"),
+    (([1.0, 2.0], 1, 1), "total_steps must be a whole number of at least 2, not 1"),
     (([1.0, 2.0], 1, None, "linf"), "norm must be one of l2, l1, not 'linf'"),
     (([1.0, 2.0], 1, None, "l2", 1.5), r"smoothing must lie in 0\.\.1, not 1\.5"),
 ])
