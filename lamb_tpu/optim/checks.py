@@ -178,7 +178,8 @@ def gradient_leaves(updates: Any, params: Any) -> list[jax.Array]:
             )
         if jnp.iscomplexobj(grad) and not jnp.iscomplexobj(param):
             raise ValueError(
-                f"updates hold {grad.dtype} for the parameter {where!r}, which is {jnp.result_type(param)}"
+                f"updates hold {grad.dtype} for the parameter {where!r}, which is "
+                f"{jnp.result_type(param)}"
             )
     return grads
 
