@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import pathlib
+import signal
 import stat
 import sys
 from collections.abc import Callable, Iterator
@@ -117,7 +118,10 @@ def lose_stdout(error: Exception | None = None) -> str | None:
 
 
 def run_and_exit(main: Callable[[], int]) -> NoReturn:
-    """Exits with what a command's main function returns, and 2 where its output cannot be told."""
+    """Exits with what a command's main function returns, and 2 where its output cannot be told.
+
+    A reader that has seen enough, such as `head`, ends it without a word, as SIGPIPE would.
+    """
     try:
         status = main()
     except OSError as error:
@@ -126,6 +130,8 @@ def run_and_exit(main: Callable[[], int]) -> NoReturn:
         status = 0
     else:
         reason = lose_stdout()
+    if reason == os.strerror(errno.EPIPE):
+        sys.exit(128 + signal.SIGPIPE)
     if reason is not None and not status:
         print(f"error: standard output cannot be written ({reason})", file=sys.stderr)
         status = 2

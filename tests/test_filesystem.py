@@ -86,3 +86,17 @@ def test_full_output(body: str, status: int, told: str) -> None:
         )
     assert done.returncode == status and done.stderr.startswith(told), done.stderr
     assert bool(told) == bool(done.stderr) and "ignored" not in done.stderr
+
+
+def test_reader_that_has_seen_enough() -> None:
+    code = (
+        "from lamb_tpu import filesystem\n"
+        "filesystem.run_and_exit(lambda: print('line\\n' * 100_000))"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], cwd=tiny.ROOT, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        assert process.stdout.readline() == b"line\n"
+        process.stdout.close()
+        assert process.stderr.read() == b"" and process.wait() == 141
