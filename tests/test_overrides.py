@@ -95,7 +95,7 @@ def test_values_have_the_type_of_the_argument() -> None:
         ("optimizer.phi_bounds=(1, 2, 3)", "must be a tuple of 2 values, such as .0.0, inf.$"),
         ("optimizer.phi_bounds=(1, 'a')", "phi_bounds is .*; it must be a tuple of 2 values"),
         ("optimizer.name=adan", "config.optimizer: the optimizer's name 'adan' is unknown; known"),
-        ("optimizer.preset=papr", "no preset 'papr'; known: paper, author"),
+        ("optimizer.preset=papr", "the preset name 'papr' is unknown; lamb has: paper, author"),
         ("model.hidden_sizes=(8, 8.5)", "hidden_sizes is '.8, 8.5.'; it must be a tuple, such as"),
         ("model.hidden_sizes=" + "(" * 10_000, "hidden_sizes is '.*; it must be a tuple"),
         ("model.width=3", "model.width is unknown; model 'mlp' has: name, num_classes, hidden_"),

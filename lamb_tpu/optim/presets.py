@@ -143,5 +143,5 @@ def preset(optimizer: str, name: str) -> dict[str, Any]:
         )
     if not isinstance(name, str) or name not in PRESETS[optimizer]:
         known = ", ".join(PRESETS[optimizer])
-        raise ValueError(f"name {name!r}: {optimizer} has no such preset; known: {known}")
+        raise ValueError(f"the preset name {name!r} is unknown; {optimizer} has: {known}")
     return dict(PRESETS[optimizer][name])

@@ -131,7 +131,7 @@ def test_rules_are_resolved_at_once_where_parameters_are_given():
      "axis_name, l2, l2_rules, stochastic_rounding, preset"),
     ({"name": "sgd", "preset": "paper"}, "'sgd' has no presets; known: .*lamb"),
     ({"name": "lamb", "preset": "papers"},
-     "name 'papers': lamb has no such preset; known: paper, author"),
+     "the preset name 'papers' is unknown; lamb has: paper, author"),
     ({"name": "adam", "clip_global_norm": -1.0}, "clip_global_norm must be above 0.*not -1.0"),
     ({"name": "adam", "stochastic_rounding": -1}, "stochastic_rounding must be .* not -1"),
     ({"name": "momentum", "rules": "none"}, "'none' is no preset"),

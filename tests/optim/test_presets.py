@@ -98,7 +98,7 @@ def test_a_preset_is_a_copy():
 
 
 @pytest.mark.parametrize("optimizer, name, message", [
-    ("lamb", "torch", "name 'torch': lamb has no such preset; known: paper, author, tfa, "),
+    ("lamb", "torch", "the preset name 'torch' is unknown; lamb has: paper, author, tfa, "),
     ("adam", "paper", "'adam' has no presets; known: .*lamb, lars"),
 ])
 def test_unknown_presets(optimizer, name, message):
