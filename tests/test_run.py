@@ -47,7 +47,7 @@ MISTAKES = [
     ("schedule.warmup", "200 percent", r"config\.schedule\.warmup: 200 percent.*at most 100"),
     ("schedule.scaling", "legww", r"config\.schedule\.scaling is 'legww'; known: .*legw"),
     ("schedule.decay", "poly", r"config\.schedule\.decay is 'poly'; known: .*polynomial"),
-    ("schedule.decay_from", "end", r"decay_from must be one of warmup, zero, not 'end'"),
+    ("schedule.decay_from", "end", r"decay_from must be 'warmup' or 'zero', not 'end'"),
     ("schedule.power", "a", r"config\.schedule\.power is 'a'; it must be a number"),
     ("schedule.base_batch_size", 0, r"config\.schedule\.base_batch_size is 0; .*at least 1"),
     ("eval.every", "10", r"config\.eval\.every: '10' is not a duration"),
