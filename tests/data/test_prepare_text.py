@@ -43,7 +43,8 @@ def test_what_it_prints(arguments: list[str], capsys: pytest.CaptureFixture[str]
     (["--documents=pages"], "--documents=pages is unknown; known are file, blank-lines, titles"),
     (["--input=nothing*"], "--input=nothing* matches no file"),
     (["--output=gs://x/y"], "--output=gs://x/y must be a local or mounted folder"),
-    (["--output=/proc/x"], "[Errno 2] No such file or directory: '/proc/x'"),
+    (["--output=/proc/x"],
+     "--output /proc/x cannot be written (No such file or directory); give another"),
 ])
 def test_mistakes_are_one_sentence(
     arguments: list[str], change: list[str], message: str, capsys: pytest.CaptureFixture[str]
