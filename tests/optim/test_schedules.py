@@ -188,7 +188,7 @@ def test_rates_are_float32_scalars_and_float64_where_enabled():
     (lambda: warmup(1, 1, decay="cosine", power=2), "power 2 has no meaning for decay 'cosine'"),
     (lambda: warmup(1, 1, decay="constant", end_value=1), "end_value 1 has no meaning"),
     (lambda: warmup(1, 1, decay=lambda t: t, power=2), "power 2 has no meaning for decay that is"),
-    (lambda: warmup(1, 1, decay_from="end"), "decay_from must be one of warmup, zero, not 'end'"),
+    (lambda: warmup(1, 1, decay_from="end"), "decay_from must be 'warmup' or 'zero', not 'end'"),
     (lambda: warmup(1, float("nan")), "total_steps must be above 0, not nan"),
     (lambda: warmup(1, 1, start_value=-1), "start_value must be at least 0, not -1"),
     (lambda: warmup(1, 1, warmup_power=0), "warmup_power must be above 0, not 0"),
