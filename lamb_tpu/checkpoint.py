@@ -5,6 +5,7 @@ import copy
 import pathlib
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -18,6 +19,7 @@ from lamb_tpu.errors import UserError
 from lamb_tpu.saving import Background
 
 T = TypeVar("T")
+_REMOVALS = 20  # attempts
 _SAVE = ocp.training.save_decision_policies
 _KEEP = ocp.training.preservation_policies
 
@@ -100,8 +102,14 @@ class Checkpoints:
         return sorted(checkpoint.step for checkpoint in self._checkpointer.checkpoints)
 
     def _remove_unfinished(self) -> None:
-        for folder in self.directory.glob("*.orbax-checkpoint-tmp*"):
-            shutil.rmtree(folder, ignore_errors=True)
+        # Threads of the save that failed may still be writing there.
+        for _ in range(_REMOVALS):
+            folders = list(self.directory.glob("*.orbax-checkpoint-tmp*"))
+            for folder in folders:
+                shutil.rmtree(folder, ignore_errors=True)
+            if not folders:
+                break
+            time.sleep(0.1)
 
     def try_out(self) -> None:
         """Writes a small file where checkpoints go, so that what is wrong is told before work.
