@@ -25,7 +25,7 @@ def write(folder: pathlib.Path) -> None:
 
 
 def find_damage(folder: pathlib.Path, contents: bool = True) -> str | None:
-    """What is wrong with the files of `folder`, or None if they are as they were written.
+    """The damage to the files of `folder`, or None if they are as they were written.
 
     Args:
       folder: of the checkpoint.

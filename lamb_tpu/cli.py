@@ -58,7 +58,7 @@ def define_process_flags() -> None:
 
 
 def answer_help() -> None:
-    """Where --help is asked for, prints it and ends.
+    """Prints --help and ends, where it is asked for.
 
     A command defines its flags and calls this before it imports JAX and the like, which takes
     seconds.
@@ -269,7 +269,7 @@ def run_main(main: Callable[[], None], required: Sequence[str] = ()) -> None:
 
 
 def _sentence(error: Exception) -> str | None:
-    """What has ended the program, where it is not the program's own fault."""
+    """The reason for an end that is not the program's own fault."""
     lost_output = filesystem.lose_stdout(error)
     reason = " ".join(str(error).split())[:300]
     if lost_output is not None:

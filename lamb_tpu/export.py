@@ -111,7 +111,7 @@ def _of_timm(weights: Weights, name: str, folder: pathlib.Path) -> None:
 
 
 def _preprocessing(weights: Weights) -> dict[str, Any]:
-    """What timm's `resolve_data_config` reads: how pictures were made for the network."""
+    """The preprocessing of pictures, as timm's `resolve_data_config` reads it."""
     config: Mapping[str, Any] = {}
     if weights.step is not None:
         config = Workdir(weights.folder).read_config()

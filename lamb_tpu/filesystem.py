@@ -22,7 +22,7 @@ _KINDS = {
 
 
 def kind(path: Path) -> str | None:
-    """What is at a path, links followed: 'a file', 'a folder', 'a pipe' ...; None: nothing.
+    """The kind of a path, links followed: 'a file', 'a folder', 'a pipe' ...; None: nothing.
 
     Raises:
       OSError: it cannot be told, as of a link to itself.
@@ -58,12 +58,12 @@ def read_text(path: Path, errors: str = "strict") -> str:
 
 
 def read_json(path: Path) -> Any:
-    """What a file of JSON says. Raises as `read_text`, and a ValueError where it is no JSON."""
+    """Reads a file of JSON. Raises as `read_text`, and a ValueError where it is no JSON."""
     return parse_json(read_text(path))
 
 
 def parse_json(text: str) -> Any:
-    """What a text of JSON says.
+    """Parses a text of JSON.
 
     Raises:
       ValueError: it is no JSON, or is nested deeper than can be read; the message is the reason.

@@ -119,7 +119,7 @@ def _measured(records: Sequence[Record], file: str) -> str:
 
 
 def _levelled(records: Sequence[Record]) -> str:
-    """How far the optimizers lie apart at the largest batch, beside how far the seeds do."""
+    """Sentences on the gap between optimizers at the largest batch, beside that of the seeds."""
     largest = tuned.BATCHES[-1]
     values = {
         optimizer: [

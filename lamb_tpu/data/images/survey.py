@@ -1,4 +1,4 @@
-"""What a folder of pictures holds: its splits, its classes and the size of the pictures."""
+"""Survey of a folder of pictures: its splits, its classes and the size of the pictures."""
 
 import os
 from typing import NamedTuple
