@@ -64,7 +64,8 @@ def test_start_of_a_recipe_fits_a_screen(
     monkeypatch.chdir(tmp_path)
     text = prepare(config, "run").describe()
     lines = text.splitlines()
-    assert [line for line in lines if len(line) > 80] == []
+    home = f"workdir: {tmp_path}"  # as long as the place where the tests run makes it
+    assert [line for line in lines if len(line.replace(home, "workdir: ~")) > 80] == []
     assert len(lines) <= 24
     for beginning in ("workdir: ", "mesh: ", "data: ", "run: ", "learning rate: ", "model: "):
         assert any(line.startswith(beginning) for line in lines), beginning
