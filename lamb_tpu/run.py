@@ -366,7 +366,7 @@ def prepare(
     )
     if named:
         rules_lib.check_named(layout.params, mesh, facts)
-        tx, _ = resolve_optimizer(config, recipe, params, layout.axis_name)
+        tx, _ = resolve_optimizer(config, recipe, params, layout.update_spec)
     init = state_lib.make_init(task, tx, example, config.ema.decay > 0, config.prng)
     abstract = jax.eval_shape(init, jax.random.key(0))
     places = state_lib.state_shardings(abstract, tx, layout)

@@ -1,4 +1,4 @@
-"""An optimizer from a config: `{'name': 'lamb', 'weight_decay': 0.01, 'rules': ...}`."""
+"""Builds an optimizer from a config: `{'name': 'lamb', 'weight_decay': 0.01, 'rules': ...}`."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -45,7 +45,7 @@ def make_optimizer(
 
     Args:
       config: 'name', one of `OPTIMIZERS`, and arguments of that function. Every optimizer takes:
-        'rules': the name of a preset in `parameters.RULES` or a list of
+        'rules': a name in `parameters.RULES` or a list of
           (regex, {'decay': ..., 'adapt': ..., 'layer_axes': ...}), so that one table serves all.
         'clip_global_norm': the l2 norm of all gradients together above which they are scaled down
           to it before anything else; the LAMB authors' code has 1.0. None for none.
@@ -109,9 +109,9 @@ def make_optimizer(
 
 
 def own_arguments(name: Any) -> dict[str, inspect.Parameter]:
-    """What `make_optimizer` takes for the named optimizer, with types and defaults.
+    """Returns the named optimizer's arguments in a config, with types and defaults.
 
-    These are its function's arguments without the learning rate, then those that all have.
+    First those of its function, without the learning rate, then those that all optimizers take.
 
     >>> own_arguments("sgd")["weight_decay"].default
     0.0

@@ -8,9 +8,9 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from lamb_tpu.optim import parameters, placement
+from lamb_tpu.optim import parameters, sharding
 from lamb_tpu.parallel import mesh as mesh_lib
 from lamb_tpu.parallel import rules as rules_lib
 from lamb_tpu.tasks import Task
@@ -57,17 +57,22 @@ class Layout:
 
     def axis_name(self, path: str) -> str | None:
         """The mesh axis over which the update of the parameter at a '/'-joined path is split."""
-        return self._split[path]
+        return None if self._specs[path] is None else mesh_lib.state_axis(self.mesh)
+
+    def update_spec(self, path: str) -> PartitionSpec | None:
+        """The same as a spec, which also says along which axis of the parameter; None if whole."""
+        return self._specs[path]
 
     def __post_init__(self) -> None:
         state = mesh_lib.state_axis(self.mesh)
-        split = {
-            path: state if state in sharding.spec else None
+        specs = {
+            path: PartitionSpec(*(entry if entry == state else None for entry in sharding.spec))
+            if state in sharding.spec else None
             for path, sharding in zip(
                 parameters.leaf_paths(self.moments), jax.tree.leaves(self.moments), strict=True
             )
         }
-        object.__setattr__(self, "_split", split)
+        object.__setattr__(self, "_specs", specs)
 
 
 def make_layout(
@@ -170,7 +175,7 @@ def state_shardings(
         step=whole,
         params=layout.params,
         model_state=everywhere(abstract.model_state),
-        opt_state=placement.partition(tx, abstract.params, layout.moments),
+        opt_state=sharding.state_sharding(tx, abstract.params, layout.moments),
         key=whole,
         ema=ema,
         skipped=whole,
@@ -183,13 +188,13 @@ def check_update(
     """Raises what the optimizer raises inside shard_map where it cannot work on parts of a tensor.
 
     Args:
-      tx: the optimizer, with `axis_name=layout.axis_name`.
+      tx: the optimizer, with `axis_name=layout.update_spec`.
       params: the parameters' shapes and dtypes.
       opt_state: the same of the optimizer's state.
       layout: of the parameters.
     """
     parts = jax.tree.map(lambda sharding: sharding.spec, layout.moments)
-    specs = placement.partition(tx, params, parts)
+    specs = sharding.state_sharding(tx, params, parts)
     update = jax.shard_map(
         lambda params, state: tx.update(params, state, params),
         mesh=layout.mesh, in_specs=(parts, specs), out_specs=(parts, specs), check_vma=False,

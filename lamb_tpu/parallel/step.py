@@ -37,7 +37,7 @@ def make_update(
     Args:
       task: the learning problem. Inside shard_map its model's BatchNorm names the batch axes, and
         no layer keeps statistics of its own, see `statistics.check_statistics`.
-      tx: the optimizer. Inside shard_map with `axis_name=layout.axis_name`.
+      tx: the optimizer. Inside shard_map with `axis_name=layout.update_spec`.
       placement: how the update communicates.
       accumulation_steps: microbatches that a device's rows are cut into. The rows of a batch are
         in the order of `mesh.microbatch_order`.

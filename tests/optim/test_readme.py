@@ -4,6 +4,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from lamb_tpu import optim
@@ -31,6 +32,22 @@ def test_snippets_run(block):
 def test_calls_run(call):
     tx = eval(call, {"lamb": optim.lamb, "optim": optim, "rate": 0.1})
     assert all(jnp.isfinite(u).all() for u in jax.tree.leaves(updates(tx)))
+
+
+def test_the_chain_on_the_page_is_lamb():
+    block, = (block for block in BLOCKS if "with_trust_ratio" in block)
+    names = {}
+    exec(compile(block, "README.md", "exec"), names)
+    lamb = optim.lamb(names["rate"], nesterov="first", rules=names["rules"])
+    params = {"kernel": jnp.arange(12.0).reshape(4, 3), "bias": jnp.ones(3)}
+    for tx in (names["lion"], names["rmsprop"]):
+        assert all(jnp.isfinite(u).all() for u in jax.tree.leaves(updates(tx)))
+    state, other = names["lamb"].init(params), lamb.init(params)
+    for _ in range(3):  # at the first the rate is 0
+        found, state = names["lamb"].update(params, state, params)
+        expected, other = lamb.update(params, other, params)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    assert jnp.abs(found["kernel"]).max() > 0
 
 
 def test_there_are_snippets_and_calls():
