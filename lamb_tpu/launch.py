@@ -125,7 +125,7 @@ def run_local(
     No process outlives this function, or, on Linux, this process, even if that is killed.
 
     Args:
-      module: dotted name of a module that calls `lamb_tpu.distributed.initialize`.
+      module: dotted name of a module that calls `lamb_tpu.cluster.distributed.initialize`.
       arguments: of the module.
       num_processes: at least 1.
       devices_per_process: simulated CPU devices of each.
@@ -159,7 +159,7 @@ def _free_port() -> int:
 
 
 def _environment(index: int, num_processes: int, devices: int, port: int) -> Mapping[str, str]:
-    """What `lamb_tpu.distributed.initialize` and JAX read."""
+    """What `lamb_tpu.cluster.distributed.initialize` and JAX read."""
     environment = {
         **os.environ,
         "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",

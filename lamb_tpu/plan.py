@@ -50,9 +50,11 @@ from ml_collections import ConfigDict
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from lamb_tpu import hlo, phases, terminal, traffic
-from lamb_tpu import topology as topology_lib
-from lamb_tpu.run import Run, prepare
+from lamb_tpu import terminal
+from lamb_tpu.cost import hlo, traffic
+from lamb_tpu.cost import topology as topology_lib
+from lamb_tpu.run import phases
+from lamb_tpu.run.build import Run, prepare
 
 T = TypeVar("T")
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -95,11 +97,11 @@ class Plan:
       message: the compiler's words where it does not fit.
       memory: by kind; None where it does not fit, as all that follows.
       flops: of matrix products and convolutions; loops count as often as they run.
-      model_flops: a device's share of those that the model asks for, see `lamb_tpu.flops`.
+      model_flops: a device's share of those that the model asks for, see `lamb_tpu.cost.flops`.
       cycles: the compiler's estimate, without the network.
       collectives: what is sent.
       notes: what could not be told, and why.
-      program: the optimized HLO, see `lamb_tpu.hlo`; not in the JSON.
+      program: the optimized HLO, see `lamb_tpu.cost.hlo`; not in the JSON.
     """
 
     topology: topology_lib.Topology

@@ -32,7 +32,7 @@ from lamb_tpu.data.text.vocabulary import Vocabulary
 from lamb_tpu.data.text.wordpiece import make_tokenizer
 from lamb_tpu.errors import UserError
 from lamb_tpu.models.bert import BertConfig
-from lamb_tpu.weights import open_weights
+from lamb_tpu.run.weights import open_weights
 
 MASK = "[MASK]"
 

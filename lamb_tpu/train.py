@@ -27,24 +27,27 @@ import jax
 from absl import flags
 from ml_collections import ConfigDict
 
-from lamb_tpu import data, distributed, phases, tasks
-from lamb_tpu.best import Best
-from lamb_tpu.checkpoint import Checkpoints
+from lamb_tpu import data, tasks
+from lamb_tpu.cluster import distributed
+from lamb_tpu.cluster.preemption import Preemption
 from lamb_tpu.config import check_keys
-from lamb_tpu.desync import make_desync_check
 from lamb_tpu.errors import Interrupted, Preempted, UserError
-from lamb_tpu.evaluate import make_evaluator, metric_names
-from lamb_tpu.guards import Guards
-from lamb_tpu.heartbeat import Heartbeat
-from lamb_tpu.metrics import MetricsWriter, mean_metrics
-from lamb_tpu.mlperf import MLPerfLog
 from lamb_tpu.optim import readings
-from lamb_tpu.preemption import Preemption
-from lamb_tpu.progress import RunProgress, format_seconds, format_values
-from lamb_tpu.run import prepare
-from lamb_tpu.target import Target
-from lamb_tpu.throughput import Throughput
-from lamb_tpu.workdir import Workdir
+from lamb_tpu.run import phases
+from lamb_tpu.run.build import prepare
+from lamb_tpu.run.describe import counts_read, describe, describe_read
+from lamb_tpu.run.evaluator import make_evaluator, metric_names
+from lamb_tpu.store.checkpoint import Checkpoints
+from lamb_tpu.store.metrics import MetricsWriter, mean_metrics
+from lamb_tpu.store.workdir import Workdir
+from lamb_tpu.watch.best import Best
+from lamb_tpu.watch.desync import make_desync_check
+from lamb_tpu.watch.guards import Guards
+from lamb_tpu.watch.heartbeat import Heartbeat
+from lamb_tpu.watch.mlperf import MLPerfLog
+from lamb_tpu.watch.progress import RunProgress, format_seconds, format_values
+from lamb_tpu.watch.target import Target
+from lamb_tpu.watch.throughput import Throughput
 
 # How many updates the host may run ahead of the devices: enough to hide the host's work, few
 # enough that batches do not pile up in device memory.
@@ -111,7 +114,7 @@ def _train(
     amounts = run.amounts()
     throughput, tokens = Throughput(amounts), int(amounts.get("tokens_per_second", 0))
     progress = RunProgress(label, recipe.total_steps, recipe.batch_size, is_first, quiet, tokens)
-    progress.message(run.describe())
+    progress.message(describe(run))
 
     best = Best(config.checkpoint.best, config.checkpoint.best_mode)
     target = Target(config.target)
@@ -327,9 +330,9 @@ def _train(
                     eval_metrics = evaluate(state)
                 told += f": {format_values(eval_metrics)}; {target.describe()}"
                 progress.message(told.removesuffix("; "))
-                if not is_over and (pictures := run.counts_read()):
+                if not is_over and (pictures := counts_read(run)):
                     writer.write(step, "pictures", pictures)
-                    progress.message(run.describe_read())
+                    progress.message(describe_read(run))
                 checkpoints.wait()
                 writer.close()
                 preemption.settle()
@@ -345,7 +348,7 @@ def _train(
                     look()
                     save()
                 checkpoints.wait()
-                if told := run.describe_read():
+                if told := describe_read(run):
                     progress.message(told)
                 raise type(notice)(
                     f"{ended} at update {step}, saved; start the same command again to resume"

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
-from lamb_tpu import topology
 from lamb_tpu import train as train_lib
-from lamb_tpu.checkpoint import Checkpoints
+from lamb_tpu.cost import topology
 from lamb_tpu.errors import Preempted, UserError
 from lamb_tpu.evaluate import evaluate_checkpoint
-from lamb_tpu.guards import Diverged
-from lamb_tpu.metrics import MetricsWriter, read_records
+from lamb_tpu.store.checkpoint import Checkpoints
+from lamb_tpu.store.metrics import MetricsWriter, read_records
+from lamb_tpu.store.workdir import Workdir
 from lamb_tpu.train import train
-from lamb_tpu.workdir import Workdir
+from lamb_tpu.watch.guards import Diverged
 from tests import tiny
 
 

@@ -22,7 +22,7 @@ from rich.progress import (
 )
 from rich.progress import Progress as Bar
 
-from lamb_tpu import filesystem
+from lamb_tpu import terminal
 from lamb_tpu.data.text.preparation import Progress, Settings, prepare_text
 from lamb_tpu.data.text.sentences import SENTENCE_RULES
 from lamb_tpu.errors import UserError
@@ -176,8 +176,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="text a shard, about; one process makes a shard (default: %(default)s)")
     add("--processes", type=int, metavar="N", help="at work together (default: one a core)")
     add("--data-dir", metavar="DIR", help="folder of prepared TFDS sets")
-    return filesystem.refuse_empty(parser.parse_args(arguments))
+    return terminal.refuse_empty(parser.parse_args(arguments))
 
 
 if __name__ == "__main__":
-    filesystem.run_and_exit(main)
+    terminal.run_and_exit(main)

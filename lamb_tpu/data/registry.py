@@ -12,11 +12,11 @@ import tensorflow_datasets as tfds
 from lamb_tpu.data.builders import BUILDERS
 from lamb_tpu.data.digits import load_digits
 from lamb_tpu.data.images.arrays import ArrayOptions, AugmentedArraySource
-from lamb_tpu.data.masked_lm import MaskedLmSource, Options
 from lamb_tpu.data.options import NoOptions, read_options
 from lamb_tpu.data.prepare import is_prepared, prepare
 from lamb_tpu.data.source import RecordSource, Source, title
 from lamb_tpu.data.splits import slices
+from lamb_tpu.data.text.masked_lm import MaskedLmSource, Options
 from lamb_tpu.data.text.shards import MANIFEST, TokenShards
 from lamb_tpu.errors import UserError
 
@@ -128,11 +128,11 @@ def _options_type(name: str) -> type:
 
         return ImageOptions
     if name == "squad":
-        from lamb_tpu.data import squad_source
+        from lamb_tpu.data.text import squad_source
 
         return squad_source.Options
     if name in ("python_docs", "python_docs_cloze"):
-        from lamb_tpu.data import python_docs
+        from lamb_tpu.data.text import python_docs
 
         return python_docs.Options if name == "python_docs" else python_docs.ClozeOptions
     own = {"masked_lm": Options, "cifar10": ArrayOptions, "cifar10_jpeg": ArrayOptions}
@@ -286,21 +286,21 @@ def _load_masked_lm(request: _Request) -> Source:
 
 
 def _load_squad(request: _Request) -> Source:
-    from lamb_tpu.data import squad_source
+    from lamb_tpu.data.text import squad_source
 
     options = request.options()
     return squad_source.load_squad(request.split, request.source_dir, options, request.training)
 
 
 def _load_python_docs(request: _Request) -> Source:
-    from lamb_tpu.data import python_docs
+    from lamb_tpu.data.text import python_docs
 
     options = request.options(seed=request.seed)
     return python_docs.load_python_docs(request.split, options)
 
 
 def _load_python_docs_cloze(request: _Request) -> Source:
-    from lamb_tpu.data import python_docs
+    from lamb_tpu.data.text import python_docs
 
     options = request.options()
     return python_docs.load_python_docs_cloze(request.split, options, request.training)

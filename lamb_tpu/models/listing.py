@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from lamb_tpu import models
-from lamb_tpu.flops import matrix_flops
+from lamb_tpu.cost.flops import matrix_flops
 from lamb_tpu.models.costs import Description
 
 # Sizes for networks that take any.

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 
 from lamb_tpu.data import title
-from lamb_tpu.data.squad_source import SquadSource
+from lamb_tpu.data.text.squad_source import SquadSource
 from lamb_tpu.errors import UserError
 from lamb_tpu.models import Model
 from lamb_tpu.tasks import squad_metric
@@ -24,7 +24,7 @@ _FIELDS = ("input_ids", "token_type_ids", "attention_mask", "start_position", "e
 
 @dataclasses.dataclass(frozen=True)
 class QuestionAnswering:
-    """Batches hold the fields of `lamb_tpu.data.squad_source.SquadSource`.
+    """Batches hold the fields of `lamb_tpu.data.text.squad_source.SquadSource`.
 
     The loss is the mean over features of half the cross entropy of the start and half that of the
     end, each over all positions. As in `run_squad.py` these include the padding, whose logits the

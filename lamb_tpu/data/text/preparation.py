@@ -18,7 +18,6 @@ from typing import Any
 
 import tokenizers
 
-from lamb_tpu import filesystem
 from lamb_tpu.data.text import saved, shards
 from lamb_tpu.data.text.reader import (
     DOCUMENT_RULES,
@@ -35,6 +34,7 @@ from lamb_tpu.data.text.sentences import SENTENCE_RULES, sentences
 from lamb_tpu.data.text.vocabulary import Vocabulary
 from lamb_tpu.data.text.wordpiece import make_tokenizer, train_vocabulary
 from lamb_tpu.errors import UserError
+from lamb_tpu.files import writing
 
 _SETTINGS = "settings.json"  # there until the manifest is
 _LOCK = ".preparing"
@@ -381,7 +381,7 @@ def _manifest(
 @contextlib.contextmanager
 def _locked(folder: pathlib.Path) -> Iterator[None]:
     """Holds a lock in the folder, which the system frees even if the process is killed."""
-    with filesystem.writing("--output", folder):
+    with writing.checked(folder, "--output"):
         folder.mkdir(parents=True, exist_ok=True)
         lock = open(folder / _LOCK, "w")
     with lock:

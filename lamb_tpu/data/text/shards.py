@@ -17,9 +17,9 @@ import numpy as np
 from array_record.python.array_record_data_source import ArrayRecordDataSource
 from array_record.python.array_record_module import ArrayRecordReader, ArrayRecordWriter
 
-from lamb_tpu import filesystem
 from lamb_tpu.data.text.vocabulary import Vocabulary
 from lamb_tpu.errors import UserError
+from lamb_tpu.files import reading
 
 MANIFEST = "manifest.json"
 VOCABULARY = "vocab.txt"
@@ -175,8 +175,8 @@ def _starts(lengths: np.ndarray) -> np.ndarray:
 
 def _read(folder: pathlib.Path) -> bytes:
     try:
-        content = filesystem.read_text(folder / MANIFEST).encode()
-        manifest = filesystem.parse_json(content.decode())
+        content = reading.read_text(folder / MANIFEST).encode()
+        manifest = reading.parse_json(content.decode())
         if not isinstance(manifest, dict):
             raise ValueError("it is no JSON object")
     except (OSError, ValueError) as error:
