@@ -46,6 +46,7 @@ from lamb_tpu.run.build import Run, prepare
 from lamb_tpu.run.describe import describe_read
 from lamb_tpu.run.evaluator import make_evaluator
 from lamb_tpu.store.checkpoint import Checkpoints
+from lamb_tpu.store.position import Position
 from lamb_tpu.store.workdir import Workdir
 from lamb_tpu.watch.best import Best
 
@@ -90,13 +91,13 @@ def evaluate_checkpoint(
         if step in (None, "best"):
             restored = checkpoints.restore_latest(run.abstract_state)
         if step == "best" and restored is not None:
-            state, position = restored
-            kept = position["best"]
+            state, position = restored[0], Position.from_json(restored[1])
+            kept = position.observers["best"]
             best = Best(kept["metric"], kept["mode"])
             best.restore(kept)
-            if position["eval_due"]:  # a preempted run's last evaluation was broken off
+            if position.eval_due:  # a preempted run's last evaluation was broken off
                 own = prepared(own_split) if prefix else run
-                best.see(int(state.step), make_evaluator(own)(state))
+                best.evaluated(int(state.step), make_evaluator(own)(state))
             step = best.step
             if step is None:
                 raise UserError(

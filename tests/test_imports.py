@@ -49,7 +49,9 @@ ROOMS: dict[str, set[str]] = {
     "run": {
         "files", "cost", "cluster", "optim", "models", "data", "tasks", "parallel", "store",
     },
-    "watch": {"files", "cost", "cluster", "optim", "store", "run", "tasks"},
+    "watch": {
+        "files", "cost", "cluster", "optim", "models", "data", "tasks", "parallel", "store", "run",
+    },
 }
 SERVES_ALL = {"cli", "config", "errors", "style", "terminal", "__version__"}
 

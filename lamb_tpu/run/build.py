@@ -125,12 +125,18 @@ class Run:
         peak = topology.peak_flops(devices.flat[0].device_kind)
         return peak and peak * devices.size
 
+    @property
+    def tokens_per_update(self) -> int:
+        """Tokens of text in a batch, padding included; 0 for other data."""
+        if "input_ids" not in self.train_set.element_spec:
+            return 0
+        return self.config.batch_size * math.prod(self.train_set.element_spec["input_ids"].shape)
+
     def amounts(self) -> dict[str, float]:
-        """What an update adds to each rate of `throughput.Throughput`."""
+        """Returns what an update adds to each rate of `watch.throughput.Throughput`."""
         amounts: dict[str, float] = {"examples_per_second": self.config.batch_size}
-        if "input_ids" in self.train_set.element_spec:
-            length = math.prod(self.train_set.element_spec["input_ids"].shape)
-            amounts["tokens_per_second"] = self.config.batch_size * length
+        if self.tokens_per_update:
+            amounts["tokens_per_second"] = self.tokens_per_update
         if self.peak_flops and self.model_flops:
             amounts["mfu"] = self.model_flops / self.peak_flops
         return amounts

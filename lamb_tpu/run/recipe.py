@@ -89,6 +89,10 @@ class Recipe:
         passed = math.floor(step / every + tolerance) > math.floor((step - 1) / every + tolerance)
         return passed or step == self.total_steps
 
+    def is_save_due(self, step: int) -> bool:
+        """Tells whether update `step` is to be saved, as one of the newest or one to keep."""
+        return self.is_due(self.checkpoint_every, step) or self.is_due(self.keep_every, step)
+
     def describe(self) -> str:
         """Two lines for the terminal."""
         epochs = self.epoch(self.total_steps)

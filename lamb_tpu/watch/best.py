@@ -5,10 +5,11 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from lamb_tpu.errors import UserError
+from lamb_tpu.watch.observer import Observer
 
 
-class Best:
-    """Remembers the best evaluation by one metric; of equal ones the first.
+class Best(Observer):
+    """Remembers the best evaluation by one metric, the first of equal ones; keeps its checkpoint.
 
     Args:
       metric: name of the evaluation's metric; '' remembers nothing.
@@ -19,8 +20,11 @@ class Best:
       value: the metric there.
     """
 
+    name = "best"
+
     def __init__(self, metric: str, mode: str = "max") -> None:
         self._metric, self._mode = metric, mode
+        self.saves_evaluations = metric != ""
         self.step: int | None = None
         self.value = math.nan
 
@@ -32,8 +36,8 @@ class Best:
                 f"{', '.join(sorted(names))}"
             )
 
-    def see(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Takes in the evaluation of an update. What is no number is never the best."""
+    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Compares an evaluation with the best so far. NaN never counts as best."""
         if not self._metric:
             return
         value = metrics.get(self._metric, math.nan)
@@ -41,8 +45,12 @@ class Best:
         if sign * value > sign * self.value or (self.step is None and not math.isnan(value)):
             self.step, self.value = step, value
 
+    def keeps(self, step: int) -> bool:
+        """Keeps the checkpoint of the best evaluation."""
+        return step == self.step
+
     def state(self) -> dict[str, Any]:
-        """What `restore` takes, as JSON values."""
+        """Returns the best so far, and by which metric and mode."""
         return {
             "metric": self._metric, "mode": self._mode, "step": self.step,
             "value": None if self.step is None else self.value,

@@ -14,6 +14,9 @@ from jax.sharding import Mesh, PartitionSpec
 
 from lamb_tpu.errors import UserError
 from lamb_tpu.optim.parameters import leaf_paths
+from lamb_tpu.parallel.state import TrainState
+from lamb_tpu.run.build import Run
+from lamb_tpu.watch.observer import Observer
 
 _MOST_DEVICES = 8  # named one by one
 
@@ -76,6 +79,34 @@ def make_desync_check(abstract: Any, mesh: Mesh) -> Callable[[Any, int], None]:
             )
 
     return check
+
+
+class Desync(Observer):
+    """Compares the copies of parameters and model state, every so often and before each save.
+
+    Args:
+      run: the run, with `config.guards.desync_every`.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._recipe = run.recipe
+        self._compared = -1
+        if self._recipe.desync_every:
+            self._check = make_desync_check(_copied(run.abstract_state), run.mesh)
+
+    def updated(self, step: int, state: TrainState) -> None:
+        if self._recipe.is_due(self._recipe.desync_every, step):
+            self.saving(step, state)
+
+    def saving(self, step: int, state: TrainState) -> None:
+        """Refuses a state of which two copies differ."""
+        if self._recipe.desync_every and self._compared != step:
+            self._check(_copied(state), step)
+            self._compared = step
+
+
+def _copied(state: TrainState) -> dict[str, Any]:
+    return {"params": state.params, **state.model_state}
 
 
 def _hash(array: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""What the host watches over: losses and norms that are not finite, updates left out, loss spikes.
+"""Guards against losses and norms that are not finite, skipped updates and loss spikes.
 
 The numbers are those of every update, looked at when they are fetched for the log.
 """
@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from ml_collections import ConfigDict
 
 from lamb_tpu.errors import UserError
+from lamb_tpu.watch.observer import Observer, Record, Start
 
 # How many losses are recent, and how many there must be before anything is unusual.
 _WINDOW, _ENOUGH = 100, 20
@@ -62,54 +63,53 @@ class SpikeDetector:
         return median if 0 < self._factor * median < loss else None
 
 
-class Guards:
+class Guards(Observer):
     """Looks at the numbers of every update of a run.
 
     Args:
       config: `config.guards`.
       learning_rates: of every update, for messages.
-      skipped: updates left out before, `TrainState.skipped` of the restored state.
-      last_checkpoint: its path, or that there is none; asked when the run is to end.
-      warn: shows a line.
+      warn: shows a line that is not to be missed.
+      tell: shows a line.
     """
+
+    name = "guards"
 
     def __init__(
         self,
         config: ConfigDict,
         learning_rates: Sequence[float],
-        skipped: int,
-        last_checkpoint: Callable[[], str],
         warn: Callable[[str], None],
+        tell: Callable[[str], None],
     ) -> None:
         self._limit = config.max_skipped
         self._spikes = SpikeDetector(config.spike_factor, config.spike_floor)
         self._learning_rates = learning_rates
-        self._last_checkpoint = last_checkpoint
-        self._warn = warn
-        self.skipped = skipped
+        self._warn, self._tell = warn, tell
+        self.skipped = 0
 
     def state(self) -> list[float]:
-        """The recent losses, for `restore` in a resumed run."""
+        """Returns the recent losses."""
         return list(self._spikes.recent)
 
     def restore(self, state: Iterable[float]) -> None:
-        """Goes on from the recent losses of the run before."""
+        """Goes on from the recent losses of the start before."""
         self._spikes.recent.extend(state)
 
-    def look(self, updates: Iterable[tuple[int, Sums]]) -> dict[int, dict[str, float]]:
+    def started(self, start: Start) -> None:
+        self._start = start
+        self.skipped = int(start.state.skipped)
+
+    def fetched(self, updates: Iterable[tuple[int, Sums]]) -> None:
         """Goes through some updates, in order.
 
         Args:
           updates: of each its number, counted from 1, and its metrics as sums and weights, with
             `skipped` among them where updates may be left out: (1, 1) for one that was.
 
-        Returns:
-          For the update of each loss spike its `loss` and the recent `median`.
-
         Raises:
           Diverged: a number is not finite, or more updates were left out than may be.
         """
-        spikes = {}
         for step, sums in updates:
             for name, (total, _) in sums.items():
                 if not math.isfinite(total):
@@ -117,11 +117,19 @@ class Guards:
             if sums.get("skipped", (0, 0))[0]:
                 self._count(step)
                 continue
-            loss, weight = sums["loss"]
-            median = self._spikes.observe(float(loss) / float(weight))
+            total, weight = sums["loss"]
+            loss = float(total) / float(weight)
+            median = self._spikes.observe(loss)
             if median is not None:
-                spikes[step] = {"loss": float(loss) / float(weight), "median": median}
-        return spikes
+                self._start.records.write(step, "spike", {"loss": loss, "median": median})
+                self._tell(
+                    f"update {step}: loss spike of {loss:.4g}, the recent median is {median:.4g}"
+                )
+
+    def recorded(self, record: Record) -> None:
+        """Puts the count of the whole run in the place of the mean of `skipped`."""
+        if "skipped" in record.values:
+            record.values["skipped"] = self.skipped
 
     def _count(self, step: int) -> None:
         self.skipped += 1
@@ -139,7 +147,7 @@ class Guards:
     def _end(self, what: str, step: int) -> None:
         raise Diverged(
             f"{what}, at the learning rate {self._learning_rates[step - 1]:.4g}; the last "
-            f"checkpoint is {self._last_checkpoint()}. Try, in a new --workdir, a lower "
+            f"checkpoint is {self._start.last_checkpoint()}. Try, in a new --workdir, a lower "
             "config.optimizer.learning_rate, a longer config.schedule.warmup or "
             "config.optimizer.clip_global_norm"
         )

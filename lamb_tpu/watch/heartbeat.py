@@ -1,4 +1,4 @@
-"""A line from each process now and then: the first has a progress bar, the others would be mute."""
+"""A line now and then from every process but the first, which has a progress bar."""
 
 import os
 import pathlib
@@ -8,36 +8,39 @@ import time
 
 import jax
 
+from lamb_tpu.parallel.state import TrainState
+from lamb_tpu.watch.observer import Observer, Start
 
-class Heartbeat:
+
+class Heartbeat(Observer):
     """Prints where this process is, in every process but the first.
 
-    One line: process, host, update, updates a second since the last line, resident memory. Use as a
-    context manager, and set `step`.
+    One line: process, host, update, updates a second since the last line, resident memory.
 
     Args:
       every_seconds: from line to line; 0: none.
-      step: completed updates.
     """
 
-    def __init__(self, every_seconds: float, step: int) -> None:
+    def __init__(self, every_seconds: float) -> None:
         self._every = every_seconds
         self._over = threading.Event()
-        self.step = step
 
-    def __enter__(self) -> "Heartbeat":
+    def started(self, start: Start) -> None:
+        self._step = start.step
         if self._every and jax.process_index():
             self._who = f"process {jax.process_index()} of {jax.process_count()}"
             threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
-        return self
 
-    def __exit__(self, *exception: object) -> None:
+    def updated(self, step: int, state: TrainState) -> None:
+        self._step = step
+
+    def ended(self) -> None:
         self._over.set()
 
     def _beat(self) -> None:
-        when, before = time.monotonic(), self.step
+        when, before = time.monotonic(), self._step
         while not self._over.wait(self._every):
-            now, step = time.monotonic(), self.step
+            now, step = time.monotonic(), self._step
             print(
                 f"{self._who} on {socket.gethostname()}: update {step}, "
                 f"{(step - before) / (now - when):.4g} updates/s{_resident()}",

@@ -21,16 +21,17 @@ import contextlib
 import inspect
 import json
 import math
-import pathlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lamb_tpu.errors import UserError
+import jax
+
 from lamb_tpu.files import writing
 from lamb_tpu.optim import factory, presets
 from lamb_tpu.run.build import Run
-from lamb_tpu.run.recipe import Recipe
+from lamb_tpu.watch.observer import Observer, Start
+from lamb_tpu.watch.target import Target
 
 _START, _END, _POINT = "INTERVAL_START", "INTERVAL_END", "POINT_IN_TIME"
 
@@ -120,41 +121,34 @@ def _arguments(run: Run) -> dict[str, Any]:
     return arguments
 
 
-class MLPerfLog:
-    """Appends the lines of one start. Use as a context manager: inside, the clock runs.
+class MLPerfLog(Observer):
+    """Appends the lines of one start, in the first process, until the target is reached.
 
     Args:
-      path: the file; None writes nothing.
-      recipe: what the run does.
-      step: completed updates where this start goes on.
-      metric: of the evaluation, which MLPerf calls `eval_accuracy` whatever it is.
-      failed: receives a UserError, once, when the file can no longer be written; None raises it.
+      run: whose `config.log.mlperf` asks for it.
+      target: of the run; MLPerf calls its metric `eval_accuracy`, whatever it is.
     """
 
-    def __init__(
-        self, path: pathlib.Path | None, recipe: Recipe, step: int, metric: str,
-        failed: Callable[[UserError], None] | None = None,
-    ) -> None:
-        self._file = None if path is None else writing.LineFile(path, failed)
-        self._recipe, self._step, self._metric = recipe, step, metric
+    def __init__(self, run: Run, target: Target) -> None:
+        self._run, self._recipe, self._target = run, run.recipe, target
+        self._metric = run.config.target.metric
+        self._file: writing.LineFile | None = None
         self._block: dict[str, Any] | None = None
 
-    def describe(self, run: Run, seconds: float) -> None:
-        """Writes that the start began so many seconds ago, and its `hyperparameters`."""
-        if self._file is not None:
-            self._write(_START, "init_start", ago=seconds)
-            for key, value in hyperparameters(run).items():
-                self._write(_POINT, key, value)
-
-    def __enter__(self) -> "MLPerfLog":
+    def started(self, start: Start) -> None:
+        """Writes when the start began, its `hyperparameters`, and that the clock runs."""
+        wanted = self._run.config.log.mlperf and jax.process_index() == 0
+        has_work = start.eval_due or not start.is_over
+        if not wanted or not has_work or self._target.reached is not None:
+            return
+        self._file = writing.LineFile(self._run.folder.path / "mlperf.log", start.fail)
+        self._write(_START, "init_start", ago=start.clock.startup_of_this_start)
+        for key, value in hyperparameters(self._run).items():
+            self._write(_POINT, key, value)
         self._write(_END, "init_stop")
-        self._write(_START, "run_start", metadata=self._samples(self._step))
-        return self
+        self._write(_START, "run_start", metadata=self._samples(start.step))
 
-    def __exit__(self, *exception: object) -> None:
-        self._stop("aborted")
-
-    def train(self, step: int) -> None:
+    def updating(self, step: int) -> None:
         """Begins a block after `step` updates, unless one has begun."""
         if self._file is None or self._block is not None:
             return
@@ -169,8 +163,11 @@ class MLPerfLog:
         self._write(_START, "block_start", metadata=self._block | self._samples(step))
 
     @contextlib.contextmanager
-    def evaluation(self, step: int) -> Iterator[None]:
-        """The evaluation after `step` updates, which ends the block."""
+    def paused(self, step: int, reason: str) -> Iterator[None]:
+        """Writes the beginning and the end of an evaluation, which ends the block."""
+        if reason != "evaluation":
+            yield
+            return
         if self._block is not None:
             self._write(_END, "block_stop", metadata=self._block | self._samples(step))
             self._block = None
@@ -178,16 +175,17 @@ class MLPerfLog:
         yield
         self._write(_END, "eval_stop", metadata=self._place(step))
 
-    def accuracy(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Writes what an evaluation has found."""
+    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Writes what an evaluation has found; at the target the clock stops for good."""
         value, place = metrics.get(self._metric), {**self._place(step), "metric": self._metric}
         if value is not None and not math.isfinite(value):
             value = str(value)  # JSON has no NaN
         self._write(_POINT, "eval_accuracy", value, place)
+        if self._target.reached is not None:
+            self._stop("success", self._place(step))
 
-    def success(self, step: int) -> None:
-        """The target is reached: the clock stops, and nothing more is written."""
-        self._stop("success", self._place(step))
+    def ended(self) -> None:
+        self._stop("aborted")
 
     def _stop(self, status: str, place: Mapping[str, Any] | None = None) -> None:
         self._write(_END, "run_stop", metadata={"status": status, **(place or {})})

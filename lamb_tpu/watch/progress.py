@@ -1,9 +1,8 @@
-"""What the person at the terminal sees of a run: a bar, or plain lines elsewhere."""
+"""Progress of a run at the terminal: a bar, or plain lines where there is no terminal."""
 
 import sys
 import time
 from collections.abc import Mapping
-from typing import Any
 
 from rich.console import Console
 from rich.progress import (
@@ -17,6 +16,9 @@ from rich.progress import (
 from rich.table import Column
 
 from lamb_tpu import terminal
+from lamb_tpu.parallel.state import TrainState
+from lamb_tpu.run.recipe import Recipe
+from lamb_tpu.watch.observer import Observer, Record, Start
 
 _SECONDS_BETWEEN_LINES = 10.0
 
@@ -43,18 +45,17 @@ def _short(rate: float) -> str:
     return f"{rate / 1e3:.0f}k" if rate < 1e6 else f"{rate / 1e6:,.3g}M"
 
 
-class RunProgress:
+class RunProgress(Observer):
     """Progress of a run in updates, with examples or tokens a second and time left.
 
     The rate is that of this start, from its second update on, with all that stood between.
 
     On a terminal one bar; otherwise a line at most every ten seconds and one for each message.
-    Messages stand above the bar. Use as a context manager.
+    Messages stand above the bar.
 
     Args:
       label: what is running.
-      total_steps: updates of the whole run.
-      batch_size: examples an update, for the rate.
+      recipe: of the run.
       shown: False silences everything, as on every process but the first.
       quiet: a bar on a terminal and warnings, but no lines and no messages.
       tokens: of an update, padding included; where there are any, the rate is in tokens.
@@ -63,14 +64,13 @@ class RunProgress:
     def __init__(
         self,
         label: str,
-        total_steps: int,
-        batch_size: int,
+        recipe: Recipe,
         shown: bool = True,
         quiet: bool = False,
         tokens: int = 0,
     ) -> None:
-        self._total_steps = total_steps
-        self._amount, self._unit = (tokens, "tokens") if tokens else (batch_size, "examples")
+        self._recipe = recipe
+        self._amount, self._unit = tokens or recipe.batch_size, "tokens" if tokens else "examples"
         self._shown, self._told = shown, shown and not quiet
         self._console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
         self._bar: Progress | None = None
@@ -89,30 +89,30 @@ class RunProgress:
                 console=self._console,
                 speed_estimate_period=1e9,  # rich forgets updates of 30 s ago otherwise
             )
-            self._task = self._bar.add_task(label, total=total_steps, rate="", values="")
+            self._task = self._bar.add_task(label, total=recipe.total_steps, rate="", values="")
         self._start: tuple[float, int] | None = None
         self._last_line = time.monotonic()
 
-    def __enter__(self) -> "RunProgress":
+    def started(self, start: Start) -> None:
+        self._first, self._clock = start.step + 1, start.clock
         if self._bar:
             self._bar.start()
-        return self
 
-    def __exit__(self, *exception: object) -> None:
-        if self._bar:
-            self._bar.stop()
-
-    def start(self, step: int, seconds: float) -> None:
-        """Starts the clock of rate and time left, `seconds` into the run, after one update."""
+    def updated(self, step: int, state: TrainState) -> None:
+        """Starts the clock of rate and time left after the first update."""
+        if step != self._first:
+            return
+        seconds = self._clock.since_began
         self.message(f"first update after {seconds:.1f} s, reading data and compiling included")
         self._start = (time.monotonic(), step)
         if self._bar:
             self._bar.update(self._task, completed=step)
 
-    def update(self, step: int, values: Mapping[str, Any]) -> None:
-        """Shows that `step` updates are complete, with the latest metrics; `loss` is the bar's."""
+    def recorded(self, record: Record) -> None:
+        """Shows the latest metrics; the bar has room for `loss` alone."""
         if self._start is None or not (self._bar or self._told):
             return
+        step, values = record.step, record.values
         began, first = self._start
         now = time.monotonic()
         rate = (step - first) / (now - began) if now > began else 0.0
@@ -126,11 +126,19 @@ class RunProgress:
             self._last_line = now
             pace = ""
             if rate:
-                left = format_seconds((self._total_steps - step) / rate)
+                left = format_seconds((self._recipe.total_steps - step) / rate)
                 pace = f"; {speed}, {left} left"
             self.message(
-                f"update {step}/{self._total_steps}: {format_values(values)}{pace}"
+                f"update {step}/{self._recipe.total_steps}: {format_values(values)}{pace}"
             )
+
+    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
+        epoch = self._recipe.epoch(step)
+        self.message(f"update {step} (epoch {epoch:.4g}): {format_values(metrics)}")
+
+    def ended(self) -> None:
+        if self._bar:
+            self._bar.stop()
 
     def warn(self, text: str) -> None:
         """A line of its own that `quiet` does not silence."""

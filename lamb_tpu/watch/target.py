@@ -14,27 +14,34 @@ changes no number, so a run that has ended at its target goes on with `config.ta
 """
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from ml_collections import ConfigDict
 
 from lamb_tpu.errors import UserError
+from lamb_tpu.run.recipe import Recipe
+from lamb_tpu.watch.observer import Observer, Start
 
 
-class Target:
+class Target(Observer):
     """Remembers the first evaluation that reaches the target.
 
     Args:
       config: `config.target`.
+      recipe: of the run, for epochs.
+      tell: shows a line.
 
     Attributes:
       reached: `step` (completed updates), `epoch`, `value` of the metric, and the time it took:
         `seconds`, `seconds_with_startup`, `starts`. None before.
     """
 
-    def __init__(self, config: ConfigDict) -> None:
-        self._config = config
+    name = "target"
+
+    def __init__(self, config: ConfigDict, recipe: Recipe, tell: Callable[[str], None]) -> None:
+        self._config, self._recipe, self._tell = config, recipe, tell
+        self.may_end_run = bool(config.metric) and config.stop
         self.reached: dict[str, float] | None = None
 
     def check(self, names: Collection[str]) -> None:
@@ -47,37 +54,29 @@ class Target:
             )
 
     @property
-    def may_end_run(self) -> bool:
-        """Whether an evaluation can be the end of the run."""
-        return bool(self._config.metric) and self._config.stop
+    def end_reason(self) -> str:
+        """'stopped at its target' once an evaluation has reached it, unless it is not to stop."""
+        return "stopped at its target" if self.may_end_run and self.reached is not None else ""
 
-    @property
-    def ends_run(self) -> bool:
-        """Whether one was."""
-        return self.may_end_run and self.reached is not None
+    def started(self, start: Start) -> None:
+        self._start = start
 
-    def see(
-        self, step: int, epoch: float, metrics: Mapping[str, float], time: Mapping[str, float]
-    ) -> bool:
-        """Takes in an evaluation; whether it is the first that reaches the target.
-
-        Args:
-          step: completed updates.
-          epoch: the same in epochs.
-          metrics: the evaluation's. What is no number reaches nothing.
-          time: `seconds`, `seconds_with_startup` and `starts` up to now.
-        """
+    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Looks whether an evaluation is the first that reaches the target. NaN reaches nothing."""
         if not self._config.metric or self.reached is not None:
-            return False
+            return
         value = metrics.get(self._config.metric, math.nan)
         sign = 1 if self._config.mode == "max" else -1
         if not sign * value >= sign * self._config.value:
-            return False
-        self.reached = {"step": step, "epoch": epoch, "value": value, **time}
-        return True
+            return
+        epoch = self._recipe.epoch(step)
+        self.reached = {"step": step, "epoch": epoch, "value": value, **self._start.clock.times()}
+        self._start.records.write(step, "target", self.reached)
+        if not self.end_reason:
+            self._tell(self.summary())
 
-    def describe(self) -> str:
-        """One line for the terminal; '' where there is no target."""
+    def summary(self) -> str:
+        """Returns whether and when the target was reached; '' where there is none."""
         config, reached = self._config, self.reached
         if not config.metric:
             return ""
@@ -93,9 +92,9 @@ class Target:
         )
 
     def state(self) -> dict[str, Any] | None:
-        """What `restore` takes, as JSON values."""
+        """Returns the evaluation that reached it; None before."""
         return self.reached
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
-        """Continues from a `state`."""
+        """Goes on from a `state`."""
         self.reached = None if state is None else dict(state)

@@ -1,14 +1,18 @@
-"""How fast a run trains, from log to log."""
+"""Rates of training, from record to record."""
 
 import contextlib
 import time
 from collections.abc import Iterator, Mapping
 
+from lamb_tpu.parallel.state import TrainState
+from lamb_tpu.watch.observer import Observer, Record, Start
 
-class Throughput:
-    """Rates of the updates between two readings.
 
-    The first update of a start, which waits for the compiler, is outside, as is what is `paused`.
+class Throughput(Observer):
+    """Rates of the updates since the last record, such as examples a second.
+
+    The first update of a start, which waits for the compiler, does not count, nor does what pauses
+    the training.
 
     Args:
       amounts: by the name of a rate, what one update adds to it.
@@ -16,35 +20,34 @@ class Throughput:
 
     def __init__(self, amounts: Mapping[str, float]) -> None:
         self._amounts = amounts
-        self._start: tuple[int, float] | None = None
+        self._since: tuple[int, float] | None = None
 
-    def start(self, step: int) -> None:
-        """Starts the clock; `step` updates are complete."""
-        self._start = (step, time.monotonic())
+    def started(self, start: Start) -> None:
+        self._first = start.step + 1
 
-    def read(self, step: int) -> dict[str, float]:
-        """The amounts a second since `start` or the last reading, and starts anew.
+    def updated(self, step: int, state: TrainState) -> None:
+        if step == self._first:
+            self._since = (step, time.monotonic())
 
-        Args:
-          step: completed updates; none may be under way.
-
-        Returns:
-          A rate for each amount; nothing where no update is in the time.
-        """
-        if self._start is None:
-            return {}
-        first, began = self._start
-        updates, seconds = step - first, time.monotonic() - began
-        self.start(step)
+    def recorded(self, record: Record) -> None:
+        """Adds the amounts a second since the last record; nothing where no update was timed."""
+        if self._since is None:
+            return
+        first, began = self._since
+        updates, seconds = record.step - first, time.monotonic() - began
+        self._since = (record.step, time.monotonic())
         if not updates or seconds <= 0:
-            return {}
-        return {name: amount * updates / seconds for name, amount in self._amounts.items()}
+            return
+        rates = {name: amount * updates / seconds for name, amount in self._amounts.items()}
+        if "mfu" in rates:
+            record.values["mfu"] = rates.pop("mfu")
+        record.rates |= rates
 
     @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self, step: int, reason: str) -> Iterator[None]:
         """Leaves the time inside the block out."""
         before = time.monotonic()
         yield
-        if self._start is not None:
-            step, began = self._start
-            self._start = (step, began + time.monotonic() - before)
+        if self._since is not None:
+            first, began = self._since
+            self._since = (first, began + time.monotonic() - before)

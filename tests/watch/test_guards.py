@@ -4,6 +4,7 @@ import math
 import pathlib
 import re
 import shutil
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from lamb_tpu.store.metrics import read_records
 from lamb_tpu.train import train
 from lamb_tpu.watch.guards import Diverged, Guards, SpikeDetector
 from tests import tiny
+from tests.watch.observing import record, start
 
 
 def observed(detector: SpikeDetector, losses: list[float]) -> list[float | None]:
@@ -79,11 +81,22 @@ def test_factor_of_zero_tells_nothing() -> None:
 def guards(
     max_skipped: int = 0, factor: float = 3.0, skipped: int = 0, floor: float = 0.0
 ) -> tuple[Guards, list[str]]:
-    """Guards of a run at the rates 0.1, 0.2, ..., and what they tell."""
+    """Guards of a run at the rates 0.1, 0.2, ..., and what they warn of."""
     told: list[str] = []
     config = SimpleNamespace(max_skipped=max_skipped, spike_factor=factor, spike_floor=floor)
     rates = [0.1 * step for step in range(1, 101)]
-    return Guards(config, rates, skipped, lambda: "runs/x/40", told.append), told
+    guard = Guards(config, rates, told.append, lambda text: None)
+    guard.started(start(skipped=skipped))
+    return guard, told
+
+
+def spikes(guard: Guards, updates: Iterable[tuple[int, Any]]) -> dict[int, dict[str, float]]:
+    """What the guard records of some updates, by the update."""
+    records = guard._start.records
+    records.found.clear()
+    guard.fetched(updates)
+    assert {each.pop("kind") for each in records.found} <= {"spike"}
+    return {each.pop("step"): each for each in records.found}
 
 
 def update(loss: float, weight: float = 4.0, **others: Any) -> dict[str, tuple[float, float]]:
@@ -100,7 +113,7 @@ LEFT_OUT = update(0.0, weight=0.0, skipped=1.0) | {"grad_norm": (np.float32(0), 
 def test_finite_numbers_pass() -> None:
     guard, told = guards()
     steady = [(step, update(1.0, grad_norm=2.0)) for step in range(1, 31)]
-    assert guard.look(steady) == {} and not told and guard.skipped == 0
+    assert spikes(guard, steady) == {} and not told and guard.skipped == 0
 
 
 @pytest.mark.parametrize("max_skipped", [0, 5])
@@ -114,12 +127,12 @@ def test_number_that_is_not_finite_ends_the_run(
     updates = [(41, update(1.0)), (42, update(1.0) | {name: (np.float32(value), np.float32(1))})]
     with pytest.raises(Diverged, match=rf"^{name} became {told} at update 42, at the learning rate "
                        r"4\.2; the last checkpoint is runs/x/40\. Try, in a new --workdir"):
-        guard.look(updates)
+        spikes(guard, updates)
 
 
 def test_updates_left_out_are_told_and_counted_up_to_the_limit() -> None:
     guard, told = guards(max_skipped=3, skipped=1)  # one before the run was resumed
-    assert guard.look([(41, update(1.0, skipped=0.0)), (42, LEFT_OUT), (43, LEFT_OUT)]) == {}
+    assert spikes(guard, [(41, update(1.0, skipped=0.0)), (42, LEFT_OUT), (43, LEFT_OUT)]) == {}
     assert guard.skipped == 3
     assert told == [
         "update 42 is left out, its gradient is not finite: 2 left out, and "
@@ -130,18 +143,18 @@ def test_updates_left_out_are_told_and_counted_up_to_the_limit() -> None:
     with pytest.raises(Diverged, match=r"^the gradient is not finite at update 44; 4 updates were "
                        r"left out for that, and config\.guards\.max_skipped is 3, at the learning "
                        r"rate 4\.4; the last checkpoint is runs/x/40"):
-        guard.look([(44, LEFT_OUT)])
+        spikes(guard, [(44, LEFT_OUT)])
 
 
 def test_count_of_a_run_resumed_without_the_guard_ends_nothing() -> None:
     guard, told = guards(max_skipped=0, skipped=2)
-    assert guard.look([(1, update(1.0))]) == {} and not told
+    assert spikes(guard, [(1, update(1.0))]) == {} and not told
 
 
 def test_spikes_come_back_with_their_updates() -> None:
     guard, told = guards(factor=3.0)
-    assert guard.look((step, update(0.5)) for step in range(1, 41)) == {}
-    found = guard.look([
+    assert spikes(guard, [(step, update(0.5)) for step in range(1, 41)]) == {}
+    found = spikes(guard, [
         (41, update(2.0)), (42, update(0.5)), (43, update(8.0, weight=2.0)), (44, update(1.4))
     ])
     assert found == {41: {"loss": 2.0, "median": 0.5}, 43: {"loss": 8.0, "median": 0.5}}
@@ -150,24 +163,32 @@ def test_spikes_come_back_with_their_updates() -> None:
 
 def test_floor_of_the_config_is_heeded() -> None:
     guard, _ = guards(factor=3.0, floor=2.0)
-    guard.look((step, update(0.5)) for step in range(1, 41))
-    found = guard.look([(41, update(2.0)), (42, update(2.5))])
+    spikes(guard, [(step, update(0.5)) for step in range(1, 41)])
+    found = spikes(guard, [(41, update(2.0)), (42, update(2.5))])
     assert found == {42: {"loss": 2.5, "median": 0.5}}
 
 
 def test_update_left_out_has_no_loss() -> None:
     guard, told = guards(max_skipped=100)
-    guard.look((step, update(1.0)) for step in range(1, 31))
-    guard.look((step, LEFT_OUT) for step in range(31, 61))
-    assert guard.look([(61, update(3.1))]) == {61: {"loss": pytest.approx(3.1), "median": 1.0}}
+    spikes(guard, [(step, update(1.0)) for step in range(1, 31)])
+    spikes(guard, [(step, LEFT_OUT) for step in range(31, 61)])
+    assert spikes(guard, [(61, update(3.1))]) == {61: {"loss": pytest.approx(3.1), "median": 1.0}}
+
+
+def test_record_has_the_count_of_the_whole_run() -> None:
+    guard, _ = guards(max_skipped=9, skipped=4)
+    spikes(guard, [(41, LEFT_OUT)])
+    found = record(41, {"loss": 1.0, "skipped": 0.5})
+    guard.recorded(found)
+    assert found.values == {"loss": 1.0, "skipped": 5}
 
 
 def test_resumed_guards_know_the_recent_losses() -> None:
     before, _ = guards()
-    before.look((step, update(0.5)) for step in range(1, 41))
+    spikes(before, [(step, update(0.5)) for step in range(1, 41)])
     after, _ = guards()
     after.restore(before.state())
-    assert after.look([(41, update(2.0))]) == {41: {"loss": 2.0, "median": 0.5}}
+    assert spikes(after, [(41, update(2.0))]) == {41: {"loss": 2.0, "median": 0.5}}
 
 
 BAD_EXAMPLE = 12

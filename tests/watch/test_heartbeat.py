@@ -7,15 +7,18 @@ import jax
 import pytest
 
 from lamb_tpu.watch.heartbeat import Heartbeat
+from tests.watch.observing import start
 
 
 def beat(seconds: float, monkeypatch: pytest.MonkeyPatch, index: int) -> None:
     monkeypatch.setattr(jax, "process_index", lambda: index)
     monkeypatch.setattr(jax, "process_count", lambda: 8)
-    with Heartbeat(seconds, step=100) as heartbeat:
-        for _ in range(50):
-            time.sleep(0.01)
-            heartbeat.step += 1
+    heartbeat = Heartbeat(seconds)
+    heartbeat.started(start(100))
+    for step in range(101, 151):
+        time.sleep(0.01)
+        heartbeat.updated(step, None)
+    heartbeat.ended()
     time.sleep(0.3)  # it has ended
 
 

@@ -11,11 +11,12 @@ from ml_collections import ConfigDict
 
 from lamb_tpu.errors import Preempted
 from lamb_tpu.run.build import prepare
-from lamb_tpu.run.recipe import resolve
 from lamb_tpu.store.metrics import read_records
 from lamb_tpu.train import train
 from lamb_tpu.watch.mlperf import MLPerfLog, hyperparameters
+from lamb_tpu.watch.target import Target
 from tests import tiny
+from tests.watch.observing import start
 
 
 def lines(workdir: pathlib.Path) -> list[dict[str, Any]]:
@@ -137,14 +138,20 @@ def test_not_asked_for(trained: pathlib.Path) -> None:
 
 def test_target_not_reached_and_epochs_that_are_no_whole_number(tmp_path: pathlib.Path) -> None:
     """Of 391 examples an epoch is 6.1 updates, so evaluations come after 7 and 13."""
-    recipe = resolve(tiny.digits(duration="3 epochs", eval__every="1 epochs"), 391)
-    with MLPerfLog(tmp_path / "mlperf.log", recipe, 5, "f1") as log:
-        log.train(5)
-        log.train(6)  # in the same block
-        with log.evaluation(7):
-            pass
-        log.accuracy(7, {"f1": float("nan")})
-        log.train(7)
+    settings = tiny.digits(
+        duration="3 epochs", eval__every="1 epochs", data__train_split="train[:391]",
+        log__mlperf=True, target__metric="loss", target__mode="min",
+    )
+    run = prepare(settings, tmp_path)
+    log = MLPerfLog(run, Target(settings.target, run.recipe, print))
+    log.started(start(5))
+    log.updating(5)
+    log.updating(6)  # in the same block
+    with log.paused(6, "save"), log.paused(7, "evaluation"):
+        pass
+    log.evaluated(7, {"loss": float("nan")})
+    log.updating(7)
+    log.ended()
     found = lines(tmp_path)
     assert [line["metadata"] for line in found if line["key"] == "block_start"] == [
         {"first_epoch_num": 1, "epoch_count": pytest.approx(2 * 64 / 391), "samples_count": 320},
@@ -154,7 +161,7 @@ def test_target_not_reached_and_epochs_that_are_no_whole_number(tmp_path: pathli
     assert accuracy["value"] == "nan"
     assert accuracy["metadata"]["epoch_num"] == pytest.approx(448 / 391)
     assert (found[-1]["key"], found[-1]["metadata"]) == ("run_stop", {"status": "aborted"})
-    log.success(7)  # too late
+    log.evaluated(7, {"loss": 0.0})  # too late
     assert lines(tmp_path) == found
 
 

@@ -4,6 +4,7 @@ import math
 import pathlib
 import shutil
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +19,18 @@ from lamb_tpu.store.metrics import read_records
 from lamb_tpu.train import train
 from lamb_tpu.watch.target import Target
 from tests import tiny
+from tests.watch.observing import start
 
 TIME = {"seconds": 2.0, "seconds_with_startup": 5.0, "starts": 1}
+
+
+def made(config: ConfigDict) -> tuple[Target, list[str], Any]:
+    """A target of a run of 4 updates an epoch; the lines that it tells, and its start."""
+    told: list[str] = []
+    target = Target(config, SimpleNamespace(epoch=lambda step: step / 4), told.append)
+    begun = start(clock=SimpleNamespace(times=lambda: dict(TIME)))
+    target.started(begun)
+    return target, told, begun.records.found
 
 
 def section(**changes: Any) -> ConfigDict:
@@ -32,37 +43,38 @@ def section(**changes: Any) -> ConfigDict:
 ])
 def test_first_that_reaches_it(mode: str, value: float, step: int | None) -> None:
     """Equal is enough, and what is no number reaches nothing."""
-    target = Target(section(mode=mode, value=value))
-    seen = []
-    for at, loss in [(10, math.nan), (20, 0.5), (30, 0.3), (40, 0.7), (50, 0.7)]:
-        if target.see(at, at / 4, {"loss": loss}, TIME | {"seconds": at / 10}):
-            seen.append(at)
-            expected = {"step": at, "epoch": at / 4, "value": loss, **TIME, "seconds": at / 10}
-    assert seen == ([] if step is None else [step])
-    assert target.reached == (None if step is None else expected)
-    assert target.ends_run == (step is not None)
+    target, told, records = made(section(mode=mode, value=value))
+    losses = {10: math.nan, 20: 0.5, 30: 0.3, 40: 0.7, 50: 0.7}
+    for at, loss in losses.items():
+        target.evaluated(at, {"loss": loss})
+    expected = None
+    if step is not None:
+        expected = {"step": step, "epoch": step / 4, "value": losses[step], **TIME}
+    assert target.reached == expected and not told  # the end of the run tells it
+    assert records == ([] if step is None else [{**expected, "kind": "target"}])
+    assert target.end_reason == ("" if step is None else "stopped at its target")
 
 
 def test_without_a_metric_nothing_is_reached() -> None:
-    target = Target(base_config().target)
-    assert not target.see(1, 1.0, {"": 1.0, "loss": 1.0}, TIME)
-    assert not target.may_end_run and target.describe() == ""
+    target, _, _ = made(base_config().target)
+    target.evaluated(1, {"": 1.0, "loss": 1.0})
+    assert target.reached is None and not target.may_end_run and target.summary() == ""
     target.check([])
 
 
 def test_lines() -> None:
-    target = Target(section(value=0.9, stop=False))
-    assert target.describe() == "target, loss of at least 0.9: not reached"
-    target.see(6, 1.5, {"loss": 0.91234567}, TIME)
-    assert not target.ends_run
+    target, told, _ = made(section(value=0.9, stop=False))
+    assert target.summary() == "target, loss of at least 0.9: not reached"
+    target.evaluated(6, {"loss": 0.91234567})
+    assert not target.end_reason
     line = (
         "target, loss of at least 0.9: reached at update 6 (epoch 1.5) with 0.912346, after 2.0 s "
         "of training and evaluation, 5.0 s with start-up and compiling"
     )
-    assert target.describe() == line
-    again = Target(section(value=0.9))
+    assert target.summary() == line and told == [line]
+    again, _, _ = made(section(value=0.9))
     again.restore(target.state() | {"starts": 3})
-    assert again.describe() == line + ", in 3 starts" and again.ends_run
+    assert again.summary() == line + ", in 3 starts" and again.end_reason
 
 
 def config(**changes: Any) -> ConfigDict:
