@@ -79,10 +79,10 @@ def make_evaluator(
       files_prefix: set before their names.
     """
     task, num_examples = run.task, len(run.eval_set)
-    is_scored = isinstance(task, HostScored)
+    scored = task if isinstance(task, HostScored) else None
     keep_file = keep_file if jax.process_index() == 0 else None
     eval_step = step_lib.make_eval_step(task, run.mesh)
-    predict_step = step_lib.make_predict_step(task, run.mesh) if is_scored else lambda *_: None
+    predict_step = None if scored is None else step_lib.make_predict_step(scored, run.mesh)
     batch_size = run.eval_batch_size
     rows = mesh_lib.local_rows(batch_size, run.mesh)
     # The averages may be split as the optimizer's state is; the step takes them as the weights.
@@ -97,7 +97,7 @@ def make_evaluator(
         places = jax.tree.map(lambda leaf: leaf.sharding, weights[0])
         at = jax.jit(schedule_free.evaluation_params, out_shardings=places)
         at.lower(opt_state, weights[0]).compile()
-    for step in (eval_step, predict_step) if is_scored else (eval_step,):
+    for step in filter(None, (eval_step, predict_step)):
         step.lower(*weights, run.abstract_eval_batch()).compile()
     if run.abstract_state.ema is not None:
         place.lower(run.abstract_state.ema).compile()
@@ -114,7 +114,9 @@ def make_evaluator(
                 between()
                 sharded = mesh_lib.shard_batch(batch, batch_size, run.mesh)
                 yield {
-                    prefix: (eval_step(*model, sharded), predict_step(*model, sharded))
+                    prefix: (
+                        eval_step(*model, sharded), predict_step and predict_step(*model, sharded)
+                    )
                     for prefix, model in models.items()
                 }
 
@@ -129,12 +131,12 @@ def make_evaluator(
                 }
 
         metrics = mean_metrics(sums())
-        if not is_scored:
+        if scored is None:
             return metrics
         for prefix, parts in outputs.items():
             # Padding stands behind the last example.
             whole = jax.tree.map(lambda *parts: np.concatenate(parts)[:num_examples], *parts)
-            scores, files = task.score(run.eval_set, whole)
+            scores, files = scored.score(run.eval_set, whole)
             metrics |= {prefix + name: value for name, value in scores.items()}
             for name, text in files.items():
                 if keep_file is not None:
@@ -174,7 +176,8 @@ def evaluate_checkpoint(
     Raises:
       UserError: a mistake in the config, or no such checkpoint.
     """
-    of_run = Workdir(workdir).read_config()  # refuses a folder without a run
+    folder = Workdir(workdir)
+    of_run = folder.read_config()  # refuses a folder without a run
     config = unflatten(of_run) if config is None else config.copy_and_resolve_references()
 
     def prepared(split: str) -> Run:
@@ -185,7 +188,7 @@ def evaluate_checkpoint(
     prefix = "" if split == own_split else re.sub(r"\W+", "_", split).strip("_") + "_"
     run = prepared(split)
     with Checkpoints(
-        run.folder.checkpoints,
+        folder.checkpoints,
         config.checkpoint.keep,
         report=lambda text: print(terminal.fit(text), file=sys.stderr),
         writing=False,
@@ -199,25 +202,25 @@ def evaluate_checkpoint(
             best = Best(kept["metric"], kept["mode"])
             best.restore(kept)
             if position["eval_due"]:  # a preempted run's last evaluation was broken off
-                own = prepared(own_split) if prefix else run
+                own = prepared(own_split) if prefix and own_split is not None else run
                 best.see(int(state.step), make_evaluator(own)(state))
             step = best.step
             if step is None:
                 raise UserError(
-                    f"--workdir {run.folder.path} has no best checkpoint: the run's "
+                    f"--workdir {folder.path} has no best checkpoint: the run's "
                     "config.checkpoint.best named no metric, or it has had no evaluation yet; give "
                     "--step=UPDATE of "
                     f"{', '.join(map(str, checkpoints.steps()))}"
                 )
         if step not in (None, "best"):
-            restored = checkpoints.restore(step, run.abstract_state)
+            restored = checkpoints.restore(int(step), run.abstract_state)
     if restored is None:
-        raise UserError(f"--workdir {run.folder.path} has no checkpoint yet")
+        raise UserError(f"--workdir {folder.path} has no checkpoint yet")
     state, _ = restored
 
     def keep_file(name: str, text: str) -> None:
         try:
-            run.folder.write_file(name, text)
+            folder.write_file(name, text)
         except UserError as error:
             _tell(f"{name} is not written: {str(error).partition(';')[0]}")
 
@@ -255,13 +258,15 @@ def evaluate_weights(config: ConfigDict | None, split: str | None = None) -> dic
         config.optimizer = ConfigDict({"name": "sgd", "learning_rate": 0.0})
         config.batch_size = 1
     run = prepare(config, None, training=False)
-    new = run.start.match.new
+    start = run.start
+    assert start is not None and start.match is not None  # config.init_from is given
+    new = start.match.new
     if new:
         raise UserError(
             f"config.init_from {config.init_from} does not fit all of the model: {len(new)} of its "
             f"arrays would be random, such as {new[0].partition('/')[2]}; train from it first"
         )
-    _tell("; ".join([run.start.describe_weights(), *run.start.notes]))
+    _tell("; ".join([start.describe_weights(), *start.notes]))
     metrics = make_evaluator(run)(run.first_state())
     _tell(run.describe_read(training=False))
     return metrics

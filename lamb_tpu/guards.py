@@ -8,6 +8,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+import numpy as np
 from ml_collections import ConfigDict
 
 from lamb_tpu.errors import UserError
@@ -76,7 +77,7 @@ class Guards:
     def __init__(
         self,
         config: ConfigDict,
-        learning_rates: Sequence[float],
+        learning_rates: Sequence[float] | np.ndarray,
         skipped: int,
         last_checkpoint: Callable[[], str],
         warn: Callable[[str], None],

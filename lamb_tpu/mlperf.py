@@ -180,10 +180,12 @@ class MLPerfLog:
 
     def accuracy(self, step: int, metrics: Mapping[str, float]) -> None:
         """Writes what an evaluation has found."""
-        value, place = metrics.get(self._metric), {**self._place(step), "metric": self._metric}
+        value = metrics.get(self._metric)
+        told: float | str | None = value
+        place = {**self._place(step), "metric": self._metric}
         if value is not None and not math.isfinite(value):
-            value = str(value)  # JSON has no NaN
-        self._write(_POINT, "eval_accuracy", value, place)
+            told = str(value)  # JSON has no NaN
+        self._write(_POINT, "eval_accuracy", told, place)
 
     def success(self, step: int) -> None:
         """The target is reached: the clock stops, and nothing more is written."""

@@ -107,6 +107,7 @@ def _train(
     began = time.monotonic()
     run = prepare(config, workdir)
     recipe, folder, mesh = run.recipe, run.folder, run.mesh
+    assert folder is not None  # a workdir is given
     is_first = jax.process_index() == 0
     amounts = run.amounts()
     throughput, tokens = Throughput(amounts), int(amounts.get("tokens_per_second", 0))
@@ -136,8 +137,9 @@ def _train(
         ) as checkpoints,
     ):
         restored = checkpoints.restore_latest(run.abstract_state)
+        position: dict[str, Any] = {}
         if restored is None:
-            state, position = run.first_state(), {}
+            state = run.first_state()
         else:
             state, position = restored
             loader.restore(position["loader"])
@@ -260,7 +262,7 @@ def _train(
                             f"update {step} (epoch {epoch:.4g}): {format_values(eval_metrics)}"
                         )
                         if target.see(step, epoch, eval_metrics, clock()):
-                            writer.write(step, "target", target.reached)
+                            writer.write(step, "target", target.reached or {})
                             mlperf.success(step)
                             if not target.ends_run:
                                 progress.message(target.describe())
