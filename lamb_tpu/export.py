@@ -84,6 +84,7 @@ def export(
 
 def _bert(weights: Weights, folder: pathlib.Path) -> None:
     config, text = weights.bert(), weights.text()
+    assert config is not None  # the network is a BERT
     to_huggingface(config, weights.params(), folder)
     if text is not None:
         vocabulary, cased = text

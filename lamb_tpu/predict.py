@@ -119,7 +119,7 @@ def _probabilities(
 
     @jax.jit
     def forward(params: Any, inputs: dict[str, jax.Array]) -> jax.Array:
-        outputs = module.apply({"params": params}, inputs, train=False)
+        outputs: Any = module.apply({"params": params}, inputs, train=False)
         return jax.nn.softmax(outputs["mlm_logits"][0])
 
     return np.asarray(forward(params, inputs))

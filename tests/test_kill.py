@@ -107,7 +107,7 @@ def test_final_state_is_that_of_the_uninterrupted_run(workdirs) -> None:
     assert int(found.step) == 400
     tiny.assert_equal(found, expected)
     assert position_found["loader"] == position["loader"]
-    assert position_found["loader"]["examples"] == 400 * 64
+    assert position_found["loader"]["examples"] == 400 * 32
 
 
 def test_metrics_are_those_of_the_uninterrupted_run(workdirs) -> None:

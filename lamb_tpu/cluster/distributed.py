@@ -96,7 +96,7 @@ def initialize(
         address, count, index = _detect(address, count, index, initialization_seconds)
     if (address, count, index) == (None, None, None) or (count == 1 and not index):
         return
-    _check(address, count, index)
+    address, count, index = _check(address, count, index)
 
     def left() -> float:
         return max(0.0, began + initialization_seconds - time.monotonic())
@@ -160,12 +160,15 @@ def _detect(
     return address, count, index
 
 
-def _check(address: str | None, count: int | None, index: int | None) -> None:
+def _check(
+    address: str | None, count: int | None, index: int | None
+) -> tuple[str, int, int]:
+    """Returns all three; refuses what is missing or wrong."""
     values = {"coordinator_address": address, "num_processes": count, "process_id": index}
     if count is not None and count < 1:
         raise UserError(f"num_processes is {count}; it must be at least 1")
     missing = [f"--{name}" for name, value in values.items() if value is None]
-    if missing:
+    if address is None or count is None or index is None:
         known = ", ".join(f"{name} {value}" for name, value in values.items() if value is not None)
         raise UserError(
             f"this is one process of several ({known}), but {' and '.join(missing)} cannot be "
@@ -177,6 +180,7 @@ def _check(address: str | None, count: int | None, index: int | None) -> None:
         )
     if not re.fullmatch(r".+:\d+", address) or not 0 < _split(address)[1] < 2**16:
         raise UserError(f"coordinator_address is {address!r}; it must be HOST:PORT")
+    return address, count, index
 
 
 def _split(address: str) -> tuple[str, int]:
@@ -350,7 +354,9 @@ class Watchdog:
         while not self._over.wait(min(1.0, self._limit / 4)):
             when, what = self._last
             if time.monotonic() - when > self._limit:
-                frame = sys._current_frames()[threading.main_thread().ident]
+                main = threading.main_thread().ident
+                assert main is not None  # it has begun
+                frame = sys._current_frames()[main]
                 print(
                     f"error: process {self._process} has come no further in {self._limit:g} s "
                     f"since {what}; it hangs here, or waits here for a process that hangs:\n"

@@ -111,13 +111,16 @@ class Program:
     def __init__(self, hlo: str) -> None:
         self.computations: dict[str, Computation] = {}
         self.entry = ""
-        name, root, instructions = None, None, {}
+        name: str | None = None
+        root: Instruction | None = None
+        instructions: dict[str, Instruction] = {}
         for line in hlo.splitlines():
             if header := _HEADER.match(line):
                 name, root, instructions = header[2], None, {}
                 self.entry = name if header[1] else self.entry
             elif name and line.startswith("}"):
-                self.computations[name] = Computation(name, root, instructions)
+                if root is not None:  # as every computation of a whole module has
+                    self.computations[name] = Computation(name, root, instructions)
                 name = None
             elif name and (found := _INSTRUCTION.match(line)):
                 instruction = Instruction(*found.groups()[1:])
@@ -172,8 +175,8 @@ class Program:
             branches = [name for key in keys for name in instruction.attribute(key)]
             return [(1, max(branches, key=lambda name: of(name)[1]))]
         if instruction.opcode in ("call", "async-start"):
-            keys = ("to_apply", "calls")
-            return [(1, name) for key in keys for name in instruction.attribute(key)]
+            called = [*instruction.attribute("to_apply"), *instruction.attribute("calls")]
+            return [(1, name) for name in called]
         return []
 
     def _turns(self, loop: Instruction, computation: Computation) -> int:
@@ -186,7 +189,10 @@ class Program:
             if condition.root.opcode != "compare" or "direction=LT" not in condition.root.rest:
                 raise KeyError(condition.root.opcode)
             counter, limit = condition.root.operands()
-            index = int(re.search(r"index=(\d+)", condition.instructions[counter].rest)[1])
+            found = re.search(r"index=(\d+)", condition.instructions[counter].rest)
+            if found is None:
+                raise KeyError(counter)
+            index = int(found[1])
             start = computation.instructions[loop.operands()[0]].operands()[index]
             step = body.instructions[body.root.operands()[index]]
             if step.opcode != "add":
@@ -204,9 +210,10 @@ def _value(name: str, computation: Computation) -> int:
     instruction = computation.instructions[name]
     if instruction.opcode == "copy":
         return _value(instruction.operands()[0], computation)
-    if instruction.opcode != "constant":
+    found = _CONSTANT.match(instruction.rest)
+    if instruction.opcode != "constant" or found is None:
         raise KeyError(name)
-    return int(_CONSTANT.match(instruction.rest)[1])
+    return int(found[1])
 
 
 def program_cost(hlo: str) -> Cost:
@@ -291,6 +298,8 @@ def _convolution(convolution: Instruction, computation: Computation) -> int:
     many places with such zeros between them that each place meets one only.
     """
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", convolution.rest)
+    if labels is None:
+        raise ValueError(f"the convolution %{convolution.name} does not tell its dimensions")
     shapes = [array.shape for array in computation.inputs(convolution)[:2]]
     shapes.append(convolution.arrays()[0].shape)
     inputs, kernel, output = (

@@ -149,7 +149,7 @@ def topology(name: str) -> Topology:
     """
     found = re.fullmatch(r"([a-z0-9]+)-(\d+)", name)
     version = _OTHER_NAMES.get(found[1], found[1]) if found else None
-    if version not in GENERATIONS:
+    if found is None or version not in GENERATIONS:
         raise UserError(
             f"--topology is {name!r}; it must be one of {', '.join(GENERATIONS)}, a hyphen and the "
             f"size{_perhaps(name)}"

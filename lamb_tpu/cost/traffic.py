@@ -22,7 +22,7 @@ class Collective(NamedTuple):
     kind: str  # one of `KINDS`
     groups: Groups  # devices by their place in the program; of a permutation, (from, to) pairs
     arrays: tuple[Array, ...]  # what each device puts in
-    count: int  # how often one run of the program does it
+    count: int  # type: ignore[assignment]  # how often one run of the program does it
 
     @property
     def group_size(self) -> int:
@@ -65,7 +65,7 @@ class Row(NamedTuple):
     kind: str
     group_size: int
     dtype: str
-    count: int
+    count: int  # type: ignore[assignment]
     operand_bytes: int
     result_bytes: int
     sent_bytes: int

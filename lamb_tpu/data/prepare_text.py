@@ -11,11 +11,13 @@ import pathlib
 import sys
 import time
 from collections.abc import Sequence
+from typing import NoReturn
 
 from rich.console import Console
 from rich.progress import (
     BarColumn,
     DownloadColumn,
+    TaskID,
     TextColumn,
     TimeRemainingColumn,
     TransferSpeedColumn,
@@ -51,7 +53,7 @@ folder and evaluate on another:
 
 
 class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:
+    def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; see --help")
 
 
@@ -69,7 +71,7 @@ class _Shown:
         # rich forgets updates of 30 s ago otherwise, and a shard can take longer
         self._bar = Bar(*columns, console=self._console, speed_estimate_period=1e9,
                         disable=not terminal)
-        self._task = None
+        self._task: TaskID | None = None
 
     def __enter__(self) -> "_Shown":
         self._bar.start()

@@ -238,7 +238,9 @@ def _config(settings: Mapping[str, Any], heads: tuple[str, ...], file: pathlib.P
 
 def _check_tied(tensors: Mapping[str, np.ndarray], config: BertConfig, file: pathlib.Path) -> None:
     for copy, original in _DECODER.items():
-        if copy in tensors and not np.array_equal(tensors[copy], tensors.get(original)):
+        if copy in tensors and not (
+            original in tensors and np.array_equal(tensors[copy], tensors[original])
+        ):
             raise UserError(f"{file} has a {copy} of its own; it must be equal to {original}")
 
 

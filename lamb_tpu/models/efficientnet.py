@@ -23,7 +23,7 @@ _OUTPUT_INIT = nn.initializers.variance_scaling(1 / 3, "fan_out", "uniform")
 class Stage(NamedTuple):
     """Blocks of one width, before scaling: the first has the stride, the others none."""
 
-    count: int
+    count: int  # type: ignore[assignment]
     kernel: int
     stride: int
     expansion: int

@@ -23,7 +23,7 @@ def describe(name: str) -> Description:
     model = models.build(name)
     if model.vocab_size is None:
         size = getattr(models.MODULES[name], "image_size", None)
-        shape = (size, size, 3) if size else _GREY
+        shape: tuple[int, ...] = (size, size, 3) if size else _GREY
         inputs: Any = jax.ShapeDtypeStruct((1, *shape), jnp.float32)
     else:
         shape = (_TOKENS,)

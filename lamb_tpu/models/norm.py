@@ -209,6 +209,8 @@ def _group_moments(
         try:
             return lax.pmean(mean, groups.axes, axis_index_groups=groups.index_groups)
         except NotImplementedError as error:
+            if groups.index_groups is None:
+                raise
             raise ValueError(
                 f"groups of {len(groups.index_groups[0])} devices are parts of the mesh axes "
                 f"{', '.join(groups.axes)}: give shard_map check_vma=False, or the mesh an "

@@ -147,7 +147,7 @@ class Run:
         given = self.start.values(self.abstract_state) if self.start else {}
         return jax.jit(self.init, out_shardings=self.shardings)(key, given)
 
-    def make_train_step(self) -> step_lib.Update:
+    def make_train_step(self) -> jax.stages.Wrapped:
         """The step that trains, `(state, batch) -> (state, sums)`, compiled at its first call."""
         config, parallel = self.config, self.config.parallel
         return step_lib.make_train_step(
@@ -279,7 +279,7 @@ def prepare(
         facts = parameters.resolve(params, rules)
     checks.check_stacked(task.model.stacked, facts)
     heads = task.model.num_heads
-    activation_axes = ()
+    activation_axes: tuple[str, ...] = ()
     if heads is not None:
         activation_axes = rules_lib.sequence_axes(mesh, heads, example["input_ids"].shape[1])
     layout = state_lib.make_layout(

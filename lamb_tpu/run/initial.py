@@ -109,7 +109,7 @@ class Start:
         here = _flat({"params": abstract.params, "model_state": abstract.model_state})
         wanted = {path: here[path] for path in self.match.taken}
         if self.match.convert is not None:
-            return self._converted(wanted)
+            return _converted(self.weights, self.match.convert, wanted)
         nested = flax.traverse_util.unflatten_dict(wanted, sep="/")
         if self.record["optimizer_state"] == "keep":
             ours = _flat({"opt_state": abstract.opt_state})
@@ -117,21 +117,24 @@ class Start:
             nested |= jax.tree_util.tree_map_with_path(lambda path, _: ours[_join(path)], kept)
         return _flat(self.weights.read(nested))
 
-    def _converted(self, wanted: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-        # As they are there, whole on every device, and then on the devices into what they are here.
-        match, shapes = self.match, self.weights.shapes
-        whole = mesh_lib.replicated(next(iter(wanted.values())).sharding.mesh)
-        parts = {part: shapes[part] for part in ("params", "model_state") if part in shapes}
-        found = self.weights.read(jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), parts
-        ))
 
-        def convert(found: dict[str, Any]) -> dict[str, jax.Array]:
-            flat = _flat(found | {"params": match.convert(found["params"])})
-            return {path: flat[path].astype(leaf.dtype) for path, leaf in wanted.items()}
+def _converted(
+    weights: Weights, of_params: Callable[[Any], Any], wanted: dict[str, jax.ShapeDtypeStruct]
+) -> dict[str, jax.Array]:
+    # As they are there, whole on every device, and then on the devices into what they are here.
+    shapes = weights.shapes
+    whole = mesh_lib.replicated(next(iter(wanted.values())).sharding.mesh)
+    parts = {part: shapes[part] for part in ("params", "model_state") if part in shapes}
+    found = weights.read(jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), parts
+    ))
 
-        places = {path: leaf.sharding for path, leaf in wanted.items()}
-        return jax.jit(convert, out_shardings=places)(found)
+    def convert(found: dict[str, Any]) -> dict[str, jax.Array]:
+        flat = _flat(found | {"params": of_params(found["params"])})
+        return {path: flat[path].astype(leaf.dtype) for path, leaf in wanted.items()}
+
+    places = {path: leaf.sharding for path, leaf in wanted.items()}
+    return jax.jit(convert, out_shardings=places)(found)
 
 
 def find(config: ConfigDict, folder: Workdir | None) -> Start | None:
@@ -183,7 +186,7 @@ def of_weights(config: ConfigDict) -> Start:
         "init_from": str(weights.folder),
         "update": weights.step,
         "optimizer_state": config.init.optimizer_state,
-        "updates_before": weights.updates_before + weights.step if keeps else 0,
+        "updates_before": weights.updates_before + (weights.step or 0) if keeps else 0,
     }
     return Start(record, weights)
 

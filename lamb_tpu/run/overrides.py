@@ -261,7 +261,7 @@ def convert(where: str, text: str, kind: Any, default: Any = inspect.Parameter.e
       UserError: `text` is no value of that type.
     """
     kinds = _members(kind)
-    candidates = [text] if str in kinds and set(kinds) <= {str, type(None)} else []
+    candidates: list[Any] = [text] if str in kinds and set(kinds) <= {str, type(None)} else []
     if text.lower() == "none":
         candidates.insert(0, None)
     try:

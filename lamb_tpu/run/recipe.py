@@ -70,7 +70,7 @@ class Recipe:
         """The learning rate of every update, (total_steps,): for logs, without work on a device."""
         return np.asarray(jax.jit(self.learning_rate)(np.arange(self.total_steps, dtype=np.int32)))
 
-    def epoch(self, step: int) -> float:
+    def epoch(self, step: float) -> float:
         """Epochs that are complete after `step` updates."""
         return step * self.batch_size / self.num_examples
 

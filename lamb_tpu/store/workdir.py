@@ -107,8 +107,8 @@ class Workdir:
             before, after = (durations.parse(config["duration"]) for config in (old, new))
         except (KeyError, ValueError):
             return ""
-        more = after.value - before.value if before.unit == after.unit else 0
-        if more <= 0:
+        more = after.value - before.value
+        if before.unit != after.unit or more <= 0:
             return ""
         return (
             "; a schedule is planned for a whole run, so to train on from where this one ends, "

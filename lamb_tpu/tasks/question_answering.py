@@ -92,12 +92,13 @@ class QuestionAnswering:
         outputs, model_state = self.model.apply(
             {"params": params, **model_state}, batch, train=True, key=key
         )
-        losses, right = 0.0, True
+        losses: float | jax.Array = 0.0
+        right: bool | jax.Array = True
         for edge in ("start", "end"):
             logits, position = outputs[f"{edge}_logits"], batch[f"{edge}_position"]
             losses += optax.softmax_cross_entropy_with_integer_labels(logits, position) / 2
             right &= jnp.argmax(logits, -1) == position
-        accuracy = jnp.sum(right, dtype=jnp.float32), jnp.float32(len(right))
+        accuracy = jnp.sum(right, dtype=jnp.float32), jnp.float32(len(batch["start_position"]))
         return {"span": jnp.sum(losses)}, (model_state, {"span_accuracy": accuracy})
 
     def evaluate(self, params: Any, model_state: Any, batch: Mapping[str, jax.Array]) -> dict:

@@ -10,6 +10,7 @@ import itertools
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import NoReturn
 
 from lamb_tpu import terminal
 from lamb_tpu.data import load
@@ -52,7 +53,7 @@ def look_through(records: Records, max_pixels: int) -> Iterator[tuple[str, str, 
 
 
 class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:
+    def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; see --help")
 
 

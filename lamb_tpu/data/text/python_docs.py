@@ -78,7 +78,7 @@ def cloze_questions(split: str) -> list[Question]:
 
     The context is the paragraph, of at least two sentences.
     """
-    questions = []
+    questions: list[Question] = []
     for topic, paragraphs in documents(split).items():
         for context in paragraphs:
             parts = list(sentences([context], "split", Counter()))

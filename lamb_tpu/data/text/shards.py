@@ -12,6 +12,7 @@ import json
 import pathlib
 import resource
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 from array_record.python.array_record_data_source import ArrayRecordDataSource
@@ -129,7 +130,9 @@ class TokenShards:
                 f"{expected}: a shard is damaged; {_AGAIN}"
             )
         self._tokens = np.concatenate([np.zeros(0, self._dtype), *parts]) if in_memory else None
-        self._files = None if in_memory else ArrayRecordDataSource([str(path) for path in paths])
+        self._files: Any = None  # an ArrayRecordDataSource, of which mypy knows nothing
+        if not in_memory:
+            self._files = ArrayRecordDataSource([str(path) for path in paths])
 
     @functools.cached_property
     def document_token_starts(self) -> np.ndarray:
