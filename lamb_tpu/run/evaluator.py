@@ -39,10 +39,10 @@ def make_evaluator(
       files_prefix: set before their names.
     """
     task, num_examples = run.task, len(run.eval_set)
-    is_scored = isinstance(task, HostScored)
+    scored = task if isinstance(task, HostScored) else None
     keep_file = keep_file if jax.process_index() == 0 else None
     eval_step = step_lib.make_eval_step(task, run.mesh)
-    predict_step = step_lib.make_predict_step(task, run.mesh) if is_scored else lambda *_: None
+    predict_step = None if scored is None else step_lib.make_predict_step(scored, run.mesh)
     batch_size = run.eval_batch_size
     rows = mesh_lib.local_rows(batch_size, run.mesh)
     # The averages may be split as the optimizer's state is; the step takes them as the weights.
@@ -57,7 +57,7 @@ def make_evaluator(
         places = jax.tree.map(lambda leaf: leaf.sharding, weights[0])
         at = jax.jit(schedule_free.evaluation_params, out_shardings=places)
         at.lower(opt_state, weights[0]).compile()
-    for step in (eval_step, predict_step) if is_scored else (eval_step,):
+    for step in filter(None, (eval_step, predict_step)):
         step.lower(*weights, run.abstract_eval_batch()).compile()
     if run.abstract_state.ema is not None:
         place.lower(run.abstract_state.ema).compile()
@@ -74,7 +74,9 @@ def make_evaluator(
                 between()
                 sharded = mesh_lib.shard_batch(batch, batch_size, run.mesh)
                 yield {
-                    prefix: (eval_step(*model, sharded), predict_step(*model, sharded))
+                    prefix: (
+                        eval_step(*model, sharded), predict_step and predict_step(*model, sharded)
+                    )
                     for prefix, model in models.items()
                 }
 
@@ -89,12 +91,12 @@ def make_evaluator(
                 }
 
         metrics = mean_metrics(sums())
-        if not is_scored:
+        if scored is None:
             return metrics
         for prefix, parts in outputs.items():
             # Padding stands behind the last example.
             whole = jax.tree.map(lambda *parts: np.concatenate(parts)[:num_examples], *parts)
-            scores, files = task.score(run.eval_set, whole)
+            scores, files = scored.score(run.eval_set, whole)
             metrics |= {prefix + name: value for name, value in scores.items()}
             for name, text in files.items():
                 if keep_file is not None:

@@ -36,7 +36,9 @@ class Session:
     def __init__(
         self, run: Run, keeps: Callable[[int], bool], warn: Callable[[str], None]
     ) -> None:
-        self._run, self._keeps, self._warn = run, keeps, warn
+        assert run.folder is not None  # a run that is only planned is not held
+        self._run, self._folder = run, run.folder
+        self._keeps, self._warn = keeps, warn
         self._is_first = jax.process_index() == 0
         self._stack = contextlib.ExitStack()
         self.resumed = False
@@ -46,11 +48,11 @@ class Session:
         run, recipe = self._run, self._run.recipe
         with contextlib.ExitStack() as stack:
             enter = stack.enter_context
-            enter(run.folder.hold(self._is_first))
+            enter(self._folder.hold(self._is_first))
             self._preemption = enter(Preemption())
             self._watchdog = enter(distributed.Watchdog(run.config.guards.hang_seconds))
             self._checkpoints = enter(Checkpoints(
-                run.folder.checkpoints,
+                self._folder.checkpoints,
                 run.config.checkpoint.keep,
                 self._warn,
                 keep_besides=lambda step: self._keeps(step) or recipe.is_due(
@@ -86,13 +88,13 @@ class Session:
         with distributed.together():
             if self._is_first and not is_over:
                 if not self.resumed and run.start is not None:
-                    run.folder.write_init(run.start.record)
+                    self._folder.write_init(run.start.record)
                 facts = {
                     "mesh": dict(run.mesh.shape), "batch_norm": run.batch_norm, "from_step": step,
                 }
-                run.folder.write_receipt(config, run.table, facts, run.train_set)
+                self._folder.write_receipt(config, run.table, facts, run.train_set)
             return MetricsWriter(
-                run.folder.path, step, config.log.tensorboard, self._is_first,
+                self._folder.path, step, config.log.tensorboard, self._is_first,
                 not position.eval_due, self.fail,
             )
 
@@ -119,7 +121,7 @@ class Session:
     def keep_file(self, name: str, text: str) -> None:
         """Writes a file into the run's folder."""
         try:
-            self._run.folder.write_file(name, text)
+            self._folder.write_file(name, text)
         except UserError as error:
             self.fail(error)
 

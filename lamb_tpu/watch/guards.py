@@ -6,17 +6,16 @@ The numbers are those of every update, looked at when they are fetched for the l
 import collections
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
+import numpy as np
 from ml_collections import ConfigDict
 
 from lamb_tpu.errors import UserError
-from lamb_tpu.watch.observer import Observer, Record, Start
+from lamb_tpu.watch.observer import Observer, Record, Start, Sums
 
 # How many losses are recent, and how many there must be before anything is unusual.
 _WINDOW, _ENOUGH = 100, 20
-
-Sums = Mapping[str, tuple[float, float]]
 
 
 class Diverged(UserError):
@@ -78,7 +77,7 @@ class Guards(Observer):
     def __init__(
         self,
         config: ConfigDict,
-        learning_rates: Sequence[float],
+        learning_rates: Sequence[float] | np.ndarray,
         warn: Callable[[str], None],
         tell: Callable[[str], None],
     ) -> None:

@@ -141,6 +141,7 @@ class MLPerfLog(Observer):
         has_work = start.eval_due or not start.is_over
         if not wanted or not has_work or self._target.reached is not None:
             return
+        assert self._run.folder is not None  # a start has one
         self._file = writing.LineFile(self._run.folder.path / "mlperf.log", start.fail)
         self._write(_START, "init_start", ago=start.clock.startup_of_this_start)
         for key, value in hyperparameters(self._run).items():
@@ -177,10 +178,12 @@ class MLPerfLog(Observer):
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
         """Writes what an evaluation has found; at the target the clock stops for good."""
-        value, place = metrics.get(self._metric), {**self._place(step), "metric": self._metric}
+        value = metrics.get(self._metric)
+        told: float | str | None = value
+        place = {**self._place(step), "metric": self._metric}
         if value is not None and not math.isfinite(value):
-            value = str(value)  # JSON has no NaN
-        self._write(_POINT, "eval_accuracy", value, place)
+            told = str(value)  # JSON has no NaN
+        self._write(_POINT, "eval_accuracy", told, place)
         if self._target.reached is not None:
             self._stop("success", self._place(step))
 

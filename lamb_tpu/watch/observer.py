@@ -6,13 +6,16 @@ lists them. An observer overrides the hooks that it needs, and is one file with 
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
+from lamb_tpu.errors import UserError
 from lamb_tpu.parallel.state import TrainState
 from lamb_tpu.store.metrics import MetricsWriter
-from lamb_tpu.tasks import Sums
 from lamb_tpu.watch.clock import Clock
+
+# Metrics of one update or batch as sums and weights, on the host.
+Sums = Mapping[str, tuple[float, float]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +40,7 @@ class Start:
     clock: Clock
     records: MetricsWriter
     last_checkpoint: Callable[[], str]
-    fail: Callable[[Exception], None]
+    fail: Callable[[UserError], None]
 
 
 @dataclasses.dataclass
@@ -65,15 +68,17 @@ class Observer:
     Attributes:
       name: the key of its state in a checkpoint; '' for an observer without one.
       saves_evaluations: every update that is evaluated is to be saved.
-      may_end_run: an evaluation may set `end_reason`.
-      end_reason: why the run ends before its duration, such as 'stopped at its target'; '' while
-        it goes on.
+      may_end_run: an evaluation may end the run, see `end_reason`.
     """
 
     name: ClassVar[str] = ""
     saves_evaluations: bool = False
     may_end_run: bool = False
-    end_reason: str = ""
+
+    @property
+    def end_reason(self) -> str:
+        """Why the run ends before its duration, as 'stopped at its target'; '' while it goes on."""
+        return ""
 
     def check(self, names: Collection[str]) -> None:
         """Refuses a config that names none of the evaluation's metrics, before anything runs."""
@@ -90,7 +95,7 @@ class Observer:
         The first one of a start is waited for.
         """
 
-    def fetched(self, updates: Sequence[tuple[int, Sums]]) -> None:
+    def fetched(self, updates: Iterable[tuple[int, Sums]]) -> None:
         """Is called with the metrics of updates, in order, when they are on the host."""
 
     def saving(self, step: int, state: TrainState) -> None:

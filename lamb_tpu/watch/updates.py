@@ -6,8 +6,9 @@ from typing import Any
 
 import jax
 
+from lamb_tpu import tasks
 from lamb_tpu.store.metrics import mean_metrics
-from lamb_tpu.tasks import Sums
+from lamb_tpu.watch.observer import Sums
 
 # How many updates the host may run ahead of the devices: enough to hide the host's work, few
 # enough that batches do not pile up in device memory.
@@ -23,10 +24,10 @@ class Updates:
 
     def __init__(self, unlogged: Iterable[Sums] = ()) -> None:
         self._in_flight: collections.deque[Any] = collections.deque()
-        self._on_device: list[tuple[int, Sums]] = []
+        self._on_device: list[tuple[int, tasks.Sums]] = []
         self.unlogged: list[Any] = list(unlogged)
 
-    def add(self, step: int, metrics: Sums) -> None:
+    def add(self, step: int, metrics: tasks.Sums) -> None:
         """Takes the metrics of update `step`, and waits for an update before it."""
         self._on_device.append((step, metrics))
         self._in_flight.append(metrics)

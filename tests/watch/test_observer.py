@@ -41,6 +41,10 @@ class Told(Observer):
     def ended(self) -> None:
         self._tell("ended")
 
+    @property
+    def end_reason(self) -> str:
+        return getattr(self, "reason", "")
+
     def summary(self) -> str:
         return self.name.upper() if self.name != "b" else ""
 
@@ -85,7 +89,7 @@ def test_what_they_say_together() -> None:
     assert (plain.may_end_run, plain.saves_evaluations, plain.end_reason) == (False, False, "")
     assert plain.summary() == "" and plain.state() == {} and not plain.keep(4)
     observers = Observers([
-        Told("a", told, may_end_run=True), Told("b", told, end_reason="enough"),
+        Told("a", told, may_end_run=True), Told("b", told, reason="enough"),
         Told("c", told, saves_evaluations=True),
     ])
     assert observers.may_end_run and observers.saves_evaluations
