@@ -39,14 +39,29 @@ class Source(Protocol):
       tally: counts of photographs out of the ordinary that were met so far; None for other sets.
     """
 
-    name: str
-    num_classes: int | None
-    element_spec: dict[str, FieldSpec]
-    in_memory: bool
-    vocabulary: Vocabulary | None
-    cased: bool
-    notes: tuple[str, ...]
-    tally: Tally | None
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def num_classes(self) -> int | None: ...
+
+    @property
+    def element_spec(self) -> dict[str, FieldSpec]: ...
+
+    @property
+    def in_memory(self) -> bool: ...
+
+    @property
+    def vocabulary(self) -> Vocabulary | None: ...
+
+    @property
+    def cased(self) -> bool: ...
+
+    @property
+    def notes(self) -> tuple[str, ...]: ...
+
+    @property
+    def tally(self) -> Tally | None: ...
 
     def __len__(self) -> int: ...
 

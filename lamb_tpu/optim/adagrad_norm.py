@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from lamb_tpu.optim import checks, clipping, leafwise, parameters, trust_ratio
+from lamb_tpu.optim.leafwise import Leaf, Step
 from lamb_tpu.optim.parameters import ParameterFacts, Rules
 from lamb_tpu.optim.splits import Split
 from lamb_tpu.optim.trust_ratio import AxisName, Readings
@@ -15,7 +16,7 @@ from lamb_tpu.optim.trust_ratio import AxisName, Readings
 class AdagradNormState(NamedTuple):
     """State of `adagrad_norm`."""
 
-    count: jax.Array  # int32, (): completed updates
+    count: jax.Array  # type: ignore[assignment]  # int32, (): completed updates
     accumulator: Any  # the squared norms summed up: (), or with `per_layer` a tree as `leaf_norm`'s
     readings: Readings | None
 
@@ -78,7 +79,9 @@ def adagrad_norm(
     checks.check_flag("per_layer", per_layer)
     checks.check_schedule("weight_decay", weight_decay)
 
-    def decayed(grad, weights, facts, completed):
+    def decayed(
+        grad: jax.Array, weights: jax.Array, facts: ParameterFacts, completed: jax.Array
+    ) -> jax.Array:
         if not facts.decay:
             return grad
         real = trust_ratio.real_dtype(grad)
@@ -89,7 +92,7 @@ def adagrad_norm(
         norm = trust_ratio.leaf_norm(param, facts, axis_name=split.axis_name)
         return (jnp.full_like(norm, initial_norm**2),)
 
-    def step_leaf(leaf, total):
+    def step_leaf(leaf: Leaf, total: jax.Array) -> Step:
         grad = decayed(leaf.grad, leaf.weights, leaf.facts, leaf.completed)
         if per_layer:
             newest = trust_ratio.leaf_norm(grad, leaf.facts, axis_name=leaf.axis_name)
@@ -128,7 +131,7 @@ def adagrad_norm(
         norm = clipping.global_norm(grads, axis_name).astype(state.accumulator.dtype)
         total = state.accumulator + norm * norm
 
-        def same(param, fact):
+        def same(param: jax.Array, fact: ParameterFacts) -> jax.Array:
             shape = enumerate(jnp.shape(param))
             return jnp.broadcast_to(total, [n if i in fact.layer_axes else 1 for i, n in shape])
 

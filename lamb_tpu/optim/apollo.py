@@ -28,7 +28,7 @@ SCALINGS = ("channel", "tensor")
 class ApolloState(NamedTuple):
     """State of `apollo`. Projected moments have the matrix's shape, but a short side of `rank`."""
 
-    count: jax.Array  # int32, (): completed updates
+    count: jax.Array  # type: ignore[assignment]  # int32, (): completed updates
     mu: Any  # first moments of the projected gradients; of the gradient where AdamW is taken
     nu: Any  # second moments, of the same shapes
     norms: Any  # l2 norms of the last scaled gradients, size 1 on the sides; 0 before the first
@@ -137,8 +137,8 @@ def apollo(
         checks.check_whole(name, value, lowest)
     if isinstance(rank, jax.Array):  # shapes depend on it
         raise ValueError(f"rank must be a whole number of at least 1, not {rank!r}")
-    for name, value in (("scale", scale), ("eps", eps)):
-        checks.check_range(name, value)
+    for name, size in (("scale", scale), ("eps", eps)):
+        checks.check_range(name, size)
     checks.check_schedule("weight_decay", weight_decay)
     checks.check_range("b1", b1, upper=1.0)
     checks.check_range("b2", b2, upper=1.0)

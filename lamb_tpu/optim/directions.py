@@ -25,7 +25,7 @@ NESTEROVS = ("none", "first", "both")
 class ScaleByLambState(NamedTuple):
     """State of `scale_by_lamb`."""
 
-    count: jax.Array  # int32, (): completed updates
+    count: jax.Array  # type: ignore[assignment]  # int32, (): completed updates
     mu: Any  # first moments: the parameters' shapes, float32 unless mu_dtype is given
     nu: Any  # second moments: the parameters' shapes, float32 unless nu_dtype is given
 
@@ -33,7 +33,7 @@ class ScaleByLambState(NamedTuple):
 class ScaleByLarsState(NamedTuple):
     """State of `scale_by_lars`."""
 
-    count: jax.Array  # int32, (): completed updates
+    count: jax.Array  # type: ignore[assignment]  # int32, (): completed updates
     momentum: Any  # the parameters' shapes; float32 unless `momentum_dtype` says otherwise
 
 
@@ -245,7 +245,8 @@ class AdamDirection:
 
     def _shares(self, leaf: Leaf, base: float, newest: float, ahead: bool) -> tuple[Any, Any]:
         """The factors of a moment and of its newest term in the moment's estimate."""
-        now = coming = 1.0
+        now: float | jax.Array = 1.0
+        coming: float | jax.Array = 1.0
         real = leaf.rate.dtype
         if self.corrected:
             now = 1 / one_minus_power(base, leaf.count, real)

@@ -25,7 +25,7 @@ DECAYS = ("direction", "decoupled", "gradient")
 class LambState(NamedTuple):
     """State of `lamb`."""
 
-    count: jax.Array  # int32, (): completed updates
+    count: jax.Array  # type: ignore[assignment]  # int32, (): completed updates
     mu: Any  # first moments: the parameters' shapes, float32 unless mu_dtype is given
     nu: Any  # second moments: the parameters' shapes, float32 unless nu_dtype is given
     readings: Readings | None

@@ -26,7 +26,7 @@ ACCUMULATES = ("steps", "adapted", "gradients")
 class LarsState(NamedTuple):
     """State of `lars`."""
 
-    count: jax.Array  # int32, (): completed updates
+    count: jax.Array  # type: ignore[assignment]  # int32, (): completed updates
     momentum: Any  # the parameters' shapes; float32 unless `momentum_dtype` says otherwise
     readings: Readings | None
 

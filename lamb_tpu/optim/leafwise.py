@@ -35,8 +35,8 @@ class Leaf(NamedTuple):
     facts: ParameterFacts
     rate: jax.Array  # (): the learning rate of this update, times the leaf's rate factor
     completed: jax.Array  # int32, (): updates before this one
-    index: int  # the leaf's place in jax.tree.leaves(params)
-    count: jax.Array  # int32, (): updates with this one
+    index: int  # type: ignore[assignment]  # the leaf's place in jax.tree.leaves(params)
+    count: jax.Array  # type: ignore[assignment]  # int32, (): updates with this one
     path: str  # its keys joined by '/'
     split: Split  # its whole shape, and over which mesh axes it is split along which of its axes
 
@@ -197,6 +197,7 @@ def widen(tree: Any) -> Any:
 
 def one_minus_power(base: float | jax.Array, count: jax.Array, dtype: Any) -> jax.Array:
     """1 - base ** count without cancellation: at b2 = 0.999 the plain form is off by 2e-5."""
+    log: jax.Array | np.ndarray
     if isinstance(base, jax.Array):
         log = jnp.log(base.astype(dtype))
     else:
@@ -205,5 +206,5 @@ def one_minus_power(base: float | jax.Array, count: jax.Array, dtype: Any) -> ja
 
 
 @jax.jit  # so that it is traced once and not for every leaf
-def _one_minus_exp(log: jax.Array, count: jax.Array) -> jax.Array:
+def _one_minus_exp(log: jax.Array | np.ndarray, count: jax.Array) -> jax.Array:
     return -jnp.expm1(log * count.astype(log.dtype))

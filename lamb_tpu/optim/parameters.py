@@ -38,7 +38,6 @@ import optax
 
 from lamb_tpu.optim import checks
 
-
 MatrixAxes = tuple[tuple[int, ...], tuple[int, ...]]  # (rows, columns)
 
 
@@ -250,9 +249,11 @@ def _idle_rules(regexes: list[re.Pattern], paths: list[str]) -> Iterator[str]:
             index == len(regexes) - 1 and len(matched) == len(paths)
         ):
             first = matched[0]
+            taker = takers[first]
+            assert taker is not None  # a path that a rule matches has one
             yield (
                 f"the rule {regex.pattern!r} decides nothing: rules before it take all that it "
-                f"matches, as {regexes[takers[first]].pattern!r} takes {paths[first]!r}"
+                f"matches, as {regexes[taker].pattern!r} takes {paths[first]!r}"
             )
 
 
