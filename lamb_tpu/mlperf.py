@@ -29,7 +29,7 @@ from typing import Any
 from lamb_tpu import storage
 from lamb_tpu.errors import UserError
 from lamb_tpu.optim import factory, presets
-from lamb_tpu.recipe import Recipe
+from lamb_tpu.recipe import Recipe, optimizer_of
 from lamb_tpu.run import Run
 
 _START, _END, _POINT = "INTERVAL_START", "INTERVAL_END", "POINT_IN_TIME"
@@ -111,7 +111,7 @@ def _arguments(run: Run) -> dict[str, Any]:
     """Every argument of the optimizer, those that the config leaves at their defaults too."""
     fields = run.config.optimizer.to_dict()
     name, preset = fields.pop("name"), fields.pop("preset", None)
-    signature = inspect.signature(factory.OPTIMIZERS[name])
+    signature = inspect.signature(factory.OPTIMIZERS.get(name) or optimizer_of(name))
     arguments = {key: parameter.default for key, parameter in signature.parameters.items()}
     arguments |= presets.preset(name, preset) if preset else {}
     arguments |= fields

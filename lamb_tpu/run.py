@@ -25,7 +25,7 @@ from lamb_tpu.parallel import rules as rules_lib
 from lamb_tpu.parallel import state as state_lib
 from lamb_tpu.parallel import statistics
 from lamb_tpu.parallel import step as step_lib
-from lamb_tpu.recipe import Recipe, naming, resolve, resolve_optimizer
+from lamb_tpu.recipe import Recipe, check_split, naming, resolve, resolve_optimizer
 from lamb_tpu.workdir import Workdir
 
 
@@ -112,7 +112,9 @@ class Run:
                     paths.append(f"{path}{name}")
 
         def init(key: jax.Array, batch: Any) -> None:
-            walk(self.task.init(key, batch)["params"])
+            params = self.task.init(key, batch)["params"]
+            if isinstance(params, Mapping):  # a user's own may be a list
+                walk(params)
 
         jax.eval_shape(init, jax.random.key(0), batch)
         known = parameters.leaf_paths(self.abstract_state.params)
@@ -366,6 +368,7 @@ def prepare(
     )
     if named:
         rules_lib.check_named(layout.params, mesh, facts)
+        check_split(config, params, layout.axis_name)
         tx, _ = resolve_optimizer(config, recipe, params, layout.axis_name)
     init = state_lib.make_init(task, tx, example, config.ema.decay > 0, config.prng)
     abstract = jax.eval_shape(init, jax.random.key(0))

@@ -63,6 +63,13 @@ def test_what_all_may_import_knows_nobody(name: str) -> None:
     assert not [item for item in names if item.startswith("lamb_tpu")]
 
 
+def test_finding_a_users_own_part_needs_no_room() -> None:
+    names = imported(ROOT / "lamb_tpu" / "own.py")
+    assert {name for name in names if name.startswith("lamb_tpu")} == {
+        "lamb_tpu.errors", "lamb_tpu.errors.UserError"
+    }
+
+
 def test_steps_know_no_network() -> None:
     # Only what a step and a layer have to agree on: an example's place, a microbatch's moments.
     shared = ("lamb_tpu.models.dropout", "lamb_tpu.models.norm")

@@ -28,6 +28,8 @@ class FieldSpec(NamedTuple):
 class Source(Protocol):
     """Examples 0 to `len(source) - 1`, each a dict of arrays of fixed shape.
 
+    A subclass needs `name`, `element_spec`, `__len__` and `gather`; the rest has defaults.
+
     Attributes:
       name: set and split, such as `mnist:train`; saved with the loader's position.
       num_classes: number of values of `label`, or None where there is no class label.
@@ -40,13 +42,13 @@ class Source(Protocol):
     """
 
     name: str
-    num_classes: int | None
+    num_classes: int | None = None
     element_spec: dict[str, FieldSpec]
-    in_memory: bool
-    vocabulary: Vocabulary | None
-    cased: bool
-    notes: tuple[str, ...]
-    tally: Tally | None
+    in_memory: bool = False
+    vocabulary: Vocabulary | None = None
+    cased: bool = False
+    notes: tuple[str, ...] = ()
+    tally: Tally | None = None
 
     def __len__(self) -> int: ...
 
