@@ -2,7 +2,7 @@
 # once and again only when the pinned requirements, the package's metadata or the interpreter change.
 #   make demo            the batch-scaling study on handwritten digits (under 3 minutes on 2 cores)
 #   make test            the tests                                     (under 25 minutes on 2 cores)
-#   make lint            what ruff finds
+#   make lint            what ruff finds, and mypy in lamb_tpu
 #   make test-all        the tests with those marked long
 #   make test-faults     runs killed at 20 random moments, with a table of them
 #   make test-storage    runs on disks that are full, read-only, lost; killed in a save; with a table
@@ -38,6 +38,7 @@ demo: setup
 
 lint: setup
 	$(RUN) -m ruff check .
+	$(RUN) -m mypy
 
 test: setup
 	$(RUN) -m pytest -q -m "not long" -n $(JOBS) --dist loadfile

@@ -38,7 +38,7 @@ from ml_collections import ConfigDict
 from lamb_tpu.config import base_config, check_argument, parse_argument
 from lamb_tpu.data.images.survey import Survey, survey
 from lamb_tpu.models import MODULES
-from lamb_tpu.weights import network_of
+from lamb_tpu.run.weights import network_of
 
 # Optimizer fields, its scaling rule, and its rates at 64 pictures, from scratch and of weights that
 # are there.

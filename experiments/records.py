@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from absl import flags
 
 from lamb_tpu.errors import UserError
-from lamb_tpu.metrics import read_records
+from lamb_tpu.store.metrics import read_records
 
 Record = dict[str, Any]
 

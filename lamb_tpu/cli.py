@@ -14,7 +14,7 @@ from typing import NoReturn
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
-from lamb_tpu import filesystem, own, terminal
+from lamb_tpu import own, terminal
 from lamb_tpu.config import check_keys, check_values, recipe_folder, recipe_path
 from lamb_tpu.errors import Interrupted, Preempted, UserError
 
@@ -72,7 +72,7 @@ def answer_help() -> None:
             app.usage(shorthelp="helpfull" not in help_asked[0], writeto_stdout=True)
             return 0  # absl's own help flag exits with 1
 
-        filesystem.run_and_exit(show)
+        terminal.run_and_exit(show)
 
 
 def _parse_flags(argv: list[str], required: Sequence[str]) -> list[str]:
@@ -89,7 +89,7 @@ def _parse_flags(argv: list[str], required: Sequence[str]) -> list[str]:
 
 def _parse_with_config(argv: list[str], required: Sequence[str]) -> list[str]:
     """`_parse_flags` where --config is a flag; its overrides are applied and checked."""
-    from lamb_tpu import overrides  # imports all that a config can choose
+    from lamb_tpu.run import overrides  # imports all that a config can choose
 
     everything = [argv[0], *flags.FLAGS.read_flags_from_files(argv[1:], force_gnu=False)]
     own, argv = overrides.take(_with_path(everything))
@@ -270,7 +270,7 @@ def run_main(main: Callable[[], None], required: Sequence[str] = ()) -> None:
 
 def _sentence(error: Exception) -> str | None:
     """The reason for an end that is not the program's own fault."""
-    lost_output = filesystem.lose_stdout(error)
+    lost_output = terminal.lose_stdout(error)
     reason = " ".join(str(error).split())[:300]
     if lost_output is not None:
         return f"standard output cannot be written ({lost_output})"
@@ -290,7 +290,7 @@ def _sentence(error: Exception) -> str | None:
 
 
 def _print_config() -> None:
-    from lamb_tpu import overrides
+    from lamb_tpu.run import overrides
 
     config = flags.FLAGS.config
     check_keys(config)
@@ -324,7 +324,7 @@ def _end(status: int) -> NoReturn:
     # One process of several must not wait for the others, who wait for it. The launcher, which
     # has none of JAX, is spared the import.
     if "jax" in sys.modules:
-        from lamb_tpu import distributed
+        from lamb_tpu.cluster import distributed
 
         distributed.leave(status)
     sys.exit(status)

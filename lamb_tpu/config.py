@@ -58,7 +58,7 @@ def base_config() -> ConfigDict:
     config.init.new_parameters = ""
     config.prng = "threefry2x32"  # threefry2x32 | rbg: what draws dropout's masks
     # Runs one after the other, each from the weights of the one before: name -> the keys that it
-    # sets otherwise, in the order of the names. See lamb_tpu.phases.
+    # sets otherwise, in the order of the names. See lamb_tpu.run.phases.
     config.phases = ConfigDict()
     config.schedule = ConfigDict()
     config.schedule.scaling = "identity"  # identity | linear | sqrt | random_matrix | legw

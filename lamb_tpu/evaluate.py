@@ -13,7 +13,7 @@ SPLIT_predictions.json. --config is the run's own, for keys that may differ, suc
 lies; all its overrides have to be given again.
 
 Without --workdir the weights are those of config.init_from: of another run, or of Hugging Face,
-timm or torchvision, as lamb_tpu/initial.py has it. Nothing is trained or written, and of the data
+timm or torchvision, see lamb_tpu/run/initial.py. Nothing is trained or written, and of the data
 only the evaluation split has to be there.
 """
 
@@ -34,124 +34,21 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import jax
-import numpy as np
 from ml_collections import ConfigDict
 
-from lamb_tpu import data, distributed, terminal
-from lamb_tpu.best import Best
-from lamb_tpu.checkpoint import Checkpoints
+from lamb_tpu import terminal
+from lamb_tpu.cluster import distributed
 from lamb_tpu.config import base_config, check_keys, unflatten
 from lamb_tpu.errors import UserError
-from lamb_tpu.metrics import fetched, mean_metrics
-from lamb_tpu.optim import schedule_free
-from lamb_tpu.parallel import mesh as mesh_lib
-from lamb_tpu.parallel import step as step_lib
-from lamb_tpu.parallel.state import TrainState
-from lamb_tpu.run import Run, prepare
-from lamb_tpu.tasks import HostScored, Sums
-from lamb_tpu.workdir import Workdir
-
-
-def make_evaluator(
-    run: Run,
-    between: Callable[[], None] = lambda: None,
-    keep_file: Callable[[str, str], None] | None = None,
-    files_prefix: str = "",
-) -> Callable[[TrainState], dict[str, float]]:
-    """A function of the state to the task's metrics over every example of the evaluation set.
-
-    What it runs is compiled here, not in the time of the first evaluation.
-
-    Each example counts exactly once, whatever the batch size and the number of devices and
-    processes. Where an optimizer keeps weights for evaluation, as `schedule_free_adamw`, they are
-    taken. Where the state has moving averages of the weights, their metrics are there too, as
-    'ema_accuracy' beside 'accuracy'.
-
-    Args:
-      run: the run.
-      between: called before each batch, by all processes before the same ones; may raise.
-      keep_file: called in the first process with name and text of each file that a `HostScored`
-        task makes; those of the averages are 'ema_predictions.json' beside 'predictions.json'.
-      files_prefix: set before their names.
-    """
-    task, num_examples = run.task, len(run.eval_set)
-    is_scored = isinstance(task, HostScored)
-    keep_file = keep_file if jax.process_index() == 0 else None
-    eval_step = step_lib.make_eval_step(task, run.mesh)
-    predict_step = step_lib.make_predict_step(task, run.mesh) if is_scored else lambda *_: None
-    batch_size = run.eval_batch_size
-    rows = mesh_lib.local_rows(batch_size, run.mesh)
-    # The averages may be split as the optimizer's state is; the step takes them as the weights.
-    weights = (run.abstract_state.params, run.abstract_state.model_state)
-    place = jax.jit(
-        lambda averages: jax.tree.map(lambda e, x: e.astype(x.dtype), averages, weights),
-        out_shardings=jax.tree.map(lambda leaf: leaf.sharding, weights),
-    )
-    # So may the weights that an optimizer keeps for evaluation.
-    opt_state, at = run.abstract_state.opt_state, None
-    if schedule_free.keeps_evaluation_params(opt_state):
-        places = jax.tree.map(lambda leaf: leaf.sharding, weights[0])
-        at = jax.jit(schedule_free.evaluation_params, out_shardings=places)
-        at.lower(opt_state, weights[0]).compile()
-    for step in (eval_step, predict_step) if is_scored else (eval_step,):
-        step.lower(*weights, run.abstract_eval_batch()).compile()
-    if run.abstract_state.ema is not None:
-        place.lower(run.abstract_state.ema).compile()
-
-    def evaluate(state: TrainState) -> dict[str, float]:
-        params = state.params if at is None else at(state.opt_state, state.params)
-        models = {"": (params, state.model_state)}
-        if state.ema is not None:
-            models["ema_"] = place(state.ema)
-        outputs: dict[str, list[Any]] = {prefix: [] for prefix in models}
-
-        def steps() -> Iterator[dict[str, tuple[Sums, Any]]]:
-            for batch in data.eval_batches(run.eval_set, batch_size, rows):
-                between()
-                sharded = mesh_lib.shard_batch(batch, batch_size, run.mesh)
-                yield {
-                    prefix: (eval_step(*model, sharded), predict_step(*model, sharded))
-                    for prefix, model in models.items()
-                }
-
-        def sums() -> Iterator[Sums]:
-            for found in fetched(steps()):
-                for prefix, (_, output) in found.items():
-                    outputs[prefix].append(output)
-                yield {
-                    prefix + name: pair
-                    for prefix, (pairs, _) in found.items()
-                    for name, pair in pairs.items()
-                }
-
-        metrics = mean_metrics(sums())
-        if not is_scored:
-            return metrics
-        for prefix, parts in outputs.items():
-            # Padding stands behind the last example.
-            whole = jax.tree.map(lambda *parts: np.concatenate(parts)[:num_examples], *parts)
-            scores, files = task.score(run.eval_set, whole)
-            metrics |= {prefix + name: value for name, value in scores.items()}
-            for name, text in files.items():
-                if keep_file is not None:
-                    keep_file(files_prefix + prefix + name, text)
-        return metrics
-
-    return evaluate
-
-
-def metric_names(run: Run) -> list[str]:
-    """The names of the evaluation's metrics, without computing any."""
-    batch = run.eval_set.gather(np.zeros(1, np.int64)) | {"mask": np.ones(1, np.float32)}
-    state = run.abstract_state
-    names = list(jax.eval_shape(run.task.evaluate, state.params, state.model_state, batch))
-    if isinstance(run.task, HostScored):
-        names += run.task.score_names
-    return names + [f"ema_{name}" for name in names if state.ema is not None]
+from lamb_tpu.run.build import Run, prepare
+from lamb_tpu.run.describe import describe_read
+from lamb_tpu.run.evaluator import make_evaluator
+from lamb_tpu.store.checkpoint import Checkpoints
+from lamb_tpu.store.position import Position
+from lamb_tpu.store.workdir import Workdir
+from lamb_tpu.watch.best import Best
 
 
 def evaluate_checkpoint(
@@ -174,7 +71,8 @@ def evaluate_checkpoint(
     Raises:
       UserError: a mistake in the config, or no such checkpoint.
     """
-    of_run = Workdir(workdir).read_config()  # refuses a folder without a run
+    folder = Workdir(workdir)
+    of_run = folder.read_config()  # refuses a folder without a run
     config = unflatten(of_run) if config is None else config.copy_and_resolve_references()
 
     def prepared(split: str) -> Run:
@@ -185,45 +83,45 @@ def evaluate_checkpoint(
     prefix = "" if split == own_split else re.sub(r"\W+", "_", split).strip("_") + "_"
     run = prepared(split)
     with Checkpoints(
-        run.folder.checkpoints,
+        folder.checkpoints,
         config.checkpoint.keep,
         report=lambda text: print(terminal.fit(text), file=sys.stderr),
-        writing=False,
+        writes=False,
     ) as checkpoints:
         restored = None
         if step in (None, "best"):
             restored = checkpoints.restore_latest(run.abstract_state)
         if step == "best" and restored is not None:
-            state, position = restored
-            kept = position["best"]
+            state, position = restored[0], Position.from_json(restored[1])
+            kept = position.observers["best"]
             best = Best(kept["metric"], kept["mode"])
             best.restore(kept)
-            if position["eval_due"]:  # a preempted run's last evaluation was broken off
-                own = prepared(own_split) if prefix else run
-                best.see(int(state.step), make_evaluator(own)(state))
+            if position.eval_due:  # a preempted run's last evaluation was broken off
+                own = prepared(own_split) if prefix and own_split is not None else run
+                best.evaluated(int(state.step), make_evaluator(own)(state))
             step = best.step
             if step is None:
                 raise UserError(
-                    f"--workdir {run.folder.path} has no best checkpoint: the run's "
+                    f"--workdir {folder.path} has no best checkpoint: the run's "
                     "config.checkpoint.best named no metric, or it has had no evaluation yet; give "
                     "--step=UPDATE of "
                     f"{', '.join(map(str, checkpoints.steps()))}"
                 )
         if step not in (None, "best"):
-            restored = checkpoints.restore(step, run.abstract_state)
+            restored = checkpoints.restore(int(step), run.abstract_state)
     if restored is None:
-        raise UserError(f"--workdir {run.folder.path} has no checkpoint yet")
+        raise UserError(f"--workdir {folder.path} has no checkpoint yet")
     state, _ = restored
 
     def keep_file(name: str, text: str) -> None:
         try:
-            run.folder.write_file(name, text)
+            folder.write_file(name, text)
         except UserError as error:
             _tell(f"{name} is not written: {str(error).partition(';')[0]}")
 
     evaluator = make_evaluator(run, keep_file=keep_file, files_prefix=prefix)
     metrics = evaluator(state)
-    _tell(run.describe_read(training=False))
+    _tell(describe_read(run, training=False))
     return {"step": int(state.step), **metrics}
 
 
@@ -255,15 +153,17 @@ def evaluate_weights(config: ConfigDict | None, split: str | None = None) -> dic
         config.optimizer = ConfigDict({"name": "sgd", "learning_rate": 0.0})
         config.batch_size = 1
     run = prepare(config, None, training=False)
-    new = run.start.match.new
+    start = run.start
+    assert start is not None and start.match is not None  # config.init_from is given
+    new = start.match.new
     if new:
         raise UserError(
             f"config.init_from {config.init_from} does not fit all of the model: {len(new)} of its "
             f"arrays would be random, such as {new[0].partition('/')[2]}; train from it first"
         )
-    _tell("; ".join([run.start.describe_weights(), *run.start.notes]))
+    _tell("; ".join([start.describe_weights(), *start.notes]))
     metrics = make_evaluator(run)(run.first_state())
-    _tell(run.describe_read(training=False))
+    _tell(describe_read(run, training=False))
     return metrics
 
 

@@ -34,15 +34,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lamb_tpu import filesystem, models, own
+from lamb_tpu import models, own
 from lamb_tpu.data.images.crops import tpu_fraction
 from lamb_tpu.data.text import saved
 from lamb_tpu.errors import UserError
+from lamb_tpu.files import writing
 from lamb_tpu.models.bert_huggingface import to_huggingface, write_folder
 from lamb_tpu.models.convert import NETWORKS, to_timm
+from lamb_tpu.run.weights import Weights, open_weights
+from lamb_tpu.store.workdir import Workdir
 from lamb_tpu.tasks.classification import Classification
-from lamb_tpu.weights import Weights, open_weights
-from lamb_tpu.workdir import Workdir
 
 # Fields that change how a network is trained, not what it computes in evaluation.
 _OF_TRAINING = (
@@ -73,7 +74,7 @@ def export(
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"--output {folder} holds something already; give a new or empty folder")
     theirs = {ours: name for name, ours in NETWORKS.items()}
-    with filesystem.writing("--output", folder):
+    with writing.checked(folder, "--output"):
         if weights.model["name"] == "bert":
             _bert(weights, folder)
         elif weights.model["name"] in theirs:
@@ -90,6 +91,7 @@ def export(
 
 def _bert(weights: Weights, folder: pathlib.Path) -> None:
     config, text = weights.bert(), weights.text()
+    assert config is not None  # the network is a BERT
     to_huggingface(config, weights.params(), folder)
     if text is not None:
         vocabulary, cased = text

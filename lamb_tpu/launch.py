@@ -29,7 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TextIO
+from typing import Any, TextIO
 
 from absl import flags
 
@@ -125,7 +125,7 @@ def run_local(
     No process outlives this function, or, on Linux, this process, even if that is killed.
 
     Args:
-      module: dotted name of a module that calls `lamb_tpu.distributed.initialize`.
+      module: dotted name of a module that calls `lamb_tpu.cluster.distributed.initialize`.
       arguments: of the module.
       num_processes: at least 1.
       devices_per_process: simulated CPU devices of each.
@@ -159,7 +159,7 @@ def _free_port() -> int:
 
 
 def _environment(index: int, num_processes: int, devices: int, port: int) -> Mapping[str, str]:
-    """What `lamb_tpu.distributed.initialize` and JAX read."""
+    """What `lamb_tpu.cluster.distributed.initialize` and JAX read."""
     environment = {
         **os.environ,
         "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
@@ -235,6 +235,7 @@ def _supervise(processes: Sequence[_Process], received: list[int], grace_seconds
         if failed is None and any(process.status() for process in processes):
             time.sleep(_SETTLE_SECONDS)
             failed = _first_failed(processes)
+            assert failed is not None  # one had a status other than 0 before the wait
             # Preempted processes end by themselves, after their last save.
             seconds = grace_seconds if _was_asked(failed) else _SECONDS_AFTER_FAILURE
             deadline = min(deadline, time.monotonic() + seconds)
@@ -269,6 +270,7 @@ def _supervise(processes: Sequence[_Process], received: list[int], grace_seconds
         _tell("preempted; start the same command again to resume")
         return os.EX_TEMPFAIL
     status = failed.status()
+    assert status is not None  # it has ended
     if status == _INTERRUPTED:
         _tell("interrupted; start the same command again to resume")
     return status if status > 0 else 128 - status
@@ -358,7 +360,8 @@ def main(arguments: Sequence[str] | None) -> None:
     """
     values = flags.FLAGS
     module, num_processes = values.module, values.processes
-    devices, grace_seconds = values["devices-per-process"].value, values["grace-seconds"].value
+    devices: Any = values["devices-per-process"].value
+    grace_seconds: Any = values["grace-seconds"].value
     if arguments is None:
         raise UserError(f"the arguments of {module} are missing: put them after --; see --help")
     _check_module(module)

@@ -103,6 +103,7 @@ def fields(made: Callable[..., Any], hidden: Collection[str] = ()) -> dict[str, 
       made: the class or function.
       hidden: arguments that are not the config's to give.
     """
+    read: list[tuple[str, Any, Any, Any]]
     if isinstance(made, type) and dataclasses.is_dataclass(made):
         found = [field for field in dataclasses.fields(made) if field.init]
         read = [(f.name, f.type, f.default, f.default_factory) for f in found]
@@ -114,9 +115,9 @@ def fields(made: Callable[..., Any], hidden: Collection[str] = ()) -> dict[str, 
     table = {}
     for name, kind, default, factory in read:
         if name not in hidden:
-            # As `dataclasses.field`, which does not take two of them, also where one is MISSING.
-            given = {} if factory is dataclasses.MISSING else {"default_factory": factory}
-            field = dataclasses.field(**given) if given else dataclasses.field(default=default)
+            field: Any = dataclasses.field(default=default)
+            if factory is not dataclasses.MISSING:
+                field = dataclasses.field(default_factory=factory)
             field.name, field.type = name, _resolved(kind, made)
             table[name] = field
     return table
@@ -124,10 +125,11 @@ def fields(made: Callable[..., Any], hidden: Collection[str] = ()) -> dict[str, 
 
 def parameters(made: Callable[..., Any]) -> list[inspect.Parameter]:
     """Named parameters of a function, or of a class' `__init__`."""
-    own_init = isinstance(made, type) and made.__init__ is not object.__init__
+    init = inspect.getattr_static(made, "__init__")
+    own_init = isinstance(made, type) and init is not object.__init__
     # A class of NNX has a metaclass that hides the signature.
     try:
-        listed = list(inspect.signature(made.__init__ if own_init else made).parameters.values())
+        listed = list(inspect.signature(init if own_init else made).parameters.values())
     except (TypeError, ValueError):  # one that is not written in Python
         return []
     return [
@@ -174,8 +176,9 @@ def check(
         if key not in known:
             listed = ", ".join(known) or "none"
             raise UserError(f"{section}.{key} is no field of {noun} {name!r}; known: {listed}")
+        kind: Any = known[key].type
         if not _fits(value, known[key]):
-            raise UserError(f"{section}.{key} is {value!r}; it must be {_KINDS[known[key].type]}")
+            raise UserError(f"{section}.{key} is {value!r}; it must be {_KINDS[kind]}")
     for key, field in known.items():
         missing = field.default is field.default_factory is dataclasses.MISSING
         if missing and key not in given:

@@ -50,9 +50,11 @@ from ml_collections import ConfigDict
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from lamb_tpu import hlo, phases, terminal, traffic
-from lamb_tpu import topology as topology_lib
-from lamb_tpu.run import Run, prepare
+from lamb_tpu import terminal
+from lamb_tpu.cost import hlo, traffic
+from lamb_tpu.cost import topology as topology_lib
+from lamb_tpu.run import phases
+from lamb_tpu.run.build import Run, prepare
 
 T = TypeVar("T")
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -95,11 +97,11 @@ class Plan:
       message: the compiler's words where it does not fit.
       memory: by kind; None where it does not fit, as all that follows.
       flops: of matrix products and convolutions; loops count as often as they run.
-      model_flops: a device's share of those that the model asks for, see `lamb_tpu.flops`.
+      model_flops: a device's share of those that the model asks for, see `lamb_tpu.cost.flops`.
       cycles: the compiler's estimate, without the network.
       collectives: what is sent.
       notes: what could not be told, and why.
-      program: the optimized HLO, see `lamb_tpu.hlo`; not in the JSON.
+      program: the optimized HLO, see `lamb_tpu.cost.hlo`; not in the JSON.
     """
 
     topology: topology_lib.Topology
@@ -124,15 +126,13 @@ class Plan:
         """The estimated cycles as time."""
         return None if self.cycles is None else self.cycles / self.topology.generation.clock
 
-    def _share_of_peak(self, flops: float) -> float:
-        return flops / self.seconds / self.topology.generation.peak
+    def _share_of_peak(self, flops: float) -> float | None:
+        return flops / self.seconds / self.topology.generation.peak if self.seconds else None
 
     @property
     def mfu(self) -> float | None:
         """Model FLOP/s utilisation in the estimated time, which leaves the network out."""
-        if not self.seconds or not self.model_flops:
-            return None
-        return self._share_of_peak(self.model_flops)
+        return self._share_of_peak(self.model_flops) if self.model_flops else None
 
     def as_json(self) -> dict[str, Any]:
         """All of it as JSON has it."""
@@ -177,6 +177,7 @@ class Plan:
             lines.append(f"DOES NOT FIT: {needed}a device has {_size(usable)}")
             lines.append(f"the compiler's words: {self.message.splitlines()[0]}")
             return terminal.fit("\n".join(lines))
+        assert self.memory is not None and self.needed is not None  # told of a step that fits
         kinds = ", ".join(
             f"{name} {_size(size)}" for name, size in dataclasses.asdict(self.memory).items()
         )
@@ -184,16 +185,15 @@ class Plan:
             f"fits: the step needs {_size(self.needed)}, a device has {_size(usable)}",
             f"memory: {kinds}",
         ]
-        if self.cycles is not None:
+        if self.seconds is not None:
             clock = self.topology.generation.clock
             lines.append(
                 f"time: {1e3 * self.seconds:.3g} ms without the network, by the compiler's "
                 f"estimate ({self.cycles:,} cycles at {clock / 1e6:,.0f} MHz)"
             )
         if self.flops:
-            share = ""
-            if self.cycles:
-                share = f", {self._share_of_peak(self.flops):.1%} of the bfloat16 peak in that time"
+            of_peak = self._share_of_peak(self.flops)
+            share = "" if of_peak is None else f", {of_peak:.1%} of the bfloat16 peak in that time"
             lines.append(f"arithmetic: {self.flops:.3g} operations of matrix products{share}")
         if self.model_flops:
             share = "" if self.mfu is None else f", MFU {self.mfu:.1%} without the network"
@@ -240,7 +240,9 @@ def make_plan(
     )
     if compiled is None:
         return plan
-    sizes, text, notes = compiled.memory_analysis(), compiled.as_text(), []
+    sizes, text = compiled.memory_analysis(), compiled.as_text()
+    assert sizes is not None and text is not None  # the TPU compiler tells both
+    notes: list[str] = []
     cost = _read(hlo.program_cost, text, notes)
     found = _read(traffic.collectives, text, notes)
     return dataclasses.replace(

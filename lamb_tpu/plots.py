@@ -27,10 +27,11 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
-from lamb_tpu import filesystem, style
+from lamb_tpu import style
 from lamb_tpu.errors import UserError
-from lamb_tpu.metrics import read_records
-from lamb_tpu.workdir import Workdir
+from lamb_tpu.files import reading, writing
+from lamb_tpu.store.metrics import read_records
+from lamb_tpu.store.workdir import Workdir
 
 _MAX_LABELS = 160
 _NAMED_LINES = 10  # beyond, a legend of every line would hide them
@@ -154,7 +155,7 @@ def _of_run(folder: Workdir, history: History) -> Figure:
     """The figure of a workdir: the layers that adapt, under what was trained on what."""
     names = [name for name in history[0][1] if name.startswith("ratios/")]
     try:
-        table = filesystem.read_text(folder.parameters)
+        table = reading.read_text(folder.parameters)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"{folder.parameters} cannot be read ({reason})") from None
@@ -203,7 +204,7 @@ def main() -> None:
             f"{workdir / 'metrics.jsonl'} has records of layers that are not whole "
             f"({type(error).__name__}: {error})"
         ) from None
-    with filesystem.writing("--out", path):
+    with writing.checked(path, "--out"):
         figure.savefig(path)
     print(path)
 

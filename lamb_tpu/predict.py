@@ -32,7 +32,7 @@ from lamb_tpu.data.text.vocabulary import Vocabulary
 from lamb_tpu.data.text.wordpiece import make_tokenizer
 from lamb_tpu.errors import UserError
 from lamb_tpu.models.bert import BertConfig
-from lamb_tpu.weights import open_weights
+from lamb_tpu.run.weights import open_weights
 
 MASK = "[MASK]"
 
@@ -119,7 +119,7 @@ def _probabilities(
 
     @jax.jit
     def forward(params: Any, inputs: dict[str, jax.Array]) -> jax.Array:
-        outputs = module.apply({"params": params}, inputs, train=False)
+        outputs: Any = module.apply({"params": params}, inputs, train=False)
         return jax.nn.softmax(outputs["mlm_logits"][0])
 
     return np.asarray(forward(params, inputs))

@@ -1,6 +1,15 @@
-"""Text that fits a terminal of 80 columns and 24 rows."""
+"""Terminals of 80 columns and 24 rows: text that fits, options of small commands, lost output."""
 
+import argparse
+import errno
+import os
+import signal
+import sys
 import textwrap
+from collections.abc import Callable
+from typing import NoReturn
+
+from lamb_tpu.errors import UserError
 
 COLUMNS, ROWS = 80, 24
 
@@ -29,6 +38,59 @@ def fit_docstring(text: str) -> str:
         else:
             blocks.append([line])
     return "\n".join(_refill(block) for block in blocks)
+
+
+def refuse_empty(options: argparse.Namespace) -> argparse.Namespace:
+    """The options of a command line, none of them an empty text: as a path, it is where one is.
+
+    Raises:
+      UserError: naming the one that is.
+    """
+    for name, value in vars(options).items():
+        if value == "" or (isinstance(value, list) and "" in value):
+            raise UserError(
+                f"--{name.replace('_', '-')} is empty; give a value, or leave it out"
+            )
+    return options
+
+
+def lose_stdout(error: Exception | None = None) -> str | None:
+    """Why standard output cannot be written, where that is so; from here on nothing goes there.
+
+    Else what waits in its buffer would fail again at exit, where nobody can tell it.
+
+    Args:
+      error: what has ended the program; where it can have come from a write, one is tried.
+    """
+    try:
+        if isinstance(error, OSError) and error.filename is None:
+            sys.stdout.write("\n")
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return error.strerror
+    return None
+
+
+def run_and_exit(main: Callable[[], int]) -> NoReturn:
+    """Exits with what a command's main function returns, and 2 where its output cannot be told.
+
+    A reader that has seen enough, such as `head`, ends it without a word, as SIGPIPE would.
+    """
+    try:
+        status = main()
+    except OSError as error:
+        if (reason := lose_stdout(error)) is None:
+            raise
+        status = 0
+    else:
+        reason = lose_stdout()
+    if reason == os.strerror(errno.EPIPE):
+        sys.exit(128 + signal.SIGPIPE)
+    if reason is not None and not status:
+        print(f"error: standard output cannot be written ({reason})", file=sys.stderr)
+        status = 2
+    sys.exit(status)
 
 
 def _fit_line(line: str) -> str:

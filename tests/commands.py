@@ -50,13 +50,13 @@ if __name__ == "__main__":
     # What the commands import, but none of them: as `__main__` they are to be imported anew.
     import matplotlib.figure
 
-    import lamb_tpu.best
-    import lamb_tpu.checkpoint
     import lamb_tpu.cli
-    import lamb_tpu.overrides
-    import lamb_tpu.phases
-    import lamb_tpu.progress
-    import lamb_tpu.weights
+    import lamb_tpu.run.overrides
+    import lamb_tpu.run.phases
+    import lamb_tpu.run.weights
+    import lamb_tpu.store.checkpoint
+    import lamb_tpu.watch.best
+    import lamb_tpu.watch.progress
 
     line = main(pathlib.Path(sys.argv[1]))
     if line is not None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-from lamb_tpu import checksums
+from lamb_tpu.store import checksums
 from tests import tiny
 
 STEPS = 60

@@ -13,8 +13,8 @@ import signal
 import subprocess
 import time
 
-from lamb_tpu import checksums
-from lamb_tpu.metrics import read_records
+from lamb_tpu.store import checksums
+from lamb_tpu.store.metrics import read_records
 from tests import tiny
 
 KEEP, KEEP_EVERY, EVAL_EVERY, STEPS = 3, 20, 8, 80

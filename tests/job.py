@@ -8,19 +8,19 @@ import sys
 import time
 from collections.abc import Callable
 
-from lamb_tpu import distributed
+from lamb_tpu.cluster import distributed
+from lamb_tpu.cluster.preemption import Preemption
 from lamb_tpu.errors import Interrupted, Preempted, UserError
-from lamb_tpu.preemption import Preemption
 
 
 def evaluate() -> None:
     """Metrics of a checkpoint on sets of several sizes, in batches of several sizes."""
     import jax
 
-    from lamb_tpu.checkpoint import Checkpoints
-    from lamb_tpu.evaluate import make_evaluator
-    from lamb_tpu.run import prepare
-    from tests.test_evaluate import config, listing
+    from lamb_tpu.run.build import prepare
+    from lamb_tpu.run.evaluator import make_evaluator
+    from lamb_tpu.store.checkpoint import Checkpoints
+    from tests.run.test_evaluator import config, listing
 
     found = []
     for examples, batch_size in (
@@ -28,7 +28,7 @@ def evaluate() -> None:
     ):
         run = listing(prepare(config(eval__batch_size=batch_size), sys.argv[3]), examples)
         if not found:
-            with Checkpoints(run.folder.checkpoints, 1, writing=False) as checkpoints:
+            with Checkpoints(run.folder.checkpoints, 1, writes=False) as checkpoints:
                 state, _ = checkpoints.restore(12, run.abstract_state)
         metrics = make_evaluator(run)(state)
         found.append((examples, batch_size, {name: float(x) for name, x in metrics.items()}))
@@ -41,8 +41,8 @@ def desync() -> None:
     import numpy as np
     from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-    from lamb_tpu.desync import make_desync_check
     from lamb_tpu.errors import UserError
+    from lamb_tpu.watch.desync import make_desync_check
 
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
     whole = NamedSharding(mesh, PartitionSpec())
@@ -116,8 +116,8 @@ def saves() -> None:
     import jax
     import jax.numpy as jnp
 
-    from lamb_tpu.checkpoint import Checkpoints
     from lamb_tpu.parallel import mesh as mesh_lib
+    from lamb_tpu.store.checkpoint import Checkpoints
 
     whole = mesh_lib.replicated(mesh_lib.make_mesh({"data": -1}))
     found = []

@@ -20,7 +20,7 @@ BROKEN = {
         import numpy as np
         import optax
 
-        from lamb_tpu.data import ArraySource, FieldSpec, Source
+        from lamb_tpu.data import ArraySource, BaseSource, FieldSpec
         from lamb_tpu.models import Model
         from lamb_tpu.tasks.classification import Classification
 
@@ -86,7 +86,7 @@ BROKEN = {
         def empty(split):
             return ArraySource("x", {"image": np.ones((0, 2))}, None)
 
-        class Shapes(Source):
+        class Shapes(BaseSource):
             name = "shapes"
             element_spec = {"image": FieldSpec((2,), np.dtype(np.float32))}
 

@@ -9,7 +9,8 @@ import sys
 import jax
 import pytest
 
-from lamb_tpu import cli, distributed
+from lamb_tpu import cli
+from lamb_tpu.cluster import distributed
 from lamb_tpu.errors import Preempted
 from tests import tiny
 

@@ -12,7 +12,7 @@ from lamb_tpu import command
 from tests import tiny
 
 # What the package starts by itself.
-INTERNAL = {"lamb_tpu.relay"}
+INTERNAL = {"lamb_tpu.cluster.relay"}
 HEAVY = ("jax", "flax", "orbax.checkpoint", "grain", "optax", "tensorboardX")
 
 

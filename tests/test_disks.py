@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from lamb_tpu.metrics import read_records
+from lamb_tpu.store.metrics import read_records
 from tests import disks, tiny
 from tests.disks import STEPS, End, Run
 

@@ -15,7 +15,7 @@ from lamb_tpu.export import export
 from lamb_tpu.models.bert import from_huggingface
 from lamb_tpu.models.convert import from_timm
 from lamb_tpu.predict import predict
-from lamb_tpu.weights import Weights, open_weights
+from lamb_tpu.run.weights import Weights, open_weights
 from tests import tiny
 from tests.data.images.pictures import encode, smooth
 

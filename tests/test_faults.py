@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lamb_tpu.metrics import read_records
+from lamb_tpu.store.metrics import read_records
 from tests import faults, tiny
 from tests.faults import Kill, Start
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from lamb_tpu.metrics import read_records
+from lamb_tpu.store.metrics import read_records
 from tests import tiny
 
 ARGUMENTS = [
@@ -107,7 +107,7 @@ def test_final_state_is_that_of_the_uninterrupted_run(workdirs) -> None:
     assert int(found.step) == 400
     tiny.assert_equal(found, expected)
     assert position_found["loader"] == position["loader"]
-    assert position_found["loader"]["next_batch"] == 400
+    assert position_found["loader"]["examples"] == 400 * 32
 
 
 def test_metrics_are_those_of_the_uninterrupted_run(workdirs) -> None:

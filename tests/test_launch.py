@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from lamb_tpu import launch
-from lamb_tpu.metrics import read_records
+from lamb_tpu.store.metrics import read_records
 from tests import tiny
 
 

@@ -7,10 +7,11 @@ import optax
 import pytest
 from ml_collections import ConfigDict
 
-from lamb_tpu import overrides, own
+from lamb_tpu import own
 from lamb_tpu.config import base_config
 from lamb_tpu.errors import UserError
-from lamb_tpu.run import prepare
+from lamb_tpu.run import overrides
+from lamb_tpu.run.build import prepare
 from tests import tiny
 
 

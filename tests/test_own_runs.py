@@ -12,9 +12,9 @@ from ml_collections import ConfigDict
 
 from lamb_tpu.errors import Preempted
 from lamb_tpu.export import export
-from lamb_tpu.mlperf import hyperparameters
-from lamb_tpu.run import prepare
+from lamb_tpu.run.build import prepare
 from lamb_tpu.train import train
+from lamb_tpu.watch.mlperf import hyperparameters
 from tests import own_pages, tiny
 
 

@@ -29,7 +29,7 @@ from experiments.vision import (
     tiny_imagenet,
     tiny_imagenet_page,
 )
-from lamb_tpu.metrics import read_records
+from lamb_tpu.store.metrics import read_records
 from tests.shared import ROOT, shared
 
 FOLDER = ROOT / "experiments"

@@ -10,10 +10,11 @@ from ml_collections import ConfigDict
 
 from lamb_tpu import data
 from lamb_tpu.errors import Preempted, UserError
-from lamb_tpu.evaluate import evaluate_checkpoint, make_evaluator
-from lamb_tpu.metrics import read_records
+from lamb_tpu.evaluate import evaluate_checkpoint
 from lamb_tpu.parallel.state import TrainState
-from lamb_tpu.run import prepare
+from lamb_tpu.run.build import prepare
+from lamb_tpu.run.evaluator import make_evaluator
+from lamb_tpu.store.metrics import read_records
 from lamb_tpu.train import train
 from tests import tiny
 from tests.data.images.pictures import encode, smooth

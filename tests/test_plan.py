@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from lamb_tpu import plan as plan_lib
-from lamb_tpu import traffic
+from lamb_tpu.cost import traffic
+from lamb_tpu.cost.topology import topology
 from lamb_tpu.plan import Memory, Plan
-from lamb_tpu.topology import topology
 from tests import tiny
 
 DIGITS = "--config=configs/digits.py:batch=1024"
@@ -92,8 +92,8 @@ def test_the_program_is_a_tpus() -> None:
     """The sums of LAMB's norms have a form for CPUs alone, with |b| in them: not here."""
     code = (
         "import runpy\n"
-        "from lamb_tpu.run import prepare\n"
-        "from lamb_tpu.topology import devices, topology\n"
+        "from lamb_tpu.run.build import prepare\n"
+        "from lamb_tpu.cost.topology import devices, topology\n"
         "config = runpy.run_path('configs/digits.py')['get_config']('batch=1024')\n"
         "config.model.hidden_sizes = (4096,)\n"
         "for places in (devices(topology('v3-8')), None):\n"

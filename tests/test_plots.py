@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from lamb_tpu import plots
-from lamb_tpu.metrics import read_records
 from lamb_tpu.optim import parameters
+from lamb_tpu.store.metrics import read_records
+from lamb_tpu.store.workdir import Workdir
 from lamb_tpu.train import train
-from lamb_tpu.workdir import Workdir
 from tests import tiny
 
 

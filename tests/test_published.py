@@ -17,8 +17,9 @@ from lamb_tpu import evaluate, models
 from lamb_tpu.errors import UserError
 from lamb_tpu.evaluate import evaluate_weights
 from lamb_tpu.models.convert import from_timm
-from lamb_tpu.run import prepare
-from lamb_tpu.weights import open_weights
+from lamb_tpu.run.build import prepare
+from lamb_tpu.run.describe import describe
+from lamb_tpu.run.weights import open_weights
 from tests import tiny
 from tests.data.images.pictures import encode
 from tests.models.test_convert import state
@@ -86,7 +87,7 @@ def test_a_run_starts_from_them(
     assert jax.tree.map(lambda leaf: leaf.sharding, found) == run.shardings
     arrays = len(jax.tree.leaves(expected))
     text = f"first weights: {folder}; {arrays} arrays taken; optimizer state new"
-    assert text in tiny.unbroken(run.describe())
+    assert text in tiny.unbroken(describe(run))
     assert run.start.record["update"] is None and run.start.record["left"] == ()
 
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
-from lamb_tpu import checksums
-from lamb_tpu.metrics import read_records
+from lamb_tpu.store import checksums
+from lamb_tpu.store.metrics import read_records
 from lamb_tpu.train import train
 from tests import tiny
 

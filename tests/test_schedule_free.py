@@ -11,12 +11,12 @@ from ml_collections import ConfigDict
 from lamb_tpu import optim
 from lamb_tpu.errors import UserError
 from lamb_tpu.evaluate import evaluate_checkpoint
-from lamb_tpu.metrics import read_records
-from lamb_tpu.run import prepare
+from lamb_tpu.run.build import prepare
+from lamb_tpu.run.weights import open_weights
+from lamb_tpu.store.metrics import read_records
 from lamb_tpu.train import train
-from lamb_tpu.weights import open_weights
 from tests import tiny
-from tests.test_evaluate import counted
+from tests.run.test_evaluator import counted
 
 NUM_EXAMPLES = 100
 

@@ -1,9 +1,11 @@
-"""Text that fits a terminal of 80 columns."""
+"""Text that fits a terminal of 80 columns, and output that nobody takes."""
 
 import ast
 import doctest
 import importlib
 import pathlib
+import subprocess
+import sys
 
 import pytest
 
@@ -73,6 +75,42 @@ def test_help_of_argparse_fits(
         importlib.import_module(module).main(["--help"])
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) > 8 and [line for line in lines if len(line) > 80] == []
+
+
+@pytest.mark.parametrize("body, status, told", [
+    ("print('x'); return 0", 2, "error: standard output cannot be written (No space left on d"),
+    ("print('x', flush=True)", 2, "error: standard output cannot be written (No space left on d"),
+    ("return 1", 1, ""),
+    ("return 0", 0, ""),
+    ("open('/nowhere/x')", 1, "Traceback"),
+])
+def test_full_output(body: str, status: int, told: str) -> None:
+    code = (
+        "from lamb_tpu import terminal\n"
+        f"def main():\n    {body}\n"
+        "terminal.run_and_exit(main)"
+    )
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, stdout=full, stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert done.returncode == status and done.stderr.startswith(told), done.stderr
+    assert bool(told) == bool(done.stderr) and "ignored" not in done.stderr
+
+
+def test_reader_that_has_seen_enough() -> None:
+    code = (
+        "from lamb_tpu import terminal\n"
+        "terminal.run_and_exit(lambda: print('line\\n' * 100_000))"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        assert process.stdout.readline() == b"line\n"
+        process.stdout.close()
+        assert process.stderr.read() == b"" and process.wait() == 141
 
 
 def test_docstrings() -> None:

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
-from lamb_tpu import topology
 from lamb_tpu import train as train_lib
-from lamb_tpu.checkpoint import Checkpoints
+from lamb_tpu.cost import topology
 from lamb_tpu.errors import Preempted, UserError
 from lamb_tpu.evaluate import evaluate_checkpoint
-from lamb_tpu.guards import Diverged
-from lamb_tpu.metrics import MetricsWriter, read_records
+from lamb_tpu.store.checkpoint import Checkpoints
+from lamb_tpu.store.metrics import MetricsWriter, read_records
+from lamb_tpu.store.workdir import Workdir
 from lamb_tpu.train import train
-from lamb_tpu.workdir import Workdir
+from lamb_tpu.watch.guards import Diverged
 from tests import tiny
 
 
@@ -376,7 +376,7 @@ def test_diverged_run_stops_and_keeps_the_checkpoint_before(
     assert all(np.isfinite(leaf).all() for leaf in tiny.arrays(state.params).values())
     assert f"the last checkpoint is {tmp_path}/checkpoints/{int(state.step)}." in str(error.value)
     steps = [record["step"] for record in read_records(tmp_path / "metrics.jsonl")]
-    assert max(steps) == int(state.step) == position["loader"]["next_batch"]
+    assert max(steps) == int(state.step) == position["loader"]["examples"] // 64
 
 
 def test_tensorboard_mirrors_the_records(tmp_path: pathlib.Path) -> None:

@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
-from lamb_tpu.checkpoint import Checkpoints
+from lamb_tpu.cluster.preemption import Preemption
 from lamb_tpu.config import base_config
 from lamb_tpu.models.bert_rules import PARAMETERS_SCANNED
-from lamb_tpu.preemption import Preemption
-from lamb_tpu.run import prepare
+from lamb_tpu.run.build import prepare
+from lamb_tpu.store.checkpoint import Checkpoints
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -128,7 +128,7 @@ def assert_equal(found: Any, expected: Any) -> None:
 def restored(config: ConfigDict, workdir: pathlib.Path) -> tuple[Any, dict[str, Any]]:
     """State and data position of the newest checkpoint."""
     run = prepare(config, workdir)
-    with Checkpoints(run.folder.checkpoints, config.checkpoint.keep, writing=False) as checkpoints:
+    with Checkpoints(run.folder.checkpoints, config.checkpoint.keep, writes=False) as checkpoints:
         return checkpoints.restore(checkpoints.steps()[-1], run.abstract_state)
 
 

@@ -98,7 +98,7 @@ def total() -> float:
 
 def join() -> None:
     """Meets the others."""
-    from lamb_tpu import distributed
+    from lamb_tpu.cluster import distributed
 
     distributed.initialize(heartbeat_seconds=HEARTBEAT_SECONDS)
 
@@ -114,7 +114,7 @@ def all_reduce() -> None:
 def leave() -> None:
     """Process 1 fails in the middle of a run; process 0 waits for it in an all-reduce."""
     join()
-    from lamb_tpu import distributed
+    from lamb_tpu.cluster import distributed
 
     total()
     if INDEX == 1:
@@ -135,7 +135,7 @@ def stop() -> None:
 def stop_in_a_sentence() -> None:
     """The same, with what process 0 writes relayed."""
     join()
-    from lamb_tpu import distributed
+    from lamb_tpu.cluster import distributed
 
     distributed.relay_stderr()
     total()
@@ -147,7 +147,7 @@ def stop_in_a_sentence() -> None:
 def hang() -> None:
     """Process 1 hangs in something of its own."""
     join()
-    from lamb_tpu import distributed
+    from lamb_tpu.cluster import distributed
 
     with distributed.Watchdog(WATCHDOG_SECONDS) as watchdog:
         total()

@@ -29,7 +29,7 @@ from experiments.bench import distribution_cell, distribution_table
 from experiments.bench.distribution_cell import STATES, Cell
 from lamb_tpu import cli
 from lamb_tpu.errors import UserError
-from lamb_tpu.progress import format_seconds
+from lamb_tpu.watch.progress import format_seconds
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 _SECONDS = 600  # that a cell may take

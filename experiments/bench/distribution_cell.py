@@ -15,13 +15,14 @@ import numpy as np
 from absl import flags
 from ml_collections import ConfigDict
 
-from lamb_tpu import cli, data, distributed
+from lamb_tpu import cli, data
+from lamb_tpu.cluster import distributed
 from lamb_tpu.config import base_config
-from lamb_tpu.hlo import Array
+from lamb_tpu.cost.hlo import Array
+from lamb_tpu.cost.traffic import Collective, collectives, replica_groups
 from lamb_tpu.optim import parameters
 from lamb_tpu.parallel.mesh import local_rows, replicated
-from lamb_tpu.run import Run, prepare
-from lamb_tpu.traffic import Collective, collectives, replica_groups
+from lamb_tpu.run.build import Run, prepare
 
 STATES = ("replicated", "zero1", "fsdp")
 # So that no activation has as many values as a kernel, see `distribution_table.sorted_messages`.

@@ -23,7 +23,7 @@ import optax
 from absl import flags
 
 from lamb_tpu import cli, optim
-from lamb_tpu.checkpoint import Checkpoints
+from lamb_tpu.store.checkpoint import Checkpoints
 
 _NUM_LEAVES = 24
 

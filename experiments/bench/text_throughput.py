@@ -27,7 +27,7 @@ import tokenizers
 from absl import flags
 
 from lamb_tpu import cli
-from lamb_tpu.data.masked_lm import MaskedLmSource, Options
+from lamb_tpu.data.text.masked_lm import MaskedLmSource, Options
 from lamb_tpu.data.text.preparation import Settings, prepare_text
 from lamb_tpu.data.text.shards import TokenShards
 from lamb_tpu.data.text.vocabulary import Vocabulary

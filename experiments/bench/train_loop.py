@@ -23,8 +23,8 @@ from absl import flags
 
 from configs import mnist_lenet
 from lamb_tpu import cli
-from lamb_tpu.metrics import read_records
-from lamb_tpu.run import Run, prepare
+from lamb_tpu.run.build import Run, prepare
+from lamb_tpu.store.metrics import read_records
 from lamb_tpu.train import train
 
 _LOG_EVERY = 10

@@ -18,8 +18,9 @@ from absl import flags
 
 from experiments.bench import bert
 from experiments.bench.bert import STACKED, Target
-from lamb_tpu import cli, optim, topology
-from lamb_tpu.hlo import program_cost
+from lamb_tpu import cli, optim
+from lamb_tpu.cost import topology
+from lamb_tpu.cost.hlo import program_cost
 
 SLICE = topology.topology("v3-8")  # the smallest: four chips of two cores
 BYTES_PER_SECOND = 450e9  # of one core

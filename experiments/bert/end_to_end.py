@@ -24,7 +24,7 @@ from lamb_tpu import cli
 from lamb_tpu.config import differences, flatten
 from lamb_tpu.data.text.vocabulary import Vocabulary
 from lamb_tpu.errors import UserError
-from lamb_tpu.metrics import read_records
+from lamb_tpu.store.metrics import read_records
 from lamb_tpu.train import train
 
 FOLDER = pathlib.Path(__file__).parent

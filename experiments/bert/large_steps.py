@@ -20,7 +20,7 @@ from ml_collections import ConfigDict
 from configs import bert_pretrain
 from experiments.records import Record, evaluations, facts, machines, versions
 from lamb_tpu import cli
-from lamb_tpu.metrics import read_records
+from lamb_tpu.store.metrics import read_records
 from lamb_tpu.train import train
 
 FOLDER = pathlib.Path(__file__).parent

@@ -18,7 +18,7 @@ from absl import flags
 
 from configs import bert_pretrain
 from lamb_tpu import cli, plan
-from lamb_tpu.recipe import resolve
+from lamb_tpu.run.recipe import resolve
 
 FOLDER = pathlib.Path(__file__).parent
 TOPOLOGY = "v3-2048"

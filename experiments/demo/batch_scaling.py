@@ -24,7 +24,7 @@ from experiments.demo.plot import draw
 from experiments.demo.study import RECORDS, Record, Trial, cell, run_trials
 from experiments.records import Records
 from lamb_tpu import data
-from lamb_tpu.progress import format_seconds
+from lamb_tpu.watch.progress import format_seconds
 
 # Optimizer, scaling rule, and what the table calls them. AdamW under LAMB's own rule tells apart
 # what the layerwise ratio does and what the rule does.

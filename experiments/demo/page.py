@@ -13,7 +13,7 @@ from experiments.demo.plot import draw
 from experiments.demo.study import Record, cell
 from experiments.records import machines, versions
 from lamb_tpu import data, style
-from lamb_tpu.metrics import read_records
+from lamb_tpu.store.metrics import read_records
 
 PAGE = command.HERE / "README.md"
 _NAMES = {optimizer: style.OPTIMIZERS[optimizer].name for optimizer in tuned.OPTIMIZERS}

@@ -26,12 +26,12 @@ from rich.progress import (
 from experiments import records as records_lib
 from lamb_tpu import data
 from lamb_tpu.errors import UserError
-from lamb_tpu.guards import Diverged
-from lamb_tpu.metrics import read_records
-from lamb_tpu.progress import format_seconds
-from lamb_tpu.recipe import resolve
+from lamb_tpu.run.recipe import resolve
+from lamb_tpu.store.metrics import read_records
+from lamb_tpu.store.workdir import Workdir
 from lamb_tpu.train import train
-from lamb_tpu.workdir import Workdir
+from lamb_tpu.watch.guards import Diverged
+from lamb_tpu.watch.progress import format_seconds
 
 RECORDS = "records.jsonl"
 Record = dict[str, Any]

@@ -22,7 +22,7 @@ from experiments.demo import command, tune
 from experiments.demo.study import Record, Trial, cell, run_trials
 from experiments.records import Records
 from lamb_tpu import data, style
-from lamb_tpu.metrics import read_records
+from lamb_tpu.store.metrics import read_records
 
 KEPT = command.HERE / "tuned.jsonl"
 PLOT = "tuned.png"

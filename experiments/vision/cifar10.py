@@ -33,9 +33,9 @@ from experiments.records import (
 )
 from lamb_tpu import cli
 from lamb_tpu.errors import UserError
-from lamb_tpu.guards import Diverged
-from lamb_tpu.metrics import read_records
+from lamb_tpu.store.metrics import read_records
 from lamb_tpu.train import train
+from lamb_tpu.watch.guards import Diverged
 
 FOLDER = pathlib.Path(__file__).parent
 

@@ -29,7 +29,7 @@ from experiments.vision import photographs_page
 from lamb_tpu import cli
 from lamb_tpu.config import base_config
 from lamb_tpu.errors import UserError
-from lamb_tpu.metrics import read_records
+from lamb_tpu.store.metrics import read_records
 from lamb_tpu.train import train
 
 FOLDER = pathlib.Path(__file__).parent

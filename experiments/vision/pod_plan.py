@@ -20,7 +20,8 @@ from ml_collections import ConfigDict
 from PIL import Image
 
 from configs import imagenet_efficientnet, imagenet_resnet
-from lamb_tpu import cli, hlo, plan
+from lamb_tpu import cli, plan
+from lamb_tpu.cost import hlo
 
 FOLDER = pathlib.Path(__file__).parent
 TOPOLOGY = "v3-1024"

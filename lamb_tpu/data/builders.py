@@ -9,7 +9,7 @@ hold those names there.
 
 import gzip
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,8 @@ from PIL import Image
 from tensorflow_datasets.image_classification import cifar, mnist
 
 
-class Mnist(mnist.MNIST, skip_registration=True):
+# mypy does not follow TFDS to the class that takes skip_registration.
+class Mnist(mnist.MNIST, skip_registration=True):  # type: ignore[call-arg]
     """Four idx files, two a split: http://yann.lecun.com/exdb/mnist/."""
 
     name = "mnist"
@@ -38,7 +39,7 @@ class Mnist(mnist.MNIST, skip_registration=True):
             yield index, {"image": Image.fromarray(image), "label": int(label)}
 
 
-class FashionMnist(mnist.FashionMNIST, skip_registration=True):
+class FashionMnist(mnist.FashionMNIST, skip_registration=True):  # type: ignore[call-arg]
     """The same four files, of articles of clothing: Xiao et al., arXiv:1708.07747."""
 
     name = "fashion_mnist"
@@ -47,7 +48,7 @@ class FashionMnist(mnist.FashionMNIST, skip_registration=True):
     _generate_examples = Mnist._generate_examples
 
 
-class Cifar10(cifar.Cifar10, skip_registration=True):
+class Cifar10(cifar.Cifar10, skip_registration=True):  # type: ignore[call-arg]
     """One tar of six binary files: https://www.cs.toronto.edu/~kriz/cifar.html."""
 
     name = "cifar10"
@@ -62,8 +63,8 @@ class Cifar10(cifar.Cifar10, skip_registration=True):
         contents = {}
         with tarfile.open(archive, "r:gz") as tar:
             for member in tar:
-                if member.isfile():
-                    contents[member.name.rpartition("/")[2]] = tar.extractfile(member).read()
+                if member.isfile() and (opened := tar.extractfile(member)) is not None:
+                    contents[member.name.rpartition("/")[2]] = opened.read()
         self.info.features["label"].names = contents["batches.meta.txt"].decode().split()
         return {
             split: self._generate_examples(split, b"".join(contents[name] for name in names))
@@ -98,6 +99,6 @@ def _download(
     return dl_manager.download({info.filename: url for url, info in builder.url_infos.items()})
 
 
-BUILDERS: dict[str, type[tfds.core.GeneratorBasedBuilder]] = {
+BUILDERS: dict[str, Callable[..., tfds.core.GeneratorBasedBuilder]] = {
     builder.name: builder for builder in (Mnist, FashionMnist, Cifar10)
 }

@@ -34,7 +34,8 @@ def eval_batches(
         places = number * batch_size + within
         present = places < len(source)
         batch = source.gather(np.where(present, places, 0))
-        return {**batch, "mask": np.float32(present) * batch.get("mask", np.float32(1))}
+        mask = present.astype(np.float32)
+        return {**batch, "mask": mask * batch["mask"] if "mask" in batch else mask}
 
     num_batches = -(-len(source) // batch_size)
     if source.in_memory:

@@ -1,7 +1,7 @@
-"""Training batches: an endless, seeded stream whose whole state is one batch number."""
+"""Training batches: an endless, seeded stream whose whole state is the number of examples read."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,17 +15,20 @@ from lamb_tpu.errors import UserError
 class TrainLoader:
     """Endless iterator over this process's share of the training batches.
 
-    Batch number `b` holds the global positions `[b * B, (b + 1) * B)` of the stream described in
-    `order.py`, B being the global batch size; a process gathers those of its rows. Batches
-    straddle epochs, so nothing is dropped or repeated, and the examples of batch `b` and their
-    order do not depend on the processes.
+    A batch of B examples holds the next B global positions of the stream described in `order.py`;
+    a process gathers those of its rows. Batches straddle epochs, so nothing is dropped or repeated,
+    and the examples of a batch and their order depend neither on the processes nor on the sizes of
+    the batches before it.
 
     Args:
       source: where the examples come from.
-      global_batch_size: examples in a batch over all processes.
+      batch_size: examples in a batch over all processes, unless `take` is told another number.
       seed: of the order, 0 to 2**64 - 1.
-      rows: places within a batch, each in 0 ... `global_batch_size - 1`, whose examples this
-        process gathers, in this order; None for all of them.
+      rows: places within a batch, each in 0 ... `batch_size - 1`, whose examples this process
+        gathers, in this order; None for all of them.
+
+    Attributes:
+      examples: how many examples of the stream have been taken, over all processes.
 
     Raises:
       UserError: a size or the seed is out of range.
@@ -34,44 +37,61 @@ class TrainLoader:
     def __init__(
         self,
         source: Source,
-        global_batch_size: int,
+        batch_size: int,
         seed: int,
         rows: np.ndarray | None = None,
     ):
-        if global_batch_size < 1:
-            raise UserError(f"the global batch size must be at least 1, found {global_batch_size}")
+        if batch_size < 1:
+            raise UserError(f"the batch size must be at least 1, found {batch_size}")
         if not 0 <= seed < 2**64:
             raise UserError(f"seed must lie in 0..2**64-1, found {seed}")
         self._source = source
-        self._batch_size = global_batch_size
+        self._batch_size = batch_size
         self._seed = seed
-        self._rows = slice(None) if rows is None else rows
-        self._next_batch = 0
+        self._rows = rows
+        self.examples = 0
         self._ahead: Iterator[Batch] | None = None
+        self._ahead_of: tuple[int, np.ndarray | None] = (0, None)
 
     def __iter__(self) -> Iterator[Batch]:
         return self
 
     def __next__(self) -> Batch:
-        """This process's rows: every field of the source, stacked to (rows, *shape)."""
+        """Takes a batch of the usual size."""
+        return self.take(self._batch_size, self._rows)
+
+    def take(self, count: int, rows: np.ndarray | None = None) -> Batch:
+        """Takes the next `count` examples of the stream.
+
+        Args:
+          count: examples over all processes, at least 1.
+          rows: places in 0 ... `count - 1` whose examples this process gathers; None for all.
+
+        Returns:
+          Every field of the source, stacked to (rows, *shape).
+        """
+        if count < 1:
+            raise ValueError(f"count must be at least 1, found {count}")
         if self._source.in_memory:
-            batch = self._fetch(self._next_batch)
+            batch = self._fetch(self.examples, count, rows)
         else:
-            if self._ahead is None:
-                self._ahead = run_ahead(self._fetch, self._next_batch, sys.maxsize)
+            same_as_before = self._ahead_of[0] == count and self._ahead_of[1] is rows
+            if self._ahead is None or not same_as_before:
+                self._ahead = self._read_ahead(self.examples, count, rows)
+                self._ahead_of = (count, rows)
             batch = next(self._ahead)
-        self._next_batch += 1
+        self.examples += count
         return batch
 
     def state(self) -> dict[str, Any]:
-        """The position and what it is a position in, as plain JSON values."""
-        return {"next_batch": self._next_batch, **self._identity()}
+        """Returns the position and what it is a position in, as plain JSON values."""
+        return {"examples": self.examples, **self._identity()}
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: Mapping[str, Any]) -> None:
         """Continues exactly where the loader that gave `state` stood.
 
         Raises:
-          UserError: `state` is of another source, size, seed or global batch size.
+          UserError: `state` is of another source, size or seed.
         """
         for key, here in self._identity().items():
             if state.get(key) != here:
@@ -79,7 +99,10 @@ class TrainLoader:
                     f"the saved data position has {key} = {state.get(key)!r}, this run has "
                     f"{here!r}; a run can only be resumed with the same {key}"
                 )
-        self._next_batch = int(state["next_batch"])
+        if "next_batch" in state:  # a checkpoint of 0.1.0 counts batches of one size
+            self.examples = int(state["next_batch"]) * int(state["global_batch_size"])
+        else:
+            self.examples = int(state["examples"])
         self._ahead = None
 
     def _identity(self) -> dict[str, Any]:
@@ -87,12 +110,18 @@ class TrainLoader:
             "source": self._source.name,
             "num_examples": len(self._source),
             "seed": self._seed,
-            "global_batch_size": self._batch_size,
         }
 
-    def _fetch(self, number: int) -> Batch:
-        start = number * self._batch_size
-        stop = start + self._batch_size
+    def _read_ahead(self, start: int, count: int, rows: np.ndarray | None) -> Iterator[Batch]:
+        """Batches of `count` from `start` on, for as long as their size stays the same."""
+        def fetch(number: int) -> Batch:
+            return self._fetch(start + number * count, count, rows)
+
+        return run_ahead(fetch, 0, sys.maxsize)
+
+    def _fetch(self, start: int, count: int, rows: np.ndarray | None) -> Batch:
+        stop = start + count
+        own = slice(None) if rows is None else rows
         indices = global_indices(self._seed, start, stop, len(self._source))
         epochs = np.arange(start, stop) // len(self._source)
-        return self._source.gather(indices[self._rows], epochs[self._rows])
+        return self._source.gather(indices[own], epochs[own])

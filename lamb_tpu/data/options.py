@@ -2,13 +2,18 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from lamb_tpu.errors import UserError
 
 _KINDS = {int: "a whole number", float: "a number", str: "text", bool: "True or False"}
 
-OptionsT = TypeVar("OptionsT")
+
+class _Dataclass(Protocol):
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+
+OptionsT = TypeVar("OptionsT", bound=_Dataclass)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +43,7 @@ def read_options(
                 f"config.data.options.{key} is unknown; "
                 + (f"{name} has, with these defaults: {listed}" if known else f"{name} has none")
             )
-        wanted = known[key].type
+        wanted: Any = known[key].type
         accepted = (int, float) if wanted is float else (wanted,)
         if value is not None and type(value) not in accepted:
             raise UserError(f"config.data.options.{key} is {value!r}; it must be {_KINDS[wanted]}")

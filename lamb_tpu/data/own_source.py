@@ -48,7 +48,7 @@ def load(name: str, options: Mapping[str, Any], request: Mapping[str, Any]) -> S
         if missing:
             raise UserError(
                 f"{told}, which makes {source!r} without {', '.join(missing)}; it must make an "
-                "ArraySource, or a class of its own that inherits from Source, both of "
+                "ArraySource, or a class of its own that inherits from BaseSource, both of "
                 "lamb_tpu.data"
             )
         if len(source) < 1:

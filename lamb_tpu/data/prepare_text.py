@@ -11,18 +11,20 @@ import pathlib
 import sys
 import time
 from collections.abc import Sequence
+from typing import NoReturn
 
 from rich.console import Console
 from rich.progress import (
     BarColumn,
     DownloadColumn,
+    TaskID,
     TextColumn,
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
 from rich.progress import Progress as Bar
 
-from lamb_tpu import filesystem
+from lamb_tpu import terminal
 from lamb_tpu.data.text.preparation import Progress, Settings, prepare_text
 from lamb_tpu.data.text.sentences import SENTENCE_RULES
 from lamb_tpu.errors import UserError
@@ -51,7 +53,7 @@ folder and evaluate on another:
 
 
 class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:
+    def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; see --help")
 
 
@@ -69,7 +71,7 @@ class _Shown:
         # rich forgets updates of 30 s ago otherwise, and a shard can take longer
         self._bar = Bar(*columns, console=self._console, speed_estimate_period=1e9,
                         disable=not terminal)
-        self._task = None
+        self._task: TaskID | None = None
 
     def __enter__(self) -> "_Shown":
         self._bar.start()
@@ -176,8 +178,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="text a shard, about; one process makes a shard (default: %(default)s)")
     add("--processes", type=int, metavar="N", help="at work together (default: one a core)")
     add("--data-dir", metavar="DIR", help="folder of prepared TFDS sets")
-    return filesystem.refuse_empty(parser.parse_args(arguments))
+    return terminal.refuse_empty(parser.parse_args(arguments))
 
 
 if __name__ == "__main__":
-    filesystem.run_and_exit(main)
+    terminal.run_and_exit(main)

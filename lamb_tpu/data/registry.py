@@ -14,11 +14,11 @@ from lamb_tpu.data import own_source
 from lamb_tpu.data.builders import BUILDERS
 from lamb_tpu.data.digits import load_digits
 from lamb_tpu.data.images.arrays import ArrayOptions, AugmentedArraySource
-from lamb_tpu.data.masked_lm import MaskedLmSource, Options
 from lamb_tpu.data.options import NoOptions, read_options
 from lamb_tpu.data.prepare import is_prepared, prepare
-from lamb_tpu.data.source import RecordSource, Source, title
+from lamb_tpu.data.source import ArraySource, RecordSource, Source, title
 from lamb_tpu.data.splits import slices
+from lamb_tpu.data.text.masked_lm import MaskedLmSource, Options
 from lamb_tpu.data.text.shards import MANIFEST, TokenShards
 from lamb_tpu.errors import UserError
 
@@ -135,11 +135,11 @@ def _options_type(name: str) -> type:
 
         return ImageOptions
     if name == "squad":
-        from lamb_tpu.data import squad_source
+        from lamb_tpu.data.text import squad_source
 
         return squad_source.Options
     if name in ("python_docs", "python_docs_cloze"):
-        from lamb_tpu.data import python_docs
+        from lamb_tpu.data.text import python_docs
 
         return python_docs.Options if name == "python_docs" else python_docs.ClozeOptions
     own = {"masked_lm": Options, "cifar10": ArrayOptions, "cifar10_jpeg": ArrayOptions}
@@ -165,11 +165,11 @@ def check_same_text(train: Source, evaluation: Source) -> None:
                 f"evaluation set {title(evaluation)} has {second}; prepare both with the same "
                 "vocabulary"
             )
-    for number, (first, second) in enumerate(zip(ours.tokens, theirs.tokens)):
-        if first != second:
+    for number, (token, other) in enumerate(zip(ours.tokens, theirs.tokens)):
+        if token != other:
             raise UserError(
-                f"config.data: token {number} of the training set {title(train)} is {first!r}, of "
-                f"the evaluation set {title(evaluation)} {second!r}; prepare both with the same "
+                f"config.data: token {number} of the training set {title(train)} is {token!r}, of "
+                f"the evaluation set {title(evaluation)} {other!r}; prepare both with the same "
                 "vocabulary"
             )
 
@@ -190,10 +190,13 @@ def _load_cifar10(request: _Request) -> Source:
     options = request.options()
     augments = request.training and not options.change_nothing
     plain = _read_own(request, in_memory=True if augments else request.in_memory)
-    return _augmented(plain, options, request.seed) if augments else plain
+    if not augments:
+        return plain
+    assert isinstance(plain, ArraySource)  # it is in memory
+    return _augmented(plain, options, request.seed)
 
 
-def _augmented(plain: Source, options: ArrayOptions, seed: int) -> Source:
+def _augmented(plain: ArraySource, options: ArrayOptions, seed: int) -> Source:
     return AugmentedArraySource(plain.name, plain.arrays, plain.num_classes, options, seed)
 
 
@@ -293,21 +296,21 @@ def _load_masked_lm(request: _Request) -> Source:
 
 
 def _load_squad(request: _Request) -> Source:
-    from lamb_tpu.data import squad_source
+    from lamb_tpu.data.text import squad_source
 
     options = request.options()
     return squad_source.load_squad(request.split, request.source_dir, options, request.training)
 
 
 def _load_python_docs(request: _Request) -> Source:
-    from lamb_tpu.data import python_docs
+    from lamb_tpu.data.text import python_docs
 
     options = request.options(seed=request.seed)
     return python_docs.load_python_docs(request.split, options)
 
 
 def _load_python_docs_cloze(request: _Request) -> Source:
-    from lamb_tpu.data import python_docs
+    from lamb_tpu.data.text import python_docs
 
     options = request.options()
     return python_docs.load_python_docs_cloze(request.split, options, request.training)

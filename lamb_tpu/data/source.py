@@ -28,8 +28,6 @@ class FieldSpec(NamedTuple):
 class Source(Protocol):
     """Examples 0 to `len(source) - 1`, each a dict of arrays of fixed shape.
 
-    A subclass needs `name`, `element_spec`, `__len__` and `gather`; the rest has defaults.
-
     Attributes:
       name: set and split, such as `mnist:train`; saved with the loader's position.
       num_classes: number of values of `label`, or None where there is no class label.
@@ -41,14 +39,29 @@ class Source(Protocol):
       tally: counts of photographs out of the ordinary that were met so far; None for other sets.
     """
 
-    name: str
-    num_classes: int | None = None
-    element_spec: dict[str, FieldSpec]
-    in_memory: bool = False
-    vocabulary: Vocabulary | None = None
-    cased: bool = False
-    notes: tuple[str, ...] = ()
-    tally: Tally | None = None
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def num_classes(self) -> int | None: ...
+
+    @property
+    def element_spec(self) -> dict[str, FieldSpec]: ...
+
+    @property
+    def in_memory(self) -> bool: ...
+
+    @property
+    def vocabulary(self) -> Vocabulary | None: ...
+
+    @property
+    def cased(self) -> bool: ...
+
+    @property
+    def notes(self) -> tuple[str, ...]: ...
+
+    @property
+    def tally(self) -> Tally | None: ...
 
     def __len__(self) -> int: ...
 
@@ -67,14 +80,21 @@ def title(source: Source) -> str:
     return re.sub(":[0-9a-f]{12}$", "", source.name)
 
 
-class ArraySource:
-    """A set held in memory as one array a field, gathered by fancy indexing."""
+class BaseSource:
+    """Defaults for what a set need not have: a `Source` has `name` and `element_spec` besides."""
 
-    in_memory = True
+    num_classes: int | None = None
+    in_memory = False
     vocabulary: Vocabulary | None = None
     cased = False
     notes: tuple[str, ...] = ()
     tally: Tally | None = None
+
+
+class ArraySource(BaseSource):
+    """A set held in memory as one array a field, gathered by fancy indexing."""
+
+    in_memory = True
 
     def __init__(self, name: str, arrays: Mapping[str, np.ndarray], num_classes: int | None):
         lengths = {field: len(array) for field, array in arrays.items()}
@@ -96,7 +116,7 @@ class ArraySource:
         return {field: array[indices] for field, array in self.arrays.items()}
 
 
-class RecordSource:
+class RecordSource(BaseSource):
     """A set read from its records by index, for sets too large for memory.
 
     Text fields are left out, because a batch goes to devices. Class labels become int32.
@@ -111,12 +131,6 @@ class RecordSource:
     Raises:
       UserError: the first record cannot be read, or has no field of numbers.
     """
-
-    in_memory = False
-    vocabulary: Vocabulary | None = None
-    cased = False
-    notes: tuple[str, ...] = ()
-    tally: Tally | None = None
 
     def __init__(
         self,

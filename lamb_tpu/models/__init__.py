@@ -145,6 +145,8 @@ def batch_norm_groups(config: Mapping[str, Any], batch: int, devices: int) -> tu
     """
     fields = dict(config)
     module = _module(fields.pop("name"), fields)
+    if isinstance(module, Model):
+        return 1, ""
     if not hasattr(module, "group_size") or not getattr(module, "batch_norm", True):
         return 1, ""
     return describe_groups(module.group_size, batch, devices)
@@ -196,7 +198,8 @@ def _own_module(
     name: str, fields: dict[str, Any], axis_name: Sequence[str]
 ) -> nn.Module | Model:
     """A user's own network: a Linen module, or the functions of any other."""
-    make, told = own.find(name, "config.model.name"), f"config.model.name is {name!r}"
+    make: Any = own.find(name, "config.model.name")
+    told = f"config.model.name is {name!r}"
     takes = {parameter.name for parameter in own.parameters(make)}
     with own.making(name, "config.model.name"):
         if isinstance(make, type) and issubclass(make, nn.Module):

@@ -4,7 +4,7 @@ import argparse
 import json
 from collections.abc import Sequence
 
-from lamb_tpu import filesystem
+from lamb_tpu import terminal
 from lamb_tpu.models.costs import COSTS, table
 
 _NOTE = """\
@@ -33,4 +33,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    filesystem.run_and_exit(main)
+    terminal.run_and_exit(main)

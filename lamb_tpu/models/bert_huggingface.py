@@ -12,8 +12,8 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from lamb_tpu import filesystem
 from lamb_tpu.errors import UserError
+from lamb_tpu.files import reading
 from lamb_tpu.models.bert import BertConfig
 from lamb_tpu.models.transformer import unstack_layers
 
@@ -208,7 +208,7 @@ def _read_settings(directory: pathlib.Path) -> dict[str, Any]:
     if not file.exists():
         raise UserError(f"{directory} has no {CONFIG}")
     try:
-        settings = filesystem.read_json(file)
+        settings = reading.read_json(file)
     except ValueError as error:
         raise UserError(f"{file} is no JSON ({error})") from None
     # What transformers takes where config.json does not say.
@@ -238,7 +238,9 @@ def _config(settings: Mapping[str, Any], heads: tuple[str, ...], file: pathlib.P
 
 def _check_tied(tensors: Mapping[str, np.ndarray], config: BertConfig, file: pathlib.Path) -> None:
     for copy, original in _DECODER.items():
-        if copy in tensors and not np.array_equal(tensors[copy], tensors.get(original)):
+        if copy in tensors and not (
+            original in tensors and np.array_equal(tensors[copy], tensors[original])
+        ):
             raise UserError(f"{file} has a {copy} of its own; it must be equal to {original}")
 
 

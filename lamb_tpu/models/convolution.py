@@ -143,7 +143,7 @@ def _sums(
     padded = jnp.pad(x, ((0, 0), *pads, (0, 0)))
     (height, width), (down, right) = kernel.shape[:2], strides
     dtype = jnp.promote_types(x.dtype, jnp.float32)
-    total = 0
+    total: int | jax.Array = 0
     for row, column in itertools.product(range(height), range(width)):
         pixels = padded[
             :,
@@ -155,7 +155,7 @@ def _sums(
             total += jnp.matmul(pixels, place, preferred_element_type=dtype)
         else:
             total += pixels * place.astype(dtype)
-    return total.astype(x.dtype)
+    return jnp.asarray(total, x.dtype)
 
 
 def _gradients_on_cpu(

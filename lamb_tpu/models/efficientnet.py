@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from lamb_tpu.models.dropout import Dropout
+from lamb_tpu.models.lanes import Conv, examples_a_row, pack, unpack
 from lamb_tpu.models.norm import BatchNorm
-from lamb_tpu.models.packing import Conv, examples_a_row, pack, unpack
 
 # A normal by the outputs, not cut; of a depthwise kernel the original counts one output.
 _CONV_INIT = nn.initializers.variance_scaling(2.0, "fan_out", "normal")
@@ -23,7 +23,7 @@ _OUTPUT_INIT = nn.initializers.variance_scaling(1 / 3, "fan_out", "uniform")
 class Stage(NamedTuple):
     """Blocks of one width, before scaling: the first has the stride, the others none."""
 
-    count: int
+    count: int  # type: ignore[assignment]
     kernel: int
     stride: int
     expansion: int
@@ -69,7 +69,7 @@ class SqueezeExcite(nn.Module):
     Attributes:
       reduced: channels between the two.
       dtype: of the two.
-      packed: examples in a row, see `lamb_tpu.models.packing`.
+      packed: examples in a row, see `lamb_tpu.models.lanes`.
     """
 
     reduced: int
@@ -97,7 +97,7 @@ class Block(nn.Module):
       stochastic_depth_rate: share of the examples whose branch is dropped, if there is a shortcut.
       norm: makes a BatchNorm.
       dtype: of the convolutions.
-      packed: examples in a row, see `lamb_tpu.models.packing`.
+      packed: examples in a row, see `lamb_tpu.models.lanes`.
     """
 
     channels: int
@@ -143,7 +143,7 @@ class EfficientNet(nn.Module):
 
     Convolutions compute in `dtype`; BatchNorm's statistics, means over an image and the logits are
     float32. Padding is TensorFlow's SAME: an odd pixel goes to the right and to the bottom. On TPUs
-    in shard_map the first blocks compute on packed examples, see `lamb_tpu.models.packing`.
+    in shard_map the first blocks compute on packed examples, see `lamb_tpu.models.lanes`.
 
     Attributes:
       num_classes: width of the output.

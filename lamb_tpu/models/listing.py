@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from lamb_tpu import models
-from lamb_tpu.flops import matrix_flops
+from lamb_tpu.cost.flops import matrix_flops
 from lamb_tpu.models.costs import Description
 
 # Sizes for networks that take any.
@@ -23,7 +23,7 @@ def describe(name: str) -> Description:
     model = models.build(name)
     if model.vocab_size is None:
         size = getattr(models.MODULES[name], "image_size", None)
-        shape = (size, size, 3) if size else _GREY
+        shape: tuple[int, ...] = (size, size, 3) if size else _GREY
         inputs: Any = jax.ShapeDtypeStruct((1, *shape), jnp.float32)
     else:
         shape = (_TOKENS,)

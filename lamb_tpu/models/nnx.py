@@ -34,7 +34,8 @@ def functions(
     kept = _flat(shapes[2])
 
     def variables_of(module: nnx.Module) -> dict[str, Any]:
-        _, params, _, state = nnx.split(module, nnx.Param, nnx.RngState, ...)
+        parts: Any = nnx.split(module, nnx.Param, nnx.RngState, ...)
+        _, params, _, state = parts
         found = _flat(state)
         collections = {"state": _nested({path: found[path] for path in kept})} if kept else {}
         return {"params": _nested(_flat(params)), **collections}

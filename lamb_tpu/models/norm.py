@@ -64,7 +64,7 @@ class BatchNorm(nn.Module):
       momentum: share of a running average that stays at an update, in [0, 1]; Flax's default.
       epsilon: added to the variance, at least 0; Flax's default.
       scale_init: initial scale; zeros for the last normalisation of a residual branch.
-      packed: examples that lie side by side on the channel axis, see `lamb_tpu.models.packing`.
+      packed: examples that lie side by side on the channel axis, see `lamb_tpu.models.lanes`.
 
     References:
       Wongpanich et al., Training EfficientNets at Supercomputer Scale, arXiv:2011.00071.
@@ -209,6 +209,8 @@ def _group_moments(
         try:
             return lax.pmean(mean, groups.axes, axis_index_groups=groups.index_groups)
         except NotImplementedError as error:
+            if groups.index_groups is None:
+                raise
             raise ValueError(
                 f"groups of {len(groups.index_groups[0])} devices are parts of the mesh axes "
                 f"{', '.join(groups.axes)}: give shard_map check_vma=False, or the mesh an "

@@ -7,14 +7,15 @@ import jax.numpy as jnp
 import optax
 
 from lamb_tpu.optim import checks, clipping, leafwise, parameters, trust_ratio
-from lamb_tpu.optim.parameters import Rules
-from lamb_tpu.optim.trust_ratio import AxisName, Readings
+from lamb_tpu.optim.leafwise import Leaf, Step
+from lamb_tpu.optim.parameters import ParameterFacts, Rules
+from lamb_tpu.optim.trust_ratio import AxisName, MeshAxes, Readings
 
 
 class AdagradNormState(NamedTuple):
     """State of `adagrad_norm`."""
 
-    count: jax.Array  # int32, (): completed updates
+    count: jax.Array  # type: ignore[assignment]  # int32, (): completed updates
     accumulator: Any  # the squared norms summed up: (), or with `per_layer` a tree as `leaf_norm`'s
     readings: Readings | None
 
@@ -77,18 +78,20 @@ def adagrad_norm(
     checks.check_flag("per_layer", per_layer)
     checks.check_schedule("weight_decay", weight_decay)
 
-    def decayed(grad, weights, facts, completed):
+    def decayed(
+        grad: jax.Array, weights: jax.Array, facts: ParameterFacts, completed: jax.Array
+    ) -> jax.Array:
         if not facts.decay:
             return grad
         real = trust_ratio.real_dtype(grad)
         return grad + leafwise.decay_at(weight_decay, facts, completed, real) * weights
 
-    def init_leaf(param, facts, axes):
+    def init_leaf(param: jax.Array, facts: ParameterFacts, axes: MeshAxes) -> tuple[Any, ...]:
         # The norm gives its shape, and on a mesh its place.
         norm = trust_ratio.leaf_norm(param, facts, axis_name=axes)
         return (jnp.full_like(norm, initial_norm**2),)
 
-    def step_leaf(leaf, total):
+    def step_leaf(leaf: Leaf, total: jax.Array) -> Step:
         grad = decayed(leaf.grad, leaf.weights, leaf.facts, leaf.completed)
         if per_layer:
             newest = trust_ratio.leaf_norm(grad, leaf.facts, axis_name=leaf.axis_name)
@@ -127,7 +130,7 @@ def adagrad_norm(
         norm = clipping.global_norm(grads, axis_name).astype(state.accumulator.dtype)
         total = state.accumulator + norm * norm
 
-        def same(param, fact):
+        def same(param: jax.Array, fact: ParameterFacts) -> jax.Array:
             shape = enumerate(jnp.shape(param))
             return jnp.broadcast_to(total, [n if i in fact.layer_axes else 1 for i, n in shape])
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import optax
 
 from lamb_tpu.optim import checks, leafwise, parameters, trust_ratio
-from lamb_tpu.optim.leafwise import Leaf, one_minus_power
+from lamb_tpu.optim.leafwise import Leaf, Step, one_minus_power
 from lamb_tpu.optim.parameters import ParameterFacts, Rules
 from lamb_tpu.optim.trust_ratio import AxisName, MeshAxes, Readings
 
@@ -27,7 +27,7 @@ SCALINGS = ("channel", "tensor")
 class ApolloState(NamedTuple):
     """State of `apollo`. Projected moments have the matrix's shape, but a short side of `rank`."""
 
-    count: jax.Array  # int32, (): completed updates
+    count: jax.Array  # type: ignore[assignment]  # int32, (): completed updates
     mu: Any  # first moments of the projected gradients; of the gradient where AdamW is taken
     nu: Any  # second moments, of the same shapes
     norms: Any  # l2 norms of the last scaled gradients, size 1 on the sides; 0 before the first
@@ -134,8 +134,8 @@ def apollo(
         checks.check_whole(name, value, lowest)
     if isinstance(rank, jax.Array):  # shapes depend on it
         raise ValueError(f"rank must be a whole number of at least 1, not {rank!r}")
-    for name, value in (("scale", scale), ("eps", eps)):
-        checks.check_range(name, value)
+    for name, size in (("scale", scale), ("eps", eps)):
+        checks.check_range(name, size)
     checks.check_schedule("weight_decay", weight_decay)
     checks.check_range("b1", b1, upper=1.0)
     checks.check_range("b2", b2, upper=1.0)
@@ -157,7 +157,7 @@ def apollo(
         # Two arrays: a state in which one stands twice cannot be donated.
         return zeros, jnp.copy(zeros.real), norm
 
-    def step_leaf(leaf: Leaf, mu: jax.Array, nu: jax.Array, norm: jax.Array):
+    def step_leaf(leaf: Leaf, mu: jax.Array, nu: jax.Array, norm: jax.Array) -> Step:
         grad, facts, real = leaf.grad, leaf.facts, leaf.rate.dtype
         # The whole shape of a matrix that is split is not known here, nor whether to project it.
         if leaf.axis_name and projected_axis(grad.shape, facts, rank=0) is not None:

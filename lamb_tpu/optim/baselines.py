@@ -3,6 +3,8 @@
 `weight_decay` is a number, or a schedule of the count of completed updates, everywhere.
 """
 
+from typing import Any
+
 import jax
 import optax
 
@@ -182,8 +184,8 @@ def adafactor(
         return inner.init(params)
 
     def update_fn(
-        updates: optax.Updates, state: optax.OptState, params: optax.Params = None, **extra
-    ):
+        updates: optax.Updates, state: optax.OptState, params: optax.Params = None, **extra: Any
+    ) -> tuple[optax.Updates, optax.OptState]:
         checks.gradient_leaves(updates, params)
         refuse_leaves(
             params, rules,

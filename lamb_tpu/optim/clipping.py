@@ -42,7 +42,7 @@ def clip_global_norm(
         state: optax.OptState,
         params: optax.Params = None,
         **extra_args: Any,
-    ):
+    ) -> tuple[optax.Updates, optax.OptState]:
         del extra_args
         checks.gradient_leaves(updates, updates if params is None else params)
         checks.check_state(state, optax.EmptyState)

@@ -7,15 +7,15 @@ import jax.numpy as jnp
 import optax
 
 from lamb_tpu.optim import checks, leafwise, parameters, trust_ratio
-from lamb_tpu.optim.leafwise import one_minus_power
-from lamb_tpu.optim.parameters import Rules
-from lamb_tpu.optim.trust_ratio import AxisName, Readings
+from lamb_tpu.optim.leafwise import Leaf, Step, one_minus_power
+from lamb_tpu.optim.parameters import ParameterFacts, Rules
+from lamb_tpu.optim.trust_ratio import AxisName, MeshAxes, Readings
 
 
 class DiffgradState(NamedTuple):
     """State of `diffgrad`."""
 
-    count: jax.Array  # int32, (): completed updates
+    count: jax.Array  # type: ignore[assignment]  # int32, (): completed updates
     mu: Any  # first moments: the parameters' shapes, float32 unless mu_dtype is given
     nu: Any  # second moments: the parameters' shapes, float32 unless nu_dtype is given
     previous: Any  # the gradients of the last update, decay included: float32
@@ -97,12 +97,12 @@ def diffgrad(
     checks.check_dtype("mu_dtype", mu_dtype)
     checks.check_dtype("nu_dtype", nu_dtype, squares=True)
 
-    def init_leaf(param, facts, axes):
+    def init_leaf(param: jax.Array, facts: ParameterFacts, axes: MeshAxes) -> tuple[Any, ...]:
         del facts, axes
         mu, nu = leafwise.zeros_like(param, mu_dtype), leafwise.zero_squares(param, nu_dtype)
         return mu, nu, leafwise.zeros_like(param)
 
-    def step_leaf(leaf, mu, nu, previous):
+    def step_leaf(leaf: Leaf, mu: jax.Array, nu: jax.Array, previous: jax.Array) -> Step:
         grad, weights, facts = leaf.grad, leaf.weights, leaf.facts
         rate, completed, count = leaf.rate, leaf.completed, leaf.count
         dtype, real = weights.dtype, rate.dtype

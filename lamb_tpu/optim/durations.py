@@ -34,7 +34,7 @@ class Duration:
     value: Fraction
     unit: str
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not isinstance(self.unit, str) or self.unit not in UNITS:
             raise ValueError(f"the unit {self.unit!r} is unknown; known: {', '.join(UNITS)}")
         if not is_number(self.value) or not 0 <= self.value < math.inf:
@@ -83,18 +83,20 @@ class Duration:
         """
         return math.ceil(self._steps(batch_size, num_examples, total_steps))
 
-    def _steps(self, batch_size, num_examples, total_steps) -> Fraction:
+    def _steps(
+        self, batch_size: int, num_examples: int | None, total_steps: float | None
+    ) -> Fraction:
         if self.unit == "steps":
             return self.value
         if self.unit == "percent":
-            return self.value * Fraction(self._need("total_steps", total_steps)) / 100
+            return self.value * self._need("total_steps", total_steps) / 100
         examples = self.value
         if self.unit == "epochs":
             examples *= self._need("num_examples", num_examples)
         return examples / self._need("batch_size", batch_size)
 
-    def _need(self, name: str, value: float | None) -> float:
-        if not is_number(value) or not 0 < value < math.inf:
+    def _need(self, name: str, value: float | None) -> Fraction:
+        if value is None or not is_number(value) or not 0 < value < math.inf:
             raise ValueError(f"'{self}' needs {name}, a number above 0, not {value!r}")
         return Fraction(value) if isinstance(value, (int, Fraction)) else Fraction(float(value))
 

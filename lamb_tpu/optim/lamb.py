@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import optax
 
 from lamb_tpu.optim import checks, leafwise, parameters, trust_ratio
-from lamb_tpu.optim.leafwise import one_minus_power
-from lamb_tpu.optim.parameters import Rules
-from lamb_tpu.optim.trust_ratio import AxisName, Readings
+from lamb_tpu.optim.leafwise import Leaf, Step, one_minus_power
+from lamb_tpu.optim.parameters import ParameterFacts, Rules
+from lamb_tpu.optim.trust_ratio import AxisName, MeshAxes, Readings
 
 BIAS_CORRECTIONS = ("moments", "none", "step")
 DECAYS = ("direction", "decoupled", "gradient")
@@ -25,7 +25,7 @@ NESTEROVS = ("none", "first", "both")
 class LambState(NamedTuple):
     """State of `lamb`."""
 
-    count: jax.Array  # int32, (): completed updates
+    count: jax.Array  # type: ignore[assignment]  # int32, (): completed updates
     mu: Any  # first moments: the parameters' shapes, float32 unless mu_dtype is given
     nu: Any  # second moments: the parameters' shapes, float32 unless nu_dtype is given
     readings: Readings | None
@@ -154,11 +154,11 @@ def lamb(
     checks.check_dtype("mu_dtype", mu_dtype)
     checks.check_dtype("nu_dtype", nu_dtype, squares=True)
 
-    def init_leaf(param, facts, axes):
+    def init_leaf(param: jax.Array, facts: ParameterFacts, axes: MeshAxes) -> tuple[Any, ...]:
         del facts, axes
         return leafwise.zeros_like(param, mu_dtype), leafwise.zero_squares(param, nu_dtype)
 
-    def step_leaf(leaf, mu, nu):
+    def step_leaf(leaf: Leaf, mu: jax.Array, nu: jax.Array) -> Step:
         grad, weights, facts = leaf.grad, leaf.weights, leaf.facts
         dtype, real = weights.dtype, leaf.rate.dtype
         decays = decay if facts.decay else None
@@ -170,9 +170,10 @@ def lamb(
         square = trust_ratio.real_product((1 - b2) * grad, grad)
         nu = (b2 * nu.astype(real) + square).astype(nu.dtype)
 
-        def shares(base, newest, ahead):
+        def shares(base: float, newest: float, ahead: bool) -> tuple[Any, Any]:
             """What the moment and its newest term count for in the moment's estimate."""
-            now = coming = 1.0
+            now: float | jax.Array = 1.0
+            coming: float | jax.Array = 1.0
             if bias_correction == "moments":
                 now = 1 / one_minus_power(base, leaf.count, real)
             if not ahead:
@@ -186,7 +187,7 @@ def lamb(
         if nesterov == "first":
             of_nu = b2 * of_nu
 
-        def adam(mu, nu):
+        def adam(mu: jax.Array, nu: jax.Array) -> jax.Array:
             mean, square = of_mu * mu.astype(dtype), of_nu * nu.astype(real)
             if of_grad is not None:
                 mean = mean + of_grad * grad
@@ -199,9 +200,9 @@ def lamb(
             same_sign = (adam(mu, nu) * grad > 0).astype(dtype)
             kept = jnp.maximum(trust_ratio.leaf_mean(same_sign, facts, leaf.axis_name), 1e-3)
 
-        def direction(mu, nu):
+        def direction(mu: jax.Array, nu: jax.Array) -> jax.Array:
             value = adam(mu, nu)
-            if cautious:
+            if kept is not None:
                 value = value * ((value * grad > 0).astype(dtype) / kept)
             return value + decayed if decays == "direction" else value
 

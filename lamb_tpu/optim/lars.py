@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import optax
 
 from lamb_tpu.optim import checks, leafwise, parameters, trust_ratio
-from lamb_tpu.optim.parameters import Rules
-from lamb_tpu.optim.trust_ratio import AxisName, Readings
+from lamb_tpu.optim.leafwise import Leaf, Step
+from lamb_tpu.optim.parameters import ParameterFacts, Rules
+from lamb_tpu.optim.trust_ratio import AxisName, MeshAxes, Readings
 
 DENOMINATORS = ("gradient", "decayed", "momentum")
 ACCUMULATES = ("steps", "adapted", "gradients")
@@ -24,7 +25,7 @@ ACCUMULATES = ("steps", "adapted", "gradients")
 class LarsState(NamedTuple):
     """State of `lars`."""
 
-    count: jax.Array  # int32, (): completed updates
+    count: jax.Array  # type: ignore[assignment]  # int32, (): completed updates
     momentum: Any  # the parameters' shapes; float32 unless `momentum_dtype` says otherwise
     readings: Readings | None
 
@@ -152,11 +153,13 @@ def lars(
         if flag and denominator != "gradient":
             raise ValueError(f"{name} needs denominator 'gradient', not {denominator!r}")
 
-    def init_leaf(param, facts, axes):
+    def init_leaf(param: jax.Array, facts: ParameterFacts, axes: MeshAxes) -> tuple[Any, ...]:
         del facts, axes
         return (leafwise.zeros_like(param, momentum_dtype),)
 
-    def layer_ratio(leaf, divisor, decay):
+    def layer_ratio(
+        leaf: Leaf, divisor: jax.Array, decay: float | jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         """The ratio of each layer, and whether neither of its norms is 0."""
         weight_norm = trust_ratio.leaf_norm(leaf.weights, leaf.facts, norm, leaf.axis_name)
         divisor_norm = trust_ratio.leaf_norm(divisor, leaf.facts, norm, leaf.axis_name)
@@ -172,12 +175,12 @@ def lars(
             ratio = jnp.where(nonzero, factor, ratio) if skip_zero else factor
         return ratio, nonzero
 
-    def scaled(factor, ratio):
+    def scaled(factor: float | jax.Array, ratio: jax.Array | None) -> float | jax.Array:
         return factor if ratio is None else factor * ratio
 
-    def step_leaf(leaf, buffer):
+    def step_leaf(leaf: Leaf, buffer: jax.Array) -> Step:
         facts, dtype, real = leaf.facts, leaf.weights.dtype, leaf.rate.dtype
-        decay = 0.0
+        decay: float | jax.Array = 0.0
         if facts.decay:
             decay = leafwise.decay_at(weight_decay, facts, leaf.completed, real)
         ratio = None
@@ -195,7 +198,7 @@ def lars(
             summand = scaled(leaf.rate, ratio) * summand
         elif accumulate == "adapted":
             summand = scaled(1.0, ratio) * summand
-        share = 1 - dampening
+        share: float | jax.Array = 1 - dampening
         if not dampen_first:
             share = jnp.where(leaf.completed == 0, 1.0, share).astype(real)
         summand = share * summand

@@ -34,8 +34,8 @@ class Leaf(NamedTuple):
     facts: ParameterFacts
     rate: jax.Array  # (): the learning rate of this update, times the leaf's rate factor
     completed: jax.Array  # int32, (): updates before this one
-    index: int  # the leaf's place in jax.tree.leaves(params)
-    count: jax.Array  # int32, (): updates with this one
+    index: int  # type: ignore[assignment]  # the leaf's place in jax.tree.leaves(params)
+    count: jax.Array  # type: ignore[assignment]  # int32, (): updates with this one
     path: str  # its keys joined by '/'
     axis_name: MeshAxes  # over which it is split, for norms and means
 
@@ -43,11 +43,12 @@ class Leaf(NamedTuple):
 # (leaf, its facts, the bound mesh axes over which it is split) -> buffers
 InitLeaf = Callable[[jax.Array, ParameterFacts, MeshAxes], tuple[Any, ...]]
 # (leaf, *buffers) -> (update, buffers, the trust ratio, or None where there is none)
-StepLeaf = Callable[..., tuple[jax.Array, tuple[Any, ...], jax.Array | None]]
+Step = tuple[jax.Array, tuple[Any, ...], jax.Array | None]
+StepLeaf = Callable[..., Step]
 
 
 def transform(
-    state_type: type,
+    state_type: type[NamedTuple],
     init_leaf: InitLeaf,
     step_leaf: StepLeaf,
     learning_rate: optax.ScalarOrSchedule,
@@ -106,11 +107,11 @@ def transform(
             rows.append(init_leaf(param, fact, bound))
         buffers = columns(treedef, rows, num_buffers)
         readings = trust_ratio.initial_readings(params, facts) if collect else None
-        return state_type(jnp.zeros((), jnp.int32), *buffers, readings)
+        return state_type._make((jnp.zeros((), jnp.int32), *buffers, readings))
 
     def update_fn(
         updates: optax.Updates, state: Any, params: optax.Params = None, **extra_args: Any
-    ):
+    ) -> tuple[optax.Updates, Any]:
         del extra_args
         grads = checks.gradient_leaves(updates, params)
         checks.check_state(state, state_type)
@@ -145,7 +146,7 @@ def transform(
         readings: Readings | None = None
         if collect:
             readings = trust_ratio.readings_of(treedef, read)
-        return steps, state_type(count, *new_buffers, readings)
+        return steps, state_type._make((count, *new_buffers, readings))
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -185,6 +186,7 @@ def widen(tree: Any) -> Any:
 
 def one_minus_power(base: float | jax.Array, count: jax.Array, dtype: Any) -> jax.Array:
     """1 - base ** count without cancellation: at b2 = 0.999 the plain form is off by 2e-5."""
+    log: jax.Array | np.ndarray
     if isinstance(base, jax.Array):
         log = jnp.log(base.astype(dtype))
     else:
@@ -193,5 +195,5 @@ def one_minus_power(base: float | jax.Array, count: jax.Array, dtype: Any) -> ja
 
 
 @jax.jit  # so that it is traced once and not for every leaf
-def _one_minus_exp(log: jax.Array, count: jax.Array) -> jax.Array:
+def _one_minus_exp(log: jax.Array | np.ndarray, count: jax.Array) -> jax.Array:
     return -jnp.expm1(log * count.astype(log.dtype))

@@ -96,7 +96,7 @@ def muon(
 
     def update_fn(
         updates: optax.Updates, state: optax.OptState, params: optax.Params = None, **extra: Any
-    ):
+    ) -> tuple[optax.Updates, optax.OptState]:
         checks.gradient_leaves(updates, params)
         refuse_leaves(
             params, rules,

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import optax
 
 from lamb_tpu.optim import checks, leafwise, parameters, trust_ratio
-from lamb_tpu.optim.leafwise import one_minus_power
-from lamb_tpu.optim.parameters import Rules
-from lamb_tpu.optim.trust_ratio import AxisName, Readings
+from lamb_tpu.optim.leafwise import Leaf, Step, one_minus_power
+from lamb_tpu.optim.parameters import ParameterFacts, Rules
+from lamb_tpu.optim.trust_ratio import AxisName, MeshAxes, Readings
 
 NORMS = ("l2", "linf")
 AVERAGINGS = ("none", "all", "after_first")
@@ -29,7 +29,7 @@ class NovogradState(NamedTuple):
     size 1 along all axes that stack no layers.
     """
 
-    count: jax.Array  # int32, (): completed updates
+    count: jax.Array  # type: ignore[assignment]  # int32, (): completed updates
     mu: Any  # the momentum: the parameters' shapes, float32 unless mu_dtype is given
     nu: Any  # second moments, of 'linf' moving averages of norms; None where a leaf does not adapt
     nu_max: Any  # the largest `nu` so far; None for every leaf without `amsgrad`
@@ -156,7 +156,7 @@ def novograd(
     checks.check_dtype("mu_dtype", mu_dtype)
     checks.check_dtype("nu_dtype", nu_dtype, squares=True)
 
-    def init_leaf(param, facts, axes):
+    def init_leaf(param: jax.Array, facts: ParameterFacts, axes: MeshAxes) -> tuple[Any, ...]:
         mu = leafwise.zeros_like(param, mu_dtype)
         if not facts.adapt:
             return mu, None, None
@@ -165,14 +165,14 @@ def novograd(
         # Two arrays: a state in which one stands twice cannot be donated.
         return mu, nu, jnp.copy(nu) if amsgrad else None
 
-    def second_moment(leaf, nu):
+    def second_moment(leaf: Leaf, nu: jax.Array) -> jax.Array:
         newest = trust_ratio.leaf_norm(leaf.grad, leaf.facts, norm, leaf.axis_name)
         if norm == "l2":
             newest = newest * newest
         average = b2 * leafwise.widen(nu) + (1 - b2) * newest
         return (average if init_zero else jnp.where(nu == 0, newest, average)).astype(nu.dtype)
 
-    def factor(nu, count, dtype):
+    def factor(nu: jax.Array, count: jax.Array, dtype: Any) -> jax.Array:
         """What a layer is multiplied by; 1 while its gradients have all been 0."""
         nu = leafwise.widen(nu)
         if norm == "l2":
@@ -183,7 +183,7 @@ def novograd(
             root = root / jnp.sqrt(one_minus_power(b2, count, nu.dtype))
         return 1 / jnp.where(nu == 0, 1.0, root + eps).astype(dtype)
 
-    def step_leaf(leaf, mu, nu, nu_max):
+    def step_leaf(leaf: Leaf, mu: jax.Array, nu: Any, nu_max: Any) -> Step:
         grad, weights, facts = leaf.grad, leaf.weights, leaf.facts
         rate, completed, count = leaf.rate, leaf.completed, leaf.count
         dtype, real = weights.dtype, rate.dtype
@@ -197,7 +197,7 @@ def novograd(
             ratio = factor(nu_max if amsgrad else nu, count, real)
 
         summand = grad
-        if facts.adapt and normalise == "gradient":
+        if ratio is not None and normalise == "gradient":
             summand = ratio * summand
         if facts.decay and decay == "momentum":
             summand = summand + decayed
@@ -212,7 +212,7 @@ def novograd(
         direction = total
         if bias_correction:
             direction = direction / one_minus_power(b1, count, real)
-        if facts.adapt and normalise == "momentum":
+        if ratio is not None and normalise == "momentum":
             direction = ratio * direction
         if not lr_in_momentum:
             direction = rate * direction

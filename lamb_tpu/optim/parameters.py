@@ -61,7 +61,7 @@ class ParameterFacts:
     rate_factor: float = 1.0
     decay_factor: float = 1.0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in ("decay", "adapt"):
             checks.check_flag(name, getattr(self, name))
         axes = self.layer_axes
@@ -201,9 +201,11 @@ def _idle_rules(regexes: list[re.Pattern], paths: list[str]) -> Iterator[str]:
             index == len(regexes) - 1 and len(matched) == len(paths)
         ):
             first = matched[0]
+            taker = takers[first]
+            assert taker is not None  # a path that a rule matches has one
             yield (
                 f"the rule {regex.pattern!r} decides nothing: rules before it take all that it "
-                f"matches, as {regexes[takers[first]].pattern!r} takes {paths[first]!r}"
+                f"matches, as {regexes[taker].pattern!r} takes {paths[first]!r}"
             )
 
 

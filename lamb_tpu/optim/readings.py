@@ -116,7 +116,9 @@ def in_order(values: Mapping[str, float], paths: Sequence[str]) -> dict[str, flo
 
     def parts(name: str) -> tuple[int, int, tuple[int, ...]]:
         quantity, _, layer = name.partition("/")
-        path, index = re.fullmatch(r"(.*?)(?:\[([\d,]+)\])?", layer).groups()
+        found = re.fullmatch(r"(.*?)(?:\[([\d,]+)\])?", layer, re.DOTALL)
+        assert found is not None  # any text matches
+        path, index = found.groups()
         indices = tuple(map(int, index.split(","))) if index else ()
         return QUANTITIES.index(quantity), places[path], indices
 

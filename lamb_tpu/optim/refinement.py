@@ -86,7 +86,7 @@ def refined_schedule(
     check_whole("total_steps", total_steps, lowest=2)
 
     norms = _median_filter(norms, 2 * (int(smoothing * norms.size) // 2) + 1)
-    weights = (norms / norms.min()) ** NORM_POWERS[norm]  # the scale falls out, without overflow
+    weights = (norms / np.min(norms)) ** NORM_POWERS[norm]  # the scale falls out, without overflow
     behind = np.cumsum(weights[::-1])[::-1]  # the sum of this weight and all later ones
     rates = weights * np.append(behind[1:], 0.0)
     rates *= peak / rates.max()

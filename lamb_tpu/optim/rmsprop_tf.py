@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import optax
 
 from lamb_tpu.optim import checks, leafwise, parameters, trust_ratio
-from lamb_tpu.optim.leafwise import one_minus_power
-from lamb_tpu.optim.parameters import Rules
-from lamb_tpu.optim.trust_ratio import AxisName, Readings
+from lamb_tpu.optim.leafwise import Leaf, Step, one_minus_power
+from lamb_tpu.optim.parameters import ParameterFacts, Rules
+from lamb_tpu.optim.trust_ratio import AxisName, MeshAxes, Readings
 
 DECAYS = ("gradient", "decoupled")
 
@@ -17,7 +17,7 @@ DECAYS = ("gradient", "decoupled")
 class RmspropTfState(NamedTuple):
     """State of `rmsprop_tf`: each field a tree of the parameters' shapes, float32 by default."""
 
-    count: jax.Array  # int32, (): completed updates
+    count: jax.Array  # type: ignore[assignment]  # int32, (): completed updates
     nu: Any  # second moments
     mean: Any  # first moments; None for every leaf unless `centered`
     momentum: Any  # None for every leaf where the momentum is 0
@@ -129,24 +129,24 @@ def rmsprop_tf(
     checks.check_dtype("nu_dtype", nu_dtype, squares=True)
     keeps_momentum = isinstance(momentum, jax.Array) or momentum != 0
 
-    def init_leaf(param, facts, axes):
+    def init_leaf(param: jax.Array, facts: ParameterFacts, axes: MeshAxes) -> tuple[Any, ...]:
         del facts, axes
         nu = leafwise.zero_squares(param, nu_dtype)
         mean = leafwise.zeros_like(param) if centered else None
         buffer = leafwise.zeros_like(param, momentum_dtype) if keeps_momentum else None
         return jnp.full_like(nu, initial_scale), mean, buffer
 
-    def average(old, sample):
+    def average(old: jax.Array, sample: jax.Array) -> jax.Array:
         return (b2 * old.astype(sample.dtype) + (1 - b2) * sample).astype(old.dtype)
 
-    def step_leaf(leaf, nu, mean, buffer):
+    def step_leaf(leaf: Leaf, nu: jax.Array, mean: Any, buffer: Any) -> Step:
         grad, weights, facts = leaf.grad, leaf.weights, leaf.facts
         rate, completed = leaf.rate, leaf.completed
         dtype, real = weights.dtype, rate.dtype
         decayed = leafwise.decay_at(weight_decay, facts, completed, real) * weights
         if facts.decay and decay == "gradient":
             grad = grad + decayed
-        correction = 1.0
+        correction: float | jax.Array = 1.0
         if bias_correction:
             correction = 1 / one_minus_power(b2, leaf.count, real)
 

@@ -19,7 +19,7 @@ from lamb_tpu.optim.trust_ratio import AxisName, MeshAxes
 class StochasticRoundingState(NamedTuple):
     """State of `stochastic_rounding`."""
 
-    count: jax.Array  # int32, (): completed updates
+    count: jax.Array  # type: ignore[assignment]  # int32, (): completed updates
     inner_state: optax.OptState
 
 
@@ -89,7 +89,7 @@ def stochastic_rounding(
         state: StochasticRoundingState,
         params: optax.Params = None,
         **extra_args: Any,
-    ):
+    ) -> tuple[optax.Updates, StochasticRoundingState]:
         checks.gradient_leaves(updates, params)
         checks.check_state(state, StochasticRoundingState)
         wide = leafwise.widen(params)

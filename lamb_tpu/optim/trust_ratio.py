@@ -117,7 +117,7 @@ def scale_by_trust_ratio(
         state: TrustRatioState,
         params: optax.Params = None,
         **extra_args: Any,
-    ):
+    ) -> tuple[optax.Updates, TrustRatioState]:
         del extra_args
         grads = checks.gradient_leaves(updates, params)
         checks.check_state(state, TrustRatioState)
@@ -250,7 +250,7 @@ def _sum(terms: jax.Array, axes: tuple[int, ...]) -> jax.Array:
     """The sum of terms >= 0 over `axes`, kept with size 1."""
     last = terms.ndim - 1
 
-    def on_cpu(terms, window):
+    def on_cpu(terms: jax.Array, window: tuple[int, int]) -> jax.Array:
         # XLA's CPU compiler writes out all that a large sum reads, at four bytes of fresh memory a
         # parameter, which takes most of an update's time. It fuses a sum of few terms (64 are too
         # many, 32 take twice the time of 16), unless it recognises plain addition and hands it to
@@ -261,7 +261,7 @@ def _sum(terms: jax.Array, axes: tuple[int, ...]) -> jax.Array:
         partial = partial.reshape(*terms.shape[:-1], -1)
         return jnp.sum(partial, axis=axes, keepdims=True)
 
-    def elsewhere(terms):
+    def elsewhere(terms: jax.Array) -> jax.Array:
         return jnp.sum(terms, axis=axes, keepdims=True)
 
     if last not in axes or terms.size < 4096:
@@ -282,7 +282,7 @@ def trust_ratio(
     *,
     coefficient: float = 1.0,
     eps: float = 0.0,
-    decay: float = 0.0,
+    decay: float | jax.Array = 0.0,
     phi_bounds: tuple[float, float] = (0.0, math.inf),
     ratio_bounds: tuple[float, float] = (0.0, math.inf),
     zero_ratio: float = 1.0,
@@ -309,7 +309,7 @@ def _clip(value: jax.Array, bounds: tuple[float, float]) -> jax.Array:
 def initial_readings(params: optax.Params, facts: Any) -> Readings:
     """Readings before the first update: ratios of 1 and norms of 0."""
 
-    def filled(value):
+    def filled(value: float) -> Any:
         return jax.tree.map(
             lambda param, fact: jnp.full(collected_shape(param, fact), value, jnp.float32),
             params, facts,

@@ -39,7 +39,7 @@ def decayed_weights(
 
     def update_fn(
         updates: optax.Updates, state: optax.OptState, params: optax.Params = None, **extra: Any
-    ):
+    ) -> tuple[optax.Updates, optax.OptState]:
         checks.gradient_leaves(updates, params)
         return added.update(updates, state, _times("decay_factor", params, rules), **extra)
 
@@ -61,7 +61,7 @@ def in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformat
 
     def update_fn(
         updates: optax.Updates, state: optax.OptState, params: optax.Params = None, **extra: Any
-    ):
+    ) -> tuple[optax.Updates, optax.OptState]:
         checks.gradient_leaves(updates, params)
         wide = leafwise.widen(params)
         try:
@@ -89,7 +89,7 @@ def under_rules(
 
     def update_fn(
         updates: optax.Updates, state: optax.OptState, params: optax.Params = None, **extra: Any
-    ):
+    ) -> tuple[optax.Updates, optax.OptState]:
         updates, state = inner.update(updates, state, params, **extra)
         return _times("rate_factor", updates, rules), state
 

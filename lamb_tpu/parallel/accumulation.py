@@ -87,8 +87,8 @@ def gradients(
         return totals, state.get(MOMENTS, {})
 
     parts = jax.tree.map(cut, (dict(batch), positions))
-    first = jax.tree.map(lambda field: field[0], parts)
-    grads, (loss, _, sums) = jax.eval_shape(lambda: of(*first, {**model_state, MOMENTS: {}}))
+    rows, places = jax.tree.map(lambda field: field[0], parts)
+    grads, (loss, _, sums) = jax.eval_shape(lambda: of(rows, places, {**model_state, MOMENTS: {}}))
 
     def zeros(leaf: jax.ShapeDtypeStruct) -> jax.Array:
         return jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32))

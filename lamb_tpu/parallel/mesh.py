@@ -131,7 +131,7 @@ def local_rows(batch_size: int, mesh: Mesh) -> np.ndarray:
     split the batch crosses processes, several hold the same rows.
     """
     devices = batch_sharding(mesh).addressable_devices_indices_map((batch_size,))
-    held = {rows.indices(batch_size) for (rows,) in devices.values()}
+    held = {index[0].indices(batch_size) for index in devices.values() if index is not None}
     return np.concatenate([np.arange(*bounds) for bounds in sorted(held)])
 
 
@@ -161,7 +161,8 @@ def shard_batch(
     sharding, rows = batch_sharding(mesh), local_rows(batch_size, mesh)
 
     def place(value: np.ndarray) -> jax.Array:
-        def part(index: tuple[slice, ...]) -> np.ndarray:
+        def part(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None  # the batch is split along its first axis
             start = np.searchsorted(rows, index[0].start or 0)
             stop = batch_size if index[0].stop is None else index[0].stop
             return value[start : start + stop - (index[0].start or 0)]

@@ -174,7 +174,10 @@ def _check_mesh_is_used(shardings: Any, mesh: Mesh, activation_axes: Sequence[st
 
 
 def divisible_axis(
-    shape: tuple[int, ...], mesh: Mesh, facts: ParameterFacts, taken: Sequence[Any] = ()
+    shape: tuple[int, ...],
+    mesh: Mesh,
+    facts: ParameterFacts,
+    taken: Sequence[Any] | PartitionSpec = (),
 ) -> int | None:
     """The first axis of a parameter that divides over the state axis; None where there is none.
 

@@ -54,6 +54,7 @@ class Layout:
     mesh: Mesh
     params: Any
     moments: Any
+    _split: dict[str, str | None] = dataclasses.field(init=False, repr=False, compare=False)
 
     def axis_name(self, path: str) -> str | None:
         """The mesh axis over which the update of the parameter at a '/'-joined path is split."""
@@ -166,14 +167,15 @@ def state_shardings(
     ema = None
     if abstract.ema is not None:
         ema = (layout.moments, everywhere(abstract.model_state))
+    leaf: Any = whole  # shardings stand where the state has its arrays
     return TrainState(
-        step=whole,
+        step=leaf,
         params=layout.params,
         model_state=everywhere(abstract.model_state),
         opt_state=placement.partition(tx, abstract.params, layout.moments),
-        key=whole,
+        key=leaf,
         ema=ema,
-        skipped=whole,
+        skipped=leaf,
     )
 
 

@@ -102,8 +102,8 @@ def make_update(
     return train_step
 
 
-def _average(decay: float, step: jax.Array, ema: Any, values: Any) -> Any:
-    decay = jnp.minimum(decay, (1.0 + step) / (10.0 + step))
+def _average(highest: float, step: jax.Array, ema: Any, values: Any) -> Any:
+    decay = jnp.minimum(highest, (1.0 + step) / (10.0 + step))
 
     def moved(average: jax.Array, value: jax.Array) -> jax.Array:
         if not jnp.issubdtype(value.dtype, jnp.floating):
@@ -121,7 +121,7 @@ def make_train_step(
     backend: str = "jit",
     gradient_dtype: Any = None,
     **options: Any,
-) -> Update:
+) -> jax.stages.Wrapped:
     """One update over all devices, compiled at its first call; the state's buffers are donated.
 
     Args:
@@ -154,7 +154,7 @@ def make_train_step(
     )
 
 
-def make_eval_step(task: Task, mesh: Mesh) -> Callable[[Any, Any, Batch], Sums]:
+def make_eval_step(task: Task, mesh: Mesh) -> jax.stages.Wrapped:
     """`(params, model_state, batch) -> {metric: (sum, weight)}` over the batch's unmasked rows.
 
     Parameters may be split in any way.
@@ -162,7 +162,7 @@ def make_eval_step(task: Task, mesh: Mesh) -> Callable[[Any, Any, Batch], Sums]:
     return jax.jit(_in_mesh(mesh, task.evaluate), out_shardings=replicated(mesh))
 
 
-def make_predict_step(task: HostScored, mesh: Mesh) -> Callable[[Any, Any, Batch], Any]:
+def make_predict_step(task: HostScored, mesh: Mesh) -> jax.stages.Wrapped:
     """`(params, model_state, batch) -> outputs` of all rows, whole on every device."""
     return jax.jit(_in_mesh(mesh, task.predict), out_shardings=replicated(mesh))
 

@@ -1,10 +1,11 @@
 """Learning problems, chosen by name: what the loss is, what is measured, what a batch holds."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import jax
+import numpy as np
 
 from lamb_tpu import own
 from lamb_tpu.data import Source
@@ -24,7 +25,13 @@ class Task(Protocol):
     over its masked words. A task gives the sum and the weight of every term, never a mean, so that
     microbatches, devices and processes add up and a term is divided once. Metrics are pairs
     (sum, weight) for the same reason.
+
+    Attributes:
+      model: the network.
     """
+
+    @property
+    def model(self) -> Model: ...
 
     def check(self, source: Source) -> None:
         """Raises ValueError when the data does not fit the model or the task."""
@@ -32,7 +39,7 @@ class Task(Protocol):
     def init(self, key: jax.Array, batch: Mapping[str, Any]) -> Mapping[str, Any]:
         """The model's variables for batches shaped like `batch`."""
 
-    def weights(self, batch: Mapping[str, jax.Array]) -> Mapping[str, jax.Array]:
+    def weights(self, batch: Mapping[str, jax.Array]) -> Mapping[str, jax.Array | np.float32]:
         """The weight of each term of the loss, summed over the rows of `batch` in float32.
 
         A NumPy number where it follows from shapes alone: that is added up without communication.
@@ -72,7 +79,7 @@ class HostScored(Protocol):
         """
 
 
-TASKS: dict[str, Callable[..., Task]] = {
+TASKS: dict[str, type[Classification | MaskedLm | QuestionAnswering]] = {
     "classification": Classification,
     "masked_lm": MaskedLm,
     "question_answering": QuestionAnswering,

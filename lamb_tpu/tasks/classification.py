@@ -70,7 +70,7 @@ class Classification:
     def _inputs(self, batch: Mapping[str, jax.Array]) -> jax.Array:
         # Images cross to the device in their stored type and are normalised there.
         images = jnp.asarray(batch["image"], jnp.float32)
-        mean, std = np.float32(self.input_mean), np.float32(self.input_std)
+        mean, std = (np.asarray(x, np.float32) for x in (self.input_mean, self.input_std))
         return (images - mean) / std
 
     def check(self, source: Source) -> None:

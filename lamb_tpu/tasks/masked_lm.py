@@ -23,7 +23,7 @@ Pair = tuple[jax.Array, jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class MaskedLm:
-    """Batches hold the fields of `lamb_tpu.data.masked_lm.MaskedLmSource`.
+    """Batches hold the fields of `lamb_tpu.data.text.masked_lm.MaskedLmSource`.
 
     The loss is the mean cross entropy over all masked words of a batch and, where it has pairs of
     segments (`next_sentence_label`), the mean over all pairs besides, in nats.

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 
 from lamb_tpu.data import title
-from lamb_tpu.data.squad_source import SquadSource
+from lamb_tpu.data.text.squad_source import SquadSource
 from lamb_tpu.errors import UserError
 from lamb_tpu.models import Model
 from lamb_tpu.tasks import squad_metric
@@ -24,7 +24,7 @@ _FIELDS = ("input_ids", "token_type_ids", "attention_mask", "start_position", "e
 
 @dataclasses.dataclass(frozen=True)
 class QuestionAnswering:
-    """Batches hold the fields of `lamb_tpu.data.squad_source.SquadSource`.
+    """Batches hold the fields of `lamb_tpu.data.text.squad_source.SquadSource`.
 
     The loss is the mean over features of half the cross entropy of the start and half that of the
     end, each over all positions. As in `run_squad.py` these include the padding, whose logits the
@@ -92,12 +92,13 @@ class QuestionAnswering:
         outputs, model_state = self.model.apply(
             {"params": params, **model_state}, batch, train=True, key=key
         )
-        losses, right = 0.0, True
+        losses: float | jax.Array = 0.0
+        right: bool | jax.Array = True
         for edge in ("start", "end"):
             logits, position = outputs[f"{edge}_logits"], batch[f"{edge}_position"]
             losses += optax.softmax_cross_entropy_with_integer_labels(logits, position) / 2
             right &= jnp.argmax(logits, -1) == position
-        accuracy = jnp.sum(right, dtype=jnp.float32), jnp.float32(len(right))
+        accuracy = jnp.sum(right, dtype=jnp.float32), jnp.float32(len(batch["start_position"]))
         return {"span": jnp.sum(losses)}, (model_state, {"span_accuracy": accuracy})
 
     def evaluate(self, params: Any, model_state: Any, batch: Mapping[str, jax.Array]) -> dict:

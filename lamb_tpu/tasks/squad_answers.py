@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lamb_tpu.data.squad import Features, Question
+from lamb_tpu.data.text.squad import Features, Question
 
 
 class Answer(NamedTuple):

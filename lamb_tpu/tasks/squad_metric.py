@@ -5,7 +5,7 @@ import string
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from lamb_tpu.data.squad import Question
+from lamb_tpu.data.text.squad import Question
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _DELETE_PUNCTUATION = str.maketrans("", "", string.punctuation)

@@ -7,7 +7,7 @@ from ml_collections import ConfigDict
 
 from lamb_tpu import config as config_lib
 from lamb_tpu.optim import parameters
-from lamb_tpu.recipe import resolve, resolve_optimizer
+from lamb_tpu.run.recipe import resolve, resolve_optimizer
 from tests import tiny
 
 

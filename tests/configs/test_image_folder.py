@@ -11,9 +11,9 @@ from ml_collections import ConfigDict
 
 from lamb_tpu import config as config_lib
 from lamb_tpu.errors import UserError
-from lamb_tpu.metrics import read_records
+from lamb_tpu.run.weights import network_of
+from lamb_tpu.store.metrics import read_records
 from lamb_tpu.train import train
-from lamb_tpu.weights import network_of
 from tests import tiny
 from tests.data.images.pictures import encode
 from tests.models.test_convert import state

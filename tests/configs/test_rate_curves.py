@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
-from lamb_tpu.recipe import resolve
+from lamb_tpu.run.recipe import resolve
 from tests import tiny
 
 IMAGENET, MNIST = 1_281_167, 60_000

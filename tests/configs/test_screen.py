@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
-from lamb_tpu import data, memory, phases
+from lamb_tpu import data
 from lamb_tpu.data import FieldSpec
-from lamb_tpu.run import Run, prepare
+from lamb_tpu.run import memory, phases
+from lamb_tpu.run.build import Run, prepare
+from lamb_tpu.run.describe import describe
 from tests import tiny
 from tests.configs.test_golden_tables import TABLES
 
@@ -62,7 +64,7 @@ def test_start_of_a_recipe_fits_a_screen(
     )
     monkeypatch.setattr(Run, "model_flops", 123_456_789_012_345_678)  # it takes long to count them
     monkeypatch.chdir(tmp_path)
-    text = prepare(config, "run").describe()
+    text = describe(prepare(config, "run"))
     lines = text.splitlines()
     home = f"workdir: {tmp_path}"  # as long as the place where the tests run makes it
     assert [line for line in lines if len(line.replace(home, "workdir: ~")) > 80] == []

@@ -8,10 +8,11 @@ import pytest
 from ml_collections import ConfigDict
 
 from lamb_tpu import config as config_lib
-from lamb_tpu import models, phases
+from lamb_tpu import models
 from lamb_tpu.errors import UserError
-from lamb_tpu.metrics import read_records
-from lamb_tpu.recipe import resolve, resolve_optimizer
+from lamb_tpu.run import phases
+from lamb_tpu.run.recipe import resolve, resolve_optimizer
+from lamb_tpu.store.metrics import read_records
 from lamb_tpu.train import train
 from tests import tiny
 

@@ -17,7 +17,7 @@ from lamb_tpu.data.images.source import Options
 from lamb_tpu.data.options import read_options
 from lamb_tpu.errors import UserError
 from lamb_tpu.optim.factory import make_optimizer
-from lamb_tpu.recipe import Recipe, resolve, resolve_optimizer
+from lamb_tpu.run.recipe import Recipe, resolve, resolve_optimizer
 from lamb_tpu.tasks.classification import Classification
 from tests import tiny
 

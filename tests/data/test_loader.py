@@ -101,9 +101,43 @@ def test_restore_in_the_middle_of_an_epoch(source: data.ArraySource) -> None:
     np.testing.assert_array_equal(labels(batches), expected)
 
 
+def test_position_of_a_checkpoint_that_counts_batches(source: data.ArraySource) -> None:
+    loader, again = data.TrainLoader(source, 8, seed=1), data.TrainLoader(source, 8, seed=1)
+    take(loader, 5)
+    state = {**loader.state(), "next_batch": 5, "global_batch_size": 8}
+    del state["examples"]
+    again.restore(state)
+    assert again.examples == 40
+    np.testing.assert_array_equal(labels(take(again, 3)), labels(take(loader, 3)))
+
+
+class Streamed(data.ArraySource):
+    """A source that is read ahead."""
+
+    in_memory = False
+
+
+@pytest.mark.parametrize("kind", [data.ArraySource, Streamed])
+def test_batches_of_several_sizes_are_one_stream(
+    source: data.ArraySource, kind: type[data.ArraySource]
+) -> None:
+    expected = labels(take(data.TrainLoader(source, 1, seed=1), 120))
+    loader = data.TrainLoader(kind("index:train", source.arrays, None), 8, seed=1)
+    sizes = [8, 8, 24, 24, 8, 16, 32]
+    found = labels([loader.take(size) for size in sizes])
+    np.testing.assert_array_equal(found, expected)
+    assert loader.examples == loader.state()["examples"] == 120
+    rows = np.array([3, 0])
+    (batch,) = [loader.take(8, rows)]
+    after = labels(take(data.TrainLoader(source, 8, seed=1), 16))[120:]
+    np.testing.assert_array_equal(batch["label"], after[rows])
+    with pytest.raises(ValueError, match="count must be at least 1, found 0"):
+        loader.take(0)
+
+
 @pytest.mark.parametrize(
     "key, other",
-    [("seed", 2), ("num_examples", 100), ("global_batch_size", 16), ("source", "other:train")],
+    [("seed", 2), ("num_examples", 100), ("source", "other:train")],
 )
 def test_state_of_another_run_is_refused(source: data.ArraySource, key: str, other: object) -> None:
     loader = data.TrainLoader(source, 8, seed=1)
@@ -131,8 +165,8 @@ def test_error_while_reading_ahead_reaches_the_caller(source: data.ArraySource) 
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (dict(global_batch_size=0, seed=0), "found 0"),
-        (dict(global_batch_size=8, seed=-1), "seed .* found -1"),
+        (dict(batch_size=0, seed=0), "found 0"),
+        (dict(batch_size=8, seed=-1), "seed .* found -1"),
     ],
 )
 def test_bad_arguments(source: data.ArraySource, arguments: dict, message: str) -> None:

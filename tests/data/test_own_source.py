@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lamb_tpu import data
-from lamb_tpu.data import ArraySource, FieldSpec, Source
+from lamb_tpu.data import ArraySource, BaseSource, FieldSpec
 from lamb_tpu.data.registry import option_fields
 from lamb_tpu.errors import UserError
 
@@ -26,7 +26,7 @@ def little(split, size: int = 4) -> ArraySource:
     return ArraySource(f"ones:{split}", {"image": np.ones((size, 2), np.float32)}, None)
 
 
-class Lazy(Source):
+class Lazy(BaseSource):
     """As little as a class may have."""
 
     name = "lazy"

@@ -8,8 +8,10 @@ import pytest
 from experiments.bert import end_to_end, large_steps, pod_plan, scaling, scaling_page
 from experiments.records import best_rates
 from lamb_tpu import config as config_lib
-from lamb_tpu import phases, plan, topology
-from lamb_tpu.recipe import resolve
+from lamb_tpu import plan
+from lamb_tpu.cost import topology
+from lamb_tpu.run import phases
+from lamb_tpu.run.recipe import resolve
 
 
 def test_a_rule_carries_the_rate_from_the_smallest_batch():

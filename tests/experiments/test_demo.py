@@ -15,7 +15,7 @@ from experiments.demo.study import cell, run_trials
 from lamb_tpu import style
 from lamb_tpu.data.digits import load_digits
 from lamb_tpu.errors import UserError
-from lamb_tpu.recipe import resolve
+from lamb_tpu.run.recipe import resolve
 from tests.shared import ROOT
 
 BATCH_SIZES = (360, 720)

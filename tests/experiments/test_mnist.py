@@ -8,7 +8,7 @@ from configs import mnist_lenet
 from experiments.lamb import mnist
 from experiments.records import Records
 from lamb_tpu.config import flatten
-from lamb_tpu.metrics import read_records
+from lamb_tpu.store.metrics import read_records
 
 
 def write_run(

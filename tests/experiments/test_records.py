@@ -9,7 +9,7 @@ from absl import flags
 from experiments import records as records_lib
 from experiments.records import Records, best_rates, run_missing, seed_columns
 from lamb_tpu.errors import UserError
-from lamb_tpu.metrics import read_records
+from lamb_tpu.store.metrics import read_records
 
 
 class Cell(NamedTuple):

@@ -12,9 +12,9 @@ from experiments.vision import batch_scaling, batch_scaling_page, cifar10
 from experiments.vision.batch_scaling import Cell, Setting
 from lamb_tpu import config as config_lib
 from lamb_tpu.errors import UserError
-from lamb_tpu.metrics import read_records
-from lamb_tpu.recipe import resolve
-from lamb_tpu.run import prepare
+from lamb_tpu.run.build import prepare
+from lamb_tpu.run.recipe import resolve
+from lamb_tpu.store.metrics import read_records
 from tests.experiments.test_vision_cifar10 import write_run, write_set
 
 SETTING = Setting("cifar10_jpeg", "davidnet", 8, 12.0)

@@ -11,8 +11,8 @@ from ml_collections import ConfigDict
 from experiments.vision import cifar10
 from experiments.vision.cifar10 import Cell
 from lamb_tpu.errors import UserError
-from lamb_tpu.guards import Diverged
-from lamb_tpu.metrics import read_records
+from lamb_tpu.store.metrics import read_records
+from lamb_tpu.watch.guards import Diverged
 from tests.data.images.pictures import encode, smooth
 from tests.data.images.test_cifar10_jpeg import write
 

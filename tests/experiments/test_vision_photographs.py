@@ -8,7 +8,7 @@ import pytest
 
 from experiments.vision import photographs, photographs_page
 from experiments.vision.photographs import Cell
-from lamb_tpu.run import prepare
+from lamb_tpu.run.build import prepare
 from tests.data.images.pictures import encode, smooth
 
 CELLS = [Cell(network, 72, 25, rate, 40, 0) for network, rate in photographs.RATES.items()]

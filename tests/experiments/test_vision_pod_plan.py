@@ -6,8 +6,9 @@ import pytest
 
 from experiments.vision import pod_plan
 from lamb_tpu import config as config_lib
-from lamb_tpu import data, plan, topology
-from lamb_tpu.recipe import resolve
+from lamb_tpu import data, plan
+from lamb_tpu.cost import topology
+from lamb_tpu.run.recipe import resolve
 
 TWICE = 'backend_config={"known_trip_count":{"n":"2"}}'
 

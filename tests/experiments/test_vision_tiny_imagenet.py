@@ -13,7 +13,7 @@ from experiments import records as records_lib
 from experiments.vision import tiny_imagenet, tiny_imagenet_page
 from lamb_tpu import data
 from lamb_tpu.errors import UserError
-from lamb_tpu.run import prepare
+from lamb_tpu.run.build import prepare
 from tests.data.images.pictures import encode, smooth
 from tests.shared import shared
 

@@ -21,7 +21,7 @@ import safetensors.torch  # noqa: E402
 from lamb_tpu.export import export  # noqa: E402
 from lamb_tpu.models.convert import NETWORKS, from_timm  # noqa: E402
 from lamb_tpu.models.listing import describe  # noqa: E402
-from lamb_tpu.weights import open_weights  # noqa: E402
+from lamb_tpu.run.weights import open_weights  # noqa: E402
 from tests import tiny  # noqa: E402
 from tests.data.images.pictures import encode, smooth  # noqa: E402
 

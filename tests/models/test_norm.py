@@ -17,8 +17,8 @@ from jax.sharding import PartitionSpec as P
 
 from lamb_tpu.models import norm as norm_lib
 from lamb_tpu.models.groups import groups_of
+from lamb_tpu.models.lanes import pack, unpack
 from lamb_tpu.models.norm import BatchNorm, combine_moments
-from lamb_tpu.models.packing import pack, unpack
 
 BATCH, DEVICES, CHANNELS = 32, 8, 5
 # Examples per group with 4 on a device: ghost, ghost, local, 2 devices, 4 devices, all of them.

@@ -10,8 +10,8 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from lamb_tpu.cost.traffic import collectives
 from lamb_tpu.models.norm import BatchNorm
-from lamb_tpu.traffic import collectives
 
 BATCH = 32
 KEY = jax.random.key(0)

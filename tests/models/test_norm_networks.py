@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 
 from lamb_tpu import data, models
 from lamb_tpu.models.resnet import ResNet
-from lamb_tpu.run import prepare
+from lamb_tpu.run.build import prepare
 from tests import tiny
 from tests.models.numpy_layers import conv, variables
 from tests.parallel.nets import difference

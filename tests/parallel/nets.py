@@ -11,7 +11,7 @@ from ml_collections import ConfigDict
 
 from lamb_tpu import data
 from lamb_tpu.parallel import state as state_lib
-from lamb_tpu.run import Run, prepare
+from lamb_tpu.run.build import Run, prepare
 from tests import tiny
 
 BATCH_NORM = ConfigDict(

@@ -12,10 +12,10 @@ import pytest
 from ml_collections import ConfigDict
 
 from lamb_tpu import data
-from lamb_tpu.checkpoint import Checkpoints
 from lamb_tpu.errors import UserError
 from lamb_tpu.models import bert_rules
-from lamb_tpu.run import Run, prepare
+from lamb_tpu.run.build import Run, prepare
+from lamb_tpu.store.checkpoint import Checkpoints
 from tests import tiny
 from tests.parallel.nets import difference, trained
 from tests.parallel.test_bert_step import seen

@@ -14,7 +14,7 @@ from lamb_tpu.optim import parameters
 from lamb_tpu.parallel import mesh as mesh_lib
 from lamb_tpu.parallel import rules as rules_lib
 from lamb_tpu.parallel import state as state_lib
-from lamb_tpu.run import Run, prepare
+from lamb_tpu.run.build import Run, prepare
 from tests import tiny
 
 MODEL = ConfigDict({"name": "mlp", "hidden_sizes": (64, 32), "batch_norm": True})

@@ -10,10 +10,10 @@ import pytest
 from ml_collections import ConfigDict
 
 from lamb_tpu import models
-from lamb_tpu import run as run_lib
 from lamb_tpu.errors import UserError
 from lamb_tpu.models.norm import BatchNorm
-from lamb_tpu.run import prepare
+from lamb_tpu.run import build as run_lib
+from lamb_tpu.run.build import prepare
 from tests import tiny
 from tests.parallel.nets import difference, trained
 

@@ -16,7 +16,7 @@ from lamb_tpu.parallel import mesh as mesh_lib
 from lamb_tpu.parallel import placements
 from lamb_tpu.parallel import state as state_lib
 from lamb_tpu.parallel import step as step_lib
-from lamb_tpu.run import prepare
+from lamb_tpu.run.build import prepare
 from tests import tiny
 from tests.parallel.nets import (
     BATCH_NORM,

@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 from lamb_tpu import models
 from lamb_tpu.errors import UserError
 from lamb_tpu.models.dropout import example_positions
-from lamb_tpu.run import prepare
+from lamb_tpu.run.build import prepare
 from lamb_tpu.tasks import build, mixing
 from tests import tiny
 from tests.parallel.nets import difference, trained

@@ -11,12 +11,12 @@ import pytest
 from ml_collections import ConfigDict
 
 from lamb_tpu import data, models
-from lamb_tpu.data.squad import Question
-from lamb_tpu.data.squad_source import SquadSource, Windows
+from lamb_tpu.data.text.squad import Question
+from lamb_tpu.data.text.squad_source import SquadSource, Windows
 from lamb_tpu.data.text.vocabulary import SPECIAL_TOKENS, Vocabulary
 from lamb_tpu.errors import UserError
 from lamb_tpu.evaluate import evaluate_checkpoint
-from lamb_tpu.metrics import read_records
+from lamb_tpu.store.metrics import read_records
 from lamb_tpu.tasks import HostScored, build
 from lamb_tpu.train import train
 from tests import tiny

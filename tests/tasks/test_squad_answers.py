@@ -5,7 +5,7 @@ import unicodedata
 import numpy as np
 import pytest
 
-from lamb_tpu.data.squad import Features, Question, make_features, read_questions
+from lamb_tpu.data.text.squad import Features, Question, make_features, read_questions
 from lamb_tpu.data.text.vocabulary import Vocabulary
 from lamb_tpu.data.text.wordpiece import make_tokenizer
 from lamb_tpu.tasks.squad_answers import Answer, best_answers, choose

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from lamb_tpu.data.squad import Question, read_questions
+from lamb_tpu.data.text.squad import Question, read_questions
 from lamb_tpu.tasks.squad_metric import evaluate, normalize
 from tests.shared import shared
 

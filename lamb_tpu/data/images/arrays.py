@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -9,7 +10,7 @@ from lamb_tpu.data.hashing import below, words
 from lamb_tpu.data.source import ArraySource, Batch
 from lamb_tpu.errors import UserError
 
-_PAD_MODES = {"reflect": "reflect", "zero": "constant"}
+_PAD_MODES: dict[str, Literal["reflect", "constant"]] = {"reflect": "reflect", "zero": "constant"}
 
 
 @dataclass(frozen=True)

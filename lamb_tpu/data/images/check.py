@@ -10,8 +10,9 @@ import itertools
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import NoReturn
 
-from lamb_tpu import filesystem
+from lamb_tpu import terminal
 from lamb_tpu.data import load
 from lamb_tpu.data.images.jpeg import MAX_PIXELS, BadImage, decode_whole
 from lamb_tpu.data.images.records import Records
@@ -52,7 +53,7 @@ def look_through(records: Records, max_pixels: int) -> Iterator[tuple[str, str, 
 
 
 class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:
+    def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; see --help")
 
 
@@ -106,8 +107,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="as config.data.options.num_classes; default what the set tells")
     add("--max-megapixels", type=float, default=MAX_PIXELS / 1e6, metavar="N",
         help="as config.data.options.max_megapixels (default: %(default)g)")
-    return filesystem.refuse_empty(parser.parse_args(arguments))
+    return terminal.refuse_empty(parser.parse_args(arguments))
 
 
 if __name__ == "__main__":
-    filesystem.run_and_exit(main)
+    terminal.run_and_exit(main)

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lamb_tpu import filesystem
 from lamb_tpu.data.images.records import Record
 from lamb_tpu.data.splits import slices
 from lamb_tpu.errors import UserError
+from lamb_tpu.files import reading
 
 LABELS = "labels.tsv"
 _WHOLE = "train"  # the one split of a list without a column for it
@@ -223,7 +223,7 @@ def _splits(root: pathlib.Path) -> tuple[dict[str, list[str]], dict[str, pathlib
 def _rows(path: pathlib.Path) -> list[dict[str, str]]:
     """Column -> text of each line of a labels.tsv."""
     try:
-        lines = filesystem.read_text(path, errors="replace").splitlines()
+        lines = reading.read_text(path, errors="replace").splitlines()
     except ValueError as error:
         raise UserError(f"{path} cannot be read ({error})") from None
     columns = lines[0].split("\t") if lines else []

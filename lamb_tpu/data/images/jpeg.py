@@ -175,10 +175,11 @@ def _decode_box(content: bytes, frame: _Frame, box: Box, shrink: int) -> np.ndar
     # Where colour has fewer rows than light, the last row needs some of the next one's.
     needed = bottom + (frame.unit > 8)
     rows = min(frame.height, -(-needed // frame.unit) * frame.unit)
+    shorter: bytes | bytearray = content
     if rows < frame.height:
-        content = bytearray(content)
-        content[frame.height_at : frame.height_at + 2] = rows.to_bytes(2, "big")
-    pixels = _decode_rows(content, -(-rows // shrink), -(-frame.width // shrink))
+        shorter = bytearray(content)
+        shorter[frame.height_at : frame.height_at + 2] = rows.to_bytes(2, "big")
+    pixels = _decode_rows(shorter, -(-rows // shrink), -(-frame.width // shrink))
     if shrink == 1:
         return _cut(pixels, box)
     top, left = box.top // shrink, box.left // shrink

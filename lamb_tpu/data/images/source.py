@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import get_args
+from typing import cast, get_args
 
 import cv2
 import numpy as np
@@ -85,7 +85,7 @@ class Options:
             if found not in known:
                 listed = ", ".join(map(repr, known))
                 raise UserError(f"config.data.options.{name} is {found!r}; known are {listed}")
-        for name, found, least, most in (
+        bounds: tuple[tuple[str, float, float, float], ...] = (
             ("size", self.size, 8, 2**14),
             ("min_covered", self.min_covered, 0, 1),
             ("central_fraction", self.central_fraction, 0, 1),
@@ -94,10 +94,11 @@ class Options:
             ("erasing", self.erasing, 0, 1),
             ("num_classes", self.num_classes, 0, 2**31 - 1),
             ("threads", self.threads, 0, 2**10),
-        ):
-            if not least <= found <= most:
+        )
+        for name, value, least, most in bounds:
+            if not least <= value <= most:
                 raise UserError(
-                    f"config.data.options.{name} must lie in {least}..{most}, found {found}"
+                    f"config.data.options.{name} must lie in {least}..{most}, found {value}"
                 )
         if not 0 <= self.holdout < 1:
             raise UserError(
@@ -195,7 +196,7 @@ class ImageSource:
         # In their order, so that of several bad records it is always the first that is told.
         for _ in self._pool.map(fill, range(0, len(indices), _CHUNK)):
             pass
-        batch = {"image": images, "label": labels}
+        batch: Batch = {"image": images, "label": labels}
         return batch if self._training else batch | {"mask": mask}
 
     def _example(self, index: int, record: Record, seed: int) -> tuple[np.ndarray, int, bool]:
@@ -228,7 +229,7 @@ class ImageSource:
         rng = np.random.Generator(np.random.SFC64(seed)) if self._training else None
         options = self._options
         image, kind = decode_crop(
-            content, self._choose(rng), options.size, self.max_pixels, options.resize
+            content, self._choose(rng), options.size, self.max_pixels, cast(Resize, options.resize)
         )
         if kind != "rgb":
             self.tally.add(kind, index)

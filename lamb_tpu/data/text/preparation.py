@@ -18,7 +18,6 @@ from typing import Any
 
 import tokenizers
 
-from lamb_tpu import filesystem
 from lamb_tpu.data.text import saved, shards
 from lamb_tpu.data.text.reader import (
     DOCUMENT_RULES,
@@ -35,6 +34,7 @@ from lamb_tpu.data.text.sentences import SENTENCE_RULES, sentences
 from lamb_tpu.data.text.vocabulary import Vocabulary
 from lamb_tpu.data.text.wordpiece import make_tokenizer, train_vocabulary
 from lamb_tpu.errors import UserError
+from lamb_tpu.files import writing
 
 _SETTINGS = "settings.json"  # there until the manifest is
 _LOCK = ".preparing"
@@ -160,7 +160,8 @@ def _check(settings: Settings, processes: int | None) -> None:
         if number is not None and number >= 2**31:
             raise UserError(f"--{flag}={number} must be below {2**31}")
     if settings.vocab is not None:
-        _given_vocabulary(settings)  # before a mistake becomes what the output was begun with
+        # before a mistake becomes what the output was begun with
+        _given_vocabulary(settings.vocab, settings.cased)
 
 
 def _plan(inputs: Sequence[str], settings: Settings) -> tuple[list[Piece], dict[str, str]]:
@@ -231,7 +232,7 @@ def _vocabulary(
     if path.exists():
         return Vocabulary.read(path)
     if settings.vocab is not None:
-        vocabulary = _given_vocabulary(settings)
+        vocabulary = _given_vocabulary(settings.vocab, settings.cased)
     else:
 
         def read() -> Iterator[str]:
@@ -239,6 +240,7 @@ def _vocabulary(
                 for lines in _documents(group, settings, Counter()):
                     yield from sentences(lines, settings.sentences, Counter())
 
+        assert settings.train_vocab is not None  # one of the two is given
         try:
             vocabulary = train_vocabulary(read, settings.train_vocab, settings.cased)
         except UserError:  # nothing is prepared yet, so the output is not begun with this mistake
@@ -250,11 +252,11 @@ def _vocabulary(
     return vocabulary
 
 
-def _given_vocabulary(settings: Settings) -> Vocabulary:
-    vocabulary, cased = saved.read(settings.vocab)
-    if cased not in (None, settings.cased):
+def _given_vocabulary(path: str, wanted: bool) -> Vocabulary:
+    vocabulary, cased = saved.read(path)
+    if cased not in (None, wanted):
         raise UserError(
-            f"--vocab={settings.vocab} is of text with cased = {cased}, as the file beside it "
+            f"--vocab={path} is of text with cased = {cased}, as the file beside it "
             f"says; {'give' if cased else 'leave out'} --cased, or give another vocabulary"
         )
     return vocabulary
@@ -272,6 +274,7 @@ def _work(
     done = resumed
     report(Progress(done, resumed, sum(sizes.values())))
     count = min(processes or os.cpu_count() or 1, len(todo))
+    names: Iterator[str]
     with contextlib.ExitStack() as stack:
         if count > 1:
             # A process a core, each with one thread; spawned, because ArrayRecord has threads.
@@ -286,7 +289,13 @@ def _work(
             finished = concurrent.futures.as_completed(futures)
             names = (futures[future] for future in finished if future.result() is None)
         else:
-            names = (name for name in todo if _prepare_shard(*jobs[name]) is None)
+
+            def prepared() -> Iterator[str]:
+                for name in todo:
+                    _prepare_shard(*jobs[name])
+                    yield name
+
+            names = prepared()
         try:
             for name in names:
                 done += sizes[name]
@@ -301,6 +310,7 @@ def _work(
 def _start_worker() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends the others
     parent = multiprocessing.parent_process()
+    assert parent is not None  # this is a worker
 
     def follow() -> None:
         parent.join()
@@ -381,7 +391,7 @@ def _manifest(
 @contextlib.contextmanager
 def _locked(folder: pathlib.Path) -> Iterator[None]:
     """Holds a lock in the folder, which the system frees even if the process is killed."""
-    with filesystem.writing("--output", folder):
+    with writing.checked(folder, "--output"):
         folder.mkdir(parents=True, exist_ok=True)
         lock = open(folder / _LOCK, "w")
     with lock:

@@ -3,9 +3,9 @@
 import json
 import pathlib
 
-from lamb_tpu import filesystem, storage
 from lamb_tpu.data.text.vocabulary import Vocabulary
 from lamb_tpu.errors import UserError
+from lamb_tpu.files import reading, writing
 
 VOCABULARY = "vocab.txt"
 SETTINGS = "text.json"
@@ -14,8 +14,8 @@ _OF_TRANSFORMERS = "tokenizer_config.json"
 
 def save(folder: str | pathlib.Path, vocabulary: Vocabulary, cased: bool) -> None:
     """Writes `vocab.txt` and `text.json`, {"cased": ...}, into a folder that exists."""
-    storage.replace(pathlib.Path(folder, VOCABULARY), vocabulary.text())
-    storage.replace(pathlib.Path(folder, SETTINGS), json.dumps({"cased": cased}) + "\n")
+    writing.replace(pathlib.Path(folder, VOCABULARY), vocabulary.text())
+    writing.replace(pathlib.Path(folder, SETTINGS), json.dumps({"cased": cased}) + "\n")
 
 
 def read(path: str | pathlib.Path) -> tuple[Vocabulary, bool | None]:
@@ -36,7 +36,7 @@ def read(path: str | pathlib.Path) -> tuple[Vocabulary, bool | None]:
         if not beside.is_file():
             continue
         try:
-            settings = filesystem.read_json(beside)
+            settings = reading.read_json(beside)
             cased = (
                 settings["cased"] if name == SETTINGS else not settings.get("do_lower_case", True)
             )

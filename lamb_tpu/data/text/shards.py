@@ -12,14 +12,15 @@ import json
 import pathlib
 import resource
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 from array_record.python.array_record_data_source import ArrayRecordDataSource
 from array_record.python.array_record_module import ArrayRecordReader, ArrayRecordWriter
 
-from lamb_tpu import filesystem
 from lamb_tpu.data.text.vocabulary import Vocabulary
 from lamb_tpu.errors import UserError
+from lamb_tpu.files import reading
 
 MANIFEST = "manifest.json"
 VOCABULARY = "vocab.txt"
@@ -129,7 +130,9 @@ class TokenShards:
                 f"{expected}: a shard is damaged; {_AGAIN}"
             )
         self._tokens = np.concatenate([np.zeros(0, self._dtype), *parts]) if in_memory else None
-        self._files = None if in_memory else ArrayRecordDataSource([str(path) for path in paths])
+        self._files: Any = None  # an ArrayRecordDataSource, of which mypy knows nothing
+        if not in_memory:
+            self._files = ArrayRecordDataSource([str(path) for path in paths])
 
     @functools.cached_property
     def document_token_starts(self) -> np.ndarray:
@@ -175,8 +178,8 @@ def _starts(lengths: np.ndarray) -> np.ndarray:
 
 def _read(folder: pathlib.Path) -> bytes:
     try:
-        content = filesystem.read_text(folder / MANIFEST).encode()
-        manifest = filesystem.parse_json(content.decode())
+        content = reading.read_text(folder / MANIFEST).encode()
+        manifest = reading.parse_json(content.decode())
         if not isinstance(manifest, dict):
             raise ValueError("it is no JSON object")
     except (OSError, ValueError) as error:

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lamb_tpu import filesystem
 from lamb_tpu.errors import UserError
+from lamb_tpu.files import reading
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 CONTINUES = "##"  # before a token that is the rest of a word
@@ -43,7 +43,7 @@ class Vocabulary:
     def read(cls, path: str | pathlib.Path) -> "Vocabulary":
         """Reads a `vocab.txt`. Raises UserError as the constructor, and where there is no file."""
         try:
-            text = filesystem.read_text(path)
+            text = reading.read_text(path)
         except OSError as error:
             raise UserError(f"the vocabulary {path} cannot be read ({error.strerror})") from error
         except UnicodeDecodeError as error:

@@ -47,7 +47,7 @@ def test_no_vocabulary(tmp_path: pathlib.Path, content: bytes | None, message: s
 
 
 def test_training_needs_no_tokenizer() -> None:
-    code = "import sys, lamb_tpu.data.masked_lm; print('tokenizers' in sys.modules)"
+    code = "import sys, lamb_tpu.data.text.masked_lm; print('tokenizers' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )

@@ -1,0 +1,367 @@
+"""Several processes as one run: how they meet, and how one leaves that fails or hangs.
+
+JAX' coordination service ends a process with SIGABRT where a meeting fails, and lets a process that
+fails wait for the others, who wait for it in a collective operation. So what can go wrong is found
+here first, or ended here, and told in a sentence.
+"""
+
+import contextlib
+import os
+import pathlib
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import jax
+import numpy as np
+from absl import flags
+from jax.experimental import multihost_utils
+
+from lamb_tpu.errors import UserError
+
+# JAX' own 300 s, for hosts that do not start together.
+INITIALIZATION_SECONDS = 300
+# A process that is dead, stopped or cut off is noticed, and all others ended, within this time. JAX
+# has 100 s.
+HEARTBEAT_SECONDS = 60
+# How far apart processes may reach their end; the first ones wait there for the last.
+SHUTDOWN_SECONDS = 120
+# JAX must not give up before we do, for it tells nothing of use.
+_MARGIN_SECONDS = 60
+_SENTENCE_BYTES = 2048  # of another process' error
+# For the last lines of a process that leaves.
+_RELAY_SECONDS = 5
+_relay: subprocess.Popen | None = None
+# How long processes that end with an error of all wait for each other, so that all can tell it.
+_LEAVING_SECONDS = 10
+_leaves_with_all = False
+
+
+def initialize_from_flags() -> None:
+    """Calls `initialize` with `cli.define_process_flags`; then stderr goes through `relay`."""
+    values = flags.FLAGS
+    initialize(values.coordinator_address, values.num_processes, values.process_id)
+    if jax.distributed.is_initialized():
+        relay_stderr()
+
+
+def initialize(
+    coordinator_address: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    initialization_seconds: int = INITIALIZATION_SECONDS,
+    heartbeat_seconds: int = HEARTBEAT_SECONDS,
+    shutdown_seconds: int = SHUTDOWN_SECONDS,
+) -> None:
+    """Joins the processes of this run; call before anything asks JAX for a device.
+
+    What is not given comes from JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, then
+    from what `jax.distributed` finds by itself: a TPU VM's metadata, SLURM, Open MPI. A process
+    that finds nothing, or that it is the only one, is left as it is.
+
+    Afterwards SIGTERM does not end the process any more: JAX takes it for the notice of a
+    preemption, which `jax.experimental.multihost_utils.reached_preemption_sync_point` tells.
+
+    Args:
+      coordinator_address: HOST:PORT at which process 0 listens.
+      num_processes: of the run, at least 1.
+      process_id: this process, 0 to `num_processes - 1`.
+      initialization_seconds: how long to wait for all to be there.
+      heartbeat_seconds: after how long a process that is no longer heard of ends the others.
+      shutdown_seconds: how long the first to end waits for the last.
+
+    Raises:
+      UserError: a value is missing or out of range, process 0 cannot listen, or this process
+        cannot reach it. Where the others do not come, the process ends with such a sentence and
+        status 2.
+    """
+    if jax.distributed.is_initialized():
+        return
+    began = time.monotonic()
+    address = coordinator_address or os.environ.get("JAX_COORDINATOR_ADDRESS")
+    # Open MPI's are JAX' own names too, but from Open MPI 5 on JAX 0.10 does not look at them.
+    count = _first(num_processes, "JAX_NUM_PROCESSES", "OMPI_COMM_WORLD_SIZE")
+    index = _first(process_id, "JAX_PROCESS_ID", "OMPI_COMM_WORLD_RANK")
+    if count == 1 and not index:
+        return
+    complete = None not in (address, count, index)
+    if not complete:
+        address, count, index = _detect(address, count, index, initialization_seconds)
+    if (address, count, index) == (None, None, None) or (count == 1 and not index):
+        return
+    address, count, index = _check(address, count, index)
+
+    def left() -> float:
+        return max(0.0, began + initialization_seconds - time.monotonic())
+
+    if index == 0:
+        _check_port(address)
+    else:
+        _wait_for_port(address, f"process {index} of {count}", initialization_seconds, left)
+    timer = threading.Timer(left(), _give_up, (address, index, count, initialization_seconds))
+    timer.daemon = True
+    timer.start()
+    try:
+        jax.distributed.initialize(
+            address,
+            count,
+            index,
+            # Where all is said, a cluster around us is not asked which devices are ours either.
+            cluster_detection_method="deactivate" if complete else None,
+            initialization_timeout=int(left()) + _MARGIN_SECONDS,
+            heartbeat_timeout_seconds=heartbeat_seconds,
+            shutdown_timeout_seconds=shutdown_seconds,
+        )
+    finally:
+        timer.cancel()
+
+
+def _first(value: int | None, *variables: str) -> int | None:
+    """The value, or that of the first of the environment's variables that is there."""
+    if value is not None:
+        return value
+    for name in variables:
+        if name in os.environ:
+            try:
+                return int(os.environ[name])
+            except ValueError:
+                raise UserError(
+                    f"{name} is {os.environ[name]!r} in the environment; it must be a whole number"
+                ) from None
+    return None
+
+
+def _detect(
+    address: str | None, count: int | None, index: int | None, seconds: int
+) -> tuple[str | None, int | None, int | None]:
+    """What JAX' detection of clusters fills in."""
+    # There is no public way to ask whether there is a cluster without joining it.
+    from jax._src.clusters import ClusterEnv
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a Kubernetes pod without Kubernetes' package
+        try:
+            address, count, index, _ = ClusterEnv.auto_detect_unset_distributed_params(
+                address, count, index, [], None, seconds
+            )
+        except Exception as error:  # an HTTP request, another program's variables
+            raise UserError(
+                f"JAX finds a cluster but not the run's place in it ({type(error).__name__}: "
+                f"{' '.join(str(error).split())[:200]}); give --coordinator_address, "
+                "--num_processes and --process_id, or --num_processes=1 for a run of one process"
+            ) from error
+    return address, count, index
+
+
+def _check(
+    address: str | None, count: int | None, index: int | None
+) -> tuple[str, int, int]:
+    """Returns all three; refuses what is missing or wrong."""
+    values = {"coordinator_address": address, "num_processes": count, "process_id": index}
+    if count is not None and count < 1:
+        raise UserError(f"num_processes is {count}; it must be at least 1")
+    missing = [f"--{name}" for name, value in values.items() if value is None]
+    if address is None or count is None or index is None:
+        known = ", ".join(f"{name} {value}" for name, value in values.items() if value is not None)
+        raise UserError(
+            f"this is one process of several ({known}), but {' and '.join(missing)} cannot be "
+            "found; give what is missing, or start the run with lamb_tpu.launch, srun or mpirun"
+        )
+    if not 0 <= index < count:
+        raise UserError(
+            f"process_id is {index} and num_processes {count}; ids must lie in 0..{count - 1}"
+        )
+    if not re.fullmatch(r".+:\d+", address) or not 0 < _split(address)[1] < 2**16:
+        raise UserError(f"coordinator_address is {address!r}; it must be HOST:PORT")
+    return address, count, index
+
+
+def _split(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def _check_port(address: str) -> None:
+    """Refuses a port on which another program listens: gRPC may share it with another run."""
+    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # after a run just ended
+        try:
+            probe.bind(("", _split(address)[1]))
+        except OSError as error:
+            raise UserError(
+                f"process 0 cannot listen at {address} ({error.strerror}); end the program that "
+                "holds the port, perhaps an earlier run, or give another --coordinator_address to "
+                "all processes"
+            ) from None
+
+
+def _wait_for_port(address: str, who: str, seconds: int, left: Callable[[], float]) -> None:
+    """Waits until process 0 listens."""
+    while True:
+        try:
+            socket.create_connection(_split(address), timeout=max(1.0, min(5.0, left()))).close()
+            return
+        except OSError as error:
+            if not left():
+                raise UserError(
+                    f"{who} could not reach process 0 at {address} in {seconds} s "
+                    f"({error.strerror or error}); look whether process 0 runs, whether the "
+                    "address is the one it was given, and whether a firewall lies between"
+                ) from None
+        time.sleep(0.2)
+
+
+def _give_up(address: str, index: int, count: int, seconds: int) -> None:
+    """Ends the process, whose main thread waits in JAX, which would abort without a reason."""
+    proxies = [name for name in os.environ if re.fullmatch("(?i)(grpc|https?)_proxy", name)]
+    print(
+        f"error: process {index} of {count} has waited {seconds} s for all processes to meet at "
+        f"{address}; look which of them do not run, that each has its own --process_id and all "
+        f"the same --num_processes"
+        + (f", and that {proxies[0]} is not set or no_proxy has the host" if proxies else ""),
+        file=sys.stderr,
+        flush=True,
+    )
+    os._exit(2)
+
+
+def agree(error: UserError | None) -> None:
+    """Raises in every process of the run when one of them has an error; all must call it.
+
+    Raises:
+      UserError: its own error, or that of the first process that has one.
+    """
+    if jax.process_count() > 1:
+        failed = multihost_utils.process_allgather(np.bool_(error is not None))
+        if failed.any():
+            text = np.zeros(_SENTENCE_BYTES, np.uint8)
+            own = np.frombuffer(str(error or "").encode()[:_SENTENCE_BYTES], np.uint8)
+            text[: len(own)] = own
+            first = int(np.argmax(failed))
+            global _leaves_with_all
+            _leaves_with_all = True
+            told = multihost_utils.process_allgather(text)[first].tobytes().rstrip(b"\0")
+            if error is None:
+                raise UserError(f"process {first}: {told.decode(errors='replace')}")
+    if error is not None:
+        raise error
+
+
+@contextlib.contextmanager
+def together() -> Iterator[None]:
+    """Lets a UserError that the block raises in one process end all; all must enter it."""
+    failure: UserError | None = None
+    try:
+        yield
+    except UserError as error:
+        failure = error
+    agree(failure)
+
+
+def relay_stderr() -> None:
+    """Lets JAX' pages about a lost process become a sentence."""
+    global _relay
+    reading, writing = os.pipe()
+    _relay = subprocess.Popen(
+        [sys.executable, "-I", "-S", str(pathlib.Path(__file__).with_name("relay.py"))],
+        stdin=reading, stdout=subprocess.DEVNULL,
+        start_new_session=True,  # what ends the process must not end it before the last line
+    )
+    os.close(reading)
+    sys.stderr.flush()
+    os.dup2(writing, 2)
+    os.close(writing)
+
+
+def leave(status: int) -> NoReturn:
+    """Ends a process after a failure of its own; one of several at once.
+
+    The ordinary end of one of several is a meeting: it would wait `shutdown_seconds` for others
+    that wait for it in a collective operation, and then be aborted instead of ending with
+    `status`. Where all processes end together, `sys.exit` is right, but not after `agree` has
+    raised: threads of a failed save may still wait for each other. Then all meet here, for a short
+    time.
+
+    Args:
+      status: exit status of the process.
+    """
+    if not jax.distributed.is_initialized():
+        sys.exit(status)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if _leaves_with_all:
+        with contextlib.suppress(Exception):
+            client().wait_at_barrier("lamb_tpu/leave", _LEAVING_SECONDS * 1000)
+        if jax.process_index() == 0:
+            time.sleep(1)  # JAX aborts the others once its service, which is here, has gone
+    if _relay is not None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            _relay.wait(_RELAY_SECONDS)  # what was told is seen before the process is seen to end
+    os._exit(status)
+
+
+def client() -> Any:
+    """The client of JAX' coordination service, which JAX has no public way to."""
+    from jax._src import distributed
+
+    return distributed.global_state.client
+
+
+class Watchdog:
+    """Ends the process when it has come no further for too long.
+
+    The coordination service notices a process that is dead or stopped, but one that hangs in
+    something of its own (a file system, a lock) is alive to it, and the others wait for ever. Use
+    as a context manager:
+
+        with Watchdog(limit_seconds=1800) as watchdog:
+            ...
+            watchdog.progress("update 7")
+
+    Args:
+      limit_seconds: the longest time from one progress to the next; compiling, a save and the
+        wait for the slowest process lie in between. 0: for ever.
+    """
+
+    def __init__(self, limit_seconds: float) -> None:
+        self._limit = limit_seconds
+        self._over = threading.Event()
+
+    def progress(self, what: str) -> None:
+        """Says what has just been completed."""
+        self._last = (time.monotonic(), what)
+
+    def __enter__(self) -> "Watchdog":
+        self._process = jax.process_index()
+        self.progress("its start")
+        if self._limit:
+            threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._over.set()
+
+    def _watch(self) -> None:
+        while not self._over.wait(min(1.0, self._limit / 4)):
+            when, what = self._last
+            if time.monotonic() - when > self._limit:
+                main = threading.main_thread().ident
+                assert main is not None  # it has begun
+                frame = sys._current_frames()[main]
+                print(
+                    f"error: process {self._process} has come no further in {self._limit:g} s "
+                    f"since {what}; it hangs here, or waits here for a process that hangs:\n"
+                    + "".join(traceback.format_stack(frame)),
+                    file=sys.stderr,
+                    flush=True,
+                )
+                os._exit(1)

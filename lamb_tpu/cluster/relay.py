@@ -1,0 +1,72 @@
+"""Stands between a process of several and its stderr, and turns JAX' abort into one sentence.
+
+    python -I -S lamb_tpu/cluster/relay.py < PIPE
+
+Where another process is killed, stopped or cut off, JAX' coordination service aborts this one from
+a thread of C++, with pages of its log and of stacks that nothing in the process can hold back. They
+are held back here; all else passes through at once. Imports nothing of the project, to start fast.
+"""
+
+import os
+import re
+import signal
+import sys
+from typing import BinaryIO
+
+# A line of JAX' own log: level, date, time, thread, file.
+_LOG = re.compile(
+    rb"[IWEF]\d{4} [\d:.]+ +\d+ (?:coordination_\w+|preemption_sync_manager|client)\.(?:cc|h):\d+\]"
+)
+# What follows such a line and belongs to it.
+_MORE = re.compile(
+    rb"(?:\d+|\s*|The tasks have crashed.*|Additional GRPC error.*|:UNKNOWN:.*|:?\{.*|RPC: /.*"
+    rb"|\*\*\* Check failure.*|    @ .*)\s*$"
+)
+_FATAL = re.compile(rb"F\d{4} .* client\.h:\d+\]")
+
+
+def relay(source: BinaryIO, target: BinaryIO) -> None:
+    """Copies lines to the end; of an abort for another process the reason only, in a sentence.
+
+    Args:
+      source: what the process writes.
+      target: where it is to go.
+    """
+    held: list[bytes] = []  # of JAX' log; told in the end, where it meant no abort
+    fatal: list[bytes] = []  # from the abort on
+    told = False
+    for line in iter(source.readline, b""):
+        own = line.startswith(b"error: ")
+        told |= own
+        if fatal and not own:
+            fatal.append(line)
+        elif _FATAL.match(line):
+            fatal.append(line)
+        elif _LOG.match(line) or (held and not own and _MORE.match(line)):
+            held.append(line)
+        else:
+            target.write(line)
+            target.flush()
+    if not told:
+        for line in [_sentence(fatal)] if fatal else held:
+            target.write(line)
+        target.flush()
+
+
+def _sentence(fatal: list[bytes]) -> bytes:
+    text = b" ".join(b"".join(fatal[:4]).partition(b"absl::Status: ")[2].split())
+    reason = re.split(rb" RPC: | Additional GRPC| The tasks have crashed| \*\*\*", text)[0]
+    return (
+        b"error: another process of this run has ended, is stopped or cannot be reached, so this "
+        b"one cannot go on (" + reason[:300] + b"); nothing that was saved is lost\n"
+    )
+
+
+if __name__ == "__main__":
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # it ends when the process does, not before
+    try:
+        with os.fdopen(0, "rb") as lines, os.fdopen(2, "wb") as output:
+            relay(lines, output)
+    except OSError:  # nobody reads it any more
+        sys.exit(1)

@@ -1,0 +1,1 @@
+"""What a compiled program costs: its operations, its traffic, and the TPUs it is for."""

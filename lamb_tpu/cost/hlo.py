@@ -1,0 +1,334 @@
+"""Optimized HLO, the compiler's last text: what a program costs, computes and sends.
+
+The TPU compiler writes on an instruction how many cycles of the core it expects. A program's cycles
+are the sum of them, with loops counted as often as they run; the network is not in these estimates.
+What a device sends is in `lamb_tpu.cost.traffic`.
+"""
+
+import functools
+import itertools
+import math
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+_HEADER = re.compile(r"(ENTRY )?%?([^\s(]+) \(.*\{$")
+_INSTRUCTION = re.compile(r"\s+(ROOT )?%?(\S+) = (.*?)\s([a-z][a-z0-9-]*)\((.*)")
+_CYCLES = re.compile(r'"estimated_cycles":"?(\d+)')
+_CONSTANT = re.compile(r"(-?\d+)\)")
+_ARRAY = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+[a-z]*)?)\[([\d,]*)\]")
+
+
+class Cost(NamedTuple):
+    """What one run of a program takes."""
+
+    cycles: int  # of one core, as the compiler estimates them
+    fusions: int  # fused kernels started
+
+
+class Array(NamedTuple):
+    """The type of an array, or of one in a tuple."""
+
+    dtype: str  # as HLO has it: f32, bf16, s32, pred
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size, without the padding of a layout."""
+        bits = re.search(r"\d+", self.dtype)  # none in pred, a byte
+        return math.prod(self.shape) * (int(bits[0]) if bits else 8) // 8
+
+
+class Instruction(NamedTuple):
+    """One line of a computation."""
+
+    name: str
+    result: str  # its type as text
+    opcode: str
+    rest: str  # operands and attributes
+
+    def operands(self) -> list[str]:
+        """The names of its operands."""
+        return re.findall(r"%([^\s,)]+)", self.rest.partition(")")[0])
+
+    def attribute(self, key: str) -> list[str]:
+        """The names that an attribute such as body=%name or calls={%a, %b} holds."""
+        found = re.search(rf"\b{key}=(\{{[^}}]*\}}|%?[^\s,]+)", self.rest)
+        return re.findall(r"[^\s,%{}]+", found[1]) if found else []
+
+    def cycles(self) -> int:
+        """The compiler's estimate; 0 where it has none."""
+        estimate = _CYCLES.search(self.rest)
+        return int(estimate[1]) if estimate else 0
+
+    def arrays(self) -> list[Array]:
+        """What it gives: one array, or those of a tuple."""
+        return [
+            Array(dtype, tuple(int(size) for size in sizes.split(",") if size))
+            for dtype, sizes in _ARRAY.findall(self.result)
+        ]
+
+
+class Computation(NamedTuple):
+    """A function of a program."""
+
+    name: str
+    root: Instruction
+    instructions: dict[str, Instruction]
+
+    def inputs(self, instruction: Instruction) -> list[Array]:
+        """What an instruction of it takes."""
+        return [
+            array
+            for name in instruction.operands()
+            for array in self.instructions[name].arrays()
+        ]
+
+
+class Run(NamedTuple):
+    """An instruction and how often a run of the program executes it."""
+
+    times: int
+    instruction: Instruction
+    computation: Computation
+
+
+class Program:
+    """A compiled program.
+
+    Args:
+      hlo: `as_text()` of what `jax.jit(...).lower(...).compile()` gave.
+
+    Attributes:
+      computations: by name.
+      entry: the name of the first.
+      num_devices: on which it runs together.
+
+    Raises:
+      ValueError: text that is no HLO module.
+    """
+
+    def __init__(self, hlo: str) -> None:
+        self.computations: dict[str, Computation] = {}
+        self.entry = ""
+        name: str | None = None
+        root: Instruction | None = None
+        instructions: dict[str, Instruction] = {}
+        for line in hlo.splitlines():
+            if header := _HEADER.match(line):
+                name, root, instructions = header[2], None, {}
+                self.entry = name if header[1] else self.entry
+            elif name and line.startswith("}"):
+                if root is not None:  # as every computation of a whole module has
+                    self.computations[name] = Computation(name, root, instructions)
+                name = None
+            elif name and (found := _INSTRUCTION.match(line)):
+                instruction = Instruction(*found.groups()[1:])
+                instructions[instruction.name] = instruction
+                root = instruction if found[1] else root
+        if self.entry not in self.computations:
+            raise ValueError("the text is no HLO module: it has no entry computation")
+        counts = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", hlo.partition("\n")[0])
+        self.num_devices = math.prod(int(count) for count in counts)
+
+    def run(self, size: Callable[[Instruction, Computation], int]) -> list[Run]:
+        """The instructions of one run of the program that have a size.
+
+        A fusion is one instruction. What a loop holds is there as often as it runs; of a
+        conditional's branches the largest is taken.
+
+        Args:
+          size: of an instruction of a computation; those of size 0 are left out.
+
+        Raises:
+          ValueError: a loop that holds something does not tell how often it runs.
+        """
+
+        @functools.cache
+        def of(name: str) -> tuple[list[Run], int]:
+            computation = self.computations[name]
+            runs, total = [], 0
+            for instruction in computation.instructions.values():
+                if own := size(instruction, computation):
+                    runs.append(Run(1, instruction, computation))
+                    total += own
+                for times, called in self._called(instruction, computation, of):
+                    parts, amount = of(called)
+                    runs += [part._replace(times=times * part.times) for part in parts]
+                    total += times * amount
+            return runs, total
+
+        return of(self.entry)[0]
+
+    def _called(
+        self, instruction: Instruction, computation: Computation, of: Callable
+    ) -> list[tuple[int, str]]:
+        """What an instruction runs, how often; what a fusion or a reduction holds is its own."""
+        if instruction.opcode == "while":
+            called = instruction.attribute("body") + instruction.attribute("condition")
+            if not any(of(name)[1] for name in called):
+                return []
+            times = self._turns(instruction, computation)
+            return [(times, name) for name in called]
+        if instruction.opcode == "conditional":
+            keys = ("branch_computations", "true_computation", "false_computation")
+            branches = [name for key in keys for name in instruction.attribute(key)]
+            return [(1, max(branches, key=lambda name: of(name)[1]))]
+        if instruction.opcode in ("call", "async-start"):
+            called = [*instruction.attribute("to_apply"), *instruction.attribute("calls")]
+            return [(1, name) for name in called]
+        return []
+
+    def _turns(self, loop: Instruction, computation: Computation) -> int:
+        """How often a loop runs: a counter goes by a constant step to a constant limit."""
+        if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.rest):
+            return int(known[1])
+        body = self.computations[loop.attribute("body")[0]]
+        condition = self.computations[loop.attribute("condition")[0]]
+        try:
+            if condition.root.opcode != "compare" or "direction=LT" not in condition.root.rest:
+                raise KeyError(condition.root.opcode)
+            counter, limit = condition.root.operands()
+            found = re.search(r"index=(\d+)", condition.instructions[counter].rest)
+            if found is None:
+                raise KeyError(counter)
+            index = int(found[1])
+            start = computation.instructions[loop.operands()[0]].operands()[index]
+            step = body.instructions[body.root.operands()[index]]
+            if step.opcode != "add":
+                raise KeyError(step.opcode)
+            return math.ceil(
+                (_value(limit, condition) - _value(start, computation))
+                / _value(step.operands()[1], body)
+            )
+        except (KeyError, IndexError, TypeError):
+            raise ValueError(f"the loop %{loop.name} does not tell how often it runs") from None
+
+
+def _value(name: str, computation: Computation) -> int:
+    """The constant that an instruction is, or is a copy of."""
+    instruction = computation.instructions[name]
+    if instruction.opcode == "copy":
+        return _value(instruction.operands()[0], computation)
+    found = _CONSTANT.match(instruction.rest)
+    if instruction.opcode != "constant" or found is None:
+        raise KeyError(name)
+    return int(found[1])
+
+
+def program_cost(hlo: str) -> Cost:
+    """The cost of one run of a compiled program.
+
+    A fusion's estimate covers all that it fuses. A loop counts its body and its condition as often
+    as it runs, a conditional its dearest branch.
+
+    >>> program_cost('''
+    ... ENTRY %main (x: f32[8]) -> f32[8] {
+    ...   %x = f32[8]{0} parameter(0)
+    ...   ROOT %f = f32[8]{0} fusion(%x), calls=%g, backend_config={"estimated_cycles":"300"}
+    ... }''')
+    Cost(cycles=300, fusions=1)
+
+    Args:
+      hlo: `as_text()` of what `jax.jit(...).lower(...).compile()` gave for a TPU.
+
+    Raises:
+      ValueError: text that is no HLO module; a loop whose number of turns it does not tell.
+    """
+    program = Program(hlo)
+    runs = program.run(lambda instruction, _: instruction.cycles())
+    fusions = program.run(lambda instruction, _: instruction.opcode == "fusion")
+    return Cost(
+        sum(times * instruction.cycles() for times, instruction, _ in runs),
+        sum(times for times, _, _ in fusions),
+    )
+
+
+def program_flops(hlo: str) -> int:
+    """Floating-point operations of a program's matrix products and convolutions.
+
+    A multiplication and an addition are two. Unlike JAX's `cost_analysis` it counts a loop as often
+    as it runs; unlike it, it leaves out all other arithmetic, which is small beside these.
+
+    >>> program_flops('''
+    ... ENTRY %main (x: f32[8,3], y: f32[3,5]) -> f32[8,5] {
+    ...   %x = f32[8,3]{1,0} parameter(0)
+    ...   %y = f32[3,5]{1,0} parameter(1)
+    ...   ROOT %dot = f32[8,5] dot(%x, %y), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+    ... }''')
+    240
+
+    Args:
+      hlo: see `program_cost`; of any compiler that does not hand matrix products to a library.
+
+    Raises:
+      ValueError: as `program_cost`.
+    """
+    program = Program(hlo)
+
+    @functools.cache
+    def inside(name: str) -> int:
+        computation = program.computations[name]
+        return sum(flops(part, computation) for part in computation.instructions.values())
+
+    def flops(instruction: Instruction, computation: Computation) -> int:
+        if instruction.opcode == "dot":
+            return 2 * _dot(instruction, computation)
+        if instruction.opcode == "convolution":
+            return 2 * _convolution(instruction, computation)
+        if instruction.opcode == "fusion":
+            return sum(inside(name) for name in instruction.attribute("calls"))
+        return 0
+
+    runs = program.run(flops)
+    return sum(times * flops(instruction, computation) for times, instruction, computation in runs)
+
+
+def _dot(dot: Instruction, computation: Computation) -> int:
+    """Multiplications of a matrix product."""
+    left = computation.inputs(dot)[0].shape
+    contracted = [left[int(axis)] for axis in dot.attribute("lhs_contracting_dims")]
+    return math.prod(dot.arrays()[0].shape) * math.prod(contracted)
+
+
+def _convolution(convolution: Instruction, computation: Computation) -> int:
+    """Multiplications of a convolution, those with the zeros of padding and dilation left out.
+
+    The TPU compiler writes every matrix product as one, a batch of products as a convolution of as
+    many places with such zeros between them that each place meets one only.
+    """
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", convolution.rest)
+    if labels is None:
+        raise ValueError(f"the convolution %{convolution.name} does not tell its dimensions")
+    shapes = [array.shape for array in computation.inputs(convolution)[:2]]
+    shapes.append(convolution.arrays()[0].shape)
+    inputs, kernel, output = (
+        dict(zip(names, shape, strict=True))
+        for names, shape in zip(labels.groups(), shapes, strict=True)
+    )
+    window = dict(re.findall(r"(\w+)=([\dx_-]+)", _braces(convolution.rest, "window")))
+
+    def each(key: str, default: str) -> list[str]:
+        return window[key].split("x") if key in window else [default] * len(spatial)
+
+    spatial = sorted(label for label in inputs if label.isdigit())
+    pairs = 1
+    for axis, size, stride, pad, spread, dilation, turned in zip(
+        spatial, each("size", "1"), each("stride", "1"), each("pad", "0_0"),
+        each("lhs_dilate", "1"), each("rhs_dilate", "1"), each("rhs_reversal", "0"), strict=True,
+    ):
+        del turned  # a kernel read backwards meets as many values
+        low = int(pad.split("_")[0])
+        places = (
+            place * int(stride) + offset * int(dilation) - low
+            for place, offset in itertools.product(range(output[axis]), range(int(size)))
+        )
+        reach = (inputs[axis] - 1) * int(spread)
+        pairs *= sum(0 <= place <= reach and place % int(spread) == 0 for place in places)
+    groups = re.search(r"batch_group_count=(\d+)", convolution.rest)
+    return pairs * kernel["i"] * kernel["o"] * inputs["b"] // int(groups[1] if groups else 1)
+
+
+def _braces(text: str, key: str) -> str:
+    found = re.search(rf"\b{key}=\{{([^}}]*)\}}", text)
+    return found[1] if found else ""

@@ -1,0 +1,241 @@
+"""TPU slices by the names they are rented under, devices to compile for without one, and peaks.
+
+Names, shapes, memory and peaks are those of `cloud.google.com/tpu/docs/` v2, v3, v4, v5e, v5p, v6e
+and types-topologies; v2's memory and peak are from `docs.jax.dev/en/latest/pallas/tpu/hardware`. A
+count is of cores for v2, v3, v4 and v5p, of chips for v5e and v6e. JAX sees a device for each core
+of v2 and v3 and for each chip of the others, whose two cores, where there are two, work as one.
+
+Peaks of NVIDIA's GPUs are of dense products in bfloat16 (in float16 for V100, which has no other),
+by NVIDIA: `developer.nvidia.com/programming-tensor-cores-cuda-9-0` for V100, and its data sheets as
+`glennklockwood.com/garden/processors/` A100, h100 and B200 quote them.
+"""
+
+import dataclasses
+import difflib
+import importlib.util
+import math
+import os
+import re
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+
+from lamb_tpu.errors import UserError
+
+GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """What all slices of one generation share.
+
+    Attributes:
+      counted: by how many a name counts each chip: 2 for its cores, 1 for itself.
+      devices: that JAX makes of a chip.
+      shapes: of the slices below a cube of 4 x 4 x 4 chips, in chips, and for a two-dimensional
+        network of all.
+      max_cubes: of the largest slice; 0 where the network has two dimensions.
+      hbm: bytes of a device.
+      usable: bytes of them that the compiler gives to programs, as its out-of-memory error tells
+        (libtpu 0.0.42; 0.0.50 gives 0.02 GiB less of a v5p).
+      peak: floating-point operations a second of a device, in bfloat16.
+      clock: of the core in Hz. It is what the peak is of the operations that the matrix units do in
+        a cycle, rounded: 2 x 128 x 128 for each unit, of which a device has 1, 2, 8, 4 and 8 from
+        v2 to v5p. For v6e the documents tell of two units and of four; the compiler counts with
+        more than two could do, so it is four of 256 x 256 here.
+    """
+
+    counted: int
+    devices: int
+    shapes: tuple[tuple[int, ...], ...]
+    max_cubes: int
+    hbm: int
+    usable: float
+    peak: float
+    clock: float
+
+
+_SMALL_CUBOIDS = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
+_LITE = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
+GENERATIONS = {
+    "v2": Generation(
+        2, 2, ((2, 2, 1), (4, 4, 1), (8, 8, 1), (8, 16, 1), (16, 16, 1)), 0,
+        8 * GIB, 7.48 * GIB, 23e12, 700e6,
+    ),
+    "v3": Generation(
+        2, 2,
+        (
+            (2, 2, 1), (4, 4, 1), (4, 8, 1), (8, 8, 1), (8, 16, 1), (16, 16, 1), (16, 32, 1),
+            (32, 32, 1),
+        ),
+        0, 16 * GIB, 15.48 * GIB, 61.5e12, 940e6,
+    ),
+    "v4": Generation(2, 1, _SMALL_CUBOIDS, 64, 32 * GIB, 30.75 * GIB, 275e12, 1050e6),
+    "v5e": Generation(1, 1, _LITE, 0, 16 * GIB, 15.75 * GIB, 197e12, 1500e6),
+    "v5p": Generation(2, 1, _SMALL_CUBOIDS, 96, 96 * GIB, 95.74 * GIB, 459e12, 1750e6),
+    "v6e": Generation(1, 1, _LITE, 0, 32 * GIB, 31.25 * GIB, 918e12, 1750e6),
+}
+_OTHER_NAMES = {"v5litepod": "v5e"}
+# Versions by `device_kind`, as JAX 0.10 knows them (jax/_src/pallas/mosaic/tpu_info.py).
+_TPU_KINDS = {
+    "TPU v2": "v2", "TPU v3": "v3", "TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5e": "v5e",
+    "TPU v5": "v5p", "TPU v5p": "v5p", "TPU v6 lite": "v6e", "TPU v6e": "v6e",
+}
+# Whole names: a part of a GPU (MIG) and cards with a slower clock have others.
+_GPU_PEAKS = {
+    "Tesla V100-SXM2-16GB": 125e12, "Tesla V100-SXM2-32GB": 125e12,
+    "NVIDIA A100-SXM4-40GB": 312e12, "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA A100-PCIE-40GB": 312e12, "NVIDIA A100 80GB PCIe": 312e12,
+    "NVIDIA H100 80GB HBM3": 989.4e12, "NVIDIA H200": 989.4e12, "NVIDIA B200": 2250e12,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """One slice.
+
+    Attributes:
+      name: as asked for, such as 'v3-2048'.
+      version: of the chip, a key of `GENERATIONS`.
+      shape: in chips.
+    """
+
+    name: str
+    version: str
+    shape: tuple[int, ...]
+
+    @property
+    def generation(self) -> Generation:
+        """What all slices of the version share."""
+        return GENERATIONS[self.version]
+
+    @property
+    def num_devices(self) -> int:
+        """Devices that JAX will see."""
+        return math.prod(self.shape) * self.generation.devices
+
+    def compiler_options(self) -> dict[str, Any]:
+        """Arguments of `jax.experimental.topologies.get_topology_desc` for it."""
+        # A host has four chips, but up to eight where they are the whole of a lite slice.
+        lite = self.generation.counted == 1 and math.prod(self.shape) <= 8
+        host = (*self.shape, 1) if lite else (2, 2, 1)
+        if self.generation.max_cubes:
+            wrap = tuple(side % 4 == 0 for side in self.shape)
+            wrap = wrap if all(wrap) else (False,) * 3
+        else:
+            # The links go round along those sides that are as long as the pod's.
+            longest = max(max(shape) for shape in self.generation.shapes)
+            wrap = tuple(side == longest for side in (*self.shape, 1)[:3])
+        options: dict[str, Any] = {
+            "topology_name": f"{self.version}:{'x'.join(map(str, self.shape))}",
+            "chips_per_host_bounds": host,
+            "wrap": wrap,
+        }
+        # By default the compiler takes each core of a v4 for a device.
+        return options | ({"chip_config_name": "megacore"} if self.version == "v4" else {})
+
+
+def topology(name: str) -> Topology:
+    """The slice of a name.
+
+    >>> topology("v3-2048")
+    Topology(name='v3-2048', version='v3', shape=(32, 32, 1))
+    >>> topology("v5litepod-16").num_devices
+    16
+
+    Raises:
+      UserError: no slice has the name; the message lists those that are near.
+    """
+    found = re.fullmatch(r"([a-z0-9]+)-(\d+)", name)
+    version = _OTHER_NAMES.get(found[1], found[1]) if found else None
+    if found is None or version not in GENERATIONS:
+        raise UserError(
+            f"--topology is {name!r}; it must be one of {', '.join(GENERATIONS)}, a hyphen and the "
+            f"size{_perhaps(name)}"
+        )
+    shapes, count = _shapes(version), int(found[2])
+    if count not in shapes:
+        near = sorted(sorted(shapes, key=lambda size: abs(size - count))[:2])
+        unit = "cores" if GENERATIONS[version].counted == 2 else "chips"
+        raise UserError(
+            f"--topology is {name!r}, and no slice of {version} has {count} {unit}; the nearest "
+            f"are {' and '.join(f'{version}-{size}' for size in near)}, of {_sizes(version)}"
+        )
+    return Topology(name, version, shapes[count])
+
+
+def devices(slice_: Topology) -> list[jax.Device]:
+    """Devices for which programs can be compiled, though not run, by the real TPU compiler.
+
+    From here on JAX runs on the CPU alone, and nothing looks for a TPU.
+
+    Raises:
+      UserError: libtpu, which holds the compiler, is not installed.
+    """
+    if importlib.util.find_spec("libtpu") is None:
+        raise UserError(
+            "the TPU compiler is not installed; it is a library for Linux on x86-64 that comes "
+            "with the extra tpu: .venv/bin/pip install -e '.[tpu]'"
+        )
+    jax.config.update("jax_platforms", "cpu")
+    os.environ.update(
+        # The compiler must neither look for a TPU nor ask Google's cloud where it runs.
+        TPU_SKIP_MDS_QUERY="1", TPU_WORKER_HOSTNAMES="localhost", TPU_ACCELERATOR_TYPE="v3-8",
+        # There is no device to fight over: several processes may compile at a time.
+        ALLOW_MULTIPLE_LIBTPU_LOAD="1",
+        # It would leave log files in a folder that all users share.
+        TPU_LOG_DIR="disabled",
+    )
+    return list(
+        topologies.get_topology_desc(platform="tpu", **slice_.compiler_options()).devices
+    )
+
+
+def peak_flops(device_kind: str) -> float | None:
+    """Operations a second of one JAX device, by `jax.Device.device_kind`; None where not known.
+
+    Of matrix products in bfloat16. Of a TPU v2 or v3 a device is a core.
+
+    >>> peak_flops("TPU v3"), peak_flops("NVIDIA H200"), peak_flops("cpu")
+    (61500000000000.0, 989400000000000.0, None)
+    """
+    version = _TPU_KINDS.get(device_kind)
+    return GENERATIONS[version].peak if version else _GPU_PEAKS.get(device_kind)
+
+
+def _shapes(version: str) -> dict[int, tuple[int, ...]]:
+    """The shapes of a version's slices by the number in their names."""
+    generation = GENERATIONS[version]
+    cubes = [_cuboid(number) for number in range(1, generation.max_cubes + 1)]
+    shapes = [*generation.shapes, *cubes]
+    return {generation.counted * math.prod(shape): shape for shape in shapes}
+
+
+def _cuboid(cubes: int) -> tuple[int, ...]:
+    """The shape nearest to a cube that is made of cubes of 4 x 4 x 4 chips."""
+    shapes = [
+        (a, b, cubes // (a * b))
+        for a in range(1, cubes + 1) if cubes % a == 0
+        for b in range(a, cubes + 1) if cubes % (a * b) == 0 and cubes // (a * b) >= b
+    ]
+    return tuple(4 * side for side in min(shapes, key=sum))
+
+
+def _sizes(version: str) -> str:
+    generation = GENERATIONS[version]
+    sizes = ", ".join(str(generation.counted * math.prod(shape)) for shape in generation.shapes)
+    if not generation.max_cubes:
+        return sizes
+    cube = generation.counted * 64
+    return f"{sizes} and the multiples of {cube} up to {cube * generation.max_cubes}"
+
+
+def _perhaps(name: str) -> str:
+    names = [
+        f"{shown}-{size}"
+        for shown in (*GENERATIONS, *_OTHER_NAMES)
+        for size in _shapes(_OTHER_NAMES.get(shown, shown))
+    ]
+    near = difflib.get_close_matches(name.lower(), names, n=2, cutoff=0.5)
+    return f", such as {' or '.join(near or ['v3-2048'])}"

@@ -1,0 +1,218 @@
+"""What the devices of a compiled program send each other, read from its optimized HLO."""
+
+import math
+import re
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from lamb_tpu.cost.hlo import Array, Computation, Instruction, Program
+
+KINDS = (
+    "all-reduce", "reduce-scatter", "all-gather", "all-to-all", "ragged-all-to-all",
+    "collective-permute", "collective-broadcast",
+)
+Groups = tuple[tuple[int, ...], ...]
+
+
+class Collective(NamedTuple):
+    """One operation in which devices exchange data."""
+
+    kind: str  # one of `KINDS`
+    groups: Groups  # devices by their place in the program; of a permutation, (from, to) pairs
+    arrays: tuple[Array, ...]  # what each device puts in
+    count: int  # type: ignore[assignment]  # how often one run of the program does it
+
+    @property
+    def group_size(self) -> int:
+        """Devices that exchange data with each other."""
+        return max(map(len, self.groups))
+
+    @property
+    def dtype(self) -> str:
+        """Of what is exchanged, as HLO has it; 'bf16+f32' where several arrays share it."""
+        return "+".join(sorted({array.dtype for array in self.arrays}))
+
+    @property
+    def operand_bytes(self) -> int:
+        """What a device puts in, once."""
+        return sum(array.num_bytes for array in self.arrays)
+
+    @property
+    def result_bytes(self) -> int:
+        """What a device gets out, once."""
+        if self.kind == "all-gather":
+            return self.operand_bytes * self.group_size
+        return self.operand_bytes // (self.group_size if self.kind == "reduce-scatter" else 1)
+
+    @property
+    def sent_bytes(self) -> int:
+        """The least that a device has to send for it, once.
+
+        With n devices: 2 (n - 1) / n of the operand for a sum that all get, (n - 1) / n where each
+        keeps a part, n - 1 times the operand where all get all parts.
+        """
+        others, size = self.group_size - 1, self.operand_bytes
+        if self.kind in ("all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all"):
+            return (2 if self.kind == "all-reduce" else 1) * size * others // (others + 1)
+        return size * others if self.kind == "all-gather" else size
+
+
+class Row(NamedTuple):
+    """All collectives of one kind among as many devices in one dtype; bytes are of one device."""
+
+    kind: str
+    group_size: int
+    dtype: str
+    count: int  # type: ignore[assignment]
+    operand_bytes: int
+    result_bytes: int
+    sent_bytes: int
+
+
+def collectives(hlo: str) -> list[Collective]:
+    """Every collective of a compiled program, in the order of the text.
+
+    An asynchronous one is counted where it starts. What the TPU compiler fuses is seen: an
+    all-reduce of which each device keeps a part is the reduce-scatter that it runs as, and padding
+    that it adds is counted. An all-reduce with a slice after it, outside of a fusion, is an
+    all-reduce.
+
+    >>> [reduced] = collectives('''HloModule f, num_partitions=4
+    ... ENTRY %main (x: f32[8]) -> f32[8] {
+    ...   %x = f32[8]{0} parameter(0)
+    ...   ROOT %y = f32[8]{0} all-reduce(%x), replica_groups={{0,1},{2,3}}, to_apply=%add
+    ... }''')
+    >>> reduced.kind, reduced.groups, reduced.operand_bytes, reduced.sent_bytes
+    ('all-reduce', ((0, 1), (2, 3)), 32, 32)
+
+    Args:
+      hlo: `as_text()` of a compiled program.
+
+    Raises:
+      ValueError: text that is no HLO module; a loop with collectives whose number of turns it does
+        not tell.
+    """
+    program = Program(hlo)
+
+    def size(instruction: Instruction, computation: Computation) -> int:
+        found = _collectives(instruction, computation, program)
+        return sum(max(collective.operand_bytes, 1) for collective in found)
+
+    return [
+        collective._replace(count=run.times)
+        for run in program.run(size)
+        for collective in _collectives(run.instruction, run.computation, program)
+    ]
+
+
+def table(found: Iterable[Collective]) -> list[Row]:
+    """Sums over collectives of the same kind, group size and dtype, the largest traffic first."""
+    totals: dict[tuple[str, int, str], list[int]] = {}
+    for one in found:
+        total = totals.setdefault((one.kind, one.group_size, one.dtype), [0, 0, 0, 0])
+        for index, size in enumerate((1, one.operand_bytes, one.result_bytes, one.sent_bytes)):
+            total[index] += one.count * size
+    rows = [Row(*key, *total) for key, total in totals.items()]
+    return sorted(rows, key=lambda row: (-row.sent_bytes, row))
+
+
+def _collectives(
+    instruction: Instruction, computation: Computation, program: Program, started: bool = False
+) -> Iterator[Collective]:
+    """Those that one run of an instruction does, or starts."""
+    if instruction.opcode == "fusion":
+        for name in instruction.attribute("calls"):
+            inner = program.computations[name]
+            parts = inner.instructions.values()
+            starts = started or any('"AsyncCollectiveStart"' in part.rest for part in parts)
+            for part in parts:
+                # Matrix products between start and end take a collective on, as does the end
+                # itself; each of them has a copy of it.
+                taken_on = '"async_collective_fusion_config"' in part.rest and not starts
+                if not taken_on:
+                    yield from _collectives(part, inner, program, starts)
+        return
+    kind = instruction.opcode.removesuffix("-start")
+    if kind in KINDS:
+        if kind == "all-reduce" and _keeps_part(instruction, computation):
+            kind = "reduce-scatter"
+        arrays = tuple(computation.inputs(instruction))
+        yield Collective(kind, replica_groups(instruction.rest, program.num_devices), arrays, 1)
+
+
+def _keeps_part(reduction: Instruction, computation: Computation) -> bool:
+    """Whether the same kernel cuts a device's part out of a sum."""
+    names = {reduction.name}
+    for instruction in computation.instructions.values():
+        if instruction.operands()[:1] and instruction.operands()[0] in names:
+            if instruction.opcode == "dynamic-slice":
+                return True
+            if instruction.opcode in ("get-tuple-element", "bitcast", "reshape"):
+                names.add(instruction.name)
+    return False
+
+
+def replica_groups(attributes: str, num_devices: int) -> Groups:
+    """The groups of devices that a collective's text names, in any of the compiler's ways.
+
+    >>> replica_groups("replica_groups=[2,2]<=[2,2]T(1,0)", 4)
+    ((0, 2), (1, 3))
+    >>> replica_groups("replica_groups=mesh['a'=2,'b'=2] {'b'}", 4)
+    ((0, 1), (2, 3))
+    >>> replica_groups("source_target_pairs={{0,1},{1,0}}", 2)
+    ((0, 1), (1, 0))
+
+    Args:
+      attributes: the instruction's text.
+      num_devices: of the program: an empty list means all of them.
+
+    Raises:
+      ValueError: there are none, or they are written otherwise.
+    """
+    found = re.search(r"\b(?:replica_groups|source_target_pairs)=(.*)", attributes)
+    text = found[1] if found else ""
+    if text.startswith("{}"):
+        return (tuple(range(num_devices)),)
+    if text.startswith("{{"):
+        lists = re.findall(r"\{([\d,]+)\}", text.partition("}}")[0] + "}")
+        return tuple(tuple(map(int, numbers.split(","))) for numbers in lists)
+    if tiles := re.match(r"\[([\d,]+)\](<=\S+)", text):
+        groups = _counted(tiles[2].removeprefix("<=")).reshape(_numbers(tiles[1]))
+    elif mesh := re.match(r"mesh\[([^\]]*)\](?:, device_ids=\((.*?)\))? \{([^}]*)\}", text):
+        groups = _on_mesh(*mesh.groups())
+    else:
+        raise ValueError(f"no replica groups are known from {attributes[:200]!r}")
+    return tuple(tuple(group) for group in groups.tolist())
+
+
+def _numbers(text: str | None) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", text or "")]
+
+
+def _counted(text: str) -> np.ndarray:
+    """'[2,4]T(1,0)': numbers counted up in that shape, then transposed; or a list of them, flat."""
+    tiles = re.match(r"\[([\d,]+)\](?:T\(([\d,]+))?", text)
+    if not tiles:
+        return np.array(_numbers(text))
+    sizes = _numbers(tiles[1])
+    order = _numbers(tiles[2]) or None
+    return np.arange(math.prod(sizes)).reshape(sizes).transpose(order).ravel()
+
+
+def _on_mesh(axes: str, ids: str | None, within: str) -> np.ndarray:
+    """Groups along the axes `within` of a mesh: 'a', or 'b':(2)3, the last 3 of b as 2 x 3."""
+    sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", axes)}
+    places = dict(zip(sizes, np.indices([*sizes.values()]).reshape(len(sizes), -1), strict=True))
+    own = np.zeros_like(next(iter(places.values())))  # the place of a device within its group
+    for name, before, size in re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", within):
+        size = int(size or sizes[name])
+        after = sizes[name] // (int(before or 1) * size)
+        digit = places[name] // after % size
+        places[name] = places[name] - digit * after
+        own = own * size + digit
+    others = np.ravel_multi_index([*places.values()], [*sizes.values()])
+    numbers = np.arange(len(own)) if ids is None else _counted(ids)
+    # Sorted by what members share, and among them by their places.
+    return numbers[np.lexsort((own, others))].reshape(len(set(others.tolist())), -1)

@@ -1,0 +1,278 @@
+"""SQuAD: its JSON files, and features of fixed length with windows over long contexts.
+
+Rajpurkar et al., arXiv:1606.05250 (v1.1) and arXiv:1806.03822 (v2, with questions that have no
+answer). The features are those of `run_squad.py` of BERT.
+"""
+
+import json
+import pathlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+from tokenizers import Encoding
+
+from lamb_tpu.data.text.vocabulary import Vocabulary
+from lamb_tpu.data.text.wordpiece import make_tokenizer
+from lamb_tpu.errors import UserError
+from lamb_tpu.files import reading
+
+KindT = TypeVar("KindT", str, int, bool, list)
+_KINDS = {str: "a string", int: "a whole number", bool: "true or false", list: "a list"}
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question about a context.
+
+    Attributes:
+      id: of the data set; predictions are named by it.
+      text: the question.
+      context: the paragraph that holds the answer.
+      answers: (text, place of its first character in the context) of each; none in test files.
+      impossible: v2: the context has no answer.
+    """
+
+    id: str
+    text: str
+    context: str
+    answers: tuple[tuple[str, int], ...]
+    impossible: bool = False
+
+
+@dataclass(frozen=True)
+class Features:
+    """Windows over questions and their contexts: [CLS] question [SEP] context [SEP] [PAD] ...
+
+    Attributes:
+      arrays: (features, length): `input_ids` and `token_type_ids` int32, `attention_mask` bool;
+        where made for training also `start_position` and `end_position`, int32 (features,): the
+        tokens the answer begins and ends with, 0 for both where it is not in the window.
+      question: int32 (features,): which question each window is of, in ascending order.
+      char_start, char_stop: int32 (features, length): which characters of the context a token is;
+        -1 for tokens that are not of the context.
+      best_window: bool (features, length): of all windows over a token of the context, this one
+        has the most around it. Answers begin at such tokens only, so that each counts once.
+      unmappable: ids of questions left out of training: the text of their answer does not stand
+        where they say, or no token is of it.
+    """
+
+    arrays: dict[str, np.ndarray]
+    question: np.ndarray
+    char_start: np.ndarray
+    char_stop: np.ndarray
+    best_window: np.ndarray
+    unmappable: tuple[str, ...]
+
+
+def read_questions(path: str | pathlib.Path) -> list[Question]:
+    """All questions of a SQuAD file, in its order.
+
+    Raises:
+      UserError: there is no such file, it is no SQuAD file, has no question, an id twice, or a
+        value of another kind, such as null for a text.
+    """
+    try:
+        articles = reading.read_json(path)["data"]
+        questions = [
+            _question(item, paragraph["context"])
+            for article in articles
+            for paragraph in article["paragraphs"]
+            for item in paragraph["qas"]
+        ]
+    except OSError as error:
+        raise UserError(f"the questions {path} cannot be read ({error.strerror})") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        told = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
+        raise UserError(
+            f"{path} is no SQuAD file, JSON with data > paragraphs > context and qas ({told})"
+        ) from error
+    if not questions:
+        raise UserError(f"{path} has no question")
+    seen = set[str]()
+    for question in questions:
+        if question.id in seen:
+            raise UserError(f"{path} has the question {question.id} twice")
+        seen.add(question.id)
+    return questions
+
+
+def make_features(
+    questions: Sequence[Question],
+    vocabulary: Vocabulary,
+    *,
+    cased: bool = False,
+    training: bool = False,
+    max_length: int = 384,
+    document_stride: int = 128,
+    max_query: int = 64,
+) -> Features:
+    """Windows of `max_length` tokens over each context, `document_stride` tokens apart.
+
+    Args:
+      questions: as read.
+      vocabulary: for the ids.
+      cased: keep case and accents, as the vocabulary does.
+      training: add the positions of each question's first answer, and leave out the questions
+        whose answer cannot be found.
+      max_length: tokens of a feature, special ones and padding included.
+      document_stride: tokens of the context from the start of a window to that of the next.
+      max_query: tokens of the question that are kept.
+
+    Raises:
+      UserError: the lengths leave no room, a question to train on has no answer, or no question
+        is left.
+    """
+    room = max_length - max_query - 3
+    if min(room, document_stride, max_query) < 1 or document_stride > room:
+        raise UserError(
+            f"max_length = {max_length} leaves {room} tokens of context beside max_query = "
+            f"{max_query} and three special tokens; document_stride = {document_stride} must be "
+            "at least 1 and at most that"
+        )
+    tokenizer = make_tokenizer(vocabulary, cased)
+    texts = list(dict.fromkeys(question.context for question in questions))
+    encoded = tokenizer.encode_batch(texts, add_special_tokens=False)
+    contexts = {text: _Context(item) for text, item in zip(texts, encoded)}
+    queries = tokenizer.encode_batch([q.text for q in questions], add_special_tokens=False)
+    rows: list[dict[str, np.ndarray | int]] = []
+    unmappable = []
+    for number, (question, query) in enumerate(zip(questions, queries)):
+        context = contexts[question.context]
+        span = None
+        if training and not question.impossible:
+            span = _answer_span(question, context)
+            if span is None:
+                unmappable.append(question.id)
+                continue
+        query_ids = query.ids[:max_query]
+        for row in _windows(query_ids, context, vocabulary, max_length, document_stride):
+            if training:
+                row.update(_positions(span, row.pop("first"), row.pop("size"), len(query_ids) + 2))
+            else:
+                del row["first"], row["size"]
+            rows.append({**row, "question": number})
+    if unmappable and not rows:
+        raise UserError(
+            f"none of the {len(unmappable):,} questions can be trained on: their answers do not "
+            f"stand in the contexts where the file says; the first is {unmappable[0]}"
+        )
+    if not rows:
+        raise UserError("there is no question to make features of")
+    stacked = {key: np.stack([row[key] for row in rows]) for key in rows[0]}
+    for key in ("start_position", "end_position", "question"):
+        if key in stacked:
+            stacked[key] = stacked[key].astype(np.int32)
+    apart = {
+        key: stacked.pop(key) for key in ("question", "char_start", "char_stop", "best_window")
+    }
+    return Features(stacked, **apart, unmappable=tuple(unmappable))
+
+
+class _Context:
+    """The tokens of a context: ids, and the characters each of them is."""
+
+    def __init__(self, encoded: Encoding) -> None:
+        self.ids = np.array(encoded.ids, np.int32)
+        offsets = np.array(encoded.offsets, np.int32).reshape(-1, 2)
+        self.char_start, self.char_stop = offsets[:, 0], offsets[:, 1]
+
+
+def _question(item: dict[str, Any], context: Any) -> Question:
+    name = _of_kind(item["id"], str, "an id")
+    of = f"of question {name}"
+    answers = tuple(
+        (
+            _of_kind(answer["text"], str, f"the text of an answer {of}"),
+            _of_kind(answer["answer_start"], int, f"the answer_start of an answer {of}"),
+        )
+        for answer in _of_kind(item.get("answers", []), list, f"the list of answers {of}")
+    )
+    return Question(
+        name,
+        _of_kind(item["question"], str, f"the text {of}"),
+        _of_kind(context, str, f"the context {of}"),
+        answers,
+        _of_kind(item.get("is_impossible", False), bool, f"is_impossible {of}"),
+    )
+
+
+def _of_kind(value: Any, kind: type[KindT], what: str) -> KindT:
+    """The value, or ValueError where it is of another kind; a bool is no number."""
+    if type(value) is not kind:
+        raise ValueError(f"{what} is {json.dumps(value)[:40]}, which must be {_KINDS[kind]}")
+    return value
+
+
+def _answer_span(question: Question, context: _Context) -> tuple[int, int] | None:
+    """The first and last token of the context that are of the first answer, or None."""
+    if not question.answers:
+        raise UserError(f"question {question.id} has no answer to train on")
+    text, start = question.answers[0]
+    stop = start + len(text)
+    if not text or start < 0 or question.context[start:stop] != text:
+        return None
+    first = int(np.searchsorted(context.char_stop, start, side="right"))
+    last = int(np.searchsorted(context.char_start, stop, side="left")) - 1
+    return (first, last) if first <= last else None
+
+
+def _positions(
+    span: tuple[int, int] | None, first: int, size: int, offset: int
+) -> dict[str, int]:
+    """Where the answer begins and ends in a window over tokens `first` ... `first + size - 1`."""
+    if span is None or span[0] < first or span[1] >= first + size:
+        return {"start_position": 0, "end_position": 0}
+    return {
+        "start_position": span[0] - first + offset,
+        "end_position": span[1] - first + offset,
+    }
+
+
+def _windows(
+    query_ids: list[int], context: _Context, vocabulary: Vocabulary, max_length: int, stride: int
+) -> list[dict[str, Any]]:
+    room = max_length - len(query_ids) - 3
+    num_tokens = len(context.ids)
+    firsts = [0]
+    while firsts[-1] + room < num_tokens:
+        firsts.append(firsts[-1] + stride)
+    sizes = [min(room, num_tokens - first) for first in firsts]
+    best = _best_windows(np.array(firsts), np.array(sizes), num_tokens)
+    offset = len(query_ids) + 2
+    rows = []
+    for number, (first, size) in enumerate(zip(firsts, sizes)):
+        inside = slice(first, first + size)
+        ids = np.full(max_length, vocabulary.pad_id, np.int32)
+        head = [vocabulary.cls_id, *query_ids, vocabulary.sep_id]
+        ids[:offset] = head
+        ids[offset : offset + size] = context.ids[inside]
+        ids[offset + size] = vocabulary.sep_id
+        columns = np.arange(max_length)
+        is_context = (columns >= offset) & (columns < offset + size)
+        row = {
+            "input_ids": ids,
+            "token_type_ids": (is_context | (columns == offset + size)).astype(np.int32),
+            "attention_mask": columns <= offset + size,
+            "char_start": np.full(max_length, -1, np.int32),
+            "char_stop": np.full(max_length, -1, np.int32),
+            "best_window": np.zeros(max_length, bool),
+            "first": first,
+            "size": size,
+        }
+        row["char_start"][is_context] = context.char_start[inside]
+        row["char_stop"][is_context] = context.char_stop[inside]
+        row["best_window"][is_context] = (best == number)[inside]
+        rows.append(row)
+    return rows
+
+
+def _best_windows(firsts: np.ndarray, sizes: np.ndarray, num_tokens: int) -> np.ndarray:
+    """Which window has, for each token, the most context on its poorer side."""
+    tokens = np.arange(num_tokens)
+    left = tokens - firsts[:, None]
+    right = (firsts + sizes)[:, None] - 1 - tokens
+    # The original's hundredth of the window's size, worth up to three tokens against short ones.
+    score = np.minimum(left, right) + 0.01 * sizes[:, None]
+    return np.where((left < 0) | (right < 0), -1.0, score).argmax(0)

@@ -1,0 +1,1 @@
+"""A config made concrete: checks, the resolved recipe, phases and first weights."""

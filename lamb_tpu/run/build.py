@@ -1,0 +1,329 @@
+"""Everything a run needs before its first update, checked; train, evaluate and plan start here."""
+
+import dataclasses
+import functools
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from lamb_tpu import config as config_lib
+from lamb_tpu import data, models, tasks
+from lamb_tpu.cost import flops, topology
+from lamb_tpu.data.text import saved
+from lamb_tpu.errors import UserError
+from lamb_tpu.optim import parameters
+from lamb_tpu.parallel import mesh as mesh_lib
+from lamb_tpu.parallel import rules as rules_lib
+from lamb_tpu.parallel import state as state_lib
+from lamb_tpu.parallel import step as step_lib
+from lamb_tpu.run import checks, initial, memory
+from lamb_tpu.run.initial import Start
+from lamb_tpu.run.recipe import Recipe, naming, resolve, resolve_optimizer
+from lamb_tpu.store.workdir import Workdir
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A config made concrete.
+
+    Attributes:
+      config: the config.
+      folder: the workdir; None for a run that is only planned.
+      mesh: over all devices.
+      task: the learning problem, with its model.
+      train_set, eval_set: the data.
+      recipe: durations in updates, and the learning rate.
+      tx: the optimizer.
+      layout: where parameters and moments live.
+      init: makes the state before the first update, see `state.make_init`.
+      abstract_state: its shapes, dtypes and shardings.
+      facts: of every parameter, see `parameters.resolve`.
+      table: the same as text.
+      batch_norm: a line about the groups of BatchNorm; '' for a model without.
+      start: where the first weights come from; None: from the seed.
+    """
+
+    config: ConfigDict
+    folder: Workdir | None
+    mesh: Mesh
+    task: tasks.Task
+    train_set: data.Source
+    eval_set: data.Source
+    recipe: Recipe
+    tx: optax.GradientTransformation
+    layout: state_lib.Layout
+    init: Callable[[jax.Array], state_lib.TrainState]
+    abstract_state: state_lib.TrainState
+    facts: Any
+    table: str
+    batch_norm: str
+    start: Start | None
+
+    @property
+    def shardings(self) -> state_lib.TrainState:
+        """Where each array of the state lives."""
+        return jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state)
+
+    @property
+    def eval_batch_size(self) -> int:
+        """The config's, or all examples where they are fewer, rounded up to what the mesh divides.
+
+        No metric depends on it.
+        """
+        parts = mesh_lib.num_batch_shards(self.mesh)
+        return -(-min(self.config.eval.batch_size, len(self.eval_set)) // parts) * parts
+
+    @functools.cached_property
+    def model_flops(self) -> int | None:
+        """Of an update, see `flops.training_flops`; None where they cannot be told."""
+        # Made anew, because nothing here binds the axes that the model names inside shard_map.
+        model = models.build(**self.config.model)
+        task, state = tasks.build(model=model, **self.config.task), self.abstract_state
+        batch = self.abstract_batch()
+        try:
+            return flops.training_flops(
+                task.loss, state.params, state.model_state, batch, state.key
+            )
+        except ValueError:
+            return None
+
+    @functools.cached_property
+    def parameter_order(self) -> list[str]:
+        """Paths of the parameters in the order in which the network makes them.
+
+        A tree's own order is that of the alphabet, where layer_10 comes before layer_2.
+        """
+        batch = {name: jax.ShapeDtypeStruct((1, *spec.shape), spec.dtype)
+                 for name, spec in self.train_set.element_spec.items()}
+        paths: list[str] = []
+
+        def walk(tree: Any, path: str = "") -> None:
+            for name, value in tree.items():
+                if isinstance(value, Mapping):
+                    walk(value, f"{path}{name}/")
+                else:
+                    paths.append(f"{path}{name}")
+
+        def init(key: jax.Array, batch: Any) -> None:
+            params = self.task.init(key, batch)["params"]
+            if isinstance(params, Mapping):  # a user's own may be a list
+                walk(params)
+
+        jax.eval_shape(init, jax.random.key(0), batch)
+        known = parameters.leaf_paths(self.abstract_state.params)
+        return paths if sorted(paths) == sorted(known) else known
+
+    @property
+    def peak_flops(self) -> float | None:
+        """FLOP/s of all devices together; None where not known."""
+        devices = self.mesh.devices
+        peak = topology.peak_flops(devices.flat[0].device_kind)
+        return peak and peak * devices.size
+
+    @property
+    def tokens_per_update(self) -> int:
+        """Tokens of text in a batch, padding included; 0 for other data."""
+        if "input_ids" not in self.train_set.element_spec:
+            return 0
+        return self.config.batch_size * math.prod(self.train_set.element_spec["input_ids"].shape)
+
+    def amounts(self) -> dict[str, float]:
+        """Returns what an update adds to each rate of `watch.throughput.Throughput`."""
+        amounts: dict[str, float] = {"examples_per_second": self.config.batch_size}
+        if self.tokens_per_update:
+            amounts["tokens_per_second"] = self.tokens_per_update
+        if self.peak_flops and self.model_flops:
+            amounts["mfu"] = self.model_flops / self.peak_flops
+        return amounts
+
+    def first_state(self) -> state_lib.TrainState:
+        """The state before the first update, made where it will stay."""
+        key = jax.random.key(self.config.seed)
+        given = self.start.values(self.abstract_state) if self.start else {}
+        return jax.jit(self.init, out_shardings=self.shardings)(key, given)
+
+    def make_train_step(self) -> jax.stages.Wrapped:
+        """The step that trains, `(state, batch) -> (state, sums)`, compiled at its first call."""
+        config, parallel = self.config, self.config.parallel
+        return step_lib.make_train_step(
+            self.task,
+            self.tx,
+            self.layout,
+            self.shardings,
+            parallel.backend,
+            parallel.gradient_dtype,
+            accumulation_steps=config.accumulation_steps,
+            ema_decay=config.ema.decay,
+            skip_nonfinite=config.guards.max_skipped > 0,
+        )
+
+    def local_rows(self) -> np.ndarray:
+        """The rows of a training batch that this process reads, in the order of `shard_batch`."""
+        order = mesh_lib.microbatch_order(
+            self.config.batch_size, mesh_lib.num_batch_shards(self.mesh),
+            self.config.accumulation_steps,
+        )
+        return order[mesh_lib.local_rows(self.config.batch_size, self.mesh)]
+
+    def shard_batch(self, batch: data.Batch) -> dict[str, jax.Array]:
+        """A training batch over the mesh, from the rows of it that `local_rows` tells."""
+        return mesh_lib.shard_batch(batch, self.config.batch_size, self.mesh)
+
+    def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes, dtypes and shardings of a training batch."""
+        return self._abstract_rows(self.config.batch_size, self.train_set.element_spec)
+
+    def abstract_eval_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """The same of an evaluation's, with its mask."""
+        mask = {"mask": data.FieldSpec((), np.dtype(np.float32))}
+        return self._abstract_rows(self.eval_batch_size, self.eval_set.element_spec | mask)
+
+    def _abstract_rows(
+        self, rows: int, spec: Mapping[str, data.FieldSpec]
+    ) -> dict[str, jax.ShapeDtypeStruct]:
+        sharding = mesh_lib.batch_sharding(self.mesh)
+        return {
+            name: jax.ShapeDtypeStruct((rows, *value.shape), value.dtype, sharding=sharding)
+            for name, value in spec.items()
+        }
+
+
+def prepare(
+    config: ConfigDict,
+    workdir: str | os.PathLike[str] | None,
+    devices: Sequence[jax.Device] | None = None,
+    training: bool = True,
+) -> Run:
+    """Checks all that a user can have got wrong, cheapest first, and builds the parts.
+
+    Compiles nothing, and writes nothing but the workdir's folder itself and, where it is not yet
+    there, the prepared data set.
+
+    Args:
+      config: a recipe, see `lamb_tpu.config.base_config`.
+      workdir: of the run; None for one that is only planned, and for an evaluation of the first
+        weights.
+      devices: of the mesh; None: all there are.
+      training: False for an evaluation, which may have another evaluation split than the run, and
+        devices that the training batch does not divide over.
+
+    Raises:
+      UserError: a mistake in the config, the workdir or the data.
+    """
+    config_lib.check_keys(config)
+    config_lib.check_values(config)
+    if config.phases:
+        raise UserError(
+            f"config.phases has {', '.join(sorted(config.phases))}, each of them a run of its own "
+            "in a folder of its name; give that folder as --workdir, and where --config is wanted "
+            "one phase's (often the config's argument phase=N)"
+        )
+    named = config.parallel.backend == "shard_map"
+    mesh = mesh_lib.make_mesh(config.mesh, devices)
+    batch_norm = ""
+    if training:
+        group_replicas, batch_norm = checks.check_batch(config, mesh)
+        mesh = mesh_lib.make_mesh(config.mesh, devices, group_replicas)
+    if named and set(mesh.shape) - set(mesh_lib.BATCH_AXES):
+        raise UserError(
+            "config.parallel.backend is 'shard_map', which splits the batch alone; "
+            "config.mesh.model and config.mesh.sequence need 'jit'"
+        )
+    axes = mesh_lib.batch_axes(mesh) if named else ()
+    task = tasks.build(model=models.build(axis_name=axes, **config.model), **config.task)
+    if training:
+        checks.check_pairs(config, mesh, task)
+    # Durations and the optimizer need the size of the data, which may take a download: any size
+    # will do to find a mistake in them first.
+    _, rules = resolve_optimizer(config, resolve(config, num_examples=10**6))
+    for number, rule in enumerate(config.parallel.rules):
+        rules_lib.check_rule(number, rule)
+    folder = None if workdir is None else Workdir(workdir)
+    if folder is not None:
+        free_keys = config_lib.FREE_KEYS if training else config_lib.EVAL_FREE_KEYS
+        folder.check(config, free_keys, writes=training)
+    start = None
+    if training:
+        start = initial.find(config, folder)
+    elif folder is None and config.init_from:
+        start = initial.of_weights(config)
+
+    options = _data_options(config, folder, start)
+    with naming("config.data"):
+        train_set, eval_set = (
+            data.load(
+                config.data.name,
+                split,
+                data_dir=config.data.prepared_dir,
+                source_dir=config.data.dir,
+                options=options,
+                seed=config.seed,
+                training=is_train,
+            )
+            for split, is_train in (
+                (config.data.train_split, True), (config.data.eval_split, False),
+            )
+        )
+        data.check_same_text(train_set, eval_set)
+    recipe = resolve(config, len(train_set), start.updates_before if start else 0)
+    with naming("config.model"):
+        task.check(train_set)
+    example = train_set.gather(np.zeros(1, np.int64))
+    params = jax.eval_shape(task.init, jax.random.key(0), example)["params"]
+    with naming("config.optimizer"):
+        facts = parameters.resolve(params, rules)
+    checks.check_stacked(task.model.stacked, facts)
+    heads = task.model.num_heads
+    activation_axes: tuple[str, ...] = ()
+    if heads is not None:
+        activation_axes = rules_lib.sequence_axes(mesh, heads, example["input_ids"].shape[1])
+    layout = state_lib.make_layout(
+        params, mesh, facts, config.parallel.rules, config.parallel.optimizer_state, activation_axes
+    )
+    if named:
+        rules_lib.check_named(layout.params, mesh, facts)
+        checks.check_split(config, params, layout.axis_name)
+    tx, _ = resolve_optimizer(config, recipe, params, layout.axis_name if named else None)
+    init = state_lib.make_init(task, tx, example, config.ema.decay > 0, config.prng)
+    with naming("config.optimizer"):
+        abstract = jax.eval_shape(init, jax.random.key(0))
+    places = state_lib.state_shardings(abstract, tx, layout)
+    placed = state_lib.with_shardings(abstract, places)
+    rows = config.batch_size if training else 1
+    memory.check_memory(placed, mesh, rows // jax.process_count(), train_set.element_spec)
+    if named:
+        with naming("config.optimizer"):
+            state_lib.check_update(tx, abstract.params, abstract.opt_state, layout)
+    if training and (named or config.accumulation_steps > 1):
+        checks.check_statistics(config, abstract, train_set)
+    table = parameters.table(params, rules)
+    if folder is not None:
+        folder.check_parameters(table)
+        folder.check_text(train_set)
+    if start is not None:
+        start = initial.check(start, config, abstract, train_set)
+    return Run(
+        config, folder, mesh, task, train_set, eval_set, recipe, tx, layout, init,
+        placed, facts, table, batch_norm, start,
+    )
+
+
+def _data_options(
+    config: ConfigDict, folder: Workdir | None, start: Start | None
+) -> dict[str, Any]:
+    """config.data.options, with the vocabulary of the first weights where it is left empty."""
+    options = config.data.options.to_dict()
+    if options.get("vocab") == "":
+        beside = [] if folder is None else [folder.path]  # those that the run began with
+        beside += [start.weights.folder] if start is not None and start.weights else []
+        options["vocab"] = next(
+            (str(path) for path in beside if (path / saved.VOCABULARY).exists()), ""
+        )
+    return options

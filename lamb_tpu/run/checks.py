@@ -1,0 +1,107 @@
+"""Checks of a config against the mesh, the task and the model that it names."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from lamb_tpu import data, models, own, tasks
+from lamb_tpu.errors import UserError
+from lamb_tpu.optim import parameters
+from lamb_tpu.parallel import mesh as mesh_lib
+from lamb_tpu.parallel import state as state_lib
+from lamb_tpu.parallel import statistics
+from lamb_tpu.run.recipe import naming, optimizer_of
+
+
+def check_batch(config: ConfigDict, mesh: Mesh) -> tuple[int, str]:
+    """Refuses a batch that does not divide; over how many devices a group of BatchNorm is spread,
+    and the line about it.
+    """
+    parts, steps = mesh_lib.num_batch_shards(mesh), config.accumulation_steps
+    over = f"the {parts} devices of config.mesh"
+    if "model" in mesh.shape or "sequence" in mesh.shape:
+        over = f"the {parts} parts into which config.mesh splits it"
+    mesh_lib.check_divides("config.batch_size", config.batch_size, parts, over)
+    if steps > 1:
+        over += f" in config.accumulation_steps={steps} microbatches"
+        mesh_lib.check_divides("config.batch_size", config.batch_size, parts * steps, over)
+    with naming("config.model"):
+        return models.batch_norm_groups(config.model, config.batch_size // steps, parts)
+
+
+def check_pairs(config: ConfigDict, mesh: Mesh, task: tasks.Task) -> None:
+    """Refuses a batch that would tear apart the pairs of examples that a task mixes."""
+    names = getattr(task, "mixed_by", ())
+    if names:
+        parts, steps = mesh_lib.num_batch_shards(mesh), config.accumulation_steps
+        mesh_lib.check_divides(
+            "config.batch_size", config.batch_size, 2 * parts * steps,
+            f"the {parts} devices of config.mesh in config.accumulation_steps={steps} microbatches "
+            f"of whole pairs, which config.task.{names[0]} mixes",
+        )
+
+
+def check_statistics(
+    config: ConfigDict, abstract: state_lib.TrainState, train_set: data.Source
+) -> None:
+    """Refuses a model whose own statistics would be those of a part of the batch."""
+    rows = config.batch_size // config.accumulation_steps
+    batch = {
+        name: jax.ShapeDtypeStruct((rows, *spec.shape), spec.dtype)
+        for name, spec in train_set.element_spec.items()
+    }
+    # Made anew, because nothing here binds the axes that the model names inside shard_map.
+    task = tasks.build(model=models.build(**config.model), **config.task)
+    with naming("config.model"):
+        statistics.check_statistics(
+            task, abstract.params, abstract.model_state, batch, abstract.key,
+            whole=config.accumulation_steps == 1,
+        )
+
+
+def check_stacked(stacked: str | None, facts: Any) -> None:
+    """Refuses rules that take layers which a parameter stacks for one layer.
+
+    Args:
+      stacked: of the model.
+      facts: of its parameters.
+    """
+    if stacked is None:
+        return
+    for path, fact in zip(parameters.leaf_paths(facts), jax.tree.leaves(facts), strict=True):
+        if re.search(stacked, path) and fact.adapt and 0 not in fact.layer_axes:
+            raise UserError(
+                f"config.model stacks its layers along axis 0 of {path!r}, and "
+                "config.optimizer.rules give it no layer_axes, so all layers would share one trust "
+                "ratio; give rules with layer_axes=(0,) for them, as "
+                "lamb_tpu.models.bert_rules.PARAMETERS_SCANNED (configs/bert_pretrain.py has them "
+                "by its argument scan), or set config.model.scan_layers=False"
+            )
+
+
+def check_split(config: ConfigDict, params: Any, axis_name: Callable[[str], Any]) -> None:
+    """Refuses a user's own optimizer that would take part of a tensor for the whole of it.
+
+    Args:
+      config: of the run.
+      params: the parameters, or their shapes.
+      axis_name: inside shard_map the mesh axes over which the update of a path's leaf is split.
+
+    Raises:
+      UserError: it has no argument axis_name, and a leaf is split.
+    """
+    name = config.optimizer.name
+    split = [path for path in parameters.leaf_paths(params) if axis_name(path)]
+    if not own.is_own(name) or not split:
+        return
+    taken = {parameter.name for parameter in own.parameters(optimizer_of(name))}
+    if "axis_name" not in taken:
+        raise UserError(
+            f"config.optimizer.name is {name!r}, which has no argument 'axis_name', and inside "
+            f"shard_map it sees parts of tensors, as of {split[0]!r}: norms and means have to be "
+            "summed over that axis; add the argument, or take config.parallel.backend='jit'"
+        )

@@ -1,0 +1,116 @@
+"""Evaluates a state over the whole evaluation set, each example exactly once."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from lamb_tpu import data
+from lamb_tpu.optim import schedule_free
+from lamb_tpu.parallel import mesh as mesh_lib
+from lamb_tpu.parallel import step as step_lib
+from lamb_tpu.parallel.state import TrainState
+from lamb_tpu.run.build import Run
+from lamb_tpu.store.metrics import fetched, mean_metrics
+from lamb_tpu.tasks import HostScored, Sums
+
+
+def make_evaluator(
+    run: Run,
+    between: Callable[[], None] = lambda: None,
+    keep_file: Callable[[str, str], None] | None = None,
+    files_prefix: str = "",
+) -> Callable[[TrainState], dict[str, float]]:
+    """A function of the state to the task's metrics over every example of the evaluation set.
+
+    What it runs is compiled here, not in the time of the first evaluation.
+
+    Each example counts exactly once, whatever the batch size and the number of devices and
+    processes. Where an optimizer keeps weights for evaluation, as `schedule_free_adamw`, they are
+    taken. Where the state has moving averages of the weights, their metrics are there too, as
+    'ema_accuracy' beside 'accuracy'.
+
+    Args:
+      run: the run.
+      between: called before each batch, by all processes before the same ones; may raise.
+      keep_file: called in the first process with name and text of each file that a `HostScored`
+        task makes; those of the averages are 'ema_predictions.json' beside 'predictions.json'.
+      files_prefix: set before their names.
+    """
+    task, num_examples = run.task, len(run.eval_set)
+    scored = task if isinstance(task, HostScored) else None
+    keep_file = keep_file if jax.process_index() == 0 else None
+    eval_step = step_lib.make_eval_step(task, run.mesh)
+    predict_step = None if scored is None else step_lib.make_predict_step(scored, run.mesh)
+    batch_size = run.eval_batch_size
+    rows = mesh_lib.local_rows(batch_size, run.mesh)
+    # The averages may be split as the optimizer's state is; the step takes them as the weights.
+    weights = (run.abstract_state.params, run.abstract_state.model_state)
+    place = jax.jit(
+        lambda averages: jax.tree.map(lambda e, x: e.astype(x.dtype), averages, weights),
+        out_shardings=jax.tree.map(lambda leaf: leaf.sharding, weights),
+    )
+    # So may the weights that an optimizer keeps for evaluation.
+    opt_state, at = run.abstract_state.opt_state, None
+    if schedule_free.keeps_evaluation_params(opt_state):
+        places = jax.tree.map(lambda leaf: leaf.sharding, weights[0])
+        at = jax.jit(schedule_free.evaluation_params, out_shardings=places)
+        at.lower(opt_state, weights[0]).compile()
+    for step in filter(None, (eval_step, predict_step)):
+        step.lower(*weights, run.abstract_eval_batch()).compile()
+    if run.abstract_state.ema is not None:
+        place.lower(run.abstract_state.ema).compile()
+
+    def evaluate(state: TrainState) -> dict[str, float]:
+        params = state.params if at is None else at(state.opt_state, state.params)
+        models = {"": (params, state.model_state)}
+        if state.ema is not None:
+            models["ema_"] = place(state.ema)
+        outputs: dict[str, list[Any]] = {prefix: [] for prefix in models}
+
+        def steps() -> Iterator[dict[str, tuple[Sums, Any]]]:
+            for batch in data.eval_batches(run.eval_set, batch_size, rows):
+                between()
+                sharded = mesh_lib.shard_batch(batch, batch_size, run.mesh)
+                yield {
+                    prefix: (
+                        eval_step(*model, sharded), predict_step and predict_step(*model, sharded)
+                    )
+                    for prefix, model in models.items()
+                }
+
+        def sums() -> Iterator[Sums]:
+            for found in fetched(steps()):
+                for prefix, (_, output) in found.items():
+                    outputs[prefix].append(output)
+                yield {
+                    prefix + name: pair
+                    for prefix, (pairs, _) in found.items()
+                    for name, pair in pairs.items()
+                }
+
+        metrics = mean_metrics(sums())
+        if scored is None:
+            return metrics
+        for prefix, parts in outputs.items():
+            # Padding stands behind the last example.
+            whole = jax.tree.map(lambda *parts: np.concatenate(parts)[:num_examples], *parts)
+            scores, files = scored.score(run.eval_set, whole)
+            metrics |= {prefix + name: value for name, value in scores.items()}
+            for name, text in files.items():
+                if keep_file is not None:
+                    keep_file(files_prefix + prefix + name, text)
+        return metrics
+
+    return evaluate
+
+
+def metric_names(run: Run) -> list[str]:
+    """The names of the evaluation's metrics, without computing any."""
+    batch = run.eval_set.gather(np.zeros(1, np.int64)) | {"mask": np.ones(1, np.float32)}
+    state = run.abstract_state
+    names = list(jax.eval_shape(run.task.evaluate, state.params, state.model_state, batch))
+    if isinstance(run.task, HostScored):
+        names += run.task.score_names
+    return names + [f"ema_{name}" for name in names if state.ema is not None]

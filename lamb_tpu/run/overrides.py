@@ -1,0 +1,334 @@
+"""Command-line values for whatever the chosen optimizer, model, task or data set takes.
+
+A config file writes down what differs from the defaults, so ml_collections, which overrides the
+keys that are there, cannot set the others. Here a key of config.optimizer, config.model,
+config.task or config.data.options is one of the named thing's own, whether the file has it or not,
+and takes values of that argument's type. A value that changes nothing adds no key, so a run's
+config is the same whether a default was left alone or given.
+"""
+
+import ast
+import dataclasses
+import inspect
+import math
+import re
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ml_collections import ConfigDict
+
+from lamb_tpu import models, tasks
+from lamb_tpu.data.registry import option_fields
+from lamb_tpu.errors import UserError
+from lamb_tpu.optim import factory, presets
+from lamb_tpu.run.recipe import naming, optimizer_of
+
+SECTIONS = ("optimizer", "model", "task", "data.options")
+_FLAG = re.compile(
+    r"-{1,2}(?P<no>no)?config\.(phases\.(?P<phase>[^.=]+)\.)?"
+    r"(?P<section>optimizer|model|task|data\.options)\.(?P<field>[^=]+)(=(?P<text>.*))?",
+    re.DOTALL,
+)
+_KINDS = {
+    int: "a whole number", float: "a number", str: "text", bool: "True or False",
+    type(None): "None",
+}
+_NAMES = {"inf": math.inf, "nan": math.nan, "true": True, "false": False, "none": None}
+_UNFIT: Any = object()  # a value that is not of the type
+
+
+class Override(NamedTuple):
+    """One flag of the command line, such as --config.optimizer.b2=0.98.
+
+    Attributes:
+      phase: the phase whose config it is; '' for the whole one's.
+      section: one of `SECTIONS`.
+      field: the key in it.
+      text: the value as it was written.
+    """
+
+    phase: str
+    section: str
+    field: str
+    text: str
+
+    @property
+    def key(self) -> str:
+        """The whole key, as errors name it."""
+        return f"{self.where}.{self.field}"
+
+    @property
+    def where(self) -> str:
+        """The key of the section."""
+        return f"config.phases.{self.phase}.{self.section}" if self.phase else (
+            f"config.{self.section}"
+        )
+
+
+class Field(NamedTuple):
+    """An argument of the named thing: the type it declares, and its default."""
+
+    kind: Any
+    default: Any
+
+
+def take(argv: Sequence[str]) -> tuple[list[Override], list[str]]:
+    """Splits a command line into the overrides that are read here, and the rest."""
+    found, rest, items = [], [], list(argv)
+    while items:
+        item = items.pop(0)
+        match = _FLAG.fullmatch(item)
+        if match is None:
+            rest.append(item)
+            continue
+        text = match["text"]
+        if match["no"]:
+            text = "False"
+        elif text is None:  # absl's other forms: --flag value, and --flag for True
+            text = items.pop(0) if items and not items[0].startswith("--") else "True"
+        found.append(Override(match["phase"] or "", match["section"], match["field"], text))
+    return found, rest
+
+
+def apply(config: ConfigDict, overrides: Sequence[Override]) -> None:
+    """Sets what `overrides` say; a phase's section is made where it is missing.
+
+    Raises:
+      UserError: an unknown field, with the known ones, or a value of another type.
+    """
+    last = {override[:3]: override for override in overrides}.values()
+    # A name decides what the other fields are, and a preset their defaults.
+    for override in sorted(last, key=lambda o: (o.field != "name", o.field != "preset")):
+        _apply(config, override)
+    for override in last:
+        if override.field == "name":
+            _check_file_fits(config, override)
+
+
+def own_fields(section: str, name: Any) -> dict[str, Field]:
+    """What the named optimizer, model, task or data set takes in its section of a config.
+
+    Args:
+      section: one of `SECTIONS`.
+      name: as in the config.
+
+    Raises:
+      UserError: an unknown name.
+    """
+    with naming(f"config.{section}"):
+        if section == "optimizer":
+            arguments = factory.own_arguments(optimizer_of(name))
+            del arguments["axis_name"]  # config.parallel decides it
+            found = {key: Field(p.annotation, p.default) for key, p in arguments.items()}
+            return {"learning_rate": Field(float, inspect.Parameter.empty), **found}
+        read = {"model": models.own_fields, "task": tasks.own_fields, "data.options": option_fields}
+        return {key: Field(f.type, _default(f)) for key, f in read[section](name).items()}
+
+
+def _default(field: dataclasses.Field) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    missing = field.default is dataclasses.MISSING
+    return inspect.Parameter.empty if missing else _plain(field.default)
+
+
+def _plain(value: Any) -> Any:
+    """Named tuples as the plain ones that a config holds."""
+    return tuple(map(_plain, value)) if isinstance(value, tuple) else value
+
+
+def describe(config: ConfigDict) -> str:
+    """Lines `config.KEY = VALUE` for every key, also those that the config leaves at defaults."""
+    flat = {f"config.{key}": f"{value!r}" for key, value in _leaves(config)}
+    for section in SECTIONS:
+        fields = _section(config, section)
+        name = config.data.name if section == "data.options" else fields["name"]
+        phases = [_section(phase, section) for phase in _section(config, "phases").values()]
+        for key, value in defaults(section, fields, name).items():
+            if phases and all(key in phase for phase in phases):
+                continue  # no run has the default
+            flat[f"config.{section}.{key}"] = f"{value!r}  # default of {name}"
+    return "\n".join(f"{key} = {text}" for key, text in sorted(flat.items()))
+
+
+def _leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in config.items():
+        if isinstance(value, ConfigDict):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def defaults(section: str, fields: Mapping[str, Any], name: Any) -> dict[str, Any]:
+    """The values that the named thing has for what `fields`, those of its section, leave out."""
+    found = {key: field.default for key, field in own_fields(section, name).items()}
+    if section == "optimizer" and fields.get("preset") is not None:
+        with naming("config.optimizer"):
+            found |= presets.preset(name, fields["preset"])
+    missing = inspect.Parameter.empty
+    return {k: v for k, v in found.items() if k not in fields and v is not missing}
+
+
+def _apply(config: ConfigDict, override: Override) -> None:
+    section, field, key = override.section, override.field, override.key
+    phase = _phase(config, override.phase)
+    fields = _section(config, section) | _section(phase, section)
+    if section == "data.options":
+        data = _section(config, "data") | _section(phase, "data")
+        name = data["name"]
+    elif field == "name":
+        name = override.text
+    elif "name" not in fields:
+        raise UserError(f"config.{section} has no name; give config.{section}.name")
+    else:
+        name = fields["name"]
+    known = own_fields(section, name)
+    if section != "data.options":
+        known = {"name": Field(str, inspect.Parameter.empty), **known}
+    if field not in known:
+        listed = ", ".join(known) or "none"
+        raise UserError(f"{key} is unknown; {_noun(section)} {name!r} has: {listed}")
+    kind, default = known[field]
+    if section == "data.options":
+        kind = kind | None  # which leaves it at its default
+    value = convert(key, override.text, kind, default)
+    before = (defaults(section, fields, name) | fields).get(field, _UNFIT)
+    if type(value) is type(before) and value == before:
+        return
+    with config.unlocked(), config.ignore_type():
+        node = config if phase is None else phase
+        for part in section.split("."):
+            if part not in node:
+                node[part] = ConfigDict()
+            node = node[part]
+        node[field] = value
+
+
+def _phase(config: ConfigDict, name: str) -> ConfigDict | None:
+    """The phase of that name; None: of none."""
+    if not name:
+        return None
+    phases = _section(config, "phases")
+    if not isinstance(phases.get(name), ConfigDict):
+        listed = ", ".join(phases) or "none"
+        raise UserError(f"config.phases.{name} is unknown; config.phases has: {listed}")
+    return phases[name]
+
+
+def _section(config: ConfigDict | None, section: str) -> dict[str, Any]:
+    """The fields in a section of a config or a phase; none where it is missing."""
+    node: Any = config
+    for part in section.split("."):
+        node = node[part] if isinstance(node, ConfigDict) and part in node else None
+    return dict(node.items()) if isinstance(node, ConfigDict) else {}
+
+
+def _check_file_fits(config: ConfigDict, override: Override) -> None:
+    """Refuses a name from the command line for which the file's other fields are not meant."""
+    phase = _phase(config, override.phase)
+    fields = _section(config if phase is None else phase, override.section)
+    name, known = fields["name"], own_fields(override.section, fields["name"])
+    strange = [key for key in fields if key not in known and key != "name"]
+    if strange:
+        kept = {key: value for key, value in fields.items() if key not in strange}
+        raise UserError(
+            f"{override.key} is {name!r} on the command line, and the config file sets "
+            f"{', '.join(strange)}; {_noun(override.section)} {name!r} has: {', '.join(known)}; "
+            f"replace them all, as by --{override.where}=\"{kept}\""
+        )
+
+
+def _noun(section: str) -> str:
+    return "data set" if section == "data.options" else section
+
+
+def convert(where: str, text: str, kind: Any, default: Any = inspect.Parameter.empty) -> Any:
+    """The value that `text` means for an argument whose declared type is `kind`.
+
+    >>> convert("config.optimizer.phi_bounds", "(0, inf)", tuple[float, float])
+    (0.0, inf)
+
+    Args:
+      where: what an error calls the key.
+      text: as written on the command line.
+      kind: a type, a union of some, or a tuple or Sequence of one. Types that a config cannot hold,
+        such as a schedule beside a float, are passed over.
+      default: the argument's, for an example in an error.
+
+    Raises:
+      UserError: `text` is no value of that type.
+    """
+    kinds = _members(kind)
+    candidates: list[Any] = [text] if str in kinds and set(kinds) <= {str, type(None)} else []
+    if text.lower() == "none":
+        candidates.insert(0, None)
+    try:
+        tree = _Names().visit(ast.parse(text.strip(), mode="eval"))
+        candidates.append(ast.literal_eval(tree))
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        pass
+    for candidate in [*candidates, text]:
+        for own in kinds:
+            value = _fit(candidate, own)
+            if value is not _UNFIT:
+                return value
+    wanted = " or ".join(dict.fromkeys(filter(None, map(_describe, kinds)))) or "text"
+    such = "" if default in (inspect.Parameter.empty, None) else f", such as {default!r}"
+    raise UserError(f"{where} is {text!r}; it must be {wanted}{such}")
+
+
+class _Names(ast.NodeTransformer):
+    """Reads the words for numbers and constants that Python would take for names."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        word = node.id.lower()
+        return ast.copy_location(ast.Constant(_NAMES[word]), node) if word in _NAMES else node
+
+
+def _members(kind: Any) -> list[Any]:
+    """The types of a union, the narrower numbers first; or the type itself."""
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        found = [own for member in typing.get_args(kind) for own in _members(member)]
+        # So that 3 stays an int for int | float.
+        return sorted(found, key=lambda own: (own is type(None), own is float))
+    return [Any] if isinstance(kind, str) or kind is inspect.Parameter.empty else [kind]
+
+
+def _is_sequence(kind: Any) -> bool:
+    origin = typing.get_origin(kind) or kind
+    return isinstance(origin, type) and issubclass(origin, Sequence) and origin is not str
+
+
+def _fit(value: Any, kind: Any) -> Any:
+    """`value` as one of type `kind`, or `_UNFIT`."""
+    if kind is Any:
+        return value
+    if kind is float:
+        return float(value) if type(value) in (int, float) else _UNFIT
+    if kind in _KINDS:
+        return value if type(value) is kind else _UNFIT
+    if isinstance(value, (tuple, list)) and _is_sequence(kind):
+        inner = typing.get_args(kind) or (Any,)
+        if typing.get_origin(kind) is not tuple or inner[-1] is Ellipsis:
+            inner = inner[:1] * len(value)
+        if len(inner) != len(value):
+            return _UNFIT
+        fitted = tuple(
+            next((fit for own in _members(k) if (fit := _fit(v, own)) is not _UNFIT), _UNFIT)
+            for v, k in zip(value, inner)
+        )
+        return _UNFIT if any(item is _UNFIT for item in fitted) else fitted
+    if isinstance(value, dict) and typing.get_origin(kind) is Mapping:
+        return value
+    return _UNFIT
+
+
+def _describe(kind: Any) -> str:
+    """The type for a person; '' for one that a config cannot hold."""
+    if _is_sequence(kind):
+        inner = [k for k in typing.get_args(kind) if k is not Ellipsis]
+        fixed = typing.get_origin(kind) is tuple and Ellipsis not in typing.get_args(kind)
+        return f"a tuple of {len(inner)} values" if fixed and inner else "a tuple"
+    return _KINDS.get(kind, "")

@@ -1,0 +1,176 @@
+"""Runs one after the other, each from the weights of the one before: `config.phases`.
+
+BERT's pre-training has two: 128 tokens, then 512. Each phase is a run of its own in WORKDIR/NAME,
+with its whole config there, its own data, clock, warm-up and checkpoints; it differs from the rest
+of the config in the keys that config.phases.NAME sets. The first starts as the config says, every
+other from the phase before it, as if that folder were its config.init_from; config.init says what
+becomes of the optimizer's state. Started again, what is complete is passed over.
+"""
+
+import dataclasses
+import os
+import pathlib
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from ml_collections import ConfigDict
+
+from lamb_tpu.config import check_keys, check_values, flatten
+from lamb_tpu.errors import UserError
+from lamb_tpu.run import initial
+from lamb_tpu.run.build import Run, prepare
+from lamb_tpu.store import checksums
+from lamb_tpu.store.metrics import read_records
+from lamb_tpu.store.workdir import Workdir
+
+# In these a phase may set fields that the config leaves at their defaults.
+_OPEN = ("data.options", "model", "task", "optimizer", "mesh")
+_TAKEN = ("checkpoints", "logs", "tensorboard")  # folders of a run
+
+
+@dataclasses.dataclass(frozen=True)
+class Phase:
+    """One run of several.
+
+    Attributes:
+      name: its name; '' for the one run of a config without phases.
+      config: its whole config, itself without phases.
+      folder: its workdir.
+    """
+
+    name: str
+    config: ConfigDict
+    folder: pathlib.Path
+
+
+def split(config: ConfigDict, workdir: str | os.PathLike[str] = "") -> list[Phase]:
+    """The phases of a config in their order, or the config itself where it has none.
+
+    Raises:
+      UserError: a mistake in the config; what a phase sets is named as config.phases.NAME.KEY.
+    """
+    check_keys(config)
+    check_values(config)
+    folder = Workdir(workdir).path
+    if not config.phases:
+        return [Phase("", config, folder)]
+    phases: list[Phase] = []
+    for name in sorted(config.phases):
+        where, changes = f"config.phases.{name}", config.phases[name]
+        if not re.fullmatch(r"\w[\w-]*", name) or name in _TAKEN:
+            raise UserError(
+                f"{where}: {name!r} cannot name the phase's folder; take letters, digits, '_' and "
+                f"'-', and none of {', '.join(_TAKEN)}"
+            )
+        if not isinstance(changes, ConfigDict) or not changes:
+            found = "empty" if isinstance(changes, ConfigDict) else repr(changes)
+            raise UserError(f"{where} is {found}; it must be a ConfigDict of the keys it sets")
+        for key in ("init_from", "phases"):
+            if key in changes:
+                raise UserError(
+                    f"{where}.{key} cannot be set: the first phase starts from config.init_from, "
+                    "each other from the one before it"
+                )
+        whole = config.copy_and_resolve_references()
+        with whole.unlocked(), whole.ignore_type():
+            whole.phases = ConfigDict()
+            _merge(whole, changes, where, "")
+            if phases:
+                whole.init_from = str(phases[-1].folder)
+        with naming(name, changes):
+            check_keys(whole)
+            check_values(whole)
+        phases.append(Phase(name, whole, folder / name))
+    return phases
+
+
+def _merge(config: ConfigDict, changes: Mapping[str, Any], where: str, section: str) -> None:
+    """Sets what `changes` sets; `section` is the dotted path of `config` in the whole one."""
+    is_open = section.startswith(_OPEN) if section else False
+    for key, value in changes.items():
+        if key not in config and not is_open:
+            name = f"config.{section}" if section else "config"
+            raise UserError(f"{where}.{key} is unknown; {name} has: {', '.join(config)}")
+        path = f"{section}.{key}" if section else key
+        if isinstance(config.get(key), ConfigDict):
+            if not isinstance(value, ConfigDict):
+                raise UserError(f"{where}.{key} is {value!r}; it must be a ConfigDict")
+            _merge(config[key], value, f"{where}.{key}", path)
+            continue
+        config[key] = value
+
+
+@contextmanager
+def naming(name: str, changes: Mapping[str, Any] | None = None) -> Iterator[None]:
+    """Lets the sentence of a UserError begin with a phase, and with its key where it is one.
+
+    Args:
+      name: the phase's; '' for a config without phases changes nothing.
+      changes: the keys that the phase sets.
+    """
+    try:
+        yield
+    except UserError as error:
+        if not name:
+            raise
+        text = str(error)
+        key = re.match(r"config\.([\w.]*\w)", text)
+        own = key is not None and key[1] in flatten(changes or {})
+        where = f"config.phases.{name}"
+        raise UserError(f"{where}.{text[7:]}" if own else f"{where}: {text}") from error
+
+
+def due(config: ConfigDict, workdir: str | os.PathLike[str]) -> list[Phase]:
+    """The phases that are still to run or to go on, all of them checked.
+
+    The last one is always among them. One is passed over when a later one has begun, or when its
+    last checkpoint is there and whole and its last evaluation recorded.
+
+    Raises:
+      UserError: a mistake in a phase, also in one that is not next.
+    """
+    phases = split(config, workdir)
+    for phase in phases:
+        Workdir(phase.folder).check(phase.config)
+    begun = [n for n, phase in enumerate(phases) if Workdir(phase.folder).has_checkpoint()]
+    phases = phases[_agreed(begun[-1] if begun else 0):]
+    runs: list[Run] = []
+    for phase in phases:
+        if len(phases) > 1:  # a last one is checked as any run
+            with naming(phase.name, config.phases[phase.name]):
+                runs.append(_prepare(phase, runs[-1] if runs else None))
+    if runs and _agreed(_is_complete(phases[0], runs[0].recipe.total_steps)):
+        return phases[1:]
+    return phases
+
+
+def _prepare(phase: Phase, before: Run | None) -> Run:
+    """The phase's run; behind another without its folder, for its weights are not there yet."""
+    run = prepare(phase.config, phase.folder if before is None else None)
+    if before is not None:
+        state = before.abstract_state
+        there = {field: getattr(state, field) for field in ("params", "model_state", "opt_state")}
+        where = "the phase before it"
+        initial.match(phase.config, run.abstract_state, there, before.config.model, where)
+    return run
+
+
+def _is_complete(phase: Phase, total_steps: int) -> bool:
+    if jax.process_index() != 0:
+        return False
+    folder = Workdir(phase.folder)
+    metrics, last = folder.path / "metrics.jsonl", folder.checkpoints / str(total_steps)
+    if not last.is_dir() or not metrics.exists():
+        return False
+    evaluated = [record["step"] for record in read_records(metrics, "eval")]
+    return total_steps in evaluated and checksums.find_damage(last) is None
+
+
+def _agreed(value: int) -> int:
+    """What process 0 finds in the files that it writes."""
+    return int(multihost_utils.broadcast_one_to_all(np.int32(value)))

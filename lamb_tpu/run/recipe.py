@@ -1,0 +1,336 @@
+"""A config resolved against the data: every duration in updates, the learning rate in numbers."""
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from ml_collections import ConfigDict
+
+from lamb_tpu import own
+from lamb_tpu.config import base_config
+from lamb_tpu.errors import UserError
+from lamb_tpu.optim import durations, factory, parameters, scaling, schedules
+from lamb_tpu.optim.trust_ratio import AxisName
+
+SCALINGS = (*scaling.SCALING_RULES, "random_matrix", "legw")
+
+# Each decay's own keys in config.schedule; they must be left alone under the others.
+DECAY_KEYS = {
+    "constant": (),
+    "polynomial": ("power", "end_factor"),
+    "cosine": ("end_factor",),
+    "exponential": ("decay_factor", "decay_every", "staircase", "end_factor"),
+    "step": ("decay_factor", "boundaries"),
+}
+
+
+# Facts of an optimizer of a user's that takes no rules: none that it goes by.
+_NO_RULES = (("", {"decay": False, "adapt": False}),)
+# Updates of a run, whose learning rates are all kept in an array; a day at 1,000 a second.
+_MOST_UPDATES = 10**8
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """What a run does, in units of updates.
+
+    Attributes:
+      batch_size: global, examples an update.
+      num_examples: of the training set.
+      total_steps: updates of the run.
+      peak_learning_rate: after scaling to the batch size, before warm-up and decay.
+      warmup_steps: updates of warm-up; may be a fraction.
+      learning_rate: learning rate of update t (the first is t = 0).
+      weight_decay: the optimizer's, scaled to the batch size; None: as the config has it.
+      eval_every, checkpoint_every, log_every: intervals in updates; may be fractions.
+      keep_every, desync_every: the same; 0: never.
+      updates_before: what the optimizer's counts are ahead of the run's own updates, because they
+        were kept from another run.
+    """
+
+    batch_size: int
+    num_examples: int
+    total_steps: int
+    peak_learning_rate: float
+    warmup_steps: float
+    learning_rate: optax.Schedule
+    weight_decay: float | None
+    eval_every: float
+    checkpoint_every: float
+    log_every: float
+    keep_every: float
+    desync_every: float
+    updates_before: int = 0
+
+    @functools.cached_property
+    def learning_rates(self) -> np.ndarray:
+        """The learning rate of every update, (total_steps,): for logs, without work on a device."""
+        return np.asarray(jax.jit(self.learning_rate)(np.arange(self.total_steps, dtype=np.int32)))
+
+    def epoch(self, step: float) -> float:
+        """Epochs that are complete after `step` updates."""
+        return step * self.batch_size / self.num_examples
+
+    def is_due(self, every: float, step: int) -> bool:
+        """Whether a multiple of `every` falls on update `step` (counted from 1), or it is the last.
+
+        Nothing is ever due at an interval of 0.
+
+        With fractional intervals (an epoch is rarely a whole number of updates) the k-th event
+        comes at the first whole update at or after k intervals.
+        """
+        if not every:
+            return False
+        # A hair above the multiple, against rounding of k * every.
+        tolerance = 1e-9
+        passed = math.floor(step / every + tolerance) > math.floor((step - 1) / every + tolerance)
+        return passed or step == self.total_steps
+
+    def is_save_due(self, step: int) -> bool:
+        """Tells whether update `step` is to be saved, as one of the newest or one to keep."""
+        return self.is_due(self.checkpoint_every, step) or self.is_due(self.keep_every, step)
+
+    def describe(self) -> str:
+        """Two lines for the terminal."""
+        epochs = self.epoch(self.total_steps)
+        warmup_epochs = self.warmup_steps * self.batch_size / self.num_examples
+        return (
+            f"run: {self.total_steps:,} updates of {self.batch_size:,} examples = {epochs:.4g} "
+            f"epochs of {self.num_examples:,}\n"
+            f"learning rate: peak {self.peak_learning_rate:.6g}, warm-up {self.warmup_steps:.6g} "
+            f"updates = {warmup_epochs:.4g} epochs; update 0: {self.learning_rates[0]:.4g}, "
+            f"last: {self.learning_rates[-1]:.4g}"
+            + ("" if self.weight_decay is None else f"; weight decay {self.weight_decay:.6g}")
+        )
+
+
+def resolve(config: ConfigDict, num_examples: int, updates_before: int = 0) -> Recipe:
+    """Resolves every duration and the learning rate for a training set of `num_examples`.
+
+    Scaling rules are evaluated from the config's batch size, so overriding it rescales the rate
+    (under LEGW also the warm-up, and the weight decay where its timescale is to be kept).
+
+    Raises:
+      UserError: a duration or a schedule argument is wrong; the message names the key.
+    """
+
+    def in_steps(text: str) -> float:
+        return durations.parse(text).steps(config.batch_size, num_examples, total_steps)
+
+    def steps(key: str) -> float:
+        section, name = key.split(".")
+        with naming(f"config.{key}"):
+            return in_steps(config[section][name])
+
+    with naming("config.duration"):
+        duration = durations.parse(config.duration)
+        total_steps = duration.whole_steps(config.batch_size, num_examples)
+    if total_steps < 1:
+        raise UserError(f"config.duration is {config.duration!r}, which is not one update")
+    if total_steps > _MOST_UPDATES:
+        raise UserError(
+            f"config.duration is {config.duration!r}, which is {total_steps:,} updates of "
+            f"{config.batch_size:,} examples; a run has at most {_MOST_UPDATES:,}"
+        )
+
+    schedule = config.schedule
+    peak, warmup_steps = _peak_and_warmup(config, num_examples, steps("schedule.warmup"))
+    hold_steps, decay = steps("schedule.hold"), _decay(schedule, peak, in_steps)
+    with naming("config.schedule"):
+        learning_rate = schedules.warmup(
+            peak,
+            total_steps,
+            warmup_steps,
+            decay_from=schedule.decay_from,
+            start_value=schedule.start_factor * peak,
+            warmup_power=schedule.warmup_power,
+            hold_steps=hold_steps,
+            min_value=schedule.min_factor * peak,
+            first_step=schedule.first_step,
+            **decay,
+        )
+    intervals = {}
+    for key in ("eval.every", "checkpoint.every", "log.every"):
+        intervals[key] = steps(key)
+        if intervals[key] <= 0:
+            raise UserError(f"config.{key} is an interval of no length; it must be positive")
+    return Recipe(
+        batch_size=config.batch_size,
+        num_examples=num_examples,
+        total_steps=total_steps,
+        peak_learning_rate=peak,
+        warmup_steps=warmup_steps,
+        learning_rate=learning_rate,
+        weight_decay=_weight_decay(config, num_examples, peak),
+        eval_every=intervals["eval.every"],
+        checkpoint_every=intervals["checkpoint.every"],
+        log_every=max(1.0, intervals["log.every"]),
+        keep_every=steps("checkpoint.keep_every"),
+        desync_every=steps("guards.desync_every"),
+        updates_before=updates_before,
+    )
+
+
+def _peak_and_warmup(
+    config: ConfigDict, num_examples: int, warmup_steps: float
+) -> tuple[float, float]:
+    """The peak scaled to the batch size, and the warm-up in updates, which LEGW sets anew."""
+    schedule, rule = config.schedule, config.schedule.scaling
+    if rule not in SCALINGS:
+        raise UserError(f"config.schedule.scaling is {rule!r}; known: {', '.join(SCALINGS)}")
+    base_rate, base_size = config.optimizer.learning_rate, schedule.base_batch_size
+    with naming("config.schedule.scaling"):
+        if rule == "legw":
+            # LEGW keeps the warm-up's updates: those of the given duration at the base batch.
+            warmup = durations.parse(schedule.warmup)
+            base_total = durations.parse(config.duration).whole_steps(base_size, num_examples)
+            base_steps = warmup.steps(base_size, num_examples, base_total)
+            scaled = scaling.legw(
+                base_rate, base_steps * base_size / num_examples, base_size, config.batch_size
+            )
+            return scaled.learning_rate, scaled.warmup_epochs * num_examples / config.batch_size
+        if rule == "random_matrix":
+            rule = scaling.random_matrix_rule(config.optimizer.name)
+        peak = scaling.scale_learning_rate(rule, base_rate, base_size, config.batch_size)
+        return peak, warmup_steps
+
+
+def _decay(
+    schedule: ConfigDict, peak: float, in_steps: Callable[[str], float]
+) -> dict[str, Any]:
+    """The decay of config.schedule as arguments of `schedules.warmup`."""
+    decay = schedule.decay
+    if decay not in DECAY_KEYS:
+        raise UserError(f"config.schedule.decay is {decay!r}; known: {', '.join(DECAY_KEYS)}")
+    defaults = base_config().schedule
+    for key in sorted({key for keys in DECAY_KEYS.values() for key in keys}):
+        if key not in DECAY_KEYS[decay] and schedule[key] != defaults[key]:
+            raise UserError(
+                f"config.schedule.{key} is {schedule[key]!r}, which has no meaning for the decay "
+                f"{decay!r}; it must be {defaults[key]!r}"
+            )
+    if decay not in ("exponential", "step"):
+        return dict(decay=decay, power=schedule.power, end_value=schedule.end_factor * peak)
+
+    factor = schedule.decay_factor
+    if not 0 < factor < 1:
+        raise UserError(
+            f"config.schedule.decay_factor is {factor}; the decay {decay!r} needs one between 0 "
+            "and 1, such as 0.1"
+        )
+    if decay == "exponential":
+        with naming("config.schedule.decay_every"):
+            every = in_steps(schedule.decay_every)
+            return dict(
+                decay=schedules.exponential_decay(factor, every, schedule.staircase),
+                end_value=schedule.end_factor * peak,
+            )
+    if schedule.decay_from != "zero":
+        raise UserError(
+            f"config.schedule.decay_from is {schedule.decay_from!r}; the decay 'step' counts its "
+            "boundaries from update 0, so it must be 'zero'"
+        )
+    with naming("config.schedule.boundaries"):
+        edges = [in_steps(text) for text in schedule.boundaries.split(",")]
+        return dict(decay=schedules.step_decay(edges, factor))
+
+
+def _weight_decay(config: ConfigDict, num_examples: int, peak: float) -> float | None:
+    """The weight decay that keeps AdamW's timescale, where the config asks for that."""
+    rule, optimizer = config.schedule.weight_decay_scaling, config.optimizer
+    if rule == "identity":
+        return None
+    if rule != "timescale":
+        raise UserError(
+            f"config.schedule.weight_decay_scaling is {rule!r}; known: identity, timescale"
+        )
+    if optimizer.name != "adamw" or "weight_decay" not in optimizer:
+        raise UserError(
+            "config.schedule.weight_decay_scaling is 'timescale', which needs "
+            "config.optimizer.name='adamw' and config.optimizer.weight_decay"
+        )
+    duration, base_size = durations.parse(config.duration), config.schedule.base_batch_size
+    with naming("config.schedule.weight_decay_scaling"):
+        timescale = scaling.adamw_timescale(
+            optimizer.learning_rate, optimizer.weight_decay, base_size,
+            data_size=base_size * duration.steps(base_size, num_examples),
+        )
+        return scaling.adamw_weight_decay(
+            timescale, peak, config.batch_size,
+            data_size=config.batch_size * duration.steps(config.batch_size, num_examples),
+        )
+
+
+def resolve_optimizer(
+    config: ConfigDict, recipe: Recipe, params: Any = None, axis_name: AxisName = None
+) -> tuple[optax.GradientTransformation, parameters.Rules]:
+    """The config's optimizer with the recipe's learning rate, and the rules it works by.
+
+    Args:
+      config: a recipe.
+      recipe: the same, resolved.
+      params: the parameters, or their shapes and dtypes.
+      axis_name: inside shard_map the mesh axes over which each parameter's update is split.
+
+    Raises:
+      UserError: an unknown optimizer or field, or a value that it refuses; with `params`, one that
+        has no meaning for them.
+    """
+    fields = config.optimizer.to_dict()
+    del fields["learning_rate"]
+
+    def learning_rate(count: Any) -> Any:
+        # Bias correction goes on from kept counts, the schedule starts anew.
+        return recipe.learning_rate(count - recipe.updates_before)
+
+    if recipe.weight_decay is not None:
+        fields["weight_decay"] = recipe.weight_decay
+    if fields.get("name") == "schedule_free_adamw" and config.ema.decay > 0:
+        raise UserError(
+            f"config.ema.decay is {config.ema.decay:g}, but the optimizer schedule_free_adamw "
+            "keeps an average of the weights itself, at which it is evaluated; it must be 0"
+        )
+    with naming("config.optimizer"):
+        if fields.get("axis_name") is not None:
+            raise UserError("axis_name has no meaning in a config: config.parallel decides it")
+        fields["name"] = optimizer_of(fields.get("name"))
+        rules = _rules(fields)
+        if callable(fields["name"]):
+            known = own.fields(fields["name"], ("learning_rate", "axis_name"))
+            given = {key: value for key, value in fields.items() if key in known}
+            own.check("config.optimizer", "optimizer", config.optimizer.name, known, given)
+        if axis_name is not None:
+            fields["axis_name"] = axis_name
+        tx = factory.make_optimizer(fields, learning_rate, params)
+    return tx, rules
+
+
+def optimizer_of(name: Any) -> Any:
+    """config.optimizer.name as `factory.make_optimizer` takes it: of a user's own the function."""
+    return own.find(name, "config.optimizer.name") if own.is_own(name) else name
+
+
+def _rules(fields: Mapping[str, Any]) -> parameters.Rules:
+    """The rules by which the optimizer works, also where the config leaves them at its default."""
+    if "rules" in fields:
+        return fields["rules"]
+    if not callable(fields["name"]):
+        return parameters.DEFAULT_RULES
+    own_rules = factory.own_arguments(fields["name"]).get("rules")
+    return _NO_RULES if own_rules is None else own_rules.default
+
+
+@contextlib.contextmanager
+def naming(key: str) -> Iterator[None]:
+    """Turns what a wrong value raises into a UserError that begins with a config's key."""
+    try:
+        yield
+    except (ValueError, TypeError, ArithmeticError, UserError) as error:
+        text = " ".join(str(error).split())
+        raise UserError(text if text.startswith("config.") else f"{key}: {text}") from error

@@ -1,0 +1,327 @@
+"""Weights that are there: of a run, of a BERT as Hugging Face has it, of a network as timm has it.
+"""
+
+import dataclasses
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import flax.traverse_util
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from lamb_tpu import own
+from lamb_tpu.data.text import saved
+from lamb_tpu.data.text.vocabulary import Vocabulary
+from lamb_tpu.errors import UserError
+from lamb_tpu.files import reading
+from lamb_tpu.models import bert_huggingface
+from lamb_tpu.models.bert import BertConfig
+from lamb_tpu.models.bert_huggingface import CONFIG, WEIGHTS
+from lamb_tpu.models.convert import NETWORKS, from_timm, load_tensors
+from lamb_tpu.optim import parameters, schedule_free
+from lamb_tpu.store.checkpoint import Checkpoints
+from lamb_tpu.store.workdir import Workdir
+
+# What a state has that can be taken from it; of Hugging Face there are the parameters alone.
+PARTS = ("params", "model_state", "opt_state")
+_OF_NETWORK = {network: name for name, network in NETWORKS.items()}
+_PICKLES = (".bin", ".ckpt", ".pt", ".pth", ".tar")
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """Weights that can be read.
+
+    Attributes:
+      folder: the workdir, of a phase where there are several, or the published folder or file.
+      step: the update of the checkpoint; None for published ones.
+      model: config.model of the network.
+      shapes: those of `PARTS` that are there, as trees of dicts and lists of
+        `jax.ShapeDtypeStruct`s.
+      updates_before: see `recipe.Recipe`.
+      read: takes a part of `shapes` with shardings (some keys of its dicts; dtypes may differ) and
+        returns the arrays. Parameters without the optimizer's state are those of an evaluation, see
+        `optim.evaluation_params`.
+      pixels: mean and deviation, a number a channel, of the pixels 0 ... 255 that the network takes
+        normalised by them; None where nothing tells.
+    """
+
+    folder: pathlib.Path
+    step: int | None
+    model: Mapping[str, Any]
+    shapes: Mapping[str, Any]
+    updates_before: int
+    read: Callable[[Mapping[str, Any]], dict[str, Any]]
+    pixels: tuple[tuple[float, ...], tuple[float, ...]] | None = None
+
+    def describe(self) -> str:
+        """Where they are from, in a few words."""
+        return str(self.folder) + ("" if self.step is None else f", update {self.step:,}")
+
+    def text(self) -> tuple[Vocabulary, bool | None] | None:
+        """The vocabulary of the network, and whether it is cased, see `saved.read`.
+
+        None where there is no vocabulary.
+
+        Raises:
+          UserError: it is damaged.
+        """
+        if not (self.folder / saved.VOCABULARY).exists():
+            return None
+        return saved.read(self.folder)
+
+    def bert(self) -> BertConfig | None:
+        """The network's config where it is a BERT."""
+        fields = dict(self.model)
+        return BertConfig(**fields) if fields.pop("name") == "bert" else None
+
+    def params(self) -> dict[str, Any]:
+        """The parameters, on this process' first device."""
+        return self._on_first_device("params")["params"]
+
+    def variables(self) -> dict[str, Any]:
+        """The parameters and what else the network keeps, such as 'batch_stats', there too."""
+        kept = [part for part in ("params", "model_state") if part in self.shapes]
+        found = self._on_first_device(*kept)
+        return {"params": found["params"], **found.get("model_state", {})}
+
+    def _on_first_device(self, *parts: str) -> dict[str, Any]:
+        place = SingleDeviceSharding(jax.local_devices()[0])
+        return self.read(jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+            {part: self.shapes[part] for part in parts},
+        ))
+
+
+def open_weights(
+    folder: str,
+    key: str,
+    step: int | None = None,
+    report: Callable[[str], None] = print,
+    network: str | None = None,
+) -> Weights:
+    """The weights of a folder; of a run with phases those of the last phase that has any.
+
+    Args:
+      folder: a run's workdir; a folder with config.json and model.safetensors, of Hugging Face's
+        transformers or of timm; or a .safetensors file alone, of timm or torchvision.
+      key: what errors call the folder.
+      step: completed updates of the checkpoint; None for the newest that can be read.
+      report: called with a sentence when a damaged checkpoint is passed over.
+      network: config.model.name, of which a file is taken to be where no config.json tells.
+
+    Raises:
+      UserError: there are none, or they are damaged, or of a kind that cannot be read.
+    """
+    workdir = Workdir(folder, key)
+    path = workdir.path
+    if not (path.is_file() or path.is_dir()):
+        raise UserError(
+            f"{key} is {folder!r}, which is no folder; give the workdir of a run, or a folder with "
+            f"Hugging Face's or timm's {CONFIG} and {WEIGHTS}"
+        )
+    file = path if path.is_file() else path / WEIGHTS
+    if file.exists():
+        if step is not None:
+            raise UserError(f"{key} {path} is no run's, so it has no update {step}")
+        return _of_published(path, file, key, network)
+    if not workdir.has_checkpoint():
+        for other in sorted(path.iterdir()):
+            _check_format(other, key)
+    return _of_run(workdir, key, step, report)
+
+
+def network_of(folder: str) -> tuple[str, Any] | None:
+    """config.model.name of weights as `open_weights` reads, and `Weights.pixels`, from config.json.
+
+    None where that tells nothing: there is none, or it is of a network that is not here.
+    """
+    try:
+        settings = reading.read_json(pathlib.Path(folder).expanduser() / CONFIG)
+    except (OSError, ValueError):
+        return None
+    if not isinstance(settings, dict):
+        return None
+    if "model.name" in settings:  # of a run
+        kinds = (settings.get(f"task.input_{kind}") for kind in ("mean", "std"))
+        pixels = tuple(tuple(found) if isinstance(found, list) else found for found in kinds)
+        return settings["model.name"], None if None in pixels else pixels
+    name = NETWORKS.get(str(settings.get("architecture")).partition(".")[0])
+    return None if name is None else (name, _pixels(settings))
+
+
+def _check_format(file: pathlib.Path, key: str) -> None:
+    """Refuses a file of PyTorch's own kind, which may run code when it is read."""
+    if file.suffix in _PICKLES:
+        raise UserError(
+            f"{key}: {file} is a pickle of PyTorch's, which is not read here; where PyTorch is, "
+            f"convert it: safetensors.torch.save_file(torch.load({file.name!r}, "
+            f"weights_only=True), {WEIGHTS!r})"
+        )
+
+
+def _of_published(
+    path: pathlib.Path, file: pathlib.Path, key: str, network: str | None
+) -> Weights:
+    """Of a folder with the file, or of the file alone."""
+    _check_format(file, key)
+    settings: Any = {}
+    if path.is_dir() and (path / CONFIG).exists():
+        try:
+            settings = reading.read_json(path / CONFIG)
+        except ValueError as error:
+            raise UserError(f"{path / CONFIG} is no JSON ({error})") from None
+    name, taken = None, ""
+    model = settings.get("model") if isinstance(settings, dict) else None
+    if isinstance(model, dict) and own.is_own(model.get("name")):
+        return _of_own(path, file, model)
+    if isinstance(settings, dict):
+        name = settings.get("architecture")  # timm's word; transformers' is in the plural
+    if not name and not settings and network in _OF_NETWORK:
+        name = _OF_NETWORK[network]
+        taken = f"; it is taken to be {name}, for config.model.name is {network!r}"
+    if name:
+        return _of_timm(path, file, str(name), settings, key, taken)
+    if path.is_file():
+        raise UserError(
+            f"{key} {path} is a file, which is read for config.model.name of "
+            f"{', '.join(_OF_NETWORK)}, not {network!r}; give a folder that has a {CONFIG} too"
+        )
+    return _of_huggingface(path)
+
+
+def _of_own(path: pathlib.Path, file: pathlib.Path, model: Mapping[str, Any]) -> Weights:
+    """Of a user's own network, as `lamb_tpu.export` writes it."""
+
+    def load() -> dict[str, Any]:
+        variables = flax.traverse_util.unflatten_dict(load_tensors(file), sep="/")
+        return {"params": variables.pop("params", {}), "model_state": variables}
+
+    return Weights(path, None, model, _shapes(load()), 0, _reader(load))
+
+
+def _of_timm(
+    path: pathlib.Path, file: pathlib.Path, name: str, settings: Any, key: str, taken: str
+) -> Weights:
+    def load() -> dict[str, Any]:
+        try:
+            variables = from_timm(name, file)
+        except UserError as error:
+            raise UserError(f"{key}: {error}{taken}") from None
+        return {"params": variables.pop("params"), "model_state": variables}
+
+    shapes = _shapes(load())
+    model = {"name": NETWORKS[name.partition(".")[0]]}
+    return Weights(path, None, model, shapes, 0, _reader(load), _pixels(settings))
+
+
+def _pixels(settings: Mapping[str, Any]) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
+    """`Weights.pixels` of timm's config.json."""
+    preprocessing = settings.get("pretrained_cfg") or settings  # early files have it flat
+    try:
+        mean, deviation = (
+            tuple(round(255 * value, 3) for value in preprocessing[kind])
+            for kind in ("mean", "std")
+        )
+    except (AttributeError, KeyError, TypeError):
+        return None
+    return mean, deviation
+
+
+def _of_huggingface(folder: pathlib.Path) -> Weights:
+    config, params = bert_huggingface.from_huggingface(folder)
+    model, shapes = {"name": "bert", **dataclasses.asdict(config)}, _shapes({"params": params})
+
+    def load() -> dict[str, Any]:
+        return {"params": bert_huggingface.from_huggingface(folder)[1]}
+
+    return Weights(folder, None, model, shapes, 0, _reader(load))
+
+
+def _shapes(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
+
+
+def _reader(
+    load: Callable[[], dict[str, Any]],
+) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+    """`Weights.read` of what is loaded whole: anew, or it would lie in memory as long as a run."""
+
+    def read(wanted: Mapping[str, Any]) -> dict[str, Any]:
+        flat = flax.traverse_util.flatten_dict(load(), sep="/")
+
+        def place(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+            value = flat[jax.tree_util.keystr(path, simple=True, separator="/")]
+            value = np.asarray(value, leaf.dtype)
+            return jax.make_array_from_callback(
+                leaf.shape, leaf.sharding, lambda index: value[index]
+            )
+
+        return jax.tree_util.tree_map_with_path(place, dict(wanted))
+
+    return read
+
+
+def _of_run(
+    workdir: Workdir, key: str, step: int | None, report: Callable[[str], None]
+) -> Weights:
+    config = workdir.read_config()
+    if "model.name" not in config:
+        raise UserError(
+            f"{key} {workdir.path} holds no run, for its config.json is of something else, and "
+            f"{WEIGHTS} is not there either"
+        )
+    phases = {name.split(".")[1] for name in config if name.startswith("phases.")}
+    for phase in sorted(phases, reverse=True):
+        of_phase = Workdir(workdir.path / phase, key)
+        if of_phase.has_checkpoint():
+            return _of_run(of_phase, key, step, report)
+    if not workdir.has_checkpoint():
+        raise UserError(f"{key} {workdir.path} has no checkpoint yet")
+
+    def checkpoints() -> Checkpoints:
+        return Checkpoints(workdir.checkpoints, 1, report, writes=False)
+
+    with checkpoints() as there:
+        found = there.latest_shapes() if step is None else (step, there.shapes(step))
+    if found is None:
+        raise UserError(f"{key} {workdir.path} has no checkpoint yet")
+    newest, shapes = found
+    model = {
+        name.removeprefix("model."): value
+        for name, value in config.items()
+        if name.startswith("model.")
+    }
+    record = workdir.read_init()
+
+    averages = schedule_free.keeps_evaluation_params(shapes.get("opt_state"))
+
+    def read(wanted: Mapping[str, Any]) -> dict[str, Any]:
+        wanted, averaged = dict(wanted), averages and {"params", "opt_state"} & set(wanted)
+        if averaged == {"params"}:
+            place = next(leaf.sharding for leaf in jax.tree.leaves(wanted["params"]))
+            if isinstance(place, NamedSharding):
+                place = place.update(spec=PartitionSpec())
+            wanted["opt_state"] = jax.tree.map(
+                lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+                shapes["opt_state"],
+            )
+        with checkpoints() as there:
+            found = there.restore_part(newest, wanted)
+        if averaged == {"params"}:
+            places = jax.tree.map(lambda leaf: leaf.sharding, wanted["params"])
+            found["params"] = jax.jit(schedule_free.evaluation_params, out_shardings=places)(
+                found.pop("opt_state"), found["params"]
+            )
+        return found
+
+    return Weights(
+        workdir.path,
+        newest,
+        model,
+        {part: shapes[part] for part in PARTS if parameters.leaf_paths(shapes.get(part))},
+        record["updates_before"] if record else 0,
+        read,
+    )

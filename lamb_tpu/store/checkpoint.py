@@ -1,0 +1,364 @@
+"""Checkpoints of a run: the train state and the data position, saved and restored together."""
+
+import contextlib
+import copy
+import pathlib
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from orbax.checkpoint import v1 as ocp
+
+from lamb_tpu.cluster import distributed
+from lamb_tpu.errors import UserError
+from lamb_tpu.files import reading, writing
+from lamb_tpu.store import checksums
+from lamb_tpu.store.saving import Background
+
+T = TypeVar("T")
+_REMOVALS = 20  # attempts
+_SAVE = ocp.training.save_decision_policies
+_KEEP = ocp.training.preservation_policies
+
+
+class Checkpoints:
+    """The checkpoints of one workdir, named by completed updates.
+
+    Saves are asynchronous: the state is copied off the devices, then written by threads while
+    training goes on. A checkpoint appears under its name only when it is complete, with the
+    checksums of its files. `wait` says that it has come so far, `failure` that it will not. Use as
+    a context manager, or call `close`: both wait for a save under way.
+
+    Args:
+      directory: where they lie; made when missing.
+      keep: how many of the newest to keep.
+      report: called with a sentence when a damaged checkpoint is passed over.
+      writes: False for a mere reader, which must not clear away what a run beside it is saving.
+      keep_besides: whether to keep the checkpoint of an update that is no longer one of the newest;
+        asked again at each save.
+
+    Raises:
+      UserError: `directory` is to be written and cannot be; in every process.
+    """
+
+    def __init__(
+        self,
+        directory: pathlib.Path,
+        keep: int,
+        report: Callable[[str], None] = print,
+        writes: bool = True,
+        keep_besides: Callable[[int], bool] = lambda step: False,
+    ) -> None:
+        self.directory = directory.resolve()
+        self._report = report
+        self._saving: int | None = None
+        self._background = Background()
+        self._resources = contextlib.ExitStack()
+        if writes:
+            with distributed.together(), writing.checked(self.directory):
+                self.directory.mkdir(parents=True, exist_ok=True)
+            self.try_out()
+            if jax.process_index() == 0:
+                self._remove_unfinished()  # Orbax would, in a thread that may outlive the run
+        self._path = self._plain_path()
+        context = ocp.Context()
+        # In threads of its own it tells a failure only after a timeout of 300 s. In several
+        # processes that is for later: nobody may raise while the others wait at Orbax' barriers.
+        context.asynchronous.create_directories_asynchronously = jax.process_count() > 1
+        # A function and not a method, which Orbax would copy together with this object.
+        context.asynchronous.post_finalization_callback = lambda: self._seal()
+        # As one file: by itself Orbax would write every number as an array.
+        context.checkpointables.registry = ocp.handlers.local_registry()
+        context.checkpointables.registry.add(
+            ocp.handlers.JsonHandler, checkpointable_name="position"
+        )
+        self._checkpointer = ocp.training.Checkpointer(
+            self._path,
+            # The trainer decides when to save; Orbax' default would save continuously.
+            save_decision_policy=_SAVE.FixedIntervalPolicy(1),
+            preservation_policy=_KEEP.AnyPreservationPolicy(
+                [_KEEP.LatestN(keep), _Chosen(keep_besides)]
+            ),
+            context=context,
+        )
+        # Orbax asks JAX too whether a preemption has come, with the update as the number of the
+        # poll. That would spoil the numbers by which `Preemption` lets all processes stop at once.
+        self._checkpointer._manager.reached_preemption = lambda step: False
+
+    def _plain_path(self) -> pathlib.Path:
+        """The directory by a path without [ ] * and ?, which Orbax would take for a pattern."""
+        if not reading.has_pattern(self.directory):
+            return self.directory
+        link = self._resources.enter_context(tempfile.TemporaryDirectory(prefix="lamb_tpu-"))
+        path = pathlib.Path(link) / "checkpoints"
+        path.symlink_to(self.directory)
+        return path
+
+    def steps(self) -> list[int]:
+        """Completed updates of the checkpoints on disk, ascending."""
+        return sorted(checkpoint.step for checkpoint in self._checkpointer.checkpoints)
+
+    def _remove_unfinished(self) -> None:
+        # Threads of the save that failed may still be writing there.
+        for _ in range(_REMOVALS):
+            folders = list(self.directory.glob("*.orbax-checkpoint-tmp*"))
+            for folder in folders:
+                shutil.rmtree(folder, ignore_errors=True)
+            if not folders:
+                break
+            time.sleep(0.1)
+
+    def try_out(self) -> None:
+        """Writes a small file where checkpoints go, so that what is wrong is told before work.
+
+        Raises:
+          UserError: it cannot be written; in every process, and all must call it.
+        """
+        with distributed.together():
+            try:
+                writing.try_out(self.directory)
+            except OSError as error:
+                raise self._gone() or UserError(
+                    f"no checkpoint can be saved in {self.directory} ({writing.reason(error)}); "
+                    f"{self._what_is_safe()}"
+                ) from None
+
+    def save(self, step: int, state: Any, position: dict[str, Any]) -> None:
+        """Starts saving `state` (a pytree of arrays) and `position` (JSON-able) as update `step`.
+
+        Both may be changed, or donated, as soon as the call is over.
+
+        Checkpoints of this and of later updates, which can only be damaged ones that a resumed run
+        has passed over, are removed first: they would count among those to keep.
+
+        Raises:
+          UserError: this or the save before cannot be written; says what is safe.
+        """
+        self.wait()
+        self.try_out()
+        for damaged in [there for there in self.steps() if there >= step]:
+            self._checkpointer.delete(damaged)
+        self._saving = step
+        try:
+            self._background.begin()
+            response = self._checkpointer.save_checkpointables_async(
+                # Orbax copies the arrays, but reads what is JSON later, in its thread.
+                step, {"state": state, "position": copy.deepcopy(position)}
+            )
+            self._background.started(response)
+        except Exception as error:  # Orbax and TensorStore raise many types
+            self._background.fail(error)
+            raise self._failed(error) from None
+
+    def failure(self) -> UserError | None:
+        """The error of a save under way as soon as there is one, for a look between two updates."""
+        error = self._background.error
+        return None if error is None else self._failed(error)
+
+    def wait(self) -> None:
+        """Waits for a save under way, and sees that its checkpoint is there and complete.
+
+        Raises:
+          UserError: it is not; says what is safe. In every process, and all must call it.
+        """
+        if self._saving is not None:
+            with distributed.together():
+                self._finish()
+            self._saving = None
+
+    def _finish(self) -> None:
+        try:
+            self._background.wait()
+            if jax.process_index() == 0:
+                folder = self.directory / str(self._saving)
+                if (damage := checksums.find_damage(folder, contents=False)) is not None:
+                    raise ValueError(damage)
+        except Exception as error:
+            self._background.fail(error)
+            raise self._failed(error) from None
+
+    def _failed(self, error: BaseException) -> UserError:
+        return self._gone() or UserError(
+            f"the checkpoint of update {self._saving} cannot be saved in {self.directory} "
+            f"({writing.reason(error)}); {self._what_is_safe()}"
+        )
+
+    def _gone(self) -> UserError | None:
+        return None if self.directory.is_dir() else UserError(
+            f"the folder of the checkpoints, {self.directory}, is no longer there; put it back and "
+            "start the same command again, or start it with another --workdir"
+        )
+
+    def _what_is_safe(self) -> str:
+        with contextlib.suppress(OSError):
+            if steps := [
+                int(path.name) for path in self.directory.iterdir()
+                if path.name.isdecimal() and (path / checksums.NAME).is_file()
+            ]:
+                return (
+                    f"that of update {max(steps)} is safe: free space or repair the disk, then "
+                    "start the same command again to go on from there"
+                )
+        return "none is there yet: free space or repair the disk, then start the same command again"
+
+    def _seal(self) -> None:
+        """Adds the checksums, in Orbax' thread, when all is written but the name not yet given.
+
+        Orbax calls it on process 0, after a barrier behind the last write of every process.
+        """
+        if jax.process_index() == 0:
+            (folder,) = self.directory.glob(f"{self._saving}.*")
+            checksums.write(folder)
+
+    def restore(self, step: int, abstract_state: Any) -> tuple[Any, dict[str, Any]]:
+        """State and data position of update `step`, placed as `abstract_state` says.
+
+        Args:
+          step: one of `steps()`.
+          abstract_state: pytree of `jax.ShapeDtypeStruct` with shardings.
+
+        Raises:
+          UserError: there is no such checkpoint, and the message lists those there are; or it is
+            damaged.
+        """
+
+        def load() -> tuple[Any, dict[str, Any]]:
+            loaded = self._checkpointer.load_checkpointables(
+                step, {"state": abstract_state, "position": None}
+            )
+            return jax.block_until_ready(loaded["state"]), loaded["position"]
+
+        return self._read(step, load)
+
+    def shapes(self, step: int) -> dict[str, Any]:
+        """The state of update `step` in shapes and dtypes, without reading its arrays.
+
+        Returns:
+          What the state's fields are trees of, as dicts and lists of `jax.ShapeDtypeStruct`s;
+          without random keys.
+
+        Raises:
+          UserError: as `restore`.
+        """
+
+        def load() -> dict[str, Any]:
+            state = self._checkpointer.metadata(step).metadata
+            return {
+                name: jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
+                for name, tree in state.items()
+                if name != "key"
+            }
+
+        return self._read(step, load)
+
+    def restore_part(self, step: int, abstract: dict[str, Any]) -> dict[str, Any]:
+        """Some of the arrays of update `step`, placed as `abstract` says; the rest is not read.
+
+        Args:
+          step: one of `steps()`, of which `shapes` has shown that it is whole.
+          abstract: fields of the state, or some of the keys of the dicts in them, as
+            `jax.ShapeDtypeStruct`s with shardings.
+        """
+        context = ocp.Context()
+        context.pytree.loading.partial_load = True
+        with context:
+            found = ocp.load(self._path / str(step), abstract, checkpointable_name="state")
+        return jax.block_until_ready(found)
+
+    def _read(self, step: int, load: Callable[[], T]) -> T:
+        """What `load` reads of update `step`, whose files are compared with their checksums."""
+        if step not in self.steps():
+            there = ", ".join(map(str, self.steps())) or "none"
+            raise UserError(f"{self.directory} has no checkpoint of update {step}; it has: {there}")
+        try:
+            damage = self._find_damage(step)
+            if damage is None:
+                return load()
+        except Exception as error:  # Orbax and TensorStore raise many types
+            damage = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise UserError(
+            f"the checkpoint of update {step} in {self.directory} cannot be read ({damage})"
+        )
+
+    def _find_damage(self, step: int) -> str | None:
+        """What process 0 finds; all processes must come to the same conclusion."""
+        damage = None
+        if jax.process_index() == 0:
+            damage = checksums.find_damage(self.directory / str(step))
+        damaged = multihost_utils.broadcast_one_to_all(np.bool_(damage is not None))
+        return (damage or "process 0 finds it damaged") if damaged else None
+
+    def restore_latest(self, abstract_state: Any) -> tuple[Any, dict[str, Any]] | None:
+        """The newest checkpoint that can be read, or None when there is none at all.
+
+        One that cannot be read is reported and the one before it tried.
+
+        Raises:
+          UserError: there are checkpoints but none can be read.
+        """
+        return self._latest(lambda step: self.restore(step, abstract_state))
+
+    def latest_shapes(self) -> tuple[int, dict[str, Any]] | None:
+        """The update of the newest checkpoint that can be read, and its `shapes`; as above."""
+        return self._latest(lambda step: (step, self.shapes(step)))
+
+    def _latest(self, read: Callable[[int], T]) -> T | None:
+        steps = self.steps()
+        for step in reversed(steps):
+            try:
+                return read(step)
+            except UserError as error:
+                self._report(f"{error}; trying the one before it")
+        if steps:
+            raise UserError(
+                f"none of the checkpoints {steps} in {self.directory} can be read; move the folder "
+                "away to start again, or give another one"
+            )
+        return None
+
+    def close(self) -> None:
+        """Waits for a save under way; its checkpoint is complete if nothing is raised.
+
+        Raises:
+          UserError: as `wait`, but in this process only.
+        """
+        with self._resources:
+            try:
+                if self._saving is not None and self._background.error is None:
+                    self._finish()
+                    self._saving = None
+            finally:
+                if self._background.error is None:
+                    self._checkpointer.close()
+                elif jax.process_count() == 1:
+                    with contextlib.suppress(Exception):  # it is told already
+                        self._checkpointer.close()
+                    self._remove_unfinished()  # it takes room that the disk does not have
+                    self._background.end()
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        try:
+            self.close()
+        except UserError as error:
+            if kind is None:
+                raise
+            self._report(str(error))  # what ended the run comes first
+
+
+class _Chosen:
+    """Orbax' form of a function of the update."""
+
+    def __init__(self, keeps: Callable[[int], bool]) -> None:
+        self._keeps = keeps
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        del context
+        return [self._keeps(checkpoint.step) for checkpoint in checkpoints]

@@ -1,0 +1,238 @@
+"""Metric sums, and the two places where metrics are written."""
+
+import json
+import math
+import pathlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import jax
+from tensorboardX import event_file_writer, summary
+from tensorboardX.proto import event_pb2
+
+from lamb_tpu.errors import UserError
+from lamb_tpu.files import reading, writing
+
+_FLUSH_SECONDS = 120  # of TensorBoard's files
+
+
+def fetched(trees: Iterable[Any]) -> Iterator[Any]:
+    """Each tree as NumPy arrays, one behind.
+
+    The devices work on a tree while the host fetches the one before.
+    """
+    before: list[Any] = []
+    for tree in trees:
+        yield from map(jax.device_get, before)
+        before = [tree]
+    yield from map(jax.device_get, before)
+
+
+def mean_metrics(
+    batches: Iterable[Mapping[str, tuple[jax.Array, jax.Array]]],
+) -> dict[str, float]:
+    """Adds up (sum, weight) pairs over batches and divides once.
+
+    The additions are in float64 on the host, so that the number of batches leaves no trace beyond
+    the rounding inside a batch. A metric whose weights are all 0, as those of updates that were
+    left out, has no mean and is left out.
+    """
+    totals: dict[str, list[float]] = {}
+    for batch in fetched(batches):
+        for name, (total, weight) in batch.items():
+            entry = totals.setdefault(name, [0.0, 0.0])
+            entry[0] += float(total)
+            entry[1] += float(weight)
+    return {name: total / weight for name, (total, weight) in totals.items() if weight}
+
+
+class MetricsWriter:
+    """Appends records to metrics.jsonl, one JSON object a line, and mirrors them to TensorBoard.
+
+    The JSON lines are the record that tables and plots are made from. Each has `step` (completed
+    updates) and `kind`: 'train', 'eval', 'layers', 'spike', 'target' (of the first evaluation that
+    reached it, see `lamb_tpu.watch.target`) or 'pictures' (how many of each kind out of the
+    ordinary the first process has met in this start, see `lamb_tpu.data.images.tally`). A record of
+    'train' is of the updates since the last one; beside the metrics it has, where they can be told:
+
+    - `examples_per_second`, `tokens_per_second` (padding counts as tokens) and `mfu`, the model
+      FLOP/s utilisation (`lamb_tpu.cost.flops`) of all devices together, 0 to 1: over these updates
+      without evaluation, saving and the first update of a start, which waits for the compiler;
+    - `seconds` since the first update began, of all starts: training, evaluation and saving,
+      without start-up and compiling;
+    - `ratio_min`, `ratio_median`, `ratio_max`: trust ratios of the last update, over the layers
+      that adapt; each layer's own are in the record of 'layers'.
+
+    Args:
+      workdir: the folder for metrics.jsonl and tensorboard/.
+      start_step: the update a run resumes from; records of later updates, left by a run that was
+        killed after its last checkpoint, are removed first.
+      tensorboard: whether to write TensorBoard's files too.
+      enabled: False writes nothing, as on every process but the first.
+      evaluated: False where the evaluation of `start_step` is still to come: what it had recorded
+        is removed too.
+      failed: receives a UserError, once, when a file can no longer be written; None raises it.
+
+    Raises:
+      UserError: a file cannot be written.
+    """
+
+    def __init__(
+        self,
+        workdir: pathlib.Path,
+        start_step: int,
+        tensorboard: bool,
+        enabled: bool = True,
+        evaluated: bool = True,
+        failed: Callable[[UserError], None] | None = None,
+    ) -> None:
+        self.path = workdir / "metrics.jsonl"
+        self._file: writing.LineFile | None = None
+        self._tensorboard: _TensorBoard | None = None
+        if not enabled:
+            return
+        if self.path.exists():
+            _remove_records_after(self.path, start_step, evaluated)
+        self._file = writing.LineFile(self.path, failed)
+        if tensorboard:
+            self._tensorboard = _TensorBoard(workdir / "tensorboard", start_step, failed)
+
+    def write(self, step: int, kind: str, values: Mapping[str, float]) -> None:
+        """Writes one record; it is not lost when the process is killed."""
+        if self._file is None:
+            return
+        record = {"step": step, "kind": kind, **values}
+        # JSON has no NaN: a non-finite value is written as a string.
+        finite = {k: v if not _is_nonfinite(v) else str(v) for k, v in record.items()}
+        self._file.write(json.dumps(finite))
+        if self._tensorboard is not None:
+            self._tensorboard.write(step, {f"{kind}/{name}": x for name, x in values.items()})
+
+    def close(self) -> None:
+        """Writes what is left; it may be closed already."""
+        for file in (self._file, self._tensorboard):
+            if file is not None:
+                file.close()
+
+    def __enter__(self) -> "MetricsWriter":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+class _TensorBoard:
+    """TensorBoard's file of one start.
+
+    Not tensorboardX' own writer: it writes in a thread that a full disk ends, with a traceback,
+    and then the run waits for that thread for ever.
+
+    Args:
+      folder: for the file; made when missing.
+      start_step: TensorBoard hides what earlier files have of later updates.
+      failed: as of `MetricsWriter`.
+    """
+
+    def __init__(
+        self, folder: pathlib.Path, start_step: int, failed: Callable[[UserError], None] | None
+    ) -> None:
+        self._folder, self._failed = folder, failed
+        begun = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+        with writing.checked(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = event_file_writer.EventsWriter(str(folder / "events"))
+            self._add(start_step + 1, file_version="brain.Event:2")
+            self._add(start_step + 1, session_log=begun)
+            self._flush()
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Adds values by their names; on disk after a while."""
+        if self._file is None:
+            return
+        try:
+            with writing.checked(self._folder):
+                for name, value in values.items():
+                    self._add(step, summary=summary.scalar(name, value))
+                if time.monotonic() > self._flushed + _FLUSH_SECONDS:
+                    self._flush()
+        except UserError as error:
+            self._fail(error)
+
+    def _add(self, step: int, **content: Any) -> None:
+        self._file.write_event(event_pb2.Event(wall_time=time.time(), step=step, **content))
+
+    def _flush(self) -> None:
+        self._file.flush()
+        self._flushed = time.monotonic()
+
+    def _fail(self, error: UserError) -> None:
+        self._file = None
+        if self._failed is None:
+            raise error
+        self._failed(error)
+
+    def close(self) -> None:
+        """Writes what is left; it may be closed already."""
+        if self._file is None:
+            return
+        file, self._file = self._file, None
+        try:
+            with writing.checked(self._folder):
+                file.close()
+        except UserError as error:
+            self._fail(error)
+
+
+def read_records(path: pathlib.Path, kind: str | None = None) -> list[dict[str, Any]]:
+    """The records of a file of JSON lines; with `kind`, those of a metrics.jsonl of that kind.
+
+    A last line without its end, as a killed run leaves it, is passed over.
+
+    Raises:
+      UserError: the file is missing, cannot be read, or a line is no record.
+    """
+    try:
+        text = reading.read_text(path, errors="replace")
+    except FileNotFoundError:
+        raise UserError(f"there is no {path}; is its folder the workdir of a run?") from None
+    except ValueError as error:
+        raise UserError(f"{path} cannot be read ({error})") from None
+    records = []
+    for number, line in enumerate(text.split("\n")[:-1], start=1):
+        try:
+            record = reading.parse_json(line)
+        except ValueError:
+            raise UserError(f"line {number} of {path} is no JSON: {line[:80]!r}") from None
+        if not isinstance(record, dict):
+            raise UserError(f"line {number} of {path} is no JSON object: {line[:80]!r}")
+        records.append(record)
+    if kind is None:
+        return records
+    return [record for record in _of_a_run(path, records) if record["kind"] == kind]
+
+
+def _of_a_run(path: pathlib.Path, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The records, each with what all of a run have.
+
+    Raises:
+      UserError: naming the line of one that has not.
+    """
+    for number, record in enumerate(records, start=1):
+        if type(record.get("step")) is not int or not isinstance(record.get("kind"), str):
+            raise UserError(
+                f"line {number} of {path} is no record with step and kind: {str(record)[:80]!r}"
+            )
+    return records
+
+
+def _remove_records_after(path: pathlib.Path, step: int, evaluated: bool) -> None:
+    def remains(record: Mapping[str, Any]) -> bool:
+        return record["step"] < step + (record["kind"] not in ("eval", "target") or evaluated)
+
+    kept = [record for record in _of_a_run(path, read_records(path)) if remains(record)]
+    writing.replace(path, "".join(json.dumps(record) + "\n" for record in kept))
+
+
+def _is_nonfinite(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)

@@ -1,0 +1,297 @@
+"""The folder of a run: what stands in it, and whether it may be used again."""
+
+import contextlib
+import fcntl
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+from ml_collections import ConfigDict
+
+from lamb_tpu import __version__, own
+from lamb_tpu.config import FREE_KEYS, differences, flatten
+from lamb_tpu.data import Source, title
+from lamb_tpu.data.text import saved
+from lamb_tpu.errors import UserError
+from lamb_tpu.files import reading, writing
+from lamb_tpu.optim import durations
+
+_LISTED = 8  # differing keys in a message
+# What a run has in its folder.
+_FILES = (
+    "config.json", "run.jsonl", "parameters.txt", "init.json", "metrics.jsonl", "mlperf.log",
+    ".lock", saved.VOCABULARY, saved.SETTINGS,
+)
+_FOLDERS = ("checkpoints", "tensorboard")
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+
+
+class Workdir:
+    """Paths of a run's files, below one folder.
+
+    Attributes:
+      path: the folder.
+      config: the resolved config, as JSON.
+      run: versions, hardware and the command, one JSON line for each start that trained.
+      parameters: the table of parameter facts.
+      init: where the first weights came from, as JSON; only if they were not random.
+      checkpoints: Orbax' folder.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], key: str = "--workdir") -> None:
+        """`key` is what errors call the folder."""
+        self._key = key
+        try:
+            os.fspath(path).encode()
+        except UnicodeError:
+            raise UserError(
+                f"{key} {os.fspath(path)!r} is not UTF-8; give a folder with another name"
+            ) from None
+        if "://" in str(path):
+            raise UserError(f"{key} {path} is remote; give a local or mounted folder")
+        self.path = pathlib.Path(path).expanduser().absolute()
+        self.config = self.path / "config.json"
+        self.run = self.path / "run.jsonl"
+        self.parameters = self.path / "parameters.txt"
+        self.init = self.path / "init.json"
+        self.checkpoints = self.path / "checkpoints"
+
+    def check(
+        self, config: ConfigDict, free_keys: tuple[str, ...] = FREE_KEYS, writes: bool = True
+    ) -> None:
+        """Makes the folder when missing, and refuses one that this config may not write into.
+
+        Nothing that is already there is changed. `free_keys` of the config may differ. Without
+        `writes` the folder may be one that can only be read.
+
+        Raises:
+          UserError: it cannot be written, or holds a run of another config or of none.
+        """
+        try:
+            if writes:
+                self.path.mkdir(parents=True, exist_ok=True)
+                writing.try_out(self.path)
+        except OSError as error:
+            raise UserError(
+                f"{self._key} {self.path} cannot be written ({error.strerror}); give a folder "
+                "that can"
+            ) from None
+        self._check_kinds()
+        if self.config.exists():
+            old, new = self.read_config(), flatten(config)
+            changed = differences(old, new, free_keys)
+            if changed:
+                more = f"; and {len(changed) - _LISTED} more" if len(changed) > _LISTED else ""
+                raise UserError(
+                    f"{self._key} {self.path} holds a run of another config "
+                    f"({'; '.join(changed[:_LISTED])}{more}); give another folder, or the run's "
+                    f"own config{self._how_to_go_on(old, new) if len(changed) == 1 else ''}"
+                )
+        elif self.has_checkpoint():
+            raise UserError(
+                f"{self._key} {self.path} holds checkpoints but no config.json to compare with; "
+                "give another folder"
+            )
+
+    def _how_to_go_on(self, old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+        """What to do where a run is asked to be longer, added to the refusal; '' if it is not."""
+        try:
+            before, after = (durations.parse(config["duration"]) for config in (old, new))
+        except (KeyError, ValueError):
+            return ""
+        more = after.value - before.value
+        if before.unit != after.unit or more <= 0:
+            return ""
+        return (
+            "; a schedule is planned for a whole run, so to train on from where this one ends, "
+            "give another folder and --config.init_from="
+            f"{shlex.quote(str(self.path))} --config.init.optimizer_state=keep "
+            f"--config.duration='{durations.Duration(more, after.unit)}' --config.seed="
+            f"{new['seed'] + 1}: its schedule starts anew, and the data come in another order"
+        )
+
+    def _check_kinds(self) -> None:
+        """Refuses what a run would write, or read, where something of another kind stands."""
+        for names, wanted in ((_FILES, "a file"), (_FOLDERS, "a folder")):
+            for name in names:
+                try:
+                    found = reading.kind(self.path / name)
+                    if found == "a file" and not os.access(self.path / name, os.R_OK):
+                        found = "unreadable (Permission denied)"
+                except OSError as error:
+                    found = f"unreadable ({error.strerror})"
+                if found not in (None, wanted):
+                    raise UserError(
+                        f"{self._key} {self.path}: {name} is {found}, and must be {wanted}; move "
+                        "it away, or give another folder"
+                    )
+
+    def has_checkpoint(self) -> bool:
+        """Whether a checkpoint is there, whole or damaged."""
+        return any(path.name.isdecimal() for path in self.checkpoints.glob("*/"))
+
+    @contextlib.contextmanager
+    def hold(self, enabled: bool = True) -> Iterator[None]:
+        """Keeps a second run on this machine out of the folder.
+
+        Args:
+          enabled: False does nothing, as on every process but the first.
+
+        Raises:
+          UserError: another run holds it.
+        """
+        if not enabled:
+            yield
+            return
+        with (self.path / ".lock").open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # freed even by kill -9
+            except BlockingIOError:
+                raise UserError(
+                    f"{self._key} {self.path} is in use by another run; wait until it ends, or "
+                    "give another folder"
+                ) from None
+            except OSError:
+                pass  # a file system without locks
+            yield
+
+    def read_config(self) -> dict[str, Any]:
+        """The flattened config that the run in this folder was started with.
+
+        Raises:
+          UserError: there is none, or it is damaged.
+        """
+        config = self._read(self.config)
+        if config is None:
+            if reading.kind(self.path) not in (None, "a folder"):
+                raise UserError(f"{self._key} {self.path} is no folder; give the folder of a run")
+            raise UserError(f"{self._key} {self.path} holds no run: config.json is missing")
+        sections = {key[:at] for key in config for at, char in enumerate(key) if char == "."}
+        if sections & config.keys() or any(isinstance(x, dict) for x in config.values()):
+            raise self._damaged(self.config, "its keys are not those of a config")
+        return config
+
+    def read_init(self) -> dict[str, Any] | None:
+        """What `write_init` has written; None where the first weights were random.
+
+        Raises:
+          UserError: it is damaged.
+        """
+        record = self._read(self.init)
+        if record is not None:
+            kinds = {
+                "init_from": str, "update": int | None, "optimizer_state": str,
+                "updates_before": int,
+            }
+            for name, wanted in kinds.items():
+                if name not in record or not isinstance(record[name], wanted):
+                    raise self._damaged(self.init, f"its {name} is missing or of the wrong type")
+        return record
+
+    def write_init(self, record: Mapping[str, Any]) -> None:
+        """Writes where the first weights came from."""
+        writing.replace(self.init, json.dumps(record, indent=1) + "\n")
+
+    def _read(self, file: pathlib.Path) -> dict[str, Any] | None:
+        try:
+            found = reading.read_json(file)
+            if not isinstance(found, dict):
+                raise ValueError("it is no JSON object")
+            return found
+        except FileNotFoundError:
+            return None
+        except ValueError as error:
+            raise self._damaged(file, str(error)) from None
+
+    def _damaged(self, file: pathlib.Path, reason: str) -> UserError:
+        return UserError(f"{file} is damaged ({reason}); restore it or give another {self._key}")
+
+    def check_parameters(self, table: str) -> None:
+        """Refuses to resume when the table of parameter facts is not the one the run began with."""
+        if self.parameters.exists() and self.parameters.read_bytes() != table.encode():
+            raise UserError(
+                f"the parameter table differs from {self.parameters}, so this is not the model or "
+                "the rules that the run began with; give another --workdir"
+            )
+
+    def write_file(self, name: str, text: str) -> None:
+        """Writes a file into the folder; a reader sees the old one or the new one.
+
+        Raises:
+          UserError: it cannot be written.
+        """
+        writing.replace(self.path / name, text)
+
+    def check_text(self, source: Source) -> None:
+        """Refuses to resume where the tokens of a text mean something else than they did."""
+        if source.vocabulary is not None and (self.path / saved.VOCABULARY).exists():
+            vocabulary, cased = saved.read(self.path)
+            if (vocabulary.tokens, cased) != (source.vocabulary.tokens, source.cased):
+                raise UserError(
+                    f"the vocabulary of {title(source)} is not that of {self._key} {self.path}, "
+                    f"{saved.VOCABULARY} with cased={cased}; give the text that the run began "
+                    "with, or another folder"
+                )
+
+    def write_config(self, config: ConfigDict) -> None:
+        """Writes the config."""
+        writing.replace(self.config, json.dumps(flatten(config), indent=1) + "\n")
+
+    def write_receipt(
+        self, config: ConfigDict, table: str, facts: Mapping[str, Any], source: Source | None = None
+    ) -> None:
+        """Writes config, parameter table, and what this start of the run ran on.
+
+        With `source`, the training set, also the vocabulary of a text.
+        """
+        self.write_config(config)
+        writing.replace(self.parameters, table)
+        if source is not None and source.vocabulary is not None:
+            saved.save(self.path, source.vocabulary, source.cased)
+        record = {
+            "command": [pathlib.Path(sys.argv[0]).name, *sys.argv[1:]],
+            "lamb_tpu": __version__,
+            "commit": _commit(),
+            "python": platform.python_version(),
+            **{name: importlib.metadata.version(name) for name in _PACKAGES},
+            "platform": platform.platform(),
+            "cores": os.cpu_count(),
+            "device": jax.devices()[0].device_kind,
+            "devices": jax.device_count(),
+            "processes": jax.process_count(),
+            **({"own": found} if (found := own.receipt(_names(config))) else {}),
+            **facts,
+        }
+        lines = writing.LineFile(self.run)
+        lines.write(json.dumps(record))
+        lines.close()
+
+
+def _names(config: ConfigDict) -> list[Any]:
+    return [config[section].name for section in ("model", "task", "data", "optimizer")]
+
+
+def _commit() -> str | None:
+    """The commit of the checkout that the package is run from, '+' when it has changes."""
+    folder = pathlib.Path(__file__).parent
+    try:
+        # An installed package may lie inside a checkout of something else.
+        subprocess.run(
+            ["git", "ls-files", "--error-unmatch", pathlib.Path(__file__).name],
+            cwd=folder, capture_output=True, timeout=10, check=True,
+        )
+        described = subprocess.run(
+            ["git", "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"],
+            cwd=folder, capture_output=True, text=True, timeout=10, check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return described.stdout.strip()

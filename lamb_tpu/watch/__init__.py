@@ -1,0 +1,1 @@
+"""What follows a run while it trains: guards, best, target, rates, progress, logs."""

@@ -1,0 +1,64 @@
+"""The update whose evaluation was the best so far."""
+
+import math
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from lamb_tpu.errors import UserError
+from lamb_tpu.watch.observer import Observer
+
+
+class Best(Observer):
+    """Remembers the best evaluation by one metric, the first of equal ones; keeps its checkpoint.
+
+    Args:
+      metric: name of the evaluation's metric; '' remembers nothing.
+      mode: 'max' or 'min', which value of it is the best.
+
+    Attributes:
+      step: completed updates at the best evaluation; None before the first.
+      value: the metric there.
+    """
+
+    name = "best"
+
+    def __init__(self, metric: str, mode: str = "max") -> None:
+        self._metric, self._mode = metric, mode
+        self.saves_evaluations = metric != ""
+        self.step: int | None = None
+        self.value = math.nan
+
+    def check(self, names: Collection[str]) -> None:
+        """Refuses a metric that an evaluation with these does not have."""
+        if self._metric and self._metric not in names:
+            raise UserError(
+                f"config.checkpoint.best is {self._metric!r}; the evaluation's metrics are: "
+                f"{', '.join(sorted(names))}"
+            )
+
+    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Compares an evaluation with the best so far. NaN never counts as best."""
+        if not self._metric:
+            return
+        value = metrics.get(self._metric, math.nan)
+        sign = 1 if self._mode == "max" else -1
+        if sign * value > sign * self.value or (self.step is None and not math.isnan(value)):
+            self.step, self.value = step, value
+
+    def keeps(self, step: int) -> bool:
+        """Keeps the checkpoint of the best evaluation."""
+        return step == self.step
+
+    def state(self) -> dict[str, Any]:
+        """Returns the best so far, and by which metric and mode."""
+        return {
+            "metric": self._metric, "mode": self._mode, "step": self.step,
+            "value": None if self.step is None else self.value,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continues from a `state`; one of another metric or mode counts for nothing."""
+        if state["step"] is not None and [state["metric"], state["mode"]] == [
+            self._metric, self._mode
+        ]:
+            self.step, self.value = state["step"], state["value"]

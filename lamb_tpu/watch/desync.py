@@ -1,0 +1,175 @@
+"""Are copies still copies? Hashes of what several devices hold of the same array, compared.
+
+Devices that should hold the same parameters can come apart: a bit flips in one's memory, or one
+process runs other code or reads other data. Nothing else notices, for each goes on with its own.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+from lamb_tpu.errors import UserError
+from lamb_tpu.optim.parameters import leaf_paths
+from lamb_tpu.parallel.state import TrainState
+from lamb_tpu.run.build import Run
+from lamb_tpu.watch.observer import Observer
+
+_MOST_DEVICES = 8  # named one by one
+
+
+def make_desync_check(abstract: Any, mesh: Mesh) -> Callable[[Any, int], None]:
+    """A function `(tree, step)` that compares the copies of every array that has some.
+
+    Each device hashes what it holds, to 32 bits an array; the hashes alone travel. Of a split array
+    the copies of each part are compared. All processes must call the function, and all of them
+    raise. One differing element is found with certainty, more of them but for a chance of 2**-32.
+
+    Args:
+      abstract: shapes, dtypes and shardings of the tree to check; `NamedSharding`s over `mesh`.
+      mesh: the devices.
+
+    Raises:
+      UserError: by the returned function, naming the first array of which two copies differ, and
+        the devices whose copies are not those of the majority.
+    """
+    leaves = jax.tree.leaves(abstract)
+    copied = {
+        number: leaf.sharding.spec
+        for number, leaf in enumerate(leaves)
+        if _num_copies(leaf.sharding.spec, mesh) > 1
+    }
+    if not copied:
+        return lambda tree, step: None
+    paths = leaf_paths(abstract)
+
+    def hashes(arrays: list[jax.Array]) -> jax.Array:
+        own = jnp.stack([_hash(array) for array in arrays])
+        return jax.lax.all_gather(own, mesh.axis_names)
+
+    gathered = jax.jit(
+        jax.shard_map(
+            hashes,
+            mesh=mesh,
+            in_specs=(list(copied.values()),),
+            out_specs=PartitionSpec(),
+            check_vma=False,  # it would take for granted that the copies are equal
+        )
+    )
+
+    def check(tree: Any, step: int) -> None:
+        arrays = jax.tree.leaves(tree)
+        table = np.asarray(gathered([arrays[number] for number in copied]))
+        found = []
+        for (number, spec), column in zip(copied.items(), table.T, strict=True):
+            values, devices = (_by_part(a, spec, mesh) for a in (column, mesh.devices.ravel()))
+            if (values != values[:, :1]).any():
+                found.append((paths[number], values, devices))
+        if found:
+            path, values, devices = found[0]
+            others = f" (and of {len(found) - 1} further arrays)" if len(found) > 1 else ""
+            raise UserError(
+                f"after update {step} the copies of {path}{others} are no longer the same on all "
+                f"devices: {_who(values, devices)}. A device is faulty, or the processes do not "
+                "run the same program on the same data; this state was not saved, and the same "
+                "command goes on from the checkpoint before it"
+            )
+
+    return check
+
+
+class Desync(Observer):
+    """Compares the copies of parameters and model state, every so often and before each save.
+
+    Args:
+      run: the run, with `config.guards.desync_every`.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._recipe = run.recipe
+        self._compared = -1
+        if self._recipe.desync_every:
+            self._check = make_desync_check(_copied(run.abstract_state), run.mesh)
+
+    def updated(self, step: int, state: TrainState) -> None:
+        if self._recipe.is_due(self._recipe.desync_every, step):
+            self.saving(step, state)
+
+    def saving(self, step: int, state: TrainState) -> None:
+        """Refuses a state of which two copies differ."""
+        if self._recipe.desync_every and self._compared != step:
+            self._check(_copied(state), step)
+            self._compared = step
+
+
+def _copied(state: TrainState) -> dict[str, Any]:
+    return {"params": state.params, **state.model_state}
+
+
+def _hash(array: jax.Array) -> jax.Array:
+    """32 bits of an array's bits and their places: a sum over elements, so exact in any order."""
+    if array.dtype == bool:
+        array = array.astype(jnp.uint8)
+    # What is wider than 32 bits becomes pairs, along a new last axis.
+    width = min(32, 8 * array.dtype.itemsize)
+    bits = jax.lax.bitcast_convert_type(array, jnp.dtype(f"uint{width}")).astype(jnp.uint32)
+    place = jnp.zeros(bits.shape, jnp.uint32)
+    for axis, length in enumerate(bits.shape):
+        # Not by a reshape to one axis, which on a TPU moves every element.
+        place = place * np.uint32(length) + jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
+    # Each step is one to one (MurmurHash3's finalizer), so one changed element changes the sum.
+    mixed = bits + place * np.uint32(0x9E3779B9)
+    mixed = (mixed ^ (mixed >> 16)) * np.uint32(0x85EBCA6B)
+    mixed = (mixed ^ (mixed >> 13)) * np.uint32(0xC2B2AE35)
+    return jnp.sum(mixed ^ (mixed >> 16), dtype=jnp.uint32)
+
+
+def _axes(spec: PartitionSpec) -> list[str]:
+    """The mesh's axes over which the array is split."""
+    entries = (entry if isinstance(entry, tuple) else (entry,) for entry in spec)
+    return [axis for entry in entries for axis in entry if axis is not None]
+
+
+def _num_copies(spec: PartitionSpec, mesh: Mesh) -> int:
+    parts = np.prod([mesh.shape[axis] for axis in _axes(spec)], dtype=int)
+    return mesh.size // int(parts)
+
+
+def _by_part(column: np.ndarray, spec: PartitionSpec, mesh: Mesh) -> np.ndarray:
+    """A value of every device, (devices,), as (parts, copies of the part)."""
+    split = [mesh.axis_names.index(axis) for axis in _axes(spec)]
+    cube = np.moveaxis(column.reshape(mesh.devices.shape), split, range(len(split)))
+    return cube.reshape(-1, _num_copies(spec, mesh))
+
+
+def _who(values: np.ndarray, devices: np.ndarray) -> str:
+    """Which devices hold what most of their part's do not, or, without a majority, which what."""
+    minority: list[jax.Device] = []
+    undecided: list[str] = []
+    for part, holders in zip(values, devices, strict=True):
+        groups = [holders[part == value] for value in dict.fromkeys(part)]
+        largest = max(groups, key=len)
+        if 2 * len(largest) > len(part):
+            minority.extend(device for group in groups if group is not largest for device in group)
+        else:
+            rest = f" against {len(groups) - 2} further values" if len(groups) > 2 else ""
+            undecided.append(f"{_names(groups[0])} against {_names(groups[1])}{rest}")
+    told = [f"{_names(minority)} differ{'s' * (len(minority) == 1)} from the majority"]
+    return "; ".join(told * bool(minority) + undecided[:1])
+
+
+def _names(devices: Sequence[jax.Device]) -> str:
+    """'devices 4, 5 of process 1', for as many as can be read."""
+    shown = sorted(devices, key=lambda device: device.id)[:_MOST_DEVICES]
+    by_process: dict[int, list[str]] = {}
+    for device in shown:
+        by_process.setdefault(device.process_index, []).append(str(device.id))
+    text = ", ".join(
+        f"device{'s' * (len(ids) > 1)} {', '.join(ids)} of process {process}"
+        for process, ids in sorted(by_process.items())
+    )
+    rest = len(devices) - len(shown)
+    return text + (f" and {rest} more" if rest else "")

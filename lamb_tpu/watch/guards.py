@@ -1,0 +1,152 @@
+"""Guards against losses and norms that are not finite, skipped updates and loss spikes.
+
+The numbers are those of every update, looked at when they are fetched for the log.
+"""
+
+import collections
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+from ml_collections import ConfigDict
+
+from lamb_tpu.errors import UserError
+from lamb_tpu.watch.observer import Observer, Record, Start, Sums
+
+# How many losses are recent, and how many there must be before anything is unusual.
+_WINDOW, _ENOUGH = 100, 20
+
+
+class Diverged(UserError):
+    """The loss, the gradient or the parameters are no longer finite."""
+
+
+class SpikeDetector:
+    """Tells when a loss is far above the recent ones.
+
+    Two more conditions are for a small loss, as on a training set that is learnt by heart. There
+    one batch in six can be three times the median, so a spike is above all of the recent losses.
+    And a single example that is wrong can be a hundred times the median, so it is above a floor.
+
+    Args:
+      factor: a loss above this many times the median of the recent ones, above all of them and
+        above the floor is a spike; 0: none is.
+      floor: in the loss's own unit.
+      window: how many losses are recent.
+      enough: how many of them there must be before anything counts as a spike.
+
+    Attributes:
+      recent: those losses.
+    """
+
+    def __init__(
+        self, factor: float, floor: float = 0.0, window: int = _WINDOW, enough: int = _ENOUGH
+    ) -> None:
+        self._factor, self._floor, self._enough = factor, floor, enough
+        self.recent: collections.deque[float] = collections.deque(maxlen=window)
+
+    def observe(self, loss: float) -> float | None:
+        """The median of the losses before, where this one is a spike; else None.
+
+        A spike is one of the recent losses afterwards. A loss that is not finite counts for
+        nothing, and above a median that is not positive nothing is a spike.
+        """
+        if not self._factor or not math.isfinite(loss):
+            return None
+        before = list(self.recent)
+        self.recent.append(loss)
+        if len(before) < self._enough or loss <= max(self._floor, *before):
+            return None
+        median = statistics.median(before)
+        return median if 0 < self._factor * median < loss else None
+
+
+class Guards(Observer):
+    """Looks at the numbers of every update of a run.
+
+    Args:
+      config: `config.guards`.
+      learning_rates: of every update, for messages.
+      warn: shows a line that is not to be missed.
+      tell: shows a line.
+    """
+
+    name = "guards"
+
+    def __init__(
+        self,
+        config: ConfigDict,
+        learning_rates: Sequence[float] | np.ndarray,
+        warn: Callable[[str], None],
+        tell: Callable[[str], None],
+    ) -> None:
+        self._limit = config.max_skipped
+        self._spikes = SpikeDetector(config.spike_factor, config.spike_floor)
+        self._learning_rates = learning_rates
+        self._warn, self._tell = warn, tell
+        self.skipped = 0
+
+    def state(self) -> list[float]:
+        """Returns the recent losses."""
+        return list(self._spikes.recent)
+
+    def restore(self, state: Iterable[float]) -> None:
+        """Goes on from the recent losses of the start before."""
+        self._spikes.recent.extend(state)
+
+    def started(self, start: Start) -> None:
+        self._start = start
+        self.skipped = int(start.state.skipped)
+
+    def fetched(self, updates: Iterable[tuple[int, Sums]]) -> None:
+        """Goes through some updates, in order.
+
+        Args:
+          updates: of each its number, counted from 1, and its metrics as sums and weights, with
+            `skipped` among them where updates may be left out: (1, 1) for one that was.
+
+        Raises:
+          Diverged: a number is not finite, or more updates were left out than may be.
+        """
+        for step, sums in updates:
+            for name, (total, _) in sums.items():
+                if not math.isfinite(total):
+                    self._end(f"{name} became {float(total)} at update {step}", step)
+            if sums.get("skipped", (0, 0))[0]:
+                self._count(step)
+                continue
+            total, weight = sums["loss"]
+            loss = float(total) / float(weight)
+            median = self._spikes.observe(loss)
+            if median is not None:
+                self._start.records.write(step, "spike", {"loss": loss, "median": median})
+                self._tell(
+                    f"update {step}: loss spike of {loss:.4g}, the recent median is {median:.4g}"
+                )
+
+    def recorded(self, record: Record) -> None:
+        """Puts the count of the whole run in the place of the mean of `skipped`."""
+        if "skipped" in record.values:
+            record.values["skipped"] = self.skipped
+
+    def _count(self, step: int) -> None:
+        self.skipped += 1
+        if self.skipped > self._limit:
+            self._end(
+                f"the gradient is not finite at update {step}; {self.skipped} updates were left "
+                f"out for that, and config.guards.max_skipped is {self._limit}",
+                step,
+            )
+        self._warn(
+            f"update {step} is left out, its gradient is not finite: {self.skipped} left out, and "
+            f"config.guards.max_skipped is {self._limit}"
+        )
+
+    def _end(self, what: str, step: int) -> None:
+        raise Diverged(
+            f"{what}, at the learning rate {self._learning_rates[step - 1]:.4g}; the last "
+            f"checkpoint is {self._start.last_checkpoint()}. Try, in a new --workdir, a lower "
+            "config.optimizer.learning_rate, a longer config.schedule.warmup or "
+            "config.optimizer.clip_global_norm"
+        )

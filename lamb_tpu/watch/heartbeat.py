@@ -1,0 +1,58 @@
+"""A line now and then from every process but the first, which has a progress bar."""
+
+import os
+import pathlib
+import socket
+import threading
+import time
+
+import jax
+
+from lamb_tpu.parallel.state import TrainState
+from lamb_tpu.watch.observer import Observer, Start
+
+
+class Heartbeat(Observer):
+    """Prints where this process is, in every process but the first.
+
+    One line: process, host, update, updates a second since the last line, resident memory.
+
+    Args:
+      every_seconds: from line to line; 0: none.
+    """
+
+    def __init__(self, every_seconds: float) -> None:
+        self._every = every_seconds
+        self._over = threading.Event()
+
+    def started(self, start: Start) -> None:
+        self._step = start.step
+        if self._every and jax.process_index():
+            self._who = f"process {jax.process_index()} of {jax.process_count()}"
+            threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+
+    def updated(self, step: int, state: TrainState) -> None:
+        self._step = step
+
+    def ended(self) -> None:
+        self._over.set()
+
+    def _beat(self) -> None:
+        when, before = time.monotonic(), self._step
+        while not self._over.wait(self._every):
+            now, step = time.monotonic(), self._step
+            print(
+                f"{self._who} on {socket.gethostname()}: update {step}, "
+                f"{(step - before) / (now - when):.4g} updates/s{_resident()}",
+                flush=True,
+            )
+            when, before = now, step
+
+
+def _resident() -> str:
+    """', 1.23 GiB resident', or nothing where the system does not tell."""
+    try:
+        pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return ""
+    return f", {pages * os.sysconf('SC_PAGE_SIZE') / 2**30:.2f} GiB resident"

@@ -1,0 +1,233 @@
+"""Observers: what follows a run without taking part in its training.
+
+The loop calls the hooks below, and does not know which observers there are; `watch.observers`
+lists them. An observer overrides the hooks that it needs, and is one file with a test of its own.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+from lamb_tpu.errors import UserError
+from lamb_tpu.parallel.state import TrainState
+from lamb_tpu.store.metrics import MetricsWriter
+from lamb_tpu.watch.clock import Clock
+
+# Metrics of one update or batch as sums and weights, on the host.
+Sums = Mapping[str, tuple[float, float]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """A start of a run, when everything is compiled and the first update is about to begin.
+
+    Attributes:
+      step: completed updates.
+      state: the train state.
+      is_over: the run was complete already; nothing will be trained.
+      eval_due: the evaluation of this update is still to come.
+      clock: of the run.
+      records: metrics.jsonl.
+      last_checkpoint: returns the path of the newest complete checkpoint, for messages.
+      fail: ends the run, at the next update and in every process, with a UserError.
+    """
+
+    step: int
+    state: TrainState
+    is_over: bool
+    eval_due: bool
+    clock: Clock
+    records: MetricsWriter
+    last_checkpoint: Callable[[], str]
+    fail: Callable[[UserError], None]
+
+
+@dataclasses.dataclass
+class Record:
+    """A record of the updates since the last one, to which observers add.
+
+    Attributes:
+      step: completed updates.
+      updates: how many the record is of.
+      state: the train state.
+      values: metrics, shown to the user and written down.
+      rates: further numbers that are written down only.
+    """
+
+    step: int
+    updates: int
+    state: TrainState
+    values: dict[str, float]
+    rates: dict[str, float] = dataclasses.field(default_factory=dict)
+
+
+class Observer:
+    """Base class of all observers, whose hooks do nothing.
+
+    Attributes:
+      name: the key of its state in a checkpoint; '' for an observer without one.
+      saves_evaluations: every update that is evaluated is to be saved.
+      may_end_run: an evaluation may end the run, see `end_reason`.
+    """
+
+    name: ClassVar[str] = ""
+    saves_evaluations: bool = False
+    may_end_run: bool = False
+
+    @property
+    def end_reason(self) -> str:
+        """Why the run ends before its duration, as 'stopped at its target'; '' while it goes on."""
+        return ""
+
+    def check(self, names: Collection[str]) -> None:
+        """Refuses a config that names none of the evaluation's metrics, before anything runs."""
+
+    def started(self, start: Start) -> None:
+        """Is called once, before the first update of a start."""
+
+    def updating(self, step: int) -> None:
+        """Is called before each update; `step` are complete."""
+
+    def updated(self, step: int, state: TrainState) -> None:
+        """Is called after each update, which the devices may still be computing.
+
+        The first one of a start is waited for.
+        """
+
+    def fetched(self, updates: Iterable[tuple[int, Sums]]) -> None:
+        """Is called with the metrics of updates, in order, when they are on the host."""
+
+    def saving(self, step: int, state: TrainState) -> None:
+        """Is called before a state is saved, or evaluated to be saved; may raise a UserError."""
+
+    def recorded(self, record: Record) -> None:
+        """Is called for every record; may add to it."""
+
+    def paused(self, step: int, reason: str) -> contextlib.AbstractContextManager[None]:
+        """Returns a context for what interrupts training: 'evaluation' or 'save'."""
+        return contextlib.nullcontext()
+
+    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Is called with the metrics of each evaluation."""
+
+    def completed(self, step: int) -> None:
+        """Is called when the run has come to its end."""
+
+    def preempted(self, step: int) -> None:
+        """Is called when the start was asked to end and all is saved."""
+
+    def ended(self) -> None:
+        """Is called last, however the start has ended."""
+
+    def summary(self) -> str:
+        """Returns what is said about it in the line that ends a run; '' for nothing."""
+        return ""
+
+    def keeps(self, step: int) -> bool:
+        """Tells whether the checkpoint of an update is to be kept, old as it may be."""
+        return False
+
+    def state(self) -> Any:
+        """Returns what `restore` takes, as JSON values."""
+        return None
+
+    def restore(self, state: Any) -> None:
+        """Goes on from a `state`."""
+
+
+class Observers:
+    """Calls the hooks of several observers, in their order.
+
+    Args:
+      observers: of one run.
+    """
+
+    def __init__(self, observers: Sequence[Observer]) -> None:
+        self._all = list(observers)
+        # A hook that nobody has overridden is not called between any two updates.
+        self._updating = [each for each in self._all if _overrides(each, "updating")]
+        self._updated = [each for each in self._all if _overrides(each, "updated")]
+
+    def check(self, names: Collection[str]) -> None:
+        for observer in self._all:
+            observer.check(names)
+
+    @contextlib.contextmanager
+    def watching(self, start: Start) -> Iterator[None]:
+        """Calls `started` of each, and in reverse order `ended` of those that were."""
+        with contextlib.ExitStack() as stack:
+            for observer in self._all:
+                observer.started(start)
+                stack.callback(observer.ended)
+            yield
+
+    def updating(self, step: int) -> None:
+        for observer in self._updating:
+            observer.updating(step)
+
+    def updated(self, step: int, state: TrainState) -> None:
+        for observer in self._updated:
+            observer.updated(step, state)
+
+    def fetched(self, updates: Sequence[tuple[int, Sums]]) -> None:
+        for observer in self._all:
+            observer.fetched(updates)
+
+    def saving(self, step: int, state: TrainState) -> None:
+        for observer in self._all:
+            observer.saving(step, state)
+
+    def recorded(self, record: Record) -> None:
+        for observer in self._all:
+            observer.recorded(record)
+
+    @contextlib.contextmanager
+    def paused(self, step: int, reason: str) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for observer in self._all:
+                stack.enter_context(observer.paused(step, reason))
+            yield
+
+    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
+        for observer in self._all:
+            observer.evaluated(step, metrics)
+
+    def completed(self, step: int) -> None:
+        for observer in self._all:
+            observer.completed(step)
+
+    def preempted(self, step: int) -> None:
+        for observer in self._all:
+            observer.preempted(step)
+
+    def summary(self) -> str:
+        return "; ".join(filter(None, (observer.summary() for observer in self._all)))
+
+    def keep(self, step: int) -> bool:
+        return any(observer.keeps(step) for observer in self._all)
+
+    @property
+    def saves_evaluations(self) -> bool:
+        return any(observer.saves_evaluations for observer in self._all)
+
+    @property
+    def may_end_run(self) -> bool:
+        return any(observer.may_end_run for observer in self._all)
+
+    @property
+    def end_reason(self) -> str:
+        return next(filter(None, (observer.end_reason for observer in self._all)), "")
+
+    def state(self) -> dict[str, Any]:
+        return {observer.name: observer.state() for observer in self._all if observer.name}
+
+    def restore(self, states: Mapping[str, Any]) -> None:
+        """Restores the observers that have a state; others, new since the run began, start anew."""
+        for observer in self._all:
+            if observer.name in states:
+                observer.restore(states[observer.name])
+
+
+def _overrides(observer: Observer, hook: str) -> bool:
+    return getattr(type(observer), hook) is not getattr(Observer, hook)

@@ -1,0 +1,41 @@
+"""The observers of a run, in the order in which their hooks are called."""
+
+from lamb_tpu.run.build import Run
+from lamb_tpu.watch.best import Best
+from lamb_tpu.watch.desync import Desync
+from lamb_tpu.watch.guards import Guards
+from lamb_tpu.watch.heartbeat import Heartbeat
+from lamb_tpu.watch.mlperf import MLPerfLog
+from lamb_tpu.watch.observer import Observers
+from lamb_tpu.watch.pictures import Pictures
+from lamb_tpu.watch.progress import RunProgress
+from lamb_tpu.watch.ratios import Ratios
+from lamb_tpu.watch.records import Records
+from lamb_tpu.watch.target import Target
+from lamb_tpu.watch.throughput import Throughput
+
+
+def make_observers(run: Run, progress: RunProgress) -> Observers:
+    """Returns the observers of a run.
+
+    Those that add to a record stand before those that write and show it.
+
+    Args:
+      run: the run.
+      progress: the one that shows lines for all of them.
+    """
+    config, recipe, tell = run.config, run.recipe, progress.message
+    target = Target(config.target, recipe, tell)
+    return Observers([
+        Guards(config.guards, recipe.learning_rates, progress.warn, tell),
+        Desync(run),
+        Best(config.checkpoint.best, config.checkpoint.best_mode),
+        Ratios(run),
+        Throughput(run.amounts()),
+        Pictures(run, tell),
+        Records(recipe),
+        progress,
+        target,
+        MLPerfLog(run, target),
+        Heartbeat(config.log.heartbeat_seconds),
+    ])

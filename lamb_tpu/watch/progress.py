@@ -1,0 +1,153 @@
+"""Progress of a run at the terminal: a bar, or plain lines where there is no terminal."""
+
+import sys
+import time
+from collections.abc import Mapping
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Column
+
+from lamb_tpu import terminal
+from lamb_tpu.parallel.state import TrainState
+from lamb_tpu.run.recipe import Recipe
+from lamb_tpu.watch.observer import Observer, Record, Start
+
+_SECONDS_BETWEEN_LINES = 10.0
+
+
+def format_values(values: Mapping[str, float]) -> str:
+    """'loss 0.1234, accuracy 0.9876' for a mapping of metrics."""
+    return ", ".join(f"{name} {value:.4g}" for name, value in values.items())
+
+
+def format_seconds(seconds: float) -> str:
+    """'1:02:03' or '2:03' for a duration."""
+    hours, rest = divmod(int(seconds), 3600)
+    minutes, rest = divmod(rest, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _short(rate: float) -> str:
+    """
+    >>> _short(6126.4), _short(123_456), _short(582_541_057)
+    ('6,126', '123k', '583M')
+    """
+    if rate < 1e5:
+        return f"{rate:,.0f}"
+    return f"{rate / 1e3:.0f}k" if rate < 1e6 else f"{rate / 1e6:,.3g}M"
+
+
+class RunProgress(Observer):
+    """Progress of a run in updates, with examples or tokens a second and time left.
+
+    The rate is that of this start, from its second update on, with all that stood between.
+
+    On a terminal one bar; otherwise a line at most every ten seconds and one for each message.
+    Messages stand above the bar.
+
+    Args:
+      label: what is running.
+      recipe: of the run.
+      shown: False silences everything, as on every process but the first.
+      quiet: a bar on a terminal and warnings, but no lines and no messages.
+      tokens: of an update, padding included; where there are any, the rate is in tokens.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        recipe: Recipe,
+        shown: bool = True,
+        quiet: bool = False,
+        tokens: int = 0,
+    ) -> None:
+        self._recipe = recipe
+        self._amount, self._unit = tokens or recipe.batch_size, "tokens" if tokens else "examples"
+        self._shown, self._told = shown, shown and not quiet
+        self._console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
+        self._bar: Progress | None = None
+        if shown and self._console.is_terminal:
+            wide = self._console.width >= 100
+            whole = Column(no_wrap=True)  # so that where it is narrow the bar alone gets shorter
+            self._bar = Progress(
+                TextColumn(label),
+                BarColumn(bar_width=None),
+                MofNCompleteColumn(table_column=whole),
+                TextColumn("{task.fields[rate]}"),
+                TextColumn("{task.fields[values]}"),
+                *([TimeElapsedColumn(table_column=whole)] if wide else []),
+                TextColumn("left"),
+                TimeRemainingColumn(table_column=whole),
+                console=self._console,
+                speed_estimate_period=1e9,  # rich forgets updates of 30 s ago otherwise
+            )
+            self._task = self._bar.add_task(label, total=recipe.total_steps, rate="", values="")
+        self._start: tuple[float, int] | None = None
+        self._last_line = time.monotonic()
+
+    def started(self, start: Start) -> None:
+        self._first, self._clock = start.step + 1, start.clock
+        if self._bar:
+            self._bar.start()
+
+    def updated(self, step: int, state: TrainState) -> None:
+        """Starts the clock of rate and time left after the first update."""
+        if step != self._first:
+            return
+        seconds = self._clock.since_began
+        self.message(f"first update after {seconds:.1f} s, reading data and compiling included")
+        self._start = (time.monotonic(), step)
+        if self._bar:
+            self._bar.update(self._task, completed=step)
+
+    def recorded(self, record: Record) -> None:
+        """Shows the latest metrics; the bar has room for `loss` alone."""
+        if self._start is None or not (self._bar or self._told):
+            return
+        step, values = record.step, record.values
+        began, first = self._start
+        now = time.monotonic()
+        rate = (step - first) / (now - began) if now > began else 0.0
+        speed = f"{rate * self._amount:,.0f} {self._unit}/s" if rate else ""
+        if self._bar:
+            speed = f"{_short(rate * self._amount)} {self._unit}/s" if rate else ""
+            # The rest would push rate and time out of 80 columns.
+            loss = format_values({"loss": values["loss"]}) if "loss" in values else ""
+            self._bar.update(self._task, completed=step, rate=speed, values=loss)
+        elif now - self._last_line >= _SECONDS_BETWEEN_LINES:
+            self._last_line = now
+            pace = ""
+            if rate:
+                left = format_seconds((self._recipe.total_steps - step) / rate)
+                pace = f"; {speed}, {left} left"
+            self.message(
+                f"update {step}/{self._recipe.total_steps}: {format_values(values)}{pace}"
+            )
+
+    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
+        epoch = self._recipe.epoch(step)
+        self.message(f"update {step} (epoch {epoch:.4g}): {format_values(metrics)}")
+
+    def ended(self) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def warn(self, text: str) -> None:
+        """A line of its own that `quiet` does not silence."""
+        if self._shown:
+            print(terminal.fit(text), file=sys.stderr)
+
+    def message(self, text: str) -> None:
+        """A line of its own."""
+        if self._told:
+            # A split may be ':train:', which is no emoji.
+            self._console.print(terminal.fit(text), markup=False, emoji=False)
+            self._console.file.flush()

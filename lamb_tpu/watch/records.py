@@ -1,0 +1,37 @@
+"""Writes the records of training and evaluation to metrics.jsonl."""
+
+from collections.abc import Mapping
+
+from lamb_tpu.run.recipe import Recipe
+from lamb_tpu.watch.observer import Observer, Record, Start
+
+
+class Records(Observer):
+    """Writes what the observers before it have put into a record.
+
+    Args:
+      recipe: of the run, for epochs and learning rates.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+
+    def started(self, start: Start) -> None:
+        self._start = start
+
+    def recorded(self, record: Record) -> None:
+        counts = {
+            "epoch": self._recipe.epoch(record.step), "updates": record.updates,
+            "seconds": self._start.clock.seconds,
+        }
+        self._start.records.write(record.step, "train", record.values | counts | record.rates)
+
+    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._start.records.write(step, "eval", {**metrics, "epoch": self._recipe.epoch(step)})
+
+    def completed(self, step: int) -> None:
+        """Writes out what is still in memory, so that a full disk is told."""
+        self._start.records.close()
+
+    def ended(self) -> None:
+        self._start.records.close()

@@ -1,0 +1,53 @@
+"""Rates of training, from record to record."""
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping
+
+from lamb_tpu.parallel.state import TrainState
+from lamb_tpu.watch.observer import Observer, Record, Start
+
+
+class Throughput(Observer):
+    """Rates of the updates since the last record, such as examples a second.
+
+    The first update of a start, which waits for the compiler, does not count, nor does what pauses
+    the training.
+
+    Args:
+      amounts: by the name of a rate, what one update adds to it.
+    """
+
+    def __init__(self, amounts: Mapping[str, float]) -> None:
+        self._amounts = amounts
+        self._since: tuple[int, float] | None = None
+
+    def started(self, start: Start) -> None:
+        self._first = start.step + 1
+
+    def updated(self, step: int, state: TrainState) -> None:
+        if step == self._first:
+            self._since = (step, time.monotonic())
+
+    def recorded(self, record: Record) -> None:
+        """Adds the amounts a second since the last record; nothing where no update was timed."""
+        if self._since is None:
+            return
+        first, began = self._since
+        updates, seconds = record.step - first, time.monotonic() - began
+        self._since = (record.step, time.monotonic())
+        if not updates or seconds <= 0:
+            return
+        rates = {name: amount * updates / seconds for name, amount in self._amounts.items()}
+        if "mfu" in rates:
+            record.values["mfu"] = rates.pop("mfu")
+        record.rates |= rates
+
+    @contextlib.contextmanager
+    def paused(self, step: int, reason: str) -> Iterator[None]:
+        """Leaves the time inside the block out."""
+        before = time.monotonic()
+        yield
+        if self._since is not None:
+            first, began = self._since
+            self._since = (first, began + time.monotonic() - before)

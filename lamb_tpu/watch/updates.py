@@ -1,0 +1,52 @@
+"""Metrics of updates, on their way from the devices to a record."""
+
+import collections
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+
+from lamb_tpu import tasks
+from lamb_tpu.store.metrics import mean_metrics
+from lamb_tpu.watch.observer import Sums
+
+# How many updates the host may run ahead of the devices: enough to hide the host's work, few
+# enough that batches do not pile up in device memory.
+_IN_FLIGHT = 2
+
+
+class Updates:
+    """Metrics of the updates since the last record.
+
+    Args:
+      unlogged: those that a preempted start had not recorded.
+    """
+
+    def __init__(self, unlogged: Iterable[Sums] = ()) -> None:
+        self._in_flight: collections.deque[Any] = collections.deque()
+        self._on_device: list[tuple[int, tasks.Sums]] = []
+        self.unlogged: list[Any] = list(unlogged)
+
+    def add(self, step: int, metrics: tasks.Sums) -> None:
+        """Takes the metrics of update `step`, and waits for an update before it."""
+        self._on_device.append((step, metrics))
+        self._in_flight.append(metrics)
+        if len(self._in_flight) > _IN_FLIGHT:
+            jax.block_until_ready(self._in_flight.popleft())
+
+    def wait(self) -> None:
+        """Waits for every update."""
+        jax.block_until_ready(list(self._in_flight))
+
+    def fetch(self) -> list[tuple[int, Sums]]:
+        """Brings the metrics to the host; returns those that are new there, by their updates."""
+        fetched = jax.device_get(self._on_device)
+        self._on_device.clear()
+        self.unlogged.extend(jax.tree.map(float, sums) for _, sums in fetched)
+        return fetched
+
+    def take(self) -> tuple[int, dict[str, float]]:
+        """Returns how many updates there are and the means over them, and starts anew."""
+        count, means = len(self.unlogged), mean_metrics(self.unlogged)
+        self.unlogged = []
+        return count, means

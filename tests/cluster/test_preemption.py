@@ -1,0 +1,123 @@
+"""SIGTERM, Ctrl-C and a failed write are noticed at the next poll."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from lamb_tpu.cluster.preemption import Preemption
+from lamb_tpu.errors import Interrupted, Preempted, UserError
+from tests import tiny
+
+
+@pytest.mark.parametrize("number, raised", [
+    (signal.SIGTERM, Preempted), (signal.SIGINT, Interrupted)
+])
+def test_notice_ends_the_work_at_the_next_poll_only(
+    number: int, raised: type[BaseException], capsys: pytest.CaptureFixture
+) -> None:
+    signals = (signal.SIGTERM, signal.SIGINT)
+    before, wakeup = [signal.getsignal(one) for one in signals], signal.set_wakeup_fd(-1)
+    with Preemption() as preemption:
+        preemption.poll()
+        (watcher,) = [thread for thread in threading.enumerate() if thread.name == "signals"]
+        os.kill(os.getpid(), number)
+        with pytest.raises(Preempted) as error:
+            preemption.poll()
+        assert error.type is raised
+    told = "Ctrl-C: saving, then ending; again to end at once\n"
+    assert capsys.readouterr().err == (told if number == signal.SIGINT else "")
+    assert [signal.getsignal(one) for one in signals] == before
+    assert signal.set_wakeup_fd(wakeup) == -1
+    watcher.join(timeout=10)
+    assert not watcher.is_alive()
+    with Preemption() as preemption:  # of the next run nobody wants anything
+        preemption.poll()
+
+
+def test_failure_ends_the_work_at_the_next_poll() -> None:
+    with Preemption() as preemption:
+        preemption.poll()
+        preemption.settle()
+        for text in ("the first", "the second"):
+            preemption.fail(UserError(text))
+        with pytest.raises(UserError, match="^the first$"):
+            preemption.poll()
+        with pytest.raises(UserError, match="^the first$"):
+            preemption.settle()
+
+
+def test_other_threads_have_no_handlers() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    raised = []
+
+    def work() -> None:
+        try:
+            with Preemption() as preemption:
+                preemption.poll()
+                assert signal.getsignal(signal.SIGTERM) == before
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert not raised
+
+
+def run(*lines: str) -> subprocess.CompletedProcess:
+    code = (
+        "import os, signal, threading, time\n"
+        "from lamb_tpu.cluster.preemption import Preemption\n"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", code + "\n".join(lines)], cwd=tiny.ROOT, capture_output=True,
+        text=True, timeout=60,
+    )
+
+
+@pytest.mark.parametrize("first", ["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("second", ["SIGTERM", "SIGINT"])
+def test_second_notice_ends_the_process_at_once(first: str, second: str) -> None:
+    done = run(
+        "with Preemption():",
+        f"    os.kill(os.getpid(), signal.{first})",
+        "    print('goes on', flush=True)",
+        f"    os.kill(os.getpid(), signal.{second})",
+        "    print('still there', flush=True)",
+    )
+    assert done.returncode == -signal.Signals[second] and done.stdout == "goes on\n", done.stderr
+
+
+def test_second_ctrl_c_ends_a_main_thread_that_is_deaf() -> None:
+    """As in a compilation: it comes to no instruction of Python's between which handlers run."""
+    done = run(
+        "def send():",
+        "    for _ in range(2):",
+        "        time.sleep(0.5)",
+        "        os.kill(os.getpid(), signal.SIGINT)",
+        "threading.Thread(target=send, daemon=True).start()",
+        "with Preemption():",
+        "    import hashlib; hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)",  # half an hour
+    )
+    assert done.returncode == 128 + signal.SIGINT and done.stdout == "", done
+
+
+@pytest.mark.parametrize("mode, status, told", [
+    ("preempt", os.EX_TEMPFAIL, "launch: preempted; start the same command again to resume"),
+    ("interrupt", 130, "launch: interrupted; start the same command again to resume"),
+    ("fail", 2, "error: process 1: its disk is full\n"),
+])
+def test_processes_stop_at_the_same_poll(tmp_path, mode: str, status: int, told: str) -> None:
+    """The notice comes to process 1 alone; both go at a pace of their own."""
+    done = tiny.command(
+        "lamb_tpu.launch", "--local", "--processes=2", "--module=tests.job", "--",
+        mode, str(tmp_path),
+    )
+    assert done.returncode == status, done.stderr
+    assert told in done.stderr
+    first, second = (int((tmp_path / f"{index}.txt").read_text()) for index in (0, 1))
+    assert first == second > 10

@@ -1,0 +1,274 @@
+"""SQuAD: reading, windows against the original's loops, answers mapped to tokens and back."""
+
+import json
+import pathlib
+
+import numpy as np
+import pytest
+
+from lamb_tpu.data.text.squad import (
+    Features,
+    Question,
+    _best_windows,
+    make_features,
+    read_questions,
+)
+from lamb_tpu.data.text.vocabulary import SPECIAL_TOKENS, Vocabulary
+from lamb_tpu.data.text.wordpiece import make_tokenizer
+from lamb_tpu.errors import UserError
+from tests.shared import shared
+
+WORDS = "who wrote it ? in 18 ##90 , the old man ( b ##orn 1850 ) caf ##e ##s . cafe".split()
+CONTEXT = "In 1890, the  old man (born 1850)\nwrote it. Cafés"
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Vocabulary:
+    return Vocabulary([*SPECIAL_TOKENS, *WORDS])
+
+
+@pytest.fixture(scope="module")
+def vocabulary() -> Vocabulary:
+    return Vocabulary.read(shared("data", "bert_vocab", "vocab.txt"))
+
+
+@pytest.fixture(scope="module")
+def xquad() -> list[Question]:
+    return read_questions(shared("data", "squad", "xquad.en.json"))
+
+
+def ask(text: str, start: int | None = None, **fields: object) -> Question:
+    place = CONTEXT.find(text) if start is None else start
+    return Question("q", "Who wrote it?", CONTEXT, ((text, place),), **fields)
+
+
+def tokens(features: Features, row: int, vocabulary: Vocabulary) -> str:
+    ids = features.arrays["input_ids"][row]
+    return " ".join(vocabulary.tokens[token] for token in ids)
+
+
+def test_one_window_by_hand(tiny: Vocabulary) -> None:
+    features = make_features([ask("the  old man")], tiny, training=True, max_length=30,
+                             document_stride=10, max_query=4)
+    assert tokens(features, 0, tiny) == (
+        "[CLS] who wrote it ? [SEP] in 18 ##90 , the old man ( b ##orn 1850 ) wrote it . "
+        "cafe ##s [SEP] [PAD] [PAD] [PAD] [PAD] [PAD] [PAD]"
+    )
+    arrays = features.arrays
+    assert arrays["token_type_ids"][0].tolist() == [0] * 6 + [1] * 18 + [0] * 6
+    assert arrays["attention_mask"][0].tolist() == [True] * 24 + [False] * 6
+    assert (arrays["start_position"][0], arrays["end_position"][0]) == (10, 12)
+    places = [CONTEXT[a:b] for a, b in zip(features.char_start[0], features.char_stop[0]) if a >= 0]
+    assert places == "In 18 90 , the old man ( b orn 1850 ) wrote it . Café s".split()
+    assert (features.char_start[0] >= 0).sum() == features.best_window[0].sum() == 17
+    assert features.unmappable == () and features.question.tolist() == [0]
+
+
+@pytest.mark.parametrize("text, found", [
+    ("1890", "18 ##90"), ("90", "##90"), ("Cafés", "cafe ##s"), ("afé", "cafe"),
+    ("born 1850", "b ##orn 1850"), (")\nwrote", ") wrote"), ("In", "in"),
+])
+def test_answers_within_words(tiny: Vocabulary, text: str, found: str) -> None:
+    features = make_features([ask(text)], tiny, training=True, max_length=30, document_stride=10,
+                             max_query=4)
+    start, end = (int(features.arrays[f"{side}_position"][0]) for side in ("start", "end"))
+    assert " ".join(tokens(features, 0, tiny).split()[start : end + 1]) == found
+
+
+@pytest.mark.parametrize("text, start", [
+    ("the old man", 9), ("1890", 4), ("1890", -1), ("", 3), ("nothing of it", 3), ("  ", 12),
+])
+def test_answers_that_do_not_occur_are_counted(tiny: Vocabulary, text: str, start: int) -> None:
+    good = ask("1890")
+    both = [Question("bad", "who", CONTEXT, ((text, start),)), good]
+    features = make_features(both, tiny, training=True, max_length=30, document_stride=10,
+                             max_query=4)
+    assert features.unmappable == ("bad",) and features.question.tolist() == [1]
+    # For evaluation every question stays.
+    features = make_features(both, tiny, max_length=30, document_stride=10, max_query=4)
+    assert features.unmappable == () and features.question.tolist() == [0, 1]
+    assert "start_position" not in features.arrays
+
+
+def plain_windows(
+    query: list[int], context: list[int], max_length: int, stride: int
+) -> list[tuple[list[int], list[bool]]]:
+    """Ids without padding and `token_is_max_context`, as `run_squad.py` makes them."""
+    room = max_length - len(query) - 3
+    spans, start = [], 0
+    while start < len(context):
+        length = min(len(context) - start, room)
+        spans.append((start, length))
+        if start + length == len(context):
+            break
+        start += min(length, stride)
+    windows = []
+    for start, length in spans:
+        best = []
+        for position in range(start, start + length):
+            scores = [
+                min(position - first, first + size - 1 - position) + 0.01 * size
+                for first, size in spans if first <= position < first + size
+            ]
+            own = min(position - start, start + length - 1 - position) + 0.01 * length
+            earlier = [s for s in spans[: spans.index((start, length))]
+                       if s[0] <= position < s[0] + s[1]]
+            tied = any(min(position - f, f + n - 1 - position) + 0.01 * n == own
+                       for f, n in earlier)
+            best.append(own == max(scores) and not tied)
+        inside = context[start : start + length]
+        windows.append(([101, *query, 102, *inside, 102], best))
+    return windows
+
+
+@pytest.mark.parametrize("max_length, stride, max_query", [(384, 128, 64), (60, 13, 9)])
+def test_windows_are_those_of_the_original(
+    vocabulary: Vocabulary, xquad: list[Question], max_length: int, stride: int, max_query: int
+) -> None:
+    questions = xquad[:150]
+    tokenizer = make_tokenizer(vocabulary, cased=False)
+    features = make_features(questions, vocabulary, max_length=max_length,
+                             document_stride=stride, max_query=max_query)
+    row = 0
+    for number, question in enumerate(questions):
+        query = tokenizer.encode(question.text).ids[:max_query]
+        context = tokenizer.encode(question.context).ids
+        for ids, best in plain_windows(query, context, max_length, stride):
+            assert features.question[row] == number
+            padding = [0] * (max_length - len(ids))
+            assert features.arrays["input_ids"][row].tolist() == ids + padding
+            offset = len(query) + 2
+            of_window = features.best_window[row]
+            assert of_window[offset : offset + len(best)].tolist() == best
+            assert of_window.sum() == sum(best)
+            assert features.arrays["attention_mask"][row].sum() == len(ids)
+            assert features.arrays["token_type_ids"][row].sum() == len(best) + 1
+            row += 1
+    assert row == len(features.question) and row > len(questions) * (max_length < 100)
+
+
+def test_short_windows_lose_some_tokens_more() -> None:
+    for num_tokens in range(700, 960, 3):
+        spans = [(0, 378)]
+        while sum(spans[-1]) < num_tokens:
+            first = spans[-1][0] + 128
+            spans.append((first, min(378, num_tokens - first)))
+        expected = []
+        for position in range(num_tokens):  # `_check_is_max_context`
+            best_score, best = -1.0, -1
+            for number, (first, size) in enumerate(spans):
+                if first <= position < first + size:
+                    score = min(position - first, first + size - 1 - position) + 0.01 * size
+                    if score > best_score:
+                        best_score, best = score, number
+            expected.append(best)
+        firsts, sizes = np.array(spans).T
+        assert _best_windows(firsts, sizes, num_tokens).tolist() == expected
+
+
+def test_the_number_of_windows_of_dev(vocabulary: Vocabulary) -> None:
+    questions = read_questions(shared("data", "squad", "dev-v1.1.json"))
+    assert len(questions) == 10_570 and sum(len(q.answers) for q in questions) == 34_726
+    features = make_features(questions, vocabulary)
+    assert len(features.question) == 10_833  # as `run_squad.py` logs for bert_uncased
+    assert len(set(features.question.tolist())) == 10_570
+    assert (np.diff(features.question) >= 0).all()
+
+
+def test_training_answers_come_back(vocabulary: Vocabulary) -> None:
+    questions = read_questions(shared("data", "squad", "train-v1.1.subset44.json"))[:3000]
+    features = make_features(questions, vocabulary, training=True)
+    assert features.unmappable == ()
+    same, found = 0, set()
+    for row, number in enumerate(features.question):
+        start, end = (features.arrays[f"{side}_position"][row] for side in ("start", "end"))
+        if start == 0:
+            continue
+        found.add(int(number))
+        first, last = features.char_start[row, start], features.char_stop[row, end]
+        text, place = questions[number].answers[0]
+        assert first <= place and place + len(text) <= last
+        same += questions[number].context[first:last] == text
+    assert len(found) > 0.995 * len(questions)  # others are longer than any window holds
+    total = (features.arrays["start_position"] > 0).sum()
+    assert same > 0.98 * total  # others begin or end within a token
+
+
+def test_impossible_questions_point_at_the_start(tiny: Vocabulary) -> None:
+    question = Question("q", "who", CONTEXT, (), impossible=True)
+    features = make_features([question], tiny, training=True, max_length=30, document_stride=10,
+                             max_query=4)
+    assert features.arrays["start_position"].tolist() == [0]
+    assert features.arrays["end_position"].tolist() == [0]
+
+
+def test_reading_both_versions(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "v2.json"
+    asked = [
+        {"id": "a", "question": "who?", "answers": [{"text": "b", "answer_start": 2}]},
+        {"id": "c", "question": "why?", "answers": [], "is_impossible": True},
+    ]
+    path.write_text(json.dumps({"data": [{"paragraphs": [{"context": "a b", "qas": asked}]}]}))
+    assert read_questions(path) == [
+        Question("a", "who?", "a b", (("b", 2),)), Question("c", "why?", "a b", (), True),
+    ]
+
+
+@pytest.mark.parametrize("content, message", [
+    (None, "cannot be read"),
+    ("{", "is no SQuAD file"),
+    ("[]", "is no SQuAD file"),
+    ('{"data": []}', "has no question"),
+    ('{"data": [{"paragraphs": [{"qas": [{}]}]}]}', "is no SQuAD file.*KeyError: 'context'"),
+    ('{"data": [{"paragraphs": [{"context": "c", "qas": [{"id": "x", "question": "q"},'
+     ' {"id": "x", "question": "q"}]}]}]}', "has the question x twice"),
+])
+def test_no_squad_file(tmp_path: pathlib.Path, content: str | None, message: str) -> None:
+    path = tmp_path / "squad.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(UserError, match=message) as caught:
+        read_questions(path)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("change, message", [
+    ({"id": None}, "an id is null, which must be a string"),
+    ({"id": 7}, "an id is 7, which must be a string"),
+    ({"question": None}, "the text of question q is null, which must be a string"),
+    ({"question": ["who"]}, r'the text of question q is \["who"\], which must be a string'),
+    ({"context": None}, "the context of question q is null, which must be a string"),
+    ({"answers": None}, "the list of answers of question q is null, which must be a list"),
+    ({"answers": {"text": "c"}}, "the list of answers of question q is {.*, which must be a list"),
+    ({"answers": [{"text": None, "answer_start": 0}]}, "text of an answer of question q is null"),
+    ({"answers": [{"text": "c", "answer_start": "0"}]}, 'q is "0", which must be a whole number'),
+    ({"answers": [{"text": "c", "answer_start": True}]}, "q is true, which must be a whole number"),
+    ({"answers": [{"text": "c", "answer_start": None}]}, "q is null, which must be a whole number"),
+    ({"answers": ["c"]}, "TypeError"),
+    ({"is_impossible": "false"}, 'is_impossible of question q is "false", which must be true or'),
+    ({"is_impossible": None}, "is_impossible of question q is null, which must be true or false"),
+])
+def test_values_of_another_kind(
+    tmp_path: pathlib.Path, change: dict[str, object], message: str
+) -> None:
+    """They became texts such as 'None', which an evaluation scored without a word."""
+    item = {"id": "q", "question": "who", "answers": [{"text": "c", "answer_start": 0}]} | change
+    context = item.pop("context", "c")
+    path = tmp_path / "squad.json"
+    path.write_text(json.dumps({"data": [{"paragraphs": [{"context": context, "qas": [item]}]}]}))
+    with pytest.raises(UserError, match=f"{path} is no SQuAD file.*{message}"):
+        read_questions(path)
+
+
+def test_bad_lengths(tiny: Vocabulary) -> None:
+    with pytest.raises(UserError, match="leaves -7 tokens of context beside max_query = 64"):
+        make_features([ask("it")], tiny, max_length=60)
+    with pytest.raises(UserError, match="document_stride = 30 must be at least 1 and at most"):
+        make_features([ask("it")], tiny, max_length=30, max_query=4, document_stride=30)
+    with pytest.raises(UserError, match="question q has no answer to train on"):
+        make_features([Question("q", "who", CONTEXT, ())], tiny, training=True)
+    with pytest.raises(UserError, match="no question to make features of"):
+        make_features([], tiny)
+    bad = [ask("1890", start=7), ask("nothing of it", start=3)]
+    with pytest.raises(UserError, match="none of the 2 questions can be trained on: .* is q$"):
+        make_features(bad, tiny, training=True)

@@ -1,0 +1,49 @@
+"""Text about a run for the terminal."""
+
+import dataclasses
+import pathlib
+
+import pytest
+
+from lamb_tpu import terminal
+from lamb_tpu.run.build import prepare
+from lamb_tpu.run.describe import describe
+from tests import tiny
+
+
+def test_summary_says_what_was_resolved(tmp_path: pathlib.Path) -> None:
+    text = describe(prepare(tiny.digits(), tmp_path))
+    for part in (
+        f"workdir: {tmp_path}", "data=8 over 8 cpu", "train[:256] 256 and test 360 examples",
+        "12 updates of 64 examples = 3 epochs of 256", "warm-up 4 updates = 1 epochs",
+        "hidden0/kernel", "total: 4 leaves",
+    ):
+        assert part in text, (part, text)
+
+
+def test_a_table_that_would_push_the_settings_off_the_screen_stays_in_its_file(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = prepare(tiny.digits(), tmp_path)
+    rows = len(describe(run).splitlines())
+    monkeypatch.setattr(terminal, "ROWS", rows)
+    assert "hidden0/kernel" in describe(run)
+    monkeypatch.setattr(terminal, "ROWS", rows - 1)
+    text = describe(run)
+    assert "\nparameters: the table is in parameters.txt; total: 4 leaves" in text
+    assert "hidden0/kernel" not in text
+    assert "hidden0/kernel" in describe(prepare(tiny.digits(), None))  # where there is no file
+
+
+def test_a_table_that_is_too_wide_stays_in_its_file(tmp_path: pathlib.Path) -> None:
+    run = prepare(tiny.digits(), tmp_path)
+    wide = dataclasses.replace(run, table=run.table.replace("hidden0/kernel", "k" * 60))
+    assert "the table is in parameters.txt; total: 4 leaves" in describe(wide)
+
+
+def test_what_the_data_has_to_say_is_told() -> None:
+    run = prepare(tiny.digits(), None)
+    run.train_set.notes, run.eval_set.notes = ("3 were left out", "and 1 more"), ("none was",)
+    lines = describe(run).splitlines()
+    (data,) = [number for number, line in enumerate(lines) if line.startswith("data: digits")]
+    assert lines[data + 1:data + 4] == ["3 were left out", "and 1 more", "none was"]

@@ -1,0 +1,337 @@
+"""First states from another run's weights: what is taken, what is kept, and what is refused."""
+
+import dataclasses
+import json
+import pathlib
+import re
+import shutil
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from ml_collections import ConfigDict
+
+from lamb_tpu import data, optim
+from lamb_tpu.errors import UserError
+from lamb_tpu.models.bert import from_huggingface, to_huggingface
+from lamb_tpu.models.transformer import stack_layers
+from lamb_tpu.parallel.state import TrainState
+from lamb_tpu.run.build import prepare
+from lamb_tpu.run.describe import describe
+from lamb_tpu.run.weights import open_weights
+from lamb_tpu.store.checkpoint import Checkpoints
+from lamb_tpu.store.metrics import read_records
+from lamb_tpu.train import train
+from tests import tiny
+
+
+def begin(
+    source: pathlib.Path, workdir: pathlib.Path, config: ConfigDict | None = None, **changes: Any
+) -> TrainState:
+    """The first state of a run from that folder."""
+    config = tiny.change(config or tiny.digits(), {"init_from": str(source)})
+    tiny.change(config, {key.replace("__", "."): value for key, value in changes.items()})
+    return prepare(config, workdir).first_state()
+
+
+def state_of(workdir: pathlib.Path) -> TrainState:
+    return tiny.restored(tiny.digits(), workdir)[0]
+
+
+@pytest.mark.parametrize("optimizer_state, changes", [
+    ("reset", {}), ("keep", {}),
+    ("keep", {"parallel__optimizer_state": "zero1", "parallel__backend": "shard_map"}),
+    ("reset", {"parallel__rules": (("hidden0/kernel", "fsdp"),), "mesh__fsdp": 4}),
+], ids=str)
+def test_first_state(
+    trained: pathlib.Path, tmp_path: pathlib.Path, optimizer_state: str, changes: dict[str, Any]
+) -> None:
+    changes = {"init__optimizer_state": optimizer_state, "ema__decay": 0.5, "seed": 3, **changes}
+    found = begin(trained, tmp_path, **changes)
+    run = prepare(tiny.digits(**changes, init_from=str(trained)), tmp_path)
+    assert jax.tree.map(lambda leaf: leaf.sharding, found) == run.shardings
+    there, random = state_of(trained), prepare(tiny.digits(**changes), None).first_state()
+    tiny.assert_equal(found.params, there.params)
+    tiny.assert_equal(found.ema, (there.params, {}))
+    kept = optimizer_state == "keep"
+    tiny.assert_equal(found.opt_state, there.opt_state if kept else random.opt_state)
+    assert int(found.opt_state.count) == (12 if kept else 0)
+    for name in ("step", "key", "skipped"):
+        tiny.assert_equal(getattr(found, name), getattr(random, name))
+    with pytest.raises(AssertionError):
+        tiny.assert_equal(random.params, there.params)
+
+
+def test_kept_counts_go_on_while_the_schedule_starts_anew(
+    trained: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    """Beside LAMB at fixed rates, whose moments and counts are those of the other run."""
+    config = tiny.digits(
+        duration="2 steps", schedule__warmup="1 steps", schedule__start_factor=0.5,
+        init_from=str(trained), init__optimizer_state="keep", optimizer__learning_rate=0.1,
+    )
+    rates = [0.05, 0.1]
+    train(config, tmp_path / "kept", quiet=True)
+    records = read_records(tmp_path / "kept" / "metrics.jsonl", "train")
+    np.testing.assert_allclose([r["learning_rate"] for r in records], rates, rtol=1e-6)
+    found, _ = tiny.restored(config, tmp_path / "kept")
+    assert int(found.opt_state.count) == 14 and int(found.step) == 2
+
+    run = prepare(config, tmp_path / "kept")
+    there = state_of(trained)
+    state = dataclasses.replace(run, start=None).first_state()
+    state = dataclasses.replace(state, params=there.params, opt_state=there.opt_state)
+    loader = data.TrainLoader(run.train_set, 64, config.seed, run.local_rows())
+    for rate in rates:
+        tx = optim.lamb(rate, weight_decay=0.01, rules=optim.parameters.RULES["no_bias_no_norm"])
+        step = dataclasses.replace(run, tx=tx).make_train_step()
+        state, _ = step(state, run.shard_batch(next(loader)))
+    for name, value in tiny.arrays(state.params).items():
+        np.testing.assert_allclose(tiny.arrays(found.params)[name], value, rtol=1e-5, atol=1e-7)
+
+    # And once more from there: the counts of both runs are behind it.
+    again = begin(tmp_path / "kept", tmp_path / "again", init__optimizer_state="keep")
+    assert int(again.opt_state.count) == 14
+    assert prepare(tiny.digits(
+        init_from=str(tmp_path / "kept"), init__optimizer_state="keep"
+    ), tmp_path / "again").recipe.updates_before == 14
+
+
+def test_resumed_without_the_other_folder(trained: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    source, whole, cut = (tmp_path / name for name in ("source", "whole", "cut"))
+    shutil.copytree(trained, source)
+    config = tiny.digits(
+        init_from=str(source), init__optimizer_state="keep", checkpoint__every="4 steps"
+    )
+    train(config, whole, quiet=True)
+    record = json.loads((whole / "init.json").read_text())
+    assert record == {
+        "init_from": str(source), "update": 12, "optimizer_state": "keep", "updates_before": 12,
+        "new": [], "left": [],
+    }
+    shutil.copytree(whole, cut)
+    shutil.rmtree(source)
+    for step in (8, 12):
+        shutil.rmtree(cut / "checkpoints" / str(step))
+    told = "update 12; optimizer state kept, its counts 12 ahead"
+    config.init_from = str(whole)
+    other = f"{told}; config.init_from, now {whole}, changes nothing in a run that has begun "
+    assert other in tiny.unbroken(describe(prepare(config, cut)))
+    config.init_from = None
+    assert f"{told} path " in tiny.unbroken(describe(prepare(config, cut)))
+    train(config, cut, quiet=True)
+    tiny.assert_equal(tiny.restored(config, cut)[0], tiny.restored(config, whole)[0])
+    rates = [
+        [record["learning_rate"] for record in read_records(folder / "metrics.jsonl", "train")]
+        for folder in (whole, cut)
+    ]
+    assert rates[0] == rates[1] and len(rates[0]) == 12
+
+    # Nothing else than its own checkpoint will do from now on.
+    shutil.rmtree(cut / "checkpoints")
+    with pytest.raises(UserError, match=f"began from {source} and has no checkpoint yet; give"):
+        prepare(config, cut)
+
+
+def test_workdir_of_a_run_that_began_at_random(copy: pathlib.Path, trained: pathlib.Path) -> None:
+    with pytest.raises(UserError, match="holds a run that began at random; give another folder"):
+        prepare(tiny.digits(init_from=str(trained)), copy)
+
+
+def test_new_and_left_parameters_are_told(trained: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    config = tiny.digits(
+        model__hidden_sizes=(16, 12), init_from=str(trained),
+        init__new_parameters="^(hidden1|output)/",
+    )
+    assert "3 arrays taken; new, at random: hidden1/bias, hidden1/kernel, output/kernel; " in (
+        tiny.unbroken(describe(prepare(config, tmp_path)))  # which has another shape
+    )
+    config.model.hidden_sizes = (16, 16)
+    run = prepare(config, tmp_path)
+    text = tiny.unbroken(describe(run))
+    assert f"first weights: {trained}, update 12; 4 arrays taken" in text
+    assert "; new, at random: hidden1/bias, hidden1/kernel; optimizer state new" in text
+    found = begin(trained, tmp_path, config)
+    random = prepare(tiny.digits(model__hidden_sizes=(16, 16)), None).first_state().params
+    tiny.assert_equal(found.params["hidden1"], random["hidden1"])
+    tiny.assert_equal(found.params["output"], state_of(trained).params["output"])
+
+    assert run.start.record["new"] == ("params/hidden1/bias", "params/hidden1/kernel")
+    tiny.save(tiny.digits(model__hidden_sizes=(16, 16)), tmp_path / "two")
+    back = prepare(tiny.digits(init_from=str(tmp_path / "two")), tmp_path / "back")
+    assert "4 arrays taken; left: hidden1/bias, hidden1/kernel" in tiny.unbroken(describe(back))
+
+
+MISTAKES = [
+    ({"model__hidden_sizes": (16, 16)},
+     r"config\.init_from: .* has no hidden1/bias, hidden1/kernel; .*new_parameters, now ''"),
+    ({"model__hidden_sizes": (16, 16), "init__new_parameters": "^hidden1/k"},
+     r"has no hidden1/bias; .* now '\^hidden1/k', is the regex"),
+    ({"model__hidden_sizes": (17,)}, r"has hidden0/bias of shape \(16,\), this model of \(17,\)"),
+    ({"model": ConfigDict({"name": "lenet"})},
+     r"config\.init_from: .* is of the model 'mlp', and config\.model\.name is 'lenet'; make it"),
+    ({"init__new_parameters": "("}, r"config\.init\.new_parameters is '\(', which is no regex"),
+    ({"init__optimizer_state": "kept"}, r"optimizer_state is 'kept'; known: reset, keep"),
+    ({"init__optimizer_state": "keep", "optimizer": ConfigDict(
+        {"name": "adamw", "learning_rate": 0.1})},
+     r"has the state of another optimizer, .*: 0/count is not there, here int32\[\]; .* 'keep'"),
+    ({"init__optimizer_state": "keep", "optimizer__mu_dtype": "bfloat16"},
+     r"mu/hidden0/bias is float32\[16\], here bfloat16\[16\]; .* must be the same, or it 'reset'"),
+    ({"init__optimizer_state": "keep", "model__hidden_sizes": (16, 16),
+      "init__new_parameters": "hidden1"},
+     r"mu/hidden1/bias is not there, here float32\[16\]"),
+    ({"prng": "philox"}, r"config\.prng is 'philox'; known: threefry2x32, rbg"),
+]
+
+
+@pytest.mark.parametrize("changes, message", MISTAKES, ids=[str(c) for c, _ in MISTAKES])
+def test_mistake_is_named(
+    trained: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, Any], message: str,
+) -> None:
+    config = tiny.digits()
+    with config.unlocked():
+        config.optimizer.mu_dtype = None  # so that there is something to set
+    config = tiny.change(config, {k.replace("__", "."): v for k, v in changes.items()})
+    monkeypatch.setattr(jax.stages.Lowered, "compile", None)  # nothing gets as far
+    with pytest.raises(UserError, match=message) as error:
+        prepare(tiny.change(config, {"init_from": str(trained)}), tmp_path)
+    assert "\n" not in str(error.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_batch_norm_statistics_are_taken(tmp_path: pathlib.Path) -> None:
+    fields = {"model__batch_norm": True}
+    tiny.save(tiny.digits(**fields), tmp_path / "first")
+    state, _ = tiny.restored(tiny.digits(**fields), tmp_path / "first")
+    found = begin(tmp_path / "first", tmp_path / "second", **fields, ema__decay=0.5)
+    tiny.assert_equal(found.model_state, state.model_state)
+    tiny.assert_equal(found.ema, (state.params, state.model_state))
+    with pytest.raises(AssertionError):
+        tiny.assert_equal(
+            prepare(tiny.digits(**fields), None).first_state().model_state, state.model_state
+        )
+
+
+def test_from_hugging_face(pretrained: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    weights, folder = open_weights(str(pretrained), "--checkpoint"), tmp_path / "published"
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(
+        lambda leaf: rng.normal(size=leaf.shape).astype(np.float32), weights.shapes["params"]
+    )
+    to_huggingface(weights.bert(), params, folder)
+    found = begin(folder, tmp_path / "run", tiny.bert())
+    tiny.assert_equal(found.params, params)
+    tiny.assert_equal(found.params, from_huggingface(folder)[1])
+
+    scanned = begin(folder, tmp_path / "run", tiny.bert(model__scan_layers=True, ema__decay=0.5))
+    tiny.assert_equal(scanned.params, stack_layers(params))
+    tiny.assert_equal(scanned.ema[0], stack_layers(params))
+
+    with pytest.raises(UserError, match=f"'keep', but {folder} has no optimizer's state; .*reset"):
+        begin(folder, tmp_path / "run", tiny.bert(), init__optimizer_state="keep")
+    with pytest.raises(UserError, match="model.safetensors is no complete safetensors file"):
+        (folder / "model.safetensors").write_bytes(b"not it")
+        begin(folder, tmp_path / "run", tiny.bert())
+
+
+def test_layers_stacked_and_unrolled(pretrained: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    params = tiny.restored(tiny.bert(), pretrained)[0].params
+    stacked = tiny.bert(model__scan_layers=True, parallel__optimizer_state="zero1")
+    run = prepare(tiny.change(stacked, {"init_from": str(pretrained)}), tmp_path / "stacked")
+    found = run.first_state()
+    tiny.assert_equal(found.params, stack_layers(params))
+    assert jax.tree.map(lambda leaf: leaf.sharding, found) == run.shardings
+    with pytest.raises(UserError, match="has its layers unrolled; .*scan_layers as there"):
+        begin(pretrained, tmp_path / "x", stacked, init__optimizer_state="keep")
+
+    tiny.save(tiny.bert(model__scan_layers=True), tmp_path / "run")
+    params = open_weights(str(tmp_path / "run"), "--checkpoint").params()
+    back = begin(tmp_path / "run", tmp_path / "back", tiny.bert()).params
+    assert "layer_1" in back["encoder"]
+    tiny.assert_equal(stack_layers(back), params)
+
+
+BERT_MISTAKES = [
+    ({"model__num_heads": 4}, r"network with num_heads = 2, and config\.model\.num_heads is 4"),
+    ({"model__gelu": "tanh"}, r"network with gelu = 'erf', and config\.model\.gelu is 'tanh'"),
+    ({"model__num_layers": 1}, r"network with num_layers = 2, and config\.model\.num_layers is 1"),
+    ({"model__vocab_size": 600, "data__options__vocab_size": 600},
+     r"embeddings/word of shape \(512, 16\), .* of \(600, 16\): its vocabulary has 512 words"),
+]
+
+
+@pytest.mark.parametrize("changes, message", BERT_MISTAKES, ids=[str(c) for c, _ in BERT_MISTAKES])
+def test_another_bert(
+    pretrained: pathlib.Path, tmp_path: pathlib.Path, changes: dict[str, Any], message: str
+) -> None:
+    config = tiny.bert()
+    with config.unlocked():
+        config.model.gelu = "erf"
+    with pytest.raises(UserError, match=message):
+        begin(pretrained, tmp_path, config, **changes)
+
+
+def test_other_words_of_the_same_number(pretrained: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    folder = pathlib.Path(shutil.copytree(pretrained, tmp_path / "copy"))
+    tokens = (folder / "vocab.txt").read_text().splitlines()
+    tokens[-2:] = reversed(tokens[-2:])
+    (folder / "vocab.txt").write_text("\n".join(tokens) + "\n")
+    message = f"{folder} is of another vocabulary: its token 510 is {tokens[510]!r}, that of mask"
+    with pytest.raises(UserError, match=re.escape(message)):
+        begin(folder, tmp_path / "run", tiny.bert())
+
+
+def test_other_text_with_the_same_words(pretrained: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    folder = pathlib.Path(shutil.copytree(pretrained, tmp_path / "copy"))
+    (folder / "text.json").write_text('{"cased": true}')
+    message = f"{folder} is of text with cased = True, masked_lm.* has cased = False; prepare"
+    with pytest.raises(UserError, match=message):
+        begin(folder, tmp_path / "run", tiny.bert())
+    (folder / "text.json").unlink()  # as of a published one
+    begin(folder, tmp_path / "run", tiny.bert())
+
+
+def test_two_processes_begin_from_one(trained: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text(
+        "from tests import tiny\ndef get_config(argument=None):\n    return tiny.digits(\n"
+        f"        init_from={str(trained)!r}, init__optimizer_state='keep', duration='2 steps')\n"
+    )
+    workdir = tmp_path / "two"
+    done = tiny.command(
+        "lamb_tpu.launch", "--local", "--processes=2", "--devices-per-process=2", "--",
+        f"--config={recipe}", f"--workdir={workdir}",
+    )
+    assert done.returncode == 0, done.stderr
+    assert "optimizer state kept, its counts 12 ahead" in tiny.unbroken(done.stdout)
+    config = tiny.recipe_file(recipe).get_config()
+    train(config, tmp_path / "one", quiet=True)
+    states = []
+    for folder in (workdir, tmp_path / "one"):
+        with Checkpoints(folder / "checkpoints", 1, writes=False) as checkpoints:
+            state, _ = checkpoints.restore(2, prepare(config, folder).abstract_state)
+        states.append(tiny.arrays((state.params, state.opt_state)))
+    for name, value in states[1].items():
+        np.testing.assert_allclose(states[0][name], value, rtol=1e-4, atol=1e-7, err_msg=name)
+
+
+def test_vocabulary_that_is_left_empty_is_that_of_the_weights(
+    pretrained: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def load(*arguments: Any, options: dict[str, Any], **others: Any) -> None:
+        asked.append(options["vocab"])
+        raise UserError("seen")
+
+    monkeypatch.setattr(data, "load", load)
+    own = tmp_path / "own"
+    shutil.copytree(pretrained, own, ignore=shutil.ignore_patterns("config.json", "checkpoints"))
+    for workdir, vocab in ((tmp_path / "new", ""), (own, ""), (own, "there")):
+        with pytest.raises(UserError, match="seen"):
+            prepare(tiny.digits(
+                data__options=ConfigDict({"vocab": vocab}), init_from=str(pretrained)
+            ), workdir)
+    assert asked == [str(pretrained), str(own), "there"]

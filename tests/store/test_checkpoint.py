@@ -1,0 +1,380 @@
+"""Checkpoints: what is kept, what comes back, and what damage does."""
+
+import errno
+import json
+import os
+import pathlib
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import multihost_utils
+
+from lamb_tpu.errors import UserError
+from lamb_tpu.files import reading
+from lamb_tpu.parallel import mesh as mesh_lib
+from lamb_tpu.store import checksums
+from lamb_tpu.store.checkpoint import Checkpoints
+from tests import tiny
+
+
+def state(step: int) -> dict[str, Any]:
+    tree = {
+        "step": jnp.int32(step),
+        "weights": jnp.full((16, 4), step / 3, jnp.float32),
+        "small": jnp.arange(6, dtype=jnp.bfloat16),
+        "key": jax.random.key(step),
+    }
+    return jax.device_put(tree, mesh_lib.replicated(mesh_lib.make_mesh({"data": -1})))
+
+
+ABSTRACT = jax.tree.map(
+    lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state(0)
+)
+
+
+def position(step: int) -> dict[str, Any]:
+    return {"loader": {"next_batch": step, "source": "digits:train"}, "seconds": step / 7}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """Checkpoints 2, 3 and 5."""
+    folder = tmp_path_factory.mktemp("saved")
+    with Checkpoints(folder, keep=10) as checkpoints:
+        for step in (2, 3, 5):
+            checkpoints.save(step, state(step), position(step))
+    return folder
+
+
+@pytest.fixture
+def folder(saved: pathlib.Path, tmp_path: pathlib.Path) -> pathlib.Path:
+    return pathlib.Path(shutil.copytree(saved, tmp_path / "checkpoints"))
+
+
+def latest(folder: pathlib.Path) -> tuple[int, list[str]]:
+    """The step that is restored, whole, and what is told on the way."""
+    told: list[str] = []
+    with Checkpoints(folder, 10, told.append, writes=False) as checkpoints:
+        found, where = checkpoints.restore_latest(ABSTRACT)
+    step = int(found["step"])
+    tiny.assert_equal(found, state(step))
+    assert where == position(step)
+    return step, told
+
+
+def test_state_and_position_come_back(saved: pathlib.Path) -> None:
+    assert latest(saved) == (5, [])
+    with Checkpoints(saved, 10, writes=False) as checkpoints:
+        assert checkpoints.steps() == [2, 3, 5]
+        found, where = checkpoints.restore(3, ABSTRACT)
+    tiny.assert_equal(found, state(3))
+    assert where == position(3)
+    assert found["weights"].sharding == ABSTRACT["weights"].sharding
+    assert found["small"].dtype == jnp.bfloat16
+
+
+def test_only_so_many_are_kept(tmp_path: pathlib.Path) -> None:
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        for step in (1, 2, 3, 4):
+            checkpoints.save(step, state(step), position(step))
+    assert {path.name for path in tmp_path.iterdir()} == {"3", "4"}
+
+
+def test_others_are_kept_besides(tmp_path: pathlib.Path) -> None:
+    best = 3
+    with Checkpoints(tmp_path, 2, keep_besides=lambda step: step in (1, best)) as checkpoints:
+        for step in (1, 2, 3, 4, 5, 6):
+            checkpoints.save(step, state(step), position(step))
+        checkpoints.wait()
+        assert checkpoints.steps() == [1, 3, 5, 6]
+        best = 6  # it is asked anew each time
+        checkpoints.save(7, state(7), position(7))
+        checkpoints.wait()
+        checkpoints.save(8, state(8), position(8))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "6", "7", "8"]
+
+
+def test_saving_does_not_ask_for_preemptions(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Orbax would, with the update as the number of the poll; see `Preemption`."""
+    asked: list[int] = []
+    monkeypatch.setattr(multihost_utils, "reached_preemption_sync_point", asked.append)
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(1, state(1), position(1))
+    assert asked == []
+
+
+def test_none_yet_and_an_unknown_one(tmp_path: pathlib.Path, saved: pathlib.Path) -> None:
+    with Checkpoints(tmp_path / "new", keep=1) as checkpoints:
+        assert checkpoints.restore_latest(ABSTRACT) is None and checkpoints.steps() == []
+    with Checkpoints(saved, 10, writes=False) as checkpoints:
+        with pytest.raises(UserError, match="no checkpoint of update 4; it has: 2, 3, 5"):
+            checkpoints.restore(4, ABSTRACT)
+
+
+def files(folder: pathlib.Path) -> list[str]:
+    return [
+        str(path.relative_to(folder / "5"))
+        for path in sorted((folder / "5").glob("*/**/*"))
+        if path.is_file()
+    ]
+
+
+def half(path: pathlib.Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def flip(path: pathlib.Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) * 2 // 3] ^= 4
+    path.write_bytes(bytes(data))
+
+
+@pytest.mark.parametrize("damage", [pathlib.Path.unlink, half, flip])
+def test_damage_to_any_file_is_noticed(
+    folder: pathlib.Path, damage: Callable[[pathlib.Path], None], capfd: pytest.CaptureFixture
+) -> None:
+    names = files(folder)
+    assert len(names) >= 10 and any(name.startswith("state/ocdbt.process_0/d/") for name in names)
+    for name in names:
+        file = folder / "5" / name
+        whole = file.read_bytes()
+        damage(file)
+        step, told = latest(folder)
+        assert step == 3, name
+        assert len(told) == 1 and name in told[0]
+        assert told[0].startswith(f"the checkpoint of update 5 in {folder} cannot be read")
+        assert told[0].endswith("trying the one before it")
+        file.write_bytes(whole)
+    assert latest(folder) == (5, [])
+    assert capfd.readouterr().err == ""
+
+
+def test_damage_that_no_checksum_shows(folder: pathlib.Path) -> None:
+    # Whole files of another state: Orbax itself refuses them.
+    abstract = dict(ABSTRACT, weights=jax.ShapeDtypeStruct((3, 3), jnp.float32))
+    with Checkpoints(folder, 10, writes=False) as checkpoints:
+        with pytest.raises(UserError, match="update 5 in .* cannot be read .[A-Za-z]+Error: "):
+            checkpoints.restore(5, abstract | {"more": ABSTRACT["weights"]})
+
+
+def test_all_damaged(folder: pathlib.Path) -> None:
+    for step in (2, 3, 5):
+        (folder / str(step) / checksums.NAME).unlink()
+    before, told = tiny.fingerprint(folder), []
+    with Checkpoints(folder, 10, told.append) as checkpoints:
+        with pytest.raises(UserError, match=r"none of the checkpoints \[2, 3, 5\] in .*"):
+            checkpoints.restore_latest(ABSTRACT)
+    assert len(told) == 3 and tiny.fingerprint(folder) == before
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3])
+@pytest.mark.parametrize("step", [4, 5])
+def test_saving_after_a_damaged_one_was_passed_over(
+    folder: pathlib.Path, keep: int, step: int
+) -> None:
+    half(folder / "5" / files(folder)[-1])
+    with Checkpoints(folder, keep, lambda text: None) as checkpoints:
+        assert int(checkpoints.restore_latest(ABSTRACT)[0]["step"]) == 3
+        checkpoints.save(step, state(step), position(step))
+        checkpoints.wait()
+        assert checkpoints.steps() == [2, 3, step][-keep:]
+    assert latest(folder) == (step, [])
+
+
+def test_reader_leaves_a_save_under_way_alone(folder: pathlib.Path) -> None:
+    unfinished = folder / "7.orbax-checkpoint-tmp"
+    (unfinished / "state").mkdir(parents=True)
+    assert latest(folder)[0] == 5 and unfinished.exists()
+    with Checkpoints(folder, 10) as checkpoints:
+        checkpoints.save(8, state(8), position(8))
+    assert not unfinished.exists()
+
+
+def test_saved_is_the_state_at_the_call(tmp_path: pathlib.Path) -> None:
+    # The step donates its buffers, so the writer must not read them afterwards.
+    bump = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)
+    tree = {"weights": jnp.zeros((512, 512))}
+    abstract = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree
+    )
+    with Checkpoints(tmp_path, keep=10) as checkpoints:
+        where: dict[str, list[int]] = {"at": []}
+        for step in range(1, 4):
+            checkpoints.save(step, tree, where)
+            where["at"].append(step)
+            for _ in range(10):
+                tree = bump(tree)
+        checkpoints.wait()
+        for step in range(1, 4):
+            found, position = checkpoints.restore(step, abstract)
+            assert (np.asarray(found["weights"]) == 10 * (step - 1)).all()
+            assert position["at"] == list(range(1, step))
+
+
+def test_shapes_and_some_of_the_arrays(folder: pathlib.Path) -> None:
+    whole = ABSTRACT["weights"].sharding
+    with Checkpoints(folder, 10, writes=False) as checkpoints:
+        step, shapes = checkpoints.latest_shapes()
+        assert step == 5 and set(shapes) == {"step", "weights", "small"}
+        assert shapes == {
+            name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+            for name, leaf in ABSTRACT.items() if name in shapes
+        }
+        found = checkpoints.restore_part(
+            3, {"weights": jax.ShapeDtypeStruct((16, 4), jnp.bfloat16, sharding=whole)}
+        )
+        expected = state(3)["weights"].astype(jnp.bfloat16)
+        tiny.assert_equal(found, {"weights": expected})
+    half(folder / "5" / "state" / "_METADATA")
+    told: list[str] = []
+    with Checkpoints(folder, 10, told.append, writes=False) as checkpoints:
+        assert checkpoints.latest_shapes()[0] == 3 and "_METADATA is not as it was" in told[0]
+        with pytest.raises(UserError, match="update 5 in .* cannot be read .state/_METADATA is"):
+            checkpoints.shapes(5)
+
+
+def test_saves_leave_nothing_behind(tmp_path: pathlib.Path) -> None:
+    """In Orbax each save has a thread and descriptors that live on if nobody asks for its end."""
+    found = []
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        for step in range(1, 61):
+            checkpoints.save(step, state(step), position(step))
+            if step in (10, 60):
+                checkpoints.wait()
+                found.append((len(os.listdir("/proc/self/fd")), threading.active_count()))
+    (fds, threads), (fds_after, threads_after) = found
+    assert fds_after <= fds + 2 and threads_after <= threads + 2, found
+
+
+def test_saves_of_two_processes_leave_nothing_behind(tmp_path: pathlib.Path) -> None:
+    done = tiny.command(
+        "lamb_tpu.launch", "--local", "--processes=2", "--module=tests.job", "--",
+        "saves", str(tmp_path),
+    )
+    assert done.returncode == 0, done.stderr
+    for index in (0, 1):
+        (fds, threads), (fds_after, threads_after) = json.loads(
+            (tmp_path / f"{index}.json").read_text()
+        )
+        assert fds_after <= fds + 2 and threads_after <= threads + 2, index
+
+
+def fail_in(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """Lets all that Orbax writes from now on fail just before the checkpoint has its name."""
+
+    def fail(folder: pathlib.Path) -> None:
+        raise error
+
+    monkeypatch.setattr(checksums, "write", fail)
+
+
+def test_save_that_fails_in_its_thread(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    full = OSError(errno.ENOSPC, "No space left on device")
+    message = (
+        f"the checkpoint of update 2 cannot be saved in {tmp_path} (No space left on device); that "
+        "of update 1 is safe: free space or repair the disk, then start the same command again to "
+        "go on from there"
+    )
+    with pytest.raises(UserError) as raised, Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(1, state(1), position(1))
+        checkpoints.wait()
+        assert checkpoints.failure() is None
+        fail_in(monkeypatch, full)
+        checkpoints.save(2, state(2), position(2))
+        deadline = time.monotonic() + 30
+        while checkpoints.failure() is None:  # without waiting for it
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert str(checkpoints.failure()) == message
+        checkpoints.save(3, state(3), position(3))
+    assert str(raised.value) == message
+    assert os.listdir(tmp_path) == ["1"] and capfd.readouterr().err == ""
+    monkeypatch.undo()
+    assert latest(tmp_path) == (1, [])
+
+
+def test_last_save_that_fails_is_told_too(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    fail_in(monkeypatch, ValueError("unknown"))
+    with pytest.raises(UserError, match=r"update 1 .*ValueError: unknown.; none is there"):
+        with Checkpoints(tmp_path, keep=1) as checkpoints:
+            checkpoints.save(1, state(1), position(1))
+    told: list[str] = []
+    with pytest.raises(KeyError), Checkpoints(tmp_path, 1, told.append) as checkpoints:
+        checkpoints.save(1, state(1), position(1))
+        raise KeyError  # what ends a run comes first
+    assert "update 1 cannot be saved" in told[0]
+    assert not os.listdir(tmp_path) and capfd.readouterr().err == ""
+
+
+def test_arrays_that_were_not_merged_are_not_saved(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Orbax merges what it finds by a pattern, and finds nothing where the path is one too."""
+    monkeypatch.setattr(reading, "has_pattern", lambda path: False)
+    with pytest.raises(UserError, match="ValueError: state/manifest.ocdbt is missing"):
+        with Checkpoints(tmp_path / "a[1]", keep=1) as checkpoints:
+            checkpoints.save(1, state(1), position(1))
+
+
+def test_checkpoint_that_is_gone_is_not_saved(tmp_path: pathlib.Path) -> None:
+    with Checkpoints(tmp_path, keep=3) as checkpoints:
+        checkpoints.save(1, state(1), position(1))
+        while not (tmp_path / "1").exists():
+            time.sleep(0.01)
+        shutil.rmtree(tmp_path / "1")
+        with pytest.raises(UserError, match="update 1 cannot be saved .*sha256.json is missing"):
+            checkpoints.wait()
+    folder = tmp_path / "lost"
+    with pytest.raises(UserError, match=f"{folder}, is no longer there; put it back and start"):
+        with Checkpoints(folder, keep=3) as checkpoints:
+            shutil.rmtree(folder)
+            checkpoints.save(1, state(1), position(1))
+    assert not folder.exists()
+
+
+def test_what_cannot_be_written_is_told_before_any_save(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fsync(file: int) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(UserError, match=f"saved in {tmp_path} .Read-only file system.; none is"):
+        Checkpoints(tmp_path, keep=1)
+    Checkpoints(tmp_path, keep=1, writes=False).close()
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="file/checkpoints cannot be written .Not a directory"):
+        Checkpoints(tmp_path / "file" / "checkpoints", keep=1)
+
+
+@pytest.mark.parametrize("name", ["lr[0.1]", "a*b?", "]"])
+def test_path_that_is_a_pattern(tmp_path: pathlib.Path, name: str) -> None:
+    folder = tmp_path / name
+    with Checkpoints(folder, keep=2) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save(step, state(step), position(step))
+    assert sorted(os.listdir(folder)) == ["2", "3"] and latest(folder) == (3, [])
+    with Checkpoints(folder, 2, writes=False) as checkpoints:
+        found = checkpoints.restore_part(3, {"weights": ABSTRACT["weights"]})
+        tiny.assert_equal(found["weights"], state(3)["weights"])
+        link = checkpoints._path
+        assert link.is_symlink()
+    assert not link.parent.exists()
+
+
+def test_shapes_of_nothing(tmp_path: pathlib.Path) -> None:
+    with Checkpoints(tmp_path / "new", keep=1) as checkpoints:
+        assert checkpoints.latest_shapes() is None

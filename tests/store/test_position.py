@@ -1,0 +1,23 @@
+"""What a checkpoint holds beside arrays, and what older ones hold."""
+
+import json
+
+from lamb_tpu.store.position import Position
+
+SAVED = {
+    "loader": {"next_batch": 4}, "seconds": 2.5, "startup": 7.0, "starts": 2,
+    "unlogged": [{"loss": [1.0, 2.0]}], "eval_due": True,
+    "best": {"step": 4}, "target": None, "guards": [0.5],
+}
+
+
+def test_position_goes_to_json_and_back() -> None:
+    position = Position.from_json(json.loads(json.dumps(SAVED)))
+    assert position.observers == {"best": {"step": 4}, "target": None, "guards": [0.5]}
+    assert (position.seconds, position.starts, position.eval_due) == (2.5, 2, True)
+    assert json.loads(json.dumps(position.to_json())) == SAVED
+
+
+def test_keys_that_are_not_there_have_their_defaults() -> None:
+    assert Position.from_json({"loader": {}}) == Position(loader={})
+    assert Position().starts == 0 and Position().observers == {}

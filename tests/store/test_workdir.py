@@ -1,0 +1,209 @@
+"""The folder of a run: receipts, and whether it may be used again."""
+
+import json
+import pathlib
+import shlex
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from lamb_tpu.config import flatten
+from lamb_tpu.data import ArraySource
+from lamb_tpu.data.text.vocabulary import SPECIAL_TOKENS, Vocabulary
+from lamb_tpu.errors import UserError
+from lamb_tpu.run.build import prepare
+from lamb_tpu.store.workdir import Workdir
+from lamb_tpu.train import train
+from tests import tiny
+
+
+def test_config_comes_back(tmp_path: pathlib.Path) -> None:
+    config = tiny.digits(optimizer__rules=(("bias$", {"decay": False}), ("", {})))
+    folder = Workdir(tmp_path / "new" / "run")
+    folder.check(config)
+    folder.write_receipt(config, "table", {})
+    assert folder.read_config() == flatten(config)
+    folder.check(config)  # tuples have become lists in JSON, and still compare equal
+    assert folder.parameters.read_text() == "table"
+
+
+def test_longer_run_is_told_how_and_that_works(
+    copy: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    with pytest.raises(UserError, match="duration: '12 steps' there, '20 steps' now") as refusal:
+        train(tiny.digits(duration="20 steps"), copy, quiet=True)
+    told = str(refusal.value).partition("; a schedule is planned for a whole run")[2]
+    flags = dict(flag.split("=", 1) for flag in shlex.split(told.partition(": its")[0])[-4:])
+    assert flags.pop("--config.init_from") == str(copy)
+    assert flags.pop("--config.duration") == "8 steps"
+    assert flags == {"--config.init.optimizer_state": "keep", "--config.seed": "1"}
+
+    longer = tiny.digits(duration="8 steps", seed=1, init_from=str(copy))
+    longer.init.optimizer_state = "keep"
+    train(longer, tmp_path / "longer", quiet=True)
+    before, _ = tiny.restored(tiny.digits(), copy)
+    state, _ = tiny.restored(longer, tmp_path / "longer")
+    assert int(state.step) == 8
+    counts = [int(jax.tree.leaves(x.opt_state)[0]) for x in (before, state)]
+    assert counts == [12, 20]
+    init = json.loads((tmp_path / "longer" / "init.json").read_text())
+    assert (init["update"], init["updates_before"], init["new"]) == (12, 12, [])
+
+
+def test_other_changes_of_a_run_are_only_told(copy: pathlib.Path) -> None:
+    for changes in ({"duration": "8 steps"}, {"duration": "3 epochs"},
+                    {"duration": "20 steps", "batch_size": 32}):
+        with pytest.raises(UserError, match="give another folder, or the run's own config$"):
+            Workdir(copy).check(tiny.digits(**changes))
+
+
+def test_each_start_adds_a_line(tmp_path: pathlib.Path) -> None:
+    folder = Workdir(tmp_path)
+    for name in ("first", "second"):
+        folder.write_receipt(tiny.digits(), "table", {"start": name})
+    first, second = (json.loads(line) for line in folder.run.read_text().splitlines())
+    assert (first["start"], second["start"]) == ("first", "second")
+    assert first["devices"] == 8 and first["python"].startswith("3.")
+    versions = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "lamb_tpu")
+    assert all(first[name][0].isdigit() for name in versions)
+    assert isinstance(first["command"], list) and "commit" in first
+
+
+def test_free_keys_may_differ(copy: pathlib.Path) -> None:
+    folder = Workdir(copy)
+    folder.check(tiny.digits(checkpoint__every="1 steps", log__every="2 steps", data__dir="x"))
+    with pytest.raises(UserError, match="config .duration: '12 steps' there, '13 steps' now"):
+        folder.check(tiny.digits(duration="13 steps"))
+    with pytest.raises(UserError, match=r"config \((?:[^;]+; ){8}and \d+ more\); give another f"):
+        folder.check(tiny.bert())
+
+
+def test_checkpoints_of_an_unknown_run(copy: pathlib.Path) -> None:
+    (copy / "config.json").unlink()
+    before = tiny.fingerprint(copy)
+    with pytest.raises(UserError, match="holds checkpoints but no config.json"):
+        Workdir(copy).check(tiny.digits())
+    assert tiny.fingerprint(copy) == before
+
+
+@pytest.mark.parametrize("content", [b"", b'{"seed": 0', b"\xff\xfe"])
+def test_damaged_config(copy: pathlib.Path, content: bytes) -> None:
+    (copy / "config.json").write_bytes(content)
+    with pytest.raises(UserError, match="config.json is damaged .*; restore it or give another"):
+        Workdir(copy).check(tiny.digits())
+
+
+def test_folder_without_a_run(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(UserError, match=f"--workdir {tmp_path} holds no run: config.json is miss"):
+        Workdir(tmp_path).read_config()
+
+
+def test_table_must_be_the_one_the_run_began_with(tmp_path: pathlib.Path) -> None:
+    folder = Workdir(tmp_path)
+    folder.check_parameters("anything, for there is none yet")
+    folder.write_receipt(tiny.digits(), "a table", {})
+    folder.check_parameters("a table")
+    with pytest.raises(UserError, match="differs from .*parameters.txt"):
+        folder.check_parameters("another")
+
+
+def test_one_run_at_a_time(tmp_path: pathlib.Path) -> None:
+    folder = Workdir(tmp_path)
+    with folder.hold():
+        with pytest.raises(UserError, match=f"--workdir {tmp_path} is in use by another run"):
+            with Workdir(tmp_path).hold():
+                raise AssertionError
+        with Workdir(tmp_path).hold(enabled=False):
+            pass  # the other processes of the same run
+    with folder.hold():
+        pass
+
+
+def test_killed_run_frees_its_folder(tmp_path: pathlib.Path) -> None:
+    code = (
+        "import sys, time; from lamb_tpu.store.workdir import Workdir\n"
+        "with Workdir(sys.argv[1]).hold(): print('held', flush=True); time.sleep(100)"
+    )
+    holder = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], cwd=tiny.ROOT, text=True,
+        stdout=subprocess.PIPE,
+    )
+    assert holder.stdout.readline() == "held\n"
+    with pytest.raises(UserError, match="in use"), Workdir(tmp_path).hold():
+        pass
+    holder.kill()
+    holder.communicate()
+    with Workdir(tmp_path).hold():
+        pass
+
+
+def test_home_folder_is_understood(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert Workdir("~/run").path == tmp_path / "run"
+
+
+def test_folder_is_called_as_asked(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(UserError, match=f"^config.init_from {tmp_path} holds no run: config.json"):
+        Workdir(tmp_path, "config.init_from").read_config()
+    with pytest.raises(UserError, match="^config.init_from gs://x is remote"):
+        Workdir("gs://x", "config.init_from")
+
+
+def test_has_a_checkpoint(tmp_path: pathlib.Path) -> None:
+    folder = Workdir(tmp_path)
+    assert not folder.has_checkpoint()
+    (folder.checkpoints / "7.orbax-checkpoint-tmp").mkdir(parents=True)
+    (folder.checkpoints / "8").touch()
+    assert not folder.has_checkpoint()
+    (folder.checkpoints / "7").mkdir()
+    assert folder.has_checkpoint()
+
+
+def test_where_the_first_weights_came_from(tmp_path: pathlib.Path) -> None:
+    folder = Workdir(tmp_path)
+    assert folder.read_init() is None
+    record = {"init_from": "x", "update": 3, "optimizer_state": "reset", "updates_before": 0}
+    folder.write_init({**record, "new": ("a",)})
+    assert folder.read_init() == {**record, "new": ["a"]}
+    for damaged in ([], {}, {**record, "updates_before": None}, {**record, "init_from": 3}):
+        folder.init.write_text(json.dumps(damaged))
+        with pytest.raises(UserError, match="init.json is damaged"):
+            folder.read_init()
+    folder.init.write_text("{")
+    with pytest.raises(UserError, match="init.json is damaged"):
+        folder.read_init()
+
+
+def test_vocabulary_is_kept_and_must_stay(tmp_path: pathlib.Path) -> None:
+    def source(*words: str, cased: bool = False) -> SimpleNamespace:
+        vocabulary = Vocabulary([*SPECIAL_TOKENS, *words])
+        return SimpleNamespace(name="text:train", vocabulary=vocabulary, cased=cased)
+
+    folder = Workdir(tmp_path)
+    folder.check_text(source("dog", "cat"))  # there is none yet
+    folder.write_receipt(tiny.digits(), "table", {}, source("dog", "cat"))
+    assert (tmp_path / "vocab.txt").read_text() == "[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\ndog\ncat\n"
+    assert json.loads((tmp_path / "text.json").read_text()) == {"cased": False}
+    folder.check_text(source("dog", "cat"))
+    folder.check_text(SimpleNamespace(vocabulary=None))
+    for other in (source("cat", "dog"), source("dog"), source("dog", "cat", cased=True)):
+        with pytest.raises(UserError, match=f"of text:train is not that of --workdir {tmp_path}, "):
+            folder.check_text(other)
+
+
+def test_training_writes_it(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ArraySource, "vocabulary", Vocabulary([*SPECIAL_TOKENS, "dog"]))
+    train(tiny.digits(duration="1 steps"), tmp_path, quiet=True)
+    assert (tmp_path / "vocab.txt").read_text().endswith("[MASK]\ndog\n")
+    monkeypatch.setattr(ArraySource, "cased", True)
+    with pytest.raises(UserError, match="vocab.txt with cased=False; give the text that the run"):
+        prepare(tiny.digits(duration="1 steps"), tmp_path)
+
+
+def test_no_text_no_vocabulary(trained: pathlib.Path) -> None:
+    assert not (trained / "vocab.txt").exists() and not (trained / "init.json").exists()

@@ -1,0 +1,39 @@
+"""A start of a run for observers, without a trainer."""
+
+import time
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+from lamb_tpu.store.position import Position
+from lamb_tpu.watch.clock import Clock
+from lamb_tpu.watch.observer import Record, Start
+
+
+class Kept:
+    """Keeps the records that MetricsWriter would write."""
+
+    def __init__(self) -> None:
+        self.found: list[dict[str, Any]] = []
+        self.is_closed = False
+
+    def write(self, step: int, kind: str, values: Mapping[str, float]) -> None:
+        self.found.append({"step": step, "kind": kind, **values})
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def start(step: int = 0, skipped: int = 0, **changes: Any) -> Start:
+    """A start after `step` updates."""
+    settings = {
+        "state": SimpleNamespace(skipped=skipped), "is_over": False, "eval_due": False,
+        "clock": Clock(Position(), time.monotonic()), "records": Kept(),
+        "last_checkpoint": lambda: "runs/x/40", "fail": None,
+    }
+    return Start(step, **settings | changes)
+
+
+def record(step: int, values: Mapping[str, float] | None = None, state: Any = None) -> Record:
+    """A record of one update."""
+    return Record(step, 1, state, dict(values or {}))

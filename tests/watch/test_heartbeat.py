@@ -1,0 +1,41 @@
+"""The line that each process but the first prints now and then."""
+
+import re
+import time
+
+import jax
+import pytest
+
+from lamb_tpu.watch.heartbeat import Heartbeat
+from tests.watch.observing import start
+
+
+def beat(seconds: float, monkeypatch: pytest.MonkeyPatch, index: int) -> None:
+    monkeypatch.setattr(jax, "process_index", lambda: index)
+    monkeypatch.setattr(jax, "process_count", lambda: 8)
+    heartbeat = Heartbeat(seconds)
+    heartbeat.started(start(100))
+    for step in range(101, 151):
+        time.sleep(0.01)
+        heartbeat.updated(step, None)
+    heartbeat.ended()
+    time.sleep(0.3)  # it has ended
+
+
+def test_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    beat(0.2, monkeypatch, index=3)
+    lines = capsys.readouterr().out.splitlines()
+    assert 1 <= len(lines) <= 3
+    found = re.fullmatch(
+        r"process 3 of 8 on \S+: update (\d+), ([\d.]+) updates/s, ([\d.]+) GiB resident", lines[0]
+    )
+    assert 100 < int(found[1]) <= 150 and 10 < float(found[2]) <= 100
+    assert 0.05 < float(found[3]) < 100
+
+
+@pytest.mark.parametrize("seconds, index", [(0.0, 3), (0.1, 0)])
+def test_no_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, seconds: float, index: int
+) -> None:
+    beat(seconds, monkeypatch, index)
+    assert capsys.readouterr().out == ""

@@ -1,0 +1,64 @@
+"""Rates from log to log, with what is not training left out."""
+
+import pytest
+
+from lamb_tpu.watch import throughput as throughput_lib
+from lamb_tpu.watch.throughput import Throughput
+from tests.watch.observing import record, start
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [100.0]
+    monkeypatch.setattr(throughput_lib.time, "monotonic", lambda: now[0])
+    return now
+
+
+def started(amounts: dict[str, float], step: int = 0) -> Throughput:
+    throughput = Throughput(amounts)
+    throughput.started(start(step))
+    return throughput
+
+
+def read(throughput: Throughput, step: int) -> dict[str, float]:
+    found = record(step)
+    throughput.recorded(found)
+    return found.values | found.rates
+
+
+def test_rates_are_of_the_updates_since_the_last_record(clock: list[float]) -> None:
+    throughput = started({"examples_per_second": 64, "mfu": 0.5}, step=10)
+    clock[0] += 30
+    throughput.updated(11, None)
+    for step in range(12, 17):
+        clock[0] += 0.5
+        throughput.updated(step, None)
+    found = record(16)
+    throughput.recorded(found)
+    assert (found.values, found.rates) == ({"mfu": 1.0}, {"examples_per_second": 128.0})
+    clock[0] += 8
+    assert read(throughput, 18) == {"examples_per_second": 16.0, "mfu": 0.125}
+
+
+def test_pauses_do_not_count(clock: list[float]) -> None:
+    throughput = started({"tokens_per_second": 1000})
+    with throughput.paused(0, "evaluation"):  # as where a resumed run evaluates first
+        clock[0] += 5
+    throughput.updated(1, None)
+    clock[0] += 1
+    for seconds, reason in ((10, "evaluation"), (20, "save")):
+        with throughput.paused(2, reason):
+            clock[0] += seconds
+    clock[0] += 1
+    assert read(throughput, 3) == {"tokens_per_second": 1000.0}
+    clock[0] += 4
+    assert read(throughput, 4) == {"tokens_per_second": 250.0}
+
+
+def test_nothing_where_no_update_was_timed(clock: list[float]) -> None:
+    throughput = started({"examples_per_second": 64})
+    assert read(throughput, 1) == {}
+    throughput.updated(1, None)
+    clock[0] += 1
+    assert read(throughput, 1) == {}
+    assert read(throughput, 2) == {}  # in no time at all
