@@ -30,7 +30,8 @@ def base_config() -> ConfigDict:
 
     A duration is one string: '30 epochs', '1000 steps', '50000 examples' or '5 percent' (of the
     run). Model, task, optimizer and rules have their own fields beside `name`; assign a new
-    `ConfigDict` to replace one. The result is locked: a misspelt key raises where it is written.
+    `ConfigDict` to replace one. A name such as 'my_package.my_module:Name' is one of your own. The
+    result is locked: a misspelt key raises where it is written.
     """
     config = ConfigDict()
     config.seed = 0

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from lamb_tpu import config as config_lib
-from lamb_tpu import data, models, tasks
+from lamb_tpu import data, models, own, tasks
 from lamb_tpu.cost import flops, topology
 from lamb_tpu.data.text import saved
 from lamb_tpu.errors import UserError
@@ -112,7 +112,9 @@ class Run:
                     paths.append(f"{path}{name}")
 
         def init(key: jax.Array, batch: Any) -> None:
-            walk(self.task.init(key, batch)["params"])
+            params = self.task.init(key, batch)["params"]
+            if isinstance(params, Mapping):  # a user's own may be a list
+                walk(params)
 
         jax.eval_shape(init, jax.random.key(0), batch)
         known = parameters.leaf_paths(self.abstract_state.params)
@@ -287,7 +289,10 @@ def prepare(
     )
     if named:
         rules_lib.check_named(layout.params, mesh, facts)
-    tx, _ = resolve_optimizer(config, recipe, params, layout.update_spec if named else None)
+        checks.check_split(config, params, layout.axis_name)
+    # A user's own optimizer is told the axes alone, ours also along which dimension they split.
+    split = layout.axis_name if own.is_own(config.optimizer.name) else layout.update_spec
+    tx, _ = resolve_optimizer(config, recipe, params, split if named else None)
     init = state_lib.make_init(task, tx, example, config.ema.decay > 0, config.prng)
     with naming("config.optimizer"):
         abstract = jax.eval_shape(init, jax.random.key(0))

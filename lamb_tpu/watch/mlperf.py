@@ -30,6 +30,7 @@ import jax
 from lamb_tpu.files import writing
 from lamb_tpu.optim import factory, presets
 from lamb_tpu.run.build import Run
+from lamb_tpu.run.recipe import optimizer_of
 from lamb_tpu.watch.observer import Observer, Start
 from lamb_tpu.watch.target import Target
 
@@ -112,7 +113,7 @@ def _arguments(run: Run) -> dict[str, Any]:
     """Every argument of the optimizer, those that the config leaves at their defaults too."""
     fields = run.config.optimizer.to_dict()
     name, preset = fields.pop("name"), fields.pop("preset", None)
-    signature = inspect.signature(factory.OPTIMIZERS[name])
+    signature = inspect.signature(factory.OPTIMIZERS.get(name) or optimizer_of(name))
     arguments = {key: parameter.default for key, parameter in signature.parameters.items()}
     arguments |= presets.preset(name, preset) if preset else {}
     arguments |= fields
