@@ -1,4 +1,4 @@
-"""Command lines: flags, the config file with its overrides, and errors told in one sentence."""
+"""Command lines: flags, the config file with its overrides, and errors as one sentence."""
 
 import itertools
 import os
@@ -18,23 +18,24 @@ from lamb_tpu import own, terminal
 from lamb_tpu.config import check_keys, check_values, recipe_folder, recipe_path
 from lamb_tpu.errors import Interrupted, Preempted, UserError
 
-# What ml_collections looks through for overrides: `_parse_flags` leaves out those read elsewhere.
+# The arguments that ml_collections searches for overrides. `_parse_flags` removes those that
+# `run.overrides` reads.
 _ARGV: list[str] = []
 
 
 def define_config_flag() -> None:
     """Defines --config; call before `run_main`."""
-    flags.disclaim_key_flags()  # they are the program's: its --help shows them
+    flags.disclaim_key_flags()  # so that --help lists them as flags of the program
     config_flags.DEFINE_config_file(
         "config",
-        help_string="The recipe, with its argument after a colon, for example "
-        "configs/mnist_lenet.py:batch=4096, or the name alone of one that comes along, "
-        "mnist_lenet:batch=4096. Any key it has can be overridden, and whatever its optimizer, "
-        "model, task and data set take: --config.optimizer.b2=0.98.",
+        help_string="The recipe's file, with its argument after a colon, for example "
+        "configs/mnist_lenet.py:batch=4096, or only the name of a shipped recipe, "
+        "mnist_lenet:batch=4096. Any key can be overridden, and any argument of its optimizer, "
+        "model, task and data set: --config.optimizer.b2=0.98.",
         lock_config=True,
         sys_argv=_ARGV,
     )
-    flags.DEFINE_bool("print_config", False, "Show the config as it would run, and end.")
+    flags.DEFINE_bool("print_config", False, "Print the config with all its defaults, and end.")
 
 
 def define_run_flags(workdir: str) -> None:
@@ -49,16 +50,18 @@ def define_process_flags() -> None:
     flags.DEFINE_string(
         "coordinator_address",
         None,
-        "HOST:PORT at which process 0 listens, the same for all processes. On a TPU VM, under "
-        "SLURM, Open MPI or lamb_tpu.launch, this and the next two are found by themselves; also "
-        "read from JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID.",
+        "HOST:PORT at which process 0 listens, the same for all processes. This flag and the next "
+        "two are found automatically on a TPU VM, under SLURM, Open MPI and lamb_tpu.launch; they "
+        "are also read from JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID.",
     )
-    flags.DEFINE_integer("num_processes", None, "Processes of the run; 1 looks for no others.")
-    flags.DEFINE_integer("process_id", None, "This process, from 0.")
+    flags.DEFINE_integer(
+        "num_processes", None, "Number of the run's processes; 1 looks for no others."
+    )
+    flags.DEFINE_integer("process_id", None, "Id of this process, from 0.")
 
 
 def answer_help() -> None:
-    """Prints --help and ends, where it is asked for.
+    """Prints the help and exits if --help was given.
 
     A command defines its flags and calls this before it imports JAX and the like, which takes
     seconds.
@@ -88,8 +91,8 @@ def _parse_flags(argv: list[str], required: Sequence[str]) -> list[str]:
 
 
 def _parse_with_config(argv: list[str], required: Sequence[str]) -> list[str]:
-    """`_parse_flags` where --config is a flag; its overrides are applied and checked."""
-    from lamb_tpu.run import overrides  # imports all that a config can choose
+    """Parses flags that include --config, and applies and checks its overrides."""
+    from lamb_tpu.run import overrides  # late: it imports every optimizer, model, task and data set
 
     everything = [argv[0], *flags.FLAGS.read_flags_from_files(argv[1:], force_gnu=False)]
     own, argv = overrides.take(_with_path(everything))
@@ -103,7 +106,7 @@ def _parse_with_config(argv: list[str], required: Sequence[str]) -> list[str]:
         raise
     config = flags.FLAGS["config"].value
     if not isinstance(config, ConfigDict) and (flags.FLAGS["config"].present or own):
-        _load_config_file(argv)  # raises: ml_collections holds an OSError back until first use
+        _load_config_file(argv)  # raises; ml_collections would raise an OSError only at first use
     if config is not None:
         overrides.apply(config, own)
         _check_phases(everything, config)
@@ -114,7 +117,7 @@ def _parse_with_config(argv: list[str], required: Sequence[str]) -> list[str]:
 
 
 def _with_path(argv: list[str]) -> list[str]:
-    """The command line with the path of the recipe that --config may name without one."""
+    """Returns the command line with the path of a recipe that --config names without folder."""
     found = list(argv)
     for number, item in enumerate(argv):
         if item in ("-config", "--config") and number + 1 < len(argv):
@@ -145,7 +148,11 @@ def _check_given(rest: Sequence[str], required: Sequence[str]) -> None:
 
 
 def _load_config_file(argv: list[str]) -> ConfigDict:
-    """The config that --config names, without overrides; a UserError says why there is none."""
+    """Returns the config that --config names, without overrides.
+
+    Raises:
+      UserError: there is no such config, or its file fails.
+    """
     values = [
         item.partition("=")[2] if "=" in item else following
         for item, following in itertools.zip_longest(argv, argv[1:])
@@ -157,8 +164,8 @@ def _load_config_file(argv: list[str]) -> ConfigDict:
     if not os.path.isfile(path):
         shipped = ", ".join(sorted(file.stem for file in recipe_folder().glob("*.py")))
         raise UserError(
-            f"--config names the file {path!r}, which does not exist; by their name alone there "
-            f"are {shipped}"
+            f"--config names the file {path!r}, which does not exist; shipped recipes, which need "
+            f"no folder, are {shipped}"
         )
     try:
         get_config = runpy.run_path(path)["get_config"]
@@ -181,13 +188,13 @@ def _load_config_file(argv: list[str]) -> ConfigDict:
     if not isinstance(config, (ConfigDict, dict)):
         raise UserError(
             f"the get_config of the config file {path} returns {config!r}; it must return a "
-            "ConfigDict, such as lamb_tpu.config.base_config() with what it changes"
+            "ConfigDict, such as lamb_tpu.config.base_config() with some values changed"
         )
     return ConfigDict(config)
 
 
 def _check_overrides(argv: list[str], config: ConfigDict) -> None:
-    """Raises a UserError for an override whose key the config does not have."""
+    """Raises a UserError for an override of an unknown key."""
     for item in argv:
         override = re.match(r"-{1,2}(?:no)?config\.([^=]*)", item)
         node, path = config, "config"
@@ -199,20 +206,20 @@ def _check_overrides(argv: list[str], config: ConfigDict) -> None:
 
 
 def _check_phases(argv: list[str], config: ConfigDict) -> None:
-    """Raises a UserError for an override that nothing heeds, for each phase sets the key itself."""
+    """Raises a UserError for an override without effect, because every phase sets the key."""
     phases = config.get("phases") or {}
     for item in argv:
         override = re.match(r"-{1,2}(?:no)?config\.([^=]*)", item)
         if phases and override and all(_has(phases[name], override[1]) for name in phases):
             own = " and ".join(f"--config.phases.{name}.{override[1]}" for name in phases)
             raise UserError(
-                f"--config.{override[1]} changes nothing, for every phase of the config has its "
-                f"own; give {own}"
+                f"--config.{override[1]} changes nothing, because every phase of the config sets "
+                f"it; give {own}"
             )
 
 
 def _has(config: object, key: str) -> bool:
-    """Whether a dotted key is in a config."""
+    """Returns whether a dotted key is in a config."""
     for part in key.split("."):
         if not isinstance(config, ConfigDict) or part not in config:
             return False
@@ -223,18 +230,19 @@ def _has(config: object, key: str) -> bool:
 def run_main(main: Callable[[], None], required: Sequence[str] = ()) -> None:
     """Parses the command line, runs `main()` and exits.
 
-    A `UserError` is printed as one sentence, without a traceback, and exits with status 2. SIGTERM
-    ends what has no handling of its own at once, like Ctrl-C, but with status 75: start it again.
+    A `UserError` is printed as one sentence, without a traceback, and the exit status is 2. A
+    command without its own handling of SIGTERM ends at once, as by Ctrl-C, but with status 75,
+    which means: start it again.
 
     Args:
-      main: reads its flags from `absl.flags.FLAGS`.
+      main: the command; it reads its flags from `absl.flags.FLAGS`.
       required: names of flags that must be given.
     """
 
     def call(argv: Sequence[str]) -> None:
         del argv
         if not flags.FLAGS["verbosity"].present:
-            logging.set_verbosity(logging.WARNING)  # Orbax tells a great deal at INFO
+            logging.set_verbosity(logging.WARNING)  # Orbax logs a great deal at INFO
         if "jax" in sys.modules:
             from lamb_tpu.optim.quiet import hush_libtpu
 
@@ -243,10 +251,10 @@ def run_main(main: Callable[[], None], required: Sequence[str] = ()) -> None:
             _print_config()
         else:
             main()
-        sys.stdout.flush()  # a failure can be told here, but not at exit
+        sys.stdout.flush()  # a failure can be reported here, but not at exit
 
     signal.signal(signal.SIGTERM, _end_preempted)
-    logging.set_verbosity(logging.ERROR)  # ml_collections warns of what is told as an error below
+    logging.set_verbosity(logging.ERROR)  # ml_collections would warn of what is an error below
     try:
         app.run(call, flags_parser=lambda argv: _parse_flags(argv, required))
     except UserError as error:
@@ -254,7 +262,7 @@ def run_main(main: Callable[[], None], required: Sequence[str] = ()) -> None:
         _end(2)
     except Preempted as preempted:
         print(preempted, file=sys.stderr)
-        # All processes of a run are preempted together, so here they may wait for each other.
+        # All processes of a run are preempted together, so they may wait for each other at exit.
         sys.exit(130 if isinstance(preempted, Interrupted) else os.EX_TEMPFAIL)
     except KeyboardInterrupt:
         print("interrupted; nothing that was saved is lost", file=sys.stderr)
@@ -269,7 +277,7 @@ def run_main(main: Callable[[], None], required: Sequence[str] = ()) -> None:
 
 
 def _sentence(error: Exception) -> str | None:
-    """The reason for an end that is not the program's own fault."""
+    """Returns one sentence for an error that is not a bug of the program; None for a bug."""
     lost_output = terminal.lose_stdout(error)
     reason = " ".join(str(error).split())[:300]
     if lost_output is not None:
@@ -299,10 +307,10 @@ def _print_config() -> None:
 
 
 def _is_of_lost_peer(error: Exception) -> bool:
-    """Whether a collective failed because the process at the other end is no longer there."""
+    """Returns whether a collective failed because another process is no longer there."""
     if "jax" not in sys.modules:
         return False
-    # Of what type it is depends on who waits for the result: JAX, or NumPy behind a ValueError.
+    # The type depends on who waits for the result: JAX raises its own, NumPy a ValueError.
     of_gloo = re.search("Gloo .*failed|(closed|reset) by peer", str(error), re.DOTALL)
     of_jax = isinstance(error, (sys.modules["jax"].errors.JaxRuntimeError, ValueError))
     return of_jax and of_gloo is not None
@@ -310,19 +318,19 @@ def _is_of_lost_peer(error: Exception) -> bool:
 
 def _end_preempted(number: int, frame: FrameType | None) -> NoReturn:
     del frame
-    signal.signal(number, signal.SIG_DFL)  # the second one ends the process
+    signal.signal(number, signal.SIG_DFL)  # the second signal ends the process
     text = "preempted; nothing that was saved is lost, start the same command again"
     if "jax" in sys.modules and sys.modules["jax"].distributed.is_initialized():
-        # It came while the processes met, before JAX listened: only this one knows of it, and the
-        # others would wait for it in the run while it waits for them at its end.
+        # The signal came while the processes connected, before JAX listened, so only this process
+        # knows of it. The others would wait for it in the run, and it for them at its exit.
         print(text, file=sys.stderr)
         _end(os.EX_TEMPFAIL)
     raise Preempted(text)
 
 
 def _end(status: int) -> NoReturn:
-    # One process of several must not wait for the others, who wait for it. The launcher, which
-    # has none of JAX, is spared the import.
+    # One process of several must not wait for the others, which wait for it. The launcher does not
+    # use JAX, so it need not import it.
     if "jax" in sys.modules:
         from lamb_tpu.cluster import distributed
 

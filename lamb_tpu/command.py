@@ -1,4 +1,4 @@
-"""The command `lamb_tpu`: every command of the package by its name.
+"""The command `lamb_tpu`, which runs every command of the package by its name.
 
 `lamb_tpu train ...` is `python -m lamb_tpu.train ...`: the same module is run the same way.
 """
@@ -63,6 +63,6 @@ def _help() -> str:
 
 
 def _summary(module: str) -> str:
-    """The first line of a module's docstring, read without importing what takes seconds."""
+    """Returns the first line of a module's docstring without importing it, which takes seconds."""
     path = pathlib.Path(__file__).parent.joinpath(*module.split(".")[1:]).with_suffix(".py")
     return str(ast.get_docstring(ast.parse(path.read_text()))).partition("\n")[0]

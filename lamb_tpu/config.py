@@ -1,4 +1,4 @@
-"""What a recipe may say: the keys of a config, its argument and its checks."""
+"""Config schema: keys, defaults and checks, and the argument of a config file."""
 
 import json
 import math
@@ -13,30 +13,30 @@ from ml_collections.config_dict import placeholder
 
 from lamb_tpu.errors import UserError
 
-# Keys that may differ when a workdir is used again: where files lie and what is told, never what is
-# computed.
+# Keys that may differ when a workdir is used again. They change where files lie and what is
+# reported, never what is computed.
 FREE_KEYS = (
     "data.dir", "data.prepared_dir", "data.options.vocab", "data.options.threads",
     "eval.batch_size", "checkpoint.", "log.",
     "guards.", "mesh.", "parallel.backend", "parallel.rules", "parallel.optimizer_state",
     "init_from", "target.stop",
 )
-# What an evaluation of its own may change besides.
+# Keys that `lamb_tpu.evaluate` may change.
 EVAL_FREE_KEYS = (*FREE_KEYS, "data.eval_split")
 
 
 def base_config() -> ConfigDict:
-    """Every key that every config has, with its default; a recipe changes values.
+    """Returns a config with every key and its default; a recipe changes values.
 
     A duration is one string: '30 epochs', '1000 steps', '50000 examples' or '5 percent' (of the
-    run). Model, task, optimizer and rules have their own fields beside `name`; assign a new
-    `ConfigDict` to replace one. A name such as 'my_package.my_module:Name' is one of your own. The
-    result is locked: a misspelt key raises where it is written.
+    run). Model, task, optimizer and data set have fields of their own beside `name`; assign a new
+    `ConfigDict` to replace one. A name such as 'my_package.my_module:Name' is a user's own part. The
+    result is locked: assigning a misspelt key raises an error.
     """
     config = ConfigDict()
     config.seed = 0
-    config.batch_size = 128  # global, in examples an update
-    config.accumulation_steps = 1  # microbatches into which a device's part of the batch is cut
+    config.batch_size = 128  # examples in an update, over all devices
+    config.accumulation_steps = 1  # number of microbatches that a device's part is cut into
     config.duration = "1 epochs"
     config.data = ConfigDict()
     config.data.name = "digits"
@@ -44,86 +44,86 @@ def base_config() -> ConfigDict:
     config.data.eval_split = "test"
     config.data.dir = placeholder(str)  # folder with the original files; None: download
     config.data.prepared_dir = placeholder(str)  # where TFDS keeps prepared sets; None: its default
-    config.data.options = ConfigDict()  # the set's own, such as sequence_length of text
+    config.data.options = ConfigDict()  # options of the data set, such as sequence_length of text
     config.task = ConfigDict({"name": "classification"})
     config.model = ConfigDict({"name": "mlp"})
     config.optimizer = ConfigDict({"name": "lamb", "learning_rate": 0.001})
-    # Where the first weights come from: the workdir of a run (of its newest checkpoint), a folder
-    # with config.json and model.safetensors of Hugging Face's or timm's, or a .safetensors file of
-    # timm's or torchvision's; None: random ones.
+    # Initial weights: the workdir of a run (its newest checkpoint is read), a folder with
+    # config.json and model.safetensors of Hugging Face's or timm's, or a .safetensors file of
+    # timm's or torchvision's; None: random weights.
     config.init_from = placeholder(str)
     config.init = ConfigDict()
-    config.init.optimizer_state = "reset"  # reset | keep: moments and counts are the other run's
-    # Regex over paths of those that may be missing there, or of another shape; '': none.
+    config.init.optimizer_state = "reset"  # reset | keep: take moments and counts of that run
+    # Regex over paths of parameters that may be missing there, or have another shape; '': none.
     config.init.new_parameters = ""
-    config.prng = "threefry2x32"  # threefry2x32 | rbg: what draws dropout's masks
-    # Runs one after the other, each from the weights of the one before: name -> the keys that it
-    # sets otherwise, in the order of the names. See lamb_tpu.run.phases.
+    config.prng = "threefry2x32"  # threefry2x32 | rbg: generator of dropout's masks
+    # Runs one after the other, each from the weights of the one before: name -> the keys that the
+    # phase changes. Phases run in the order of their names. See lamb_tpu.run.phases.
     config.phases = ConfigDict()
     config.schedule = ConfigDict()
     config.schedule.scaling = "identity"  # identity | linear | sqrt | random_matrix | legw
-    config.schedule.base_batch_size = 128  # the batch optimizer.learning_rate is meant for
-    config.schedule.weight_decay_scaling = "identity"  # timescale: AdamW's is kept at every batch
-    config.schedule.warmup = "0 steps"  # legw: the warm-up at the base batch
+    config.schedule.base_batch_size = 128  # the batch size that optimizer.learning_rate is for
+    config.schedule.weight_decay_scaling = "identity"  # timescale: keep AdamW's timescale
+    config.schedule.warmup = "0 steps"  # under legw: the warm-up at the base batch size
     config.schedule.warmup_power = 1.0
-    config.schedule.start_factor = 0.0  # learning rate where the warm-up starts / peak
-    config.schedule.hold = "0 steps"  # at the peak
+    config.schedule.start_factor = 0.0  # learning rate at the start of the warm-up / peak
+    config.schedule.hold = "0 steps"  # time at the peak, between warm-up and decay
     config.schedule.decay = "constant"  # constant | polynomial | cosine | exponential | step
-    config.schedule.decay_from = "warmup"  # 'warmup': its end, and the hold's; 'zero': update 0
-    config.schedule.power = 1.0  # of the polynomial
-    # Of polynomial and cosine: last learning rate / peak; of the exponential: where it falls to.
+    config.schedule.decay_from = "warmup"  # warmup: count from its and the hold's end | zero
+    config.schedule.power = 1.0  # power of the polynomial
+    # Polynomial and cosine: last learning rate / peak; exponential: its lower bound / peak.
     config.schedule.end_factor = 0.0
-    config.schedule.decay_factor = 1.0  # of exponential and step: what a drop leaves
-    config.schedule.decay_every = "0 steps"  # of the exponential: from drop to drop
-    config.schedule.staircase = True  # of the exponential: whole drops, nothing between them
-    config.schedule.boundaries = ""  # of step: '30 epochs, 60 epochs, 80 epochs', from update 0
-    config.schedule.min_factor = 0.0  # floor under the learning rate / peak
-    config.schedule.first_step = 0  # the first update's place: 1 loses none to a rate of 0
+    config.schedule.decay_factor = 1.0  # exponential and step: factor of each drop
+    config.schedule.decay_every = "0 steps"  # exponential: time between drops
+    config.schedule.staircase = True  # exponential: constant between drops; False: continuous
+    config.schedule.boundaries = ""  # step: '30 epochs, 60 epochs, 80 epochs', from update 0
+    config.schedule.min_factor = 0.0  # lower bound of the learning rate / peak
+    config.schedule.first_step = 0  # schedule step of the first update; 1 skips a rate of 0
     config.eval = ConfigDict({"every": "1 epochs", "batch_size": 1024})
-    # What the run is to reach. Wall time and update of the first evaluation that does are recorded.
+    # A value to reach. Wall time and update of the first evaluation that reaches it are recorded.
     config.target = ConfigDict()
-    config.target.metric = ""  # of the evaluation, such as 'accuracy' or 'ema_accuracy'; '': none
+    config.target.metric = ""  # metric of the evaluation, such as 'ema_accuracy'; '': no target
     config.target.value = 0.0
-    config.target.mode = "max"  # max | min: at least the value, or at most
-    config.target.stop = True  # the run ends there; False: it goes on
+    config.target.mode = "max"  # max | min: reached at or above the value, or at or below it
+    config.target.stop = True  # end the run there; False: go on
     config.checkpoint = ConfigDict()
     config.checkpoint.every = "1 epochs"
-    config.checkpoint.keep = 3  # of the newest
-    config.checkpoint.keep_every = "0 steps"  # saved at these updates too, for good; 0: none
-    # Name of an evaluation's metric, such as 'accuracy' or 'ema_accuracy': the state is saved after
-    # each evaluation too, and that of the best one so far is kept besides. '': none.
+    config.checkpoint.keep = 3  # number of newest checkpoints to keep
+    config.checkpoint.keep_every = "0 steps"  # further checkpoints, kept for good; 0: none
+    # Name of an evaluation's metric, such as 'accuracy' or 'ema_accuracy'. The state is then saved
+    # after each evaluation too, and the checkpoint of the best one is kept. '': none.
     config.checkpoint.best = ""
-    config.checkpoint.best_mode = "max"  # max | min: which value of it is the best
+    config.checkpoint.best_mode = "max"  # max | min: whether larger or smaller values are better
     config.log = ConfigDict({"every": "10 steps", "tensorboard": True})
-    config.log.heartbeat_seconds = 60.0  # from line to line of each process but the first; 0: none
-    config.log.mlperf = False  # mlperf.log in the workdir, of the way to config.target
-    config.ema = ConfigDict({"decay": 0.0})  # of an average of the weights, evaluated too; 0: none
+    config.log.heartbeat_seconds = 60.0  # time between lines of each process but the first; 0: none
+    config.log.mlperf = False  # write mlperf.log, with the time to config.target, into the workdir
+    config.ema = ConfigDict({"decay": 0.0})  # moving average of the weights, evaluated too; 0: none
     config.guards = ConfigDict()
-    config.guards.max_skipped = 0  # of a run's updates, left out where the gradient is not finite
-    config.guards.spike_factor = 10.0  # a loss this many times the recent median is told; 0: none
-    config.guards.spike_floor = 1.0  # no loss up to this is told, whatever the recent median
-    config.guards.desync_every = "0 steps"  # compares the processes' parameters; 0: never
-    config.guards.hang_seconds = 1800.0  # without progress the process ends; 0: never
-    # The batch is split over data and fsdp. Where fsdp is not 1, ZeRO-1 and the rule 'fsdp' split
-    # over it alone, so that on a large mesh what they gather stays among neighbours.
+    config.guards.max_skipped = 0  # updates with a non-finite gradient that a run may skip
+    config.guards.spike_factor = 10.0  # report a loss above this many recent medians; 0: none
+    config.guards.spike_floor = 1.0  # report no loss below this, whatever the recent median
+    config.guards.desync_every = "0 steps"  # compare the devices' parameters; 0: never
+    config.guards.hang_seconds = 1800.0  # end a process without progress after this; 0: never
+    # The batch is split over data and fsdp. If fsdp is not 1, ZeRO-1 and the rule 'fsdp' split over
+    # it alone, so that on a large mesh their gathers stay among neighbours.
     config.mesh = ConfigDict({"data": -1, "fsdp": 1, "model": 1, "sequence": 1})
     config.parallel = ConfigDict()
-    config.parallel.backend = "jit"  # jit | shard_map: who places the collectives, compiler or we
+    config.parallel.backend = "jit"  # jit | shard_map: collectives by the compiler, or explicit
     config.parallel.rules = ()  # (regex over paths, replicated | fsdp | mesh axis of each axis)
     config.parallel.optimizer_state = "replicated"  # replicated | zero1: split over fsdp, or data
-    config.parallel.gradient_dtype = "float32"  # float32 | bfloat16: what gradients are sent in
+    config.parallel.gradient_dtype = "float32"  # float32 | bfloat16: dtype of sent gradients
     return config.lock()
 
 
 def recipe_folder() -> pathlib.Path:
-    """The folder of the recipes that come along: in an installed package its own, else configs."""
+    """Returns the folder of the shipped recipes: the installed package's own, else configs."""
     package = pathlib.Path(__file__).resolve().parent
     installed = package / "configs"
     return installed if installed.is_dir() else package.parent / "configs"
 
 
 def recipe_path(name: str) -> str:
-    """The file that `name` is, or of a name without a folder that of a recipe that comes along."""
+    """Returns the file of a recipe: a path as it is, or the shipped recipe of that name."""
     shipped = recipe_folder() / f"{name.removesuffix('.py')}.py"
     if os.path.exists(name) or not re.fullmatch(r"\w+(\.py)?", name) or not shipped.exists():
         return name
@@ -131,14 +131,14 @@ def recipe_path(name: str) -> str:
 
 
 def parse_argument(argument: str | None, **defaults: Any) -> ConfigDict:
-    """Reads the text after the colon of `configs/x.py:batch=4096,smoke`.
+    """Parses the text after the colon of `configs/x.py:batch=4096,smoke`.
 
     Args:
       argument: comma-separated `key=value` items; a bare `key` means true.
-      **defaults: the known keys with their defaults, whose types the values take.
+      **defaults: the known keys with their defaults. A value gets the type of its default.
 
     Returns:
-      The values, with defaults where the argument is silent.
+      The values, with the defaults of keys that the argument leaves out.
 
     Raises:
       UserError: an unknown key or a value of another type.
@@ -158,7 +158,7 @@ def parse_argument(argument: str | None, **defaults: Any) -> ConfigDict:
 
 
 def check_argument(key: str, value: Any, known: Collection[Any]) -> None:
-    """Raises a UserError where a config's argument is none of the known values."""
+    """Raises a UserError if a config's argument is not one of the known values."""
     if value not in known:
         raise UserError(
             f"the config's argument {key}={value!r} is unknown; known: {', '.join(map(str, known))}"
@@ -181,7 +181,7 @@ def _convert(key: str, text: str, default: Any) -> Any:
 
 
 def check_keys(config: ConfigDict) -> None:
-    """Refuses keys that `base_config` does not have, missing ones, and values of another type.
+    """Refuses keys that `base_config` does not have, missing keys, and values of another type.
 
     Model, task, optimizer and data set check their own fields when they are built.
     """
@@ -203,7 +203,7 @@ _CHOICES = {
     "init.optimizer_state": ("reset", "keep"),
     "prng": ("threefry2x32", "rbg"),
 }
-# Sections whose fields are not those of the base.
+# Sections with fields of their own, which are checked elsewhere.
 _OWN_FIELDS = (
     "config.task", "config.model", "config.optimizer", "config.mesh", "config.data.options",
     "config.phases",
@@ -233,7 +233,7 @@ def _compare_keys(config: Mapping[str, Any], base: Mapping[str, Any], path: str)
 
 
 def check_values(config: ConfigDict) -> None:
-    """Refuses numbers out of range, in a config that `check_keys` has passed."""
+    """Refuses values out of range, in a config that has passed `check_keys`."""
     flat = flatten(config)
     for key in (
         "batch_size", "eval.batch_size", "checkpoint.keep", "schedule.base_batch_size",
@@ -252,7 +252,7 @@ def check_values(config: ConfigDict) -> None:
             f"config.schedule.first_step is {flat['schedule.first_step']}; it must be below {2**31}"
         )
     for key in ("init_from", "data.dir", "data.prepared_dir"):
-        if flat[key] == "":  # which would be the current folder
+        if flat[key] == "":  # an empty path would be the current folder
             raise UserError(f"config.{key} is empty; give a path, or leave it out for none")
     for key, known in _CHOICES.items():
         if flat[key] not in known:
@@ -272,17 +272,17 @@ def check_values(config: ConfigDict) -> None:
     if config.parallel.gradient_dtype != "float32" and config.parallel.backend != "shard_map":
         raise UserError(
             f"config.parallel.gradient_dtype is {config.parallel.gradient_dtype!r}; under "
-            "config.parallel.backend='jit' the compiler sends what it likes, so this needs "
+            "config.parallel.backend='jit' the compiler chooses the dtype, so this needs "
             "'shard_map'"
         )
-    if not 0 <= config.seed < 2**32:  # JAX' random keys keep 32 bits of it
+    if not 0 <= config.seed < 2**32:  # JAX' random keys keep 32 bits of a seed
         raise UserError(f"config.seed is {config.seed}; it must lie in 0..{2**32 - 1}")
     try:
         re.compile(config.init.new_parameters)
     except re.error as error:
         raise UserError(
-            f"config.init.new_parameters is {config.init.new_parameters!r}, which is no regex "
-            f"({error})"
+            f"config.init.new_parameters is {config.init.new_parameters!r}, which is not a valid "
+            f"regular expression ({error})"
         ) from None
     for key in ("start_factor", "end_factor", "min_factor"):
         factor = config.schedule[key]
@@ -296,7 +296,7 @@ def check_values(config: ConfigDict) -> None:
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{'optimizer.name': 'lamb', ...}, in sorted order, with tuples as lists as JSON has them.
+    """Flattens a config to {'optimizer.name': 'lamb', ...}, sorted, with lists for tuples.
 
     Raises:
       UserError: a value that JSON cannot hold.
@@ -318,7 +318,7 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def unflatten(flat: Mapping[str, Any]) -> ConfigDict:
-    """The config of which `flatten` made `flat`, locked; what is not in it is as in the base."""
+    """Returns the locked config that `flatten` flattened; missing keys get their defaults."""
     nested: dict[str, Any] = {}
     for path, value in flat.items():
         *sections, key = path.split(".")
@@ -346,14 +346,14 @@ def _overlay(config: ConfigDict, nested: Mapping[str, Any], path: str) -> None:
                 config[key] = tuple(value) if isinstance(old, tuple) else value
             except TypeError:
                 raise UserError(
-                    f"{path}.{key} is {value!r}, which is of another type than {old!r}"
+                    f"{path}.{key} is {value!r}; it must have the type of {old!r}"
                 ) from None
 
 
 def differences(
     old: Mapping[str, Any], new: Mapping[str, Any], free_keys: tuple[str, ...] = FREE_KEYS
 ) -> list[str]:
-    """One line for each key whose value differs between two flattened configs, free keys aside."""
+    """Returns a line for each key that differs between two flattened configs, but for free keys."""
     lines = []
     for key in sorted(old.keys() | new.keys()):
         free = re.sub(r"^phases\.[^.]+\.", "", key).startswith(free_keys)

@@ -1,4 +1,4 @@
-"""Evaluates a checkpoint of a workdir, or published weights, every example once.
+"""Evaluates a checkpoint of a workdir, or published weights, counting every example once.
 
   python -m lamb_tpu.evaluate --workdir=DIR
   python -m lamb_tpu.evaluate --workdir=DIR --split=test --step=best
@@ -7,14 +7,14 @@
   python -m lamb_tpu.evaluate --config=configs/imagenet_resnet.py \\
       --config.init_from=FOLDER
 
-Prints one JSON object, of the run's evaluation split or of --split. What a task keeps of its
-predictions, such as predictions.json, goes into DIR; those of another split than the run's as
-SPLIT_predictions.json. --config is the run's own, for keys that may differ, such as where the data
-lies; all its overrides have to be given again.
+Prints one JSON object with the metrics of the run's evaluation split, or of --split. Files that a
+task makes, such as predictions.json, go into DIR; those of another split than the run's are named
+SPLIT_predictions.json. --config must be the run's own config with all its overrides. It is needed
+only to change keys that may differ, such as where the data lies.
 
-Without --workdir the weights are those of config.init_from: of another run, or of Hugging Face,
-timm or torchvision, see lamb_tpu/run/initial.py. Nothing is trained or written, and of the data
-only the evaluation split has to be there.
+Without --workdir, the weights of config.init_from are evaluated: of another run, or of Hugging
+Face, timm or torchvision, see lamb_tpu/run/initial.py. Nothing is trained or written, and only the
+evaluation split of the data has to be there.
 """
 
 from absl import flags
@@ -27,7 +27,7 @@ if __name__ == "__main__":  # --help is answered before the imports below, which
     flags.DEFINE_string(
         "step", None, "Completed updates of the checkpoint, or 'best'; default the newest."
     )
-    flags.DEFINE_string("split", None, "Evaluated in place of the run's evaluation split.")
+    flags.DEFINE_string("split", None, "Split to evaluate; default the run's evaluation split.")
     cli.answer_help()
 
 import json
@@ -57,19 +57,22 @@ def evaluate_checkpoint(
     step: int | str | None = None,
     split: str | None = None,
 ) -> dict[str, float]:
-    """Metrics of a checkpoint, with `step`, its update, among them; the task's files are written.
+    """Evaluates a checkpoint and writes the task's files, such as predictions.json.
 
-    The run's folder may be one that can only be read: then it is told that they are not written.
+    The run's folder may be read-only: a line on stderr then says that the files are not written.
 
     Args:
-      config: the one that the run was started with; None reads it from the workdir.
-      workdir: the run's.
-      step: completed updates; 'best' for the one that `config.checkpoint.best` has kept, None for
-        the newest.
-      split: in place of config.data.eval_split.
+      config: the config that the run was started with; None reads it from the workdir.
+      workdir: folder of the run.
+      step: completed updates of the checkpoint; 'best' for the one that `config.checkpoint.best`
+        keeps, None for the newest.
+      split: split to evaluate; None: config.data.eval_split.
+
+    Returns:
+      The metrics, and `step`, the update of the checkpoint.
 
     Raises:
-      UserError: a mistake in the config, or no such checkpoint.
+      UserError: the config has a mistake, or there is no such checkpoint.
     """
     folder = Workdir(workdir)
     of_run = folder.read_config()  # refuses a folder without a run
@@ -126,14 +129,15 @@ def evaluate_checkpoint(
 
 
 def evaluate_weights(config: ConfigDict | None, split: str | None = None) -> dict[str, float]:
-    """Metrics of the weights of config.init_from; no folder of a run is needed, nor made.
+    """Evaluates the weights of config.init_from, without the folder of a run.
 
     Args:
-      config: of it data, task, model, mesh and partition rules are heeded.
-      split: in place of config.data.eval_split.
+      config: a config; only its data, task, model, mesh and partition rules matter.
+      split: split to evaluate; None: config.data.eval_split.
 
     Raises:
-      UserError: a mistake in the config, or weights that do not fit or are not all of the model's.
+      UserError: the config has a mistake, or the weights do not fit the model or lack some of its
+        parameters.
     """
     if config is None or not config.init_from:
         raise UserError(
@@ -142,7 +146,7 @@ def evaluate_weights(config: ConfigDict | None, split: str | None = None) -> dic
         )
     check_keys(config)
     given = config.copy_and_resolve_references()
-    # Of what only training has there is the least: no moments, no averages, one split.
+    # Parts that only training needs are left out: moments, averages, the training split.
     config = base_config()
     with config.unlocked(), config.ignore_type():
         for key in ("data", "eval", "init_from", "mesh", "model", "phases", "task"):

@@ -2,16 +2,16 @@
 
   python -m lamb_tpu.export --workdir=DIR --output=FOLDER
 
-FOLDER receives config.json and model.safetensors. Hugging Face's transformers reads that of a BERT,
-with vocab.txt and tokenizer_config.json beside them where the run was on text. timm reads that of a
-ResNet (as resnet18 ... resnet152) or EfficientNet (as tf_efficientnet_b0 ... b7):
+FOLDER receives config.json and model.safetensors. Hugging Face's transformers reads the folder of a
+BERT, which also has vocab.txt and tokenizer_config.json if the run was on text. timm reads the
+folder of a ResNet (as resnet18 ... resnet152) or EfficientNet (as tf_efficientnet_b0 ... b7):
 
   timm.create_model('local-dir:FOLDER', pretrained=True)
 
 A network of your own, config.model.name='my_package.my_module:Name', is written with its fields in
 config.json and its arrays by their paths, such as params/output/kernel; config.init_from reads it.
 
-The weights are those of the newest checkpoint that can be read, or of --step; not their averages.
+The weights are those of the newest readable checkpoint, or of --step; averages are not exported.
 """
 
 from absl import flags
@@ -45,7 +45,7 @@ from lamb_tpu.run.weights import Weights, open_weights
 from lamb_tpu.store.workdir import Workdir
 from lamb_tpu.tasks.classification import Classification
 
-# Fields that change how a network is trained, not what it computes in evaluation.
+# Fields that change how a network is trained but not what it computes in evaluation.
 _OF_TRAINING = (
     "name", "num_classes", "dtype", "group_size", "momentum", "zero_gamma", "dropout_rate",
     "stochastic_depth_rate",
@@ -55,17 +55,17 @@ _OF_TRAINING = (
 def export(
     workdir: str | os.PathLike[str], output: str | os.PathLike[str], step: int | None = None
 ) -> str:
-    """Writes the folder; tells what was written and where.
+    """Writes the folder; returns a sentence about what was written and where.
 
     Args:
-      workdir: of a run with one of these networks; with phases the last one's that has a
-        checkpoint.
-      output: made if it is not there; nothing in it is replaced.
-      step: completed updates; None for the newest checkpoint.
+      workdir: folder of a run with one of these networks. Of several phases the last one with a
+        checkpoint is exported.
+      output: folder to write; it must be missing or empty.
+      step: completed updates of the checkpoint; None for the newest.
 
     Raises:
-      UserError: no such checkpoint, a network that the other library does not have, such as a BERT
-        with heads that transformers does not know together, or a folder that holds something.
+      UserError: there is no such checkpoint; the other library does not have the network, such as a
+        BERT with a combination of heads that transformers lacks; or the folder is not empty.
     """
     weights = open_weights(os.fspath(workdir), "--workdir", step)
     folder = pathlib.Path(output).expanduser().absolute()
@@ -132,7 +132,7 @@ def _own(weights: Weights, folder: pathlib.Path) -> None:
 
 
 def _preprocessing(weights: Weights) -> dict[str, Any]:
-    """The preprocessing of pictures, as timm's `resolve_data_config` reads it."""
+    """Returns the preprocessing of pictures in the form that timm's `resolve_data_config` reads."""
     config: Mapping[str, Any] = {}
     if weights.step is not None:
         config = Workdir(weights.folder).read_config()

@@ -3,16 +3,15 @@
   python -m lamb_tpu.launch --local --processes=4 --devices-per-process=2 -- \\
       --config=configs/digits.py:smoke --workdir=DIR
 
-What stands after -- are the arguments of `python -m lamb_tpu.train`, which every process runs.
-With --local all processes run on this machine, on simulated CPU devices, and talk over loopback:
-the code of a run on many hosts, at the size of a laptop. The batch must divide over all devices,
-here 8.
+The arguments after -- go to `python -m lamb_tpu.train`, which every process runs. With --local all
+processes run on this machine, on simulated CPU devices, and talk over loopback. They execute the
+code of a run on many hosts. The batch must divide over all devices, here 8.
 
 Process 0 writes to this terminal, the others to DIR/logs/process-1.log and so on, or to a temporary
-folder where there is no --workdir. When one fails, the others are ended, its last lines are shown,
-and its status is the launcher's. Ctrl-C and SIGTERM go to all processes, which then have
---grace-seconds to save and end; a second Ctrl-C ends them at once. Status 75 says that the run was
-preempted and resumes when it is started again.
+folder if there is no --workdir. When one process fails, the others are ended, its last lines are
+shown, and its exit status is the launcher's. Ctrl-C and SIGTERM go to all processes, which then
+have --grace-seconds to save and end; a second Ctrl-C ends them at once. Status 75 means that the
+run was preempted; the same command resumes it.
 """
 
 import contextlib
@@ -36,22 +35,22 @@ from absl import flags
 from lamb_tpu import cli
 from lamb_tpu.errors import UserError
 
-# How long the others may live on when one has failed: they can do nothing without it, but a file
-# that one is writing may be completed.
+# The time that the other processes have after one has failed. They can do nothing without it, but
+# may complete a file that they are writing.
 _SECONDS_AFTER_FAILURE = 3.0
 _POLL_SECONDS = 0.05
-# A process that loses another one may be seen to end before that one.
+# A process that loses another one may seem to end before that one: wait before deciding.
 _SETTLE_SECONDS = 0.2
 _LINES_SHOWN = 20
-_BYTES_READ = 2**20  # of a log's end
-_PR_SET_PDEATHSIG = 1  # of Linux' prctl
+_BYTES_READ = 2**20  # at the end of a log
+_PR_SET_PDEATHSIG = 1  # option of Linux' prctl
 _INTERRUPTED = 130  # exit status after Ctrl-C
 _SHOW_CURSOR = "\x1b[?25h"  # a progress bar that was killed has hidden it
 
 
 def define_flags() -> None:
     """Defines the launcher's flags."""
-    flags.DEFINE_boolean("local", False, "Run all processes on this machine. The only mode yet.")
+    flags.DEFINE_boolean("local", False, "Run all processes on this machine. The only mode so far.")
     flags.DEFINE_integer("processes", 2, "Processes to start.", lower_bound=1)
     flags.DEFINE_integer(
         "devices-per-process", 1, "Simulated CPU devices of each process.", lower_bound=1
@@ -59,11 +58,11 @@ def define_flags() -> None:
     flags.DEFINE_float(
         "grace-seconds",
         30.0,
-        "Time that the processes have to save and end after Ctrl-C or SIGTERM, before they are "
+        "Seconds after Ctrl-C or SIGTERM in which the processes can save and end before they are "
         "killed.",
         lower_bound=0,
     )
-    flags.DEFINE_string("module", "lamb_tpu.train", "What each process runs, by `python -m`.")
+    flags.DEFINE_string("module", "lamb_tpu.train", "Module that each process runs by `python -m`.")
 
 
 @dataclasses.dataclass
@@ -71,10 +70,10 @@ class _Process:
     """One process of the run.
 
     Attributes:
-      index: its id in the run.
-      popen: it, the leader of a session of its own, so that what it starts can be ended with it.
-      log: where its output goes; None is the terminal.
-      log_start: bytes of earlier runs in the log.
+      index: the process' id in the run.
+      popen: the process. It leads a session of its own, so that its children can be ended with it.
+      log: file for its output; None is the terminal.
+      log_start: length of the log before this run, in bytes.
     """
 
     index: int
@@ -83,14 +82,14 @@ class _Process:
     log_start: int
 
     def status(self) -> int | None:
-        """Exit status; minus the signal that ended it; None while it runs."""
+        """Returns the exit status; minus the signal that ended the process; None while it runs."""
         if self.popen.returncode is None and self.popen.poll() is not None:
-            self._signal_group(signal.SIGKILL)  # what it has left behind
+            self._signal_group(signal.SIGKILL)  # children that it has left behind
         return self.popen.returncode
 
     def signal(self, number: int) -> None:
-        """Sends a signal to the process and to all that it has started, while it runs."""
-        if self.status() is None:  # later its number may be that of a stranger
+        """Sends a signal to the process and its children if it still runs."""
+        if self.status() is None:  # later its id may belong to another program
             self._signal_group(number)
 
     def _signal_group(self, number: int) -> None:
@@ -98,12 +97,12 @@ class _Process:
             os.killpg(self.popen.pid, number)
 
     def end(self) -> None:
-        """Kills the process, if it runs, and all that it has started."""
+        """Kills the process, if it runs, and its children."""
         self.signal(signal.SIGKILL)
         self.popen.wait()
 
     def ending(self) -> str:
-        """How it ended, in words."""
+        """Returns a description of how the process ended."""
         status = self.status()
         if status is None:
             return "runs"
@@ -120,21 +119,21 @@ def run_local(
     grace_seconds: float,
     log_folder: pathlib.Path,
 ) -> int:
-    """Runs `python -m module arguments` in several processes of one job on this machine.
+    """Runs `python -m module arguments` in several processes of one run on this machine.
 
-    No process outlives this function, or, on Linux, this process, even if that is killed.
+    No process outlives this function. On Linux none outlives this process, even if it is killed.
 
     Args:
       module: dotted name of a module that calls `lamb_tpu.cluster.distributed.initialize`.
-      arguments: of the module.
-      num_processes: at least 1.
-      devices_per_process: simulated CPU devices of each.
-      grace_seconds: time to end after a signal to this process, which all get.
-      log_folder: receives process-1.log and so on; process 0 writes where this process does.
+      arguments: command-line arguments of the module.
+      num_processes: number of processes, at least 1.
+      devices_per_process: number of simulated CPU devices of each process.
+      grace_seconds: time for the processes to end after a signal to this process, which is sent on.
+      log_folder: folder for process-1.log and so on; process 0 writes where this process does.
 
     Returns:
-      0, or the exit status of the process that failed first; 128 and the signal's number where a
-      signal ended it. `os.EX_TEMPFAIL` where the processes were preempted.
+      0, or the exit status of the process that failed first: 128 plus the signal's number if a
+      signal ended it. `os.EX_TEMPFAIL` if the processes were preempted.
     """
     port = _free_port()
     processes: list[_Process] = []
@@ -159,7 +158,7 @@ def _free_port() -> int:
 
 
 def _environment(index: int, num_processes: int, devices: int, port: int) -> Mapping[str, str]:
-    """What `lamb_tpu.cluster.distributed.initialize` and JAX read."""
+    """Returns the environment that `lamb_tpu.cluster.distributed.initialize` and JAX read."""
     environment = {
         **os.environ,
         "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
@@ -168,8 +167,8 @@ def _environment(index: int, num_processes: int, devices: int, port: int) -> Map
         "JAX_PROCESS_ID": str(index),
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": str(devices),
-        # The CPU runtime sizes its thread pool by the cores it sees; with fewer threads than
-        # simulated devices the all-reduce of a step can wait for ever.
+        # The CPU runtime sizes its thread pool by the number of cores. With fewer threads than
+        # simulated devices the all-reduce of a step can wait forever.
         "NPROC": str(max(32, 4 * devices)),
         "PYTHONUNBUFFERED": "1",  # a killed process leaves its last lines
     }
@@ -191,21 +190,21 @@ def _start(
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT if output else None,
-            start_new_session=True,  # the terminal's Ctrl-C comes from us, once
+            start_new_session=True,  # the launcher forwards Ctrl-C; the terminal must not send it
             preexec_fn=_end_with_parent(),
         )
         return _Process(index, popen, log, output.tell() if output else 0)
 
 
 def _end_with_parent() -> Callable[[], None] | None:
-    """What a child calls first, so that the kernel kills it when this process is gone."""
+    """Returns a function for a child to call first: the kernel then kills it with this process."""
     if sys.platform != "linux":
         return None
     prctl, parent = ctypes.CDLL(None).prctl, os.getpid()
 
     def ask_kernel() -> None:
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # gone before it was asked
+        if os.getppid() != parent:  # the parent ended before the kernel was asked
             os._exit(1)
 
     return ask_kernel
@@ -213,7 +212,7 @@ def _end_with_parent() -> Callable[[], None] | None:
 
 @contextlib.contextmanager
 def _signals_received() -> Iterator[list[int]]:
-    """A list that receives Ctrl-C, SIGTERM and SIGHUP, which do nothing else meanwhile."""
+    """Collects Ctrl-C, SIGTERM and SIGHUP in a list instead of their usual effects."""
     received: list[int] = []
     numbers = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # not under nohup
@@ -227,7 +226,7 @@ def _signals_received() -> Iterator[list[int]]:
 
 
 def _supervise(processes: Sequence[_Process], received: list[int], grace_seconds: float) -> int:
-    """Waits for all to end, and sees to it that they do; returns the status of the whole."""
+    """Waits for all processes, ends them after a failure or signal; returns the run's status."""
     deadline = float("inf")
     forwarded = 0
     failed: _Process | None = None
@@ -277,26 +276,26 @@ def _supervise(processes: Sequence[_Process], received: list[int], grace_seconds
 
 
 def _is_preempted(process: _Process) -> bool:
-    """Whether it has saved and ended, or was asked to end before it could listen."""
+    """Returns whether a process was preempted: it saved and ended, or SIGTERM ended it early."""
     return process.status() in (os.EX_TEMPFAIL, -signal.SIGTERM)
 
 
 def _was_asked(process: _Process) -> bool:
-    """Whether it has saved and ended because of a signal, Ctrl-C too."""
+    """Returns whether a process ended because of SIGTERM or Ctrl-C, after saving."""
     return _is_preempted(process) or process.status() == _INTERRUPTED
 
 
 def _signal_all(processes: Sequence[_Process], number: int) -> None:
     for process in processes:
         process.signal(number)
-        process.signal(signal.SIGCONT)  # one that was stopped would not see it
+        process.signal(signal.SIGCONT)  # a stopped process would not receive it
 
 
 def _first_failed(processes: Sequence[_Process]) -> _Process | None:
-    """The process whose failure is the cause of the others', as far as one can tell.
+    """Returns the process whose failure probably caused the others'.
 
-    JAX aborts a process when it loses another one, so one that ended otherwise is the cause; and
-    a preemption is the cause of nothing else.
+    JAX aborts a process when it loses another one, so a process that ended in another way is the
+    cause. A preempted process never is.
     """
     failed = [process for process in processes if process.status()]
     return min(
@@ -316,7 +315,7 @@ def _explain(process: _Process) -> None:
     with process.log.open("rb") as file:
         file.seek(max(process.log_start, os.path.getsize(process.log) - _BYTES_READ))
         lines = file.read().decode(errors="replace").splitlines()
-    # After JAX' last message come pages of its own stack.
+    # Pages of a stack trace follow JAX' last message: leave them out.
     ends = [number for number, line in enumerate(lines) if line.startswith("*** Check failure")]
     shown = lines[: ends[0] if ends else None][-_LINES_SHOWN:]
     _tell(f"{text}; all that it wrote is in {process.log}, which ends:")
@@ -328,7 +327,7 @@ def _tell(text: str) -> None:
 
 
 def _log_folder(arguments: Sequence[str]) -> pathlib.Path:
-    """`logs` in the --workdir that the arguments name, or else a temporary folder."""
+    """Returns `logs` in the --workdir among the arguments, or else a temporary folder."""
     workdirs = re.findall(r"(?:^|\0)--?workdir[=\0]([^\0]+)", "\0".join(arguments))
     if not workdirs:
         return pathlib.Path(tempfile.mkdtemp(prefix="lamb_tpu-logs-"))
@@ -356,7 +355,7 @@ def main(arguments: Sequence[str] | None) -> None:
     """Entry point of the command line.
 
     Args:
-      arguments: what stood after --; None where there was no --.
+      arguments: the arguments after --; None if there was no --.
     """
     values = flags.FLAGS
     module, num_processes = values.module, values.processes

@@ -1,20 +1,20 @@
-"""Compiles a recipe's training step for a TPU slice, without a TPU, and tells what it would take.
+"""Compiles a recipe's training step for a TPU slice, without a TPU, and reports its costs.
 
   python -m lamb_tpu.plan --config=configs/digits.py:batch=4096 \\
       --topology=v3-2048
 
-It builds the very step that lamb_tpu.train runs, mesh, sharding, optimizer and all, and gives it to
-the TPU compiler, which runs on any Linux machine with x86-64 (`make setup` installs it, as does the
-extra tpu). Large models take it minutes. Then you read:
+The command builds the very step that lamb_tpu.train runs, with its mesh, sharding and optimizer,
+and compiles it with the TPU compiler. The compiler runs on any Linux machine with x86-64 (`make
+setup` installs it, as does the extra tpu) and takes minutes for large models. The report says:
 
 - whether the step fits into a device's memory, and what takes how much of it;
 - what the devices send each other: each kind of collective, among how many devices, how much;
-- how long the compiler expects a step to take. The network is NOT in that estimate, nor are input,
-  evaluation and checkpoints: it is a lower bound.
+- how long the compiler expects a step to take. This is a lower bound: the estimate leaves out the
+  network, input, evaluation and checkpoints.
 
-A step that does not fit is a result like any other: it is told with the sizes, and the exit status
-is 0. The data set is looked at for its shapes, so it has to be there, or is prepared first. A
-config with phases gives a plan for each, in JSON a list of them.
+A step that does not fit is reported with its sizes, and the exit status is 0. The data set must be
+there, or is prepared first, because the step's shapes depend on it. A config with phases gives a
+plan for each phase, in JSON a list of plans.
 
 Change anything with --config.KEY=VALUE: --config.mesh.model=4, --config.parallel.backend=shard_map.
 """
@@ -28,9 +28,9 @@ if __name__ == "__main__":  # --help is answered before the imports below, which
     flags.DEFINE_string(
         "topology",
         None,
-        "The slice: v2, v3, v4 or v5p, a hyphen and its cores, or v5e (v5litepod) or v6e, a hyphen "
-        "and its chips; for example v3-2048 or v5e-256. A name that does not exist lists those "
-        "that do.",
+        "The slice: v2, v3, v4 or v5p with a hyphen and the number of cores, or v5e (v5litepod) or "
+        "v6e with a hyphen and the number of chips; for example v3-2048 or v5e-256. For an unknown "
+        "name the error lists the slices.",
     )
     flags.DEFINE_bool("json", False, "Print JSON instead, and nothing else on stdout.")
     cli.answer_help()
@@ -62,15 +62,15 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes of one device.
+    """Memory of a compiled step on one device, in bytes.
 
     Attributes:
       arguments: the state and the batch.
       outputs: the new state and the metrics.
-      aliased: of the outputs, what takes the place of arguments.
-      temporaries: everything between, on the chip's own memory too.
+      aliased: the part of the outputs that reuses the memory of arguments.
+      temporaries: all intermediate arrays, including those in the chip's own memory.
       program: the compiled code.
-      peak: the most that the arrays need at a time; not all of them live at once.
+      peak: the largest sum of arrays that are alive at the same time.
     """
 
     arguments: int
@@ -83,24 +83,24 @@ class Memory:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What the compiler says of a training step; counts and bytes are of one device and one step.
+    """The compiler's report on a training step; counts and bytes are of one device and one step.
 
     Attributes:
       topology: the slice.
-      mesh: sizes of its axes.
-      hosts: machines that the slice has.
-      batch_size: global, in examples.
+      mesh: sizes of the mesh axes.
+      hosts: number of machines in the slice.
+      batch_size: size of the global batch, in examples.
       backend: config.parallel.backend.
-      compile_seconds: here.
+      compile_seconds: time of the compilation on this machine.
       fits: whether the program fits into a device's memory.
-      needed: bytes that it takes, as far as the compiler tells; None where it does not.
-      message: the compiler's words where it does not fit.
-      memory: by kind; None where it does not fit, as all that follows.
-      flops: of matrix products and convolutions; loops count as often as they run.
-      model_flops: a device's share of those that the model asks for, see `lamb_tpu.cost.flops`.
+      needed: bytes that the program needs; None if the compiler does not say.
+      message: the compiler's error message if the program does not fit.
+      memory: bytes by kind; None, as all that follows, if the program does not fit.
+      flops: FLOPs of matrix products and convolutions; loops count as often as they run.
+      model_flops: a device's share of the model FLOPs, see `lamb_tpu.cost.flops`.
       cycles: the compiler's estimate, without the network.
-      collectives: what is sent.
-      notes: what could not be told, and why.
+      collectives: sums over the collectives.
+      notes: quantities that could not be read, and why.
       program: the optimized HLO, see `lamb_tpu.cost.hlo`; not in the JSON.
     """
 
@@ -123,7 +123,7 @@ class Plan:
 
     @property
     def seconds(self) -> float | None:
-        """The estimated cycles as time."""
+        """The estimated cycles, in seconds."""
         return None if self.cycles is None else self.cycles / self.topology.generation.clock
 
     def _share_of_peak(self, flops: float) -> float | None:
@@ -131,11 +131,11 @@ class Plan:
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOP/s utilisation in the estimated time, which leaves the network out."""
+        """Model FLOP/s utilisation in the estimated time, which leaves out the network."""
         return self._share_of_peak(self.model_flops) if self.model_flops else None
 
     def as_json(self) -> dict[str, Any]:
-        """All of it as JSON has it."""
+        """Returns the plan as a dict of JSON values."""
         generation, rows = self.topology.generation, self.collectives
         return {
             "topology": self.topology.name,
@@ -163,7 +163,7 @@ class Plan:
         }
 
     def describe(self) -> str:
-        """All of it for the person at the terminal, at most 80 columns wide."""
+        """Returns the plan as text of at most 80 columns."""
         mesh = ", ".join(f"{axis}={size}" for axis, size in self.mesh.items())
         usable = self.topology.generation.usable
         lines = [
@@ -175,9 +175,9 @@ class Plan:
         if not self.fits:
             needed = "" if self.needed is None else f"the step needs {_size(self.needed)}, "
             lines.append(f"DOES NOT FIT: {needed}a device has {_size(usable)}")
-            lines.append(f"the compiler's words: {self.message.splitlines()[0]}")
+            lines.append(f"the compiler's message: {self.message.splitlines()[0]}")
             return terminal.fit("\n".join(lines))
-        assert self.memory is not None and self.needed is not None  # told of a step that fits
+        assert self.memory is not None and self.needed is not None  # known for a step that fits
         kinds = ", ".join(
             f"{name} {_size(size)}" for name, size in dataclasses.asdict(self.memory).items()
         )
@@ -209,15 +209,16 @@ def make_plan(
 ) -> Plan:
     """Compiles the training step of a config for a slice.
 
-    From here on JAX runs on the CPU alone.
+    After this call JAX runs on the CPU alone.
 
     Args:
       config: a recipe, see `lamb_tpu.config.base_config`.
-      name: of the slice, such as 'v3-2048'.
-      waiting: gives a context, from what is being waited for, to be entered for as long.
+      name: name of the slice, such as 'v3-2048'.
+      waiting: makes a context from a text that says what is being waited for; the context is
+        entered while waiting.
 
     Raises:
-      UserError: a mistake in the config, an unknown name, no TPU compiler.
+      UserError: the config has a mistake, the name is unknown, or the TPU compiler is missing.
     """
     slice_ = topology_lib.topology(name)
     devices = topology_lib.devices(slice_)
@@ -266,7 +267,7 @@ def make_plan(
 
 
 def compile_step(run: Run) -> tuple[jax.stages.Compiled | None, str]:
-    """The compiled training step, or None and what the compiler says where memory is too small."""
+    """Returns the compiled training step, or None and the compiler's out-of-memory message."""
     lowered = run.make_train_step().lower(run.abstract_state, run.abstract_batch())
     try:
         return lowered.compile(), ""
@@ -277,7 +278,7 @@ def compile_step(run: Run) -> tuple[jax.stages.Compiled | None, str]:
 
 
 def _needed(message: str) -> float | None:
-    """Bytes that a program would take, from the compiler's out-of-memory message.
+    """Returns the bytes that a program needs, from the compiler's out-of-memory message.
 
     >>> _needed("the total memory required for HLO temporaries (24.00G) exceeds available HBM")
     25769803776.0
@@ -289,7 +290,7 @@ def _needed(message: str) -> float | None:
 
 
 def _read(reader: Callable[[str], T], text: str, notes: list[str]) -> T | None:
-    """What a reader of HLO finds; a note where the program does not tell it."""
+    """Returns what `reader` reads from HLO; if it fails, returns None and adds a note."""
     try:
         return reader(text)
     except ValueError as error:
@@ -328,7 +329,7 @@ def _table(rows: tuple[traffic.Row, ...]) -> list[str]:
 
 @contextlib.contextmanager
 def _waiting(text: str) -> Iterator[None]:
-    """Tells on stderr what is waited for, with the seconds where it is a terminal."""
+    """Prints on stderr what is being waited for; on a terminal also the seconds."""
     console = Console(stderr=True)
     if not console.is_terminal:
         print(terminal.fit(text), file=sys.stderr, flush=True)
@@ -344,7 +345,7 @@ def main() -> None:
     """Entry point of the command line."""
     config, found = flags.FLAGS.config, []
     for phase in phases.split(config):
-        with phases.naming(phase.name):
+        with phases.errors_in_phase(phase.name):
             plan = make_plan(phase.config, flags.FLAGS.topology, _waiting)
         found.append({"phase": phase.name} | plan.as_json() if phase.name else plan.as_json())
         if not flags.FLAGS.json:

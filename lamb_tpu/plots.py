@@ -1,9 +1,9 @@
-"""Draws what a run collected of its layers: trust ratios and the lengths of their steps.
+"""Plots each layer's trust ratios and relative step lengths over a run.
 
   python -m lamb_tpu.plots --workdir=DIR
 
 The run must have been trained with --config.optimizer.collect=True; metrics.jsonl then holds
-records of the kind 'layers'. Writes layers.png into the workdir, or where --out says: the layers
+records of the kind 'layers'. The picture layers.png, in the workdir or at --out, shows the layers
 that adapt, from the network's first to its last.
 """
 
@@ -43,20 +43,21 @@ History = Sequence[tuple[int, Mapping[str, Any]]]
 def layer_figure(
     history: History, layers: Sequence[str] | None = None, title: str = ""
 ) -> Figure:
-    """Lines over training and a heat map below them, of two quantities.
+    """Plots two quantities of each layer over training: lines above, a heat map below.
 
-    Left: trust ratios. Right: the norm of the update over the norm of the weights, which is how far
-    the layer turns; LAMB without bounds makes it the learning rate for every layer that adapts.
-    Lines go from dark to bright with the layer's place in the network; a heat map has a row for
-    each layer and a column for each update that was read, grey where there is no ratio.
+    Left: trust ratios. Right: the norm of the update divided by the norm of the weights, which says
+    how far the layer turns. LAMB without bounds makes it the learning rate for every layer that
+    adapts. Lines go from dark to bright with the layer's place in the network. A heat map has a row
+    for each layer and a column for each reading; it is grey where there is no ratio.
 
     Args:
       history: pairs (completed updates, `optim.readings.scalars(opt_state)`), in the order of time.
-      layers: which, from first to last, such as 'hidden0/kernel'; None: all, as in the first pair.
-      title: names data, model and optimizer.
+      layers: layers to plot, from first to last, such as 'hidden0/kernel'; None: all layers of the
+        first pair.
+      title: title of the figure, with data, model and optimizer.
 
     Raises:
-      ValueError: no readings.
+      ValueError: `history` is empty or has no readings.
     """
     steps = [step for step, _ in history]
     names = history[0][1] if history else ()
@@ -98,7 +99,7 @@ def layer_figure(
 
 
 def _labels(layers: Sequence[str]) -> list[str]:
-    """Paths without the ending that nearly all share, such as '/kernel'."""
+    """Returns paths without the ending that nearly all share, such as '/kernel'."""
     short = [re.sub(r"/(kernel|w|weight)(/value)?(?=\[|$)", "", layer) for layer in layers]
     return short if len(set(short)) == len(layers) else list(layers)
 
@@ -130,20 +131,20 @@ def _heat_map(axes: Axes, name: str, steps: Sequence[int], values: np.ndarray) -
     bounds = (positive.min(), positive.max()) if positive.size else (1.0, 1.0)
     if bounds[0] == bounds[1]:  # a colour scale needs some width
         bounds = (bounds[0] / 2, bounds[1] * 2)
-    # A column reaches from the reading before to its own.
+    # A column extends from the previous reading to its own.
     edges = [2 * steps[0] - steps[1] if len(steps) > 1 else steps[0] - 1, *steps]
     mesh = axes.pcolormesh(
         edges, np.arange(len(values) + 1), _positive(values), norm=LogNorm(*bounds),
         cmap=style.SEQUENCE,
     )  # fmt: skip
-    axes.set_facecolor("0.85")  # what is 0 or not a number
+    axes.set_facecolor("0.85")  # shows where a value is 0 or not a number
     axes.set_xlabel("completed updates")
     axes.set_ylim(len(values), 0)
     axes.figure.colorbar(mesh, ax=axes, label=name, fraction=0.05, pad=0.02)
 
 
 def _adapting(layers: Sequence[str], table: str) -> list[str]:
-    """Of the layers those whose parameter adapts by a run's table, see `parameters.table`."""
+    """Returns the layers that adapt according to a run's table, see `parameters.table`."""
     adapting = {
         columns[0] for columns in (re.split(r" {2,}", row) for row in table.splitlines()[1:])
         if len(columns) > 5 and columns[5] == "yes"
@@ -152,7 +153,7 @@ def _adapting(layers: Sequence[str], table: str) -> list[str]:
 
 
 def _of_run(folder: Workdir, history: History) -> Figure:
-    """The figure of a workdir: the layers that adapt, under what was trained on what."""
+    """Returns the figure of a workdir's layers that adapt; the title has model and data."""
     names = [name for name in history[0][1] if name.startswith("ratios/")]
     try:
         table = reading.read_text(folder.parameters)

@@ -3,10 +3,10 @@
   python -m lamb_tpu.predict --checkpoint=DIR \\
       --text='The capital of France is [MASK].'
 
-DIR is the workdir of a masked_lm run (with phases: of all of them, or of one), whose newest
-checkpoint is read, or a folder with Hugging Face's config.json, model.safetensors and vocab.txt.
-Neither the data set nor the memory for training is needed. A word that begins with ## continues the
-one before it.
+DIR is the workdir of a masked_lm run, or a folder with Hugging Face's config.json,
+model.safetensors and vocab.txt. A workdir's newest checkpoint is read; with phases DIR may be the
+folder of all of them or of one. Neither the data set nor the memory for training is needed. A word
+that begins with ## continues the word before it.
 """
 
 from absl import flags
@@ -15,8 +15,8 @@ from lamb_tpu import cli
 
 if __name__ == "__main__":  # --help is answered before the imports below, which take seconds
     flags.DEFINE_string("checkpoint", None, "Workdir of a run, or a folder of Hugging Face's.")
-    flags.DEFINE_string("text", None, "The text, with [MASK] wherever a word is to be found.")
-    flags.DEFINE_integer("top", 5, "Words of each gap.")
+    flags.DEFINE_string("text", None, "The text, with [MASK] at each gap.")
+    flags.DEFINE_integer("top", 5, "Number of words to print for each gap.")
     flags.DEFINE_bool("json", False, "Print one JSON object instead.")
     cli.answer_help()
 
@@ -38,19 +38,19 @@ MASK = "[MASK]"
 
 
 class Word(NamedTuple):
-    """A word for a gap: its token, and its probability as the network sees it."""
+    """A word for a gap: its token, and the network's probability of it."""
 
     word: str
     probability: float
 
 
 def predict(folder: str, text: str, top: int = 5) -> list[list[Word]]:
-    """The most probable words of each gap, best first.
+    """Returns the most probable words of each gap, best first.
 
     Args:
-      folder: see the module.
-      text: with `[MASK]` at each gap.
-      top: words of a gap.
+      folder: a workdir, or a folder in Hugging Face's layout; see the module.
+      text: text with `[MASK]` at each gap.
+      top: number of words for each gap.
 
     Raises:
       UserError: the folder has no weights, no vocabulary or one of another size, or the network
@@ -76,7 +76,7 @@ def predict(folder: str, text: str, top: int = 5) -> list[list[Word]]:
             f"{weights.folder}/vocab.txt has {len(vocabulary):,} words, the network "
             f"{config.vocab_size:,}; put the network's own there"
         )
-    # Where nothing tells, it is not cased, as transformers takes it; so too in an export.
+    # A vocabulary of unknown case counts as uncased, as in transformers and in an export.
     ids = encode(text, vocabulary, bool(cased))
     if len(ids) > config.max_positions:
         raise UserError(
@@ -95,7 +95,7 @@ def predict(folder: str, text: str, top: int = 5) -> list[list[Word]]:
 
 
 def encode(text: str, vocabulary: Vocabulary, cased: bool) -> np.ndarray:
-    """The ids, int32 (tokens,), of a text with gaps, between [CLS] and [SEP]."""
+    """Returns the ids of a text with gaps, between [CLS] and [SEP], int32 (tokens,)."""
     tokenizer = make_tokenizer(vocabulary, cased)
     ids = [vocabulary.cls_id]
     for number, part in enumerate(text.split(MASK)):
@@ -107,8 +107,8 @@ def encode(text: str, vocabulary: Vocabulary, cased: bool) -> np.ndarray:
 def _probabilities(
     config: BertConfig, params: Any, ids: np.ndarray, gaps: np.ndarray
 ) -> np.ndarray:
-    """Float32 (gaps, words)."""
-    # In float32, for which one text leaves time enough.
+    """Returns the probabilities of all words at each gap, float32 (gaps, words)."""
+    # float32 is slower than bfloat16 but more exact, and one text takes little time.
     module = dataclasses.replace(config, dtype="float32", remat="none").module()
     inputs = {
         "input_ids": ids[None],
@@ -126,7 +126,7 @@ def _probabilities(
 
 
 def describe(text: str, gaps: list[list[Word]]) -> str:
-    """The text, and under it for each gap a line a word."""
+    """Returns the text, and below it a line for each word of each gap."""
     width = max(len(word.word) for words in gaps for word in words)
     lines = [text]
     for number, words in enumerate(gaps, start=1):

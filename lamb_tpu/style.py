@@ -1,6 +1,6 @@
-"""The look of every picture of the project: one colour for one optimizer, axes with units.
+"""The common style of the project's plots: one colour for each optimizer, axes with units.
 
-It imports Matplotlib, so only what draws imports it.
+It imports Matplotlib, so only modules that draw import it.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 
 class Look(NamedTuple):
-    """An optimizer's name in pictures and tables, its colour and its marker."""
+    """An optimizer's name in plots and tables, its colour and its marker."""
 
     name: str
     color: str
@@ -26,19 +26,20 @@ OPTIMIZERS = {
     "momentum": Look("momentum", "#CC79A7", "^"),
     "rmsprop": Look("RMSProp", "#E69F00", "v"),
 }
-# For what is no optimizer: in order, and one of no special meaning.
+# For lines that are not optimizers: colours in order, and a neutral one.
 COLORS = ("#333333", "#56B4E9", "#B8860B", "#8C6BB1")
 NEUTRAL = "0.5"
-# From the first layer of a network to its last; values from small to large.
+# Colour map from the first layer of a network to its last, and from small values to large.
 SEQUENCE = "viridis"
 
 
 def line(optimizer: str, variant: int = 0) -> dict[str, Any]:
-    """Arguments of `Axes.plot` for an optimizer, one of `OPTIMIZERS`.
+    """Returns arguments of `Axes.plot` for an optimizer, one of `OPTIMIZERS`.
 
     Args:
-      optimizer: its name in configs.
-      variant: 1 for a second line of the same optimizer, as under another rule: dashed, hollow.
+      optimizer: the optimizer's name in configs.
+      variant: 1 for a second line of the same optimizer, such as under another rule: dashed, with
+        hollow markers.
     """
     look = OPTIMIZERS[optimizer]
     style: dict[str, Any] = {"color": look.color, "marker": look.marker}
@@ -48,7 +49,7 @@ def line(optimizer: str, variant: int = 0) -> dict[str, Any]:
 
 
 def figure(width: float, height: float) -> Figure:
-    """An empty figure of that many inches, laid out so that nothing overlaps."""
+    """Returns an empty figure of that many inches, laid out so that nothing overlaps."""
     return Figure(figsize=(width, height), dpi=150, layout="constrained")
 
 
@@ -56,10 +57,10 @@ def dress(axes: Axes, title: str, x: str, y: str, better: str = "") -> None:
     """Gives axes their title and labels, a faint grid, and no box.
 
     Args:
-      axes: of one plot.
-      title: names data and model where the figure's does not.
-      x, y: the quantities, each with its unit in parentheses, where it has one.
-      better: 'lower' or 'higher', where one of them is.
+      axes: the axes.
+      title: title of the axes, with data and model if the figure's title has none.
+      x, y: the quantities, each with its unit in parentheses, if it has one.
+      better: 'lower' or 'higher'; '' if neither is better.
     """
     if better:
         y = f"{y[:-1]}; {better} is better)" if y.endswith(")") else f"{y} ({better} is better)"
@@ -72,7 +73,7 @@ def dress(axes: Axes, title: str, x: str, y: str, better: str = "") -> None:
 
 
 def batch_axis(axes: Axes, batches: Sequence[int]) -> None:
-    """A logarithmic axis of batch sizes with a tick at each."""
+    """Makes the x axis a logarithmic axis of batch sizes with a tick at each."""
     axes.set_xscale("log", base=2)
     axes.set_xticks(batches, [f"{batch:,}" for batch in batches])
     axes.minorticks_off()

@@ -1,4 +1,4 @@
-"""Terminals of 80 columns and 24 rows: text that fits, options of small commands, lost output."""
+"""Terminal output: text that fits 80 columns, options of small commands, lost standard output."""
 
 import argparse
 import errno
@@ -15,7 +15,7 @@ COLUMNS, ROWS = 80, 24
 
 
 def fit(text: str) -> str:
-    """Breaks lines longer than `COLUMNS` between words; their further lines are indented by 4 more.
+    """Wraps lines longer than `COLUMNS` between words; continuation lines are indented by 4 more.
 
     A word is never broken, so that a path can be copied. Lines that fit are left alone.
 
@@ -27,9 +27,9 @@ def fit(text: str) -> str:
 
 
 def fit_docstring(text: str) -> str:
-    """Refills the paragraphs, and the items that begin with '- ', that have a line too long.
+    """Rewraps the paragraphs and '- ' items that have a line longer than `COLUMNS`.
 
-    Other lines that are indented, such as commands, are left alone.
+    Other indented lines, such as commands, are left alone.
     """
     blocks: list[list[str]] = []
     for line in text.split("\n"):
@@ -41,10 +41,10 @@ def fit_docstring(text: str) -> str:
 
 
 def refuse_empty(options: argparse.Namespace) -> argparse.Namespace:
-    """The options of a command line, none of them an empty text: as a path, it is where one is.
+    """Refuses empty texts among the options: an empty path would be the current folder.
 
     Raises:
-      UserError: naming the one that is.
+      UserError: an option is empty; the message names it.
     """
     for name, value in vars(options).items():
         if value == "" or (isinstance(value, list) and "" in value):
@@ -55,12 +55,12 @@ def refuse_empty(options: argparse.Namespace) -> argparse.Namespace:
 
 
 def lose_stdout(error: Exception | None = None) -> str | None:
-    """Why standard output cannot be written, where that is so; from here on nothing goes there.
+    """Returns why standard output cannot be written, or None; then discards what it holds.
 
-    Else what waits in its buffer would fail again at exit, where nobody can tell it.
+    Otherwise the buffer would fail again at exit, where no message can be printed.
 
     Args:
-      error: what has ended the program; where it can have come from a write, one is tried.
+      error: the error that ended the program. If a write can have raised it, a write is tried.
     """
     try:
         if isinstance(error, OSError) and error.filename is None:
@@ -73,9 +73,9 @@ def lose_stdout(error: Exception | None = None) -> str | None:
 
 
 def run_and_exit(main: Callable[[], int]) -> NoReturn:
-    """Exits with what a command's main function returns, and 2 where its output cannot be told.
+    """Exits with the status that `main` returns, or 2 if its output cannot be written.
 
-    A reader that has seen enough, such as `head`, ends it without a word, as SIGPIPE would.
+    If a reader such as `head` has closed the pipe, exits without a message, as SIGPIPE would.
     """
     try:
         status = main()
@@ -99,7 +99,7 @@ def _fit_line(line: str) -> str:
 
 
 def _goes_on(first: str, line: str) -> bool:
-    """Whether a line goes on with the paragraph or item that begins with `first`."""
+    """Returns whether a line continues the paragraph or item that begins with `first`."""
     if not first or not line:
         return False
     if first.startswith("- "):

@@ -3,8 +3,8 @@
   python -m lamb_tpu.train --config=configs/digits.py --workdir=DIR
 
 The workdir receives checkpoints, metrics.jsonl, TensorBoard files, the resolved config, the table
-of parameter facts and the versions that ran. Any key of the config can be overridden, and whatever
-its optimizer, model, task and data set take, for example --config.duration='500 steps' and
+of parameter facts and the versions of the libraries. Any key of the config can be overridden, and
+any argument of its optimizer, model, task and data set: --config.duration='500 steps',
 --config.optimizer.b2=0.98.
 """
 
@@ -49,28 +49,26 @@ def train(
     label: str = "train",
     quiet: bool = False,
 ) -> dict[str, float]:
-    """Runs, or resumes, the recipe `config` in the folder `workdir`; see `phases` for several.
+    """Runs, or resumes, the recipe `config` in the folder `workdir`; with its phases, if any.
 
-    It ends with its duration or, where `config.target` says so, at the first evaluation that
-    reaches the target.
-
-    SIGTERM and Ctrl-C are answered by a checkpoint of the last completed update; only before the
-    first one is nothing saved, because the seed gives that state again.
+    The run ends after its duration or, with `config.target`, at the first evaluation that reaches
+    the target. On SIGTERM and Ctrl-C it saves a checkpoint of the last completed update. Before the
+    first update nothing is saved, because the seed gives that state again.
 
     Args:
       config: a recipe, see `lamb_tpu.config.base_config`.
       workdir: receives everything the run writes.
-      label: stands before the progress bar.
-      quiet: show the progress bar only, for a sweep of many runs.
+      label: text before the progress bar.
+      quiet: whether to show the progress bar only, for a sweep of many runs.
 
     Returns:
       The metrics of the last evaluation.
 
     Raises:
-      UserError: a mistake in the config, the data or the workdir, found before anything compiles;
-        a file of the run that can no longer be written; or `guards.Diverged`.
-      Preempted: SIGTERM has come, and all is saved.
-      Interrupted: Ctrl-C has come, and all is saved.
+      UserError: the config, the data or the workdir has a mistake, found before anything compiles;
+        a file of the run can no longer be written; or the run diverged (`guards.Diverged`).
+      Preempted: SIGTERM arrived, and everything is saved.
+      Interrupted: Ctrl-C arrived, and everything is saved.
     """
     check_keys(config)
     if not config.phases:
@@ -95,7 +93,7 @@ def train(
 def _train(
     config: ConfigDict, workdir: str | os.PathLike[str], label: str, quiet: bool
 ) -> dict[str, float]:
-    """`train` of one run."""
+    """Runs, or resumes, a recipe without phases."""
     began = time.monotonic()
     run = prepare(config, workdir)
     recipe = run.recipe

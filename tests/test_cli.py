@@ -37,15 +37,16 @@ def refused(module: str, *arguments: str, devices: int = 1) -> str:
         ([RECIPE, "--config.batchsize=3"],
          "config.batchsize is unknown; config has: accumulation_steps, batch_size, "),
         (["--config", "configs/digitz.py"], "the file 'configs/digitz.py', which does not exist"),
-        (["--config", "digitz"], "by their name alone there are bert_pretrain, bert_squad, cifar"),
+        (["--config", "digitz"], "which need no folder, are bert_pretrain, bert_squad, cifar"),
         ([RECIPE + ":bath=3"], "'bath=3' has the unknown key 'bath'; known: optimizer, batch"),
         ([RECIPE, "--config.batch_size=abc"], "--config.batch_size=abc: invalid literal for int()"),
         ([], "--config is missing; see --help"),
         # Of schedule.warmup too each phase has its own, of eval.every none.
         (["--config=configs/bert_pretrain.py", "--config.eval.every=5 percent",
           "--config.phases.phase_1.batch_size=8", "--config.schedule.warmup=3 percent"],
-         "error: --config.schedule.warmup changes nothing, for every phase of the config has its "
-         "own; give --config.phases.phase_1.schedule.warmup and --config.phases.phase_2.schedule."),
+         "error: --config.schedule.warmup changes nothing, because every phase of the config "
+         "sets it; give --config.phases.phase_1.schedule.warmup and "
+         "--config.phases.phase_2.schedule."),
     ],
 )
 def test_mistake_on_the_command_line(

@@ -144,7 +144,7 @@ CASES = {
                                  ["--local", "--", "--workdir=@"], {"logs": ""}),
     # Files of a run.
     "config.json deep": train("config.json is damaged (it is nested too deep)", config__json=DEEP),
-    "config.json list": train("damaged (it is no JSON object)", config__json="[1]"),
+    "config.json list": train("damaged (it is not a JSON object)", config__json="[1]"),
     "config.json digits": train("damaged (Exceeds the limit", config__json="1" * 5000),
     "config.json nested": Case("damaged (its keys are not those of a config)", "evaluate",
                                ["--workdir=@"], {"config.json": '{"model.name": {"a": 1}}'}),
@@ -207,7 +207,7 @@ CASES = {
         "model.safetensors", "--config.init_from=@",
         **{"../config.json": json.dumps(BERT), "../model.safetensors": FOLDER}),
     "weights described deep": train(
-        "config.json is no JSON (it is nested too deep)", "--config.init_from=@",
+        "config.json is not JSON (it is nested too deep)", "--config.init_from=@",
         **{"../config.json": DEEP, "../model.safetensors": "x"}),
     "list of pictures with NUL": train(
         "names 1 files that do not lie in", "--config.data.name=image_folder",

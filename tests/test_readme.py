@@ -1,11 +1,47 @@
-"""What the README tells a newcomer is true."""
+"""What README and the pages of the rooms tell a newcomer is true."""
 
+import importlib.util
+import json
+import pathlib
 import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+from PIL import Image
 
 from tests import tiny
 from tests.shared import ROOT
 
 README = (ROOT / "README.md").read_text()
+# Pages that tell a user what to type; experiments/ has a test of its own for what its pages say.
+PAGES = sorted(
+    str(path.relative_to(ROOT))
+    for path in [
+        ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "configs" / "README.md",
+        ROOT / "experiments" / "README.md", *(ROOT / "lamb_tpu").glob("*/README.md"),
+    ]
+)
+
+
+def commands(page: str) -> list[list[str]]:
+    """The commands `python -m MODULE ...` of a page's shell blocks: [module, argument, ...]."""
+    found = []
+    for block in re.findall(r"```sh\n(.*?)```", (ROOT / page).read_text(), re.DOTALL):
+        for line in block.replace("\\\n", " ").splitlines():
+            match = re.search(r"python -m (lamb_tpu\S*|experiments\S*)([^;]*)", line)
+            if match:
+                found.append([match[1], *shlex.split(match[2], comments=True)])
+    return found
+
+
+def module_file(module: str) -> pathlib.Path:
+    spec = importlib.util.find_spec(module)
+    if spec is not None and spec.submodule_search_locations:
+        spec = importlib.util.find_spec(f"{module}.__main__")
+    assert spec is not None and spec.origin is not None, module
+    return pathlib.Path(spec.origin)
 
 
 def test_python_blocks_run():
@@ -30,15 +66,89 @@ def test_the_two_commands_stand_first():
     assert "\ndemo: setup" in makefile and "\ntest: setup" in makefile
 
 
-def test_files_it_links_to_exist():
-    links = [link for link in re.findall(r"\]\(([^)]+)\)", README) if "://" not in link]
-    assert links
+def test_readme_is_a_page_for_newcomers():
+    assert len(README.splitlines()) <= 200
+
+
+def test_readme_links_to_the_page_of_every_room():
+    for page in PAGES:
+        assert page == "README.md" or f"]({page})" in README, page
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_files_that_a_page_links_to_exist(page):
+    text = (ROOT / page).read_text()
+    links = [link for link in re.findall(r"\]\(([^)]+)\)", text) if "://" not in link]
+    assert links or page.startswith("lamb_tpu/")
     for link in links:
-        assert (ROOT / link).exists(), link
+        path, _, anchor = link.partition("#")
+        target = (ROOT / page).parent / path
+        assert target.exists(), link
+        if anchor:
+            heads = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
+            anchors = {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads}
+            assert anchor in anchors, link
 
 
-def test_configs_in_its_commands_exist():
-    configs = re.findall(r"--config=([\w/]+\.py)", README)
-    assert configs
+def test_configs_and_make_targets_on_the_pages_exist():
+    texts = {page: (ROOT / page).read_text() for page in PAGES}
+    configs = {c for text in texts.values() for c in re.findall(r"--config=([\w/]+\.py)", text)}
+    assert len(configs) >= 6
     for config in configs:
         assert (ROOT / config).is_file(), config
+    for recipe in re.findall(r"^\| `(\w+\.py)", texts["configs/README.md"], re.MULTILINE):
+        assert (ROOT / "configs" / recipe).is_file(), recipe
+    makefile = (ROOT / "Makefile").read_text()
+    for page, text in texts.items():
+        for target in re.findall(r"`make ([\w-]+)`", text):
+            assert f"\n{target}: setup" in makefile or f"\n{target}:" in makefile, (page, target)
+
+
+def test_every_recipe_stands_on_the_page_of_recipes():
+    page = (ROOT / "configs" / "README.md").read_text()
+    for path in (ROOT / "configs").glob("*.py"):
+        assert f"| `{path.name}` |" in page, path.name
+
+
+def test_flags_of_commands_exist():
+    """Of every command on a page; what stands behind -- are flags of lamb_tpu.train."""
+    checked = 0
+    cli = (ROOT / "lamb_tpu" / "cli.py").read_text()
+    for page in PAGES:
+        for module, *arguments in commands(page):
+            source = module_file(module).read_text() + cli
+            for argument in arguments:
+                if argument == "--":
+                    source = module_file("lamb_tpu.train").read_text() + cli
+                    continue
+                flag = argument.removeprefix("--").partition("=")[0]
+                if flag.startswith("config."):
+                    continue  # checked by the next test
+                assert re.search(rf'"(--)?{re.escape(flag)}"', source), (page, module, argument)
+                checked += 1
+    assert checked >= 40
+
+
+def test_configs_and_overrides_of_commands_are_accepted(tmp_path):
+    """The --config of each command with its overrides: every key and every value is checked."""
+    pictures = tmp_path / "PICTURES"
+    for name in ("cats", "dogs"):
+        (pictures / name).mkdir(parents=True)
+        for number in range(20):
+            Image.new("RGB", (8, 8)).save(pictures / name / f"{number}.jpg")
+    lines = {}
+    for page in PAGES:
+        for _, *arguments in commands(page):
+            chosen = [
+                item.replace("dir=PICTURES,weights=FOLDER", f"dir={pictures}")
+                for item in arguments
+                if item.startswith("--config")
+            ]
+            if any(item.startswith("--config=") for item in chosen):
+                lines[tuple(chosen)] = page
+    assert len(lines) >= 12
+    file = tmp_path / "lines.json"
+    file.write_text(json.dumps([["tests.print_config", *line, "--print_config"] for line in lines]))
+    subprocess.run([sys.executable, "-m", "tests.commands", str(file)], cwd=ROOT, check=True)
+    for (line, page), result in zip(lines.items(), json.loads(file.read_text()), strict=True):
+        assert result["status"] == 0, (page, line, result["stderr"])

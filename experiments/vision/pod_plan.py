@@ -59,7 +59,7 @@ KINDS = (
 def shares(program: str) -> dict[str, float]:
     """Of a compiled step the share of each of `KINDS` in the estimated time."""
     cycles: dict[str, int] = collections.Counter()
-    for times, instruction, _ in hlo.Program(program).run(lambda each, _: each.cycles()):
+    for times, instruction, _ in hlo.Program(program).executions(lambda each, _: each.cycles()):
         found = re.search(r'op_name="([^"]*)"', instruction.rest)
         path = found[1] if found else ""
         kind = next(kind for kind, pattern in KINDS if re.search(pattern, path))

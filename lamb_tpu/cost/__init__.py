@@ -1,1 +1,1 @@
-"""What a compiled program costs: its operations, its traffic, and the TPUs it is for."""
+"""Costs of compiled programs: operations, traffic, and the TPU slices they are compiled for."""

@@ -1,15 +1,17 @@
 """Model FLOPs: the arithmetic that training a model asks for, counted before anything is compiled.
 
-Counted are matrix products and convolutions, two operations for each multiplication with its
-addition, as the forward pass writes them; the rest (activations, norms, softmax, look-ups of
-embeddings, the optimizer) is little beside them. Training takes three times that: the backward pass
-has a product for the gradient of each of the two factors. What is computed again to save memory,
-what a device computes besides and how the batch is cut or spread change nothing. So FLOPs over time
-and over what the devices could do at their peak, the model FLOP/s utilisation (MFU), compares
-different programs for one model. For a Transformer of L layers with H heads of width Q on sequences
-of T tokens that is the usual 6 N + 12 L H Q T for each token, N being its parameters in matrices.
-Here parameters count as often as a product uses them: those of an
-embedding only where it is one, those of a head only at the places that it looks at.
+The count covers the matrix products and convolutions of the forward pass, with two operations for
+each multiplication and its addition. The rest (activations, norms, softmax, embedding look-ups, the
+optimizer) is small in comparison. Training takes three times that, because the backward pass has a
+product for the gradient of each of the two factors. Recomputation to save memory, other work of a
+device, and the way the batch is cut or spread do not change the count. So the model FLOP/s
+utilisation (MFU), which is these FLOPs divided by the time and by the devices' peak, compares
+different programs for one model.
+
+For a Transformer of L layers with H heads of width Q on sequences of T tokens the count is the
+usual 6 N + 12 L H Q T for each token, N being the number of parameters in matrices. Here a
+parameter counts each time a product uses it: an embedding's only where it is used as a matrix, a
+head's only at the positions that the head predicts.
 """
 
 import math
@@ -21,9 +23,9 @@ from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 
 
 def training_flops(loss: Callable[..., Any], *args: Any) -> int:
-    """FLOPs of a value of a function and of its gradient: three times those of the value.
+    """FLOPs of a function's value and gradient: three times those of the value.
 
-    Nothing is computed: the function is traced.
+    The function is only traced; nothing is computed.
 
     >>> import jax.numpy as jnp
     >>> x, w = jax.ShapeDtypeStruct((8, 3), jnp.float32), jax.ShapeDtypeStruct((3, 5), jnp.float32)
@@ -31,8 +33,9 @@ def training_flops(loss: Callable[..., Any], *args: Any) -> int:
     True
 
     Args:
-      loss: such as `Task.loss`; outside shard_map, as products there have the shapes of a part.
-      *args: its arguments, or their shapes and dtypes.
+      loss: a function such as `Task.loss`, outside shard_map: inside, products have the shapes of
+        one device's part.
+      *args: the function's arguments, or their shapes and dtypes.
 
     Raises:
       ValueError: see `matrix_flops`.
@@ -44,11 +47,11 @@ def training_flops(loss: Callable[..., Any], *args: Any) -> int:
 def matrix_flops(jaxpr: Jaxpr) -> int:
     """FLOPs of the matrix products and convolutions of a traced function.
 
-    A scan counts as often as it runs, of branches the largest. Places that a convolution pads or
-    dilates count too. What a hand-written kernel does is not seen.
+    A scan counts as often as it runs; of a conditional's branches the largest counts. Padding and
+    dilation of a convolution count too. Operations inside hand-written kernels are not seen.
 
     Raises:
-      ValueError: a product in a loop of which only its run tells how often it runs.
+      ValueError: a matrix product is in a while loop, whose number of iterations is unknown.
     """
     return sum(map(_flops, jaxpr.eqns))
 

@@ -1,8 +1,8 @@
-"""Optimized HLO, the compiler's last text: what a program costs, computes and sends.
+"""Parser of optimized HLO, the compiler's final text, and the cycles and FLOPs of a program.
 
-The TPU compiler writes on an instruction how many cycles of the core it expects. A program's cycles
-are the sum of them, with loops counted as often as they run; the network is not in these estimates.
-What a device sends is in `lamb_tpu.cost.traffic`.
+The TPU compiler annotates an instruction with the core's cycles that it expects. A program's cycles
+are the sum of these, with each loop counted as often as it runs. The estimates leave out the
+network; `lamb_tpu.cost.traffic` reads what a device sends.
 """
 
 import functools
@@ -20,21 +20,21 @@ _ARRAY = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+[a-z]*)?)\[([\d,]*)\]")
 
 
 class Cost(NamedTuple):
-    """What one run of a program takes."""
+    """The compiler's estimate for one run of a program."""
 
-    cycles: int  # of one core, as the compiler estimates them
-    fusions: int  # fused kernels started
+    cycles: int  # cycles of one core
+    fusions: int  # number of fused kernels that are started
 
 
 class Array(NamedTuple):
-    """The type of an array, or of one in a tuple."""
+    """The type of an array, or of one array in a tuple."""
 
-    dtype: str  # as HLO has it: f32, bf16, s32, pred
+    dtype: str  # HLO's name: f32, bf16, s32, pred
     shape: tuple[int, ...]
 
     @property
     def num_bytes(self) -> int:
-        """Its size, without the padding of a layout."""
+        """Size in bytes, without the padding of a layout."""
         bits = re.search(r"\d+", self.dtype)  # none in pred, a byte
         return math.prod(self.shape) * (int(bits[0]) if bits else 8) // 8
 
@@ -43,16 +43,16 @@ class Instruction(NamedTuple):
     """One line of a computation."""
 
     name: str
-    result: str  # its type as text
+    result: str  # type of the result, as text
     opcode: str
     rest: str  # operands and attributes
 
     def operands(self) -> list[str]:
-        """The names of its operands."""
+        """Names of the operands."""
         return re.findall(r"%([^\s,)]+)", self.rest.partition(")")[0])
 
     def attribute(self, key: str) -> list[str]:
-        """The names that an attribute such as body=%name or calls={%a, %b} holds."""
+        """Names in an attribute such as body=%name or calls={%a, %b}."""
         found = re.search(rf"\b{key}=(\{{[^}}]*\}}|%?[^\s,]+)", self.rest)
         return re.findall(r"[^\s,%{}]+", found[1]) if found else []
 
@@ -62,7 +62,7 @@ class Instruction(NamedTuple):
         return int(estimate[1]) if estimate else 0
 
     def arrays(self) -> list[Array]:
-        """What it gives: one array, or those of a tuple."""
+        """Types of the result: one array, or all arrays of a tuple."""
         return [
             Array(dtype, tuple(int(size) for size in sizes.split(",") if size))
             for dtype, sizes in _ARRAY.findall(self.result)
@@ -77,7 +77,7 @@ class Computation(NamedTuple):
     instructions: dict[str, Instruction]
 
     def inputs(self, instruction: Instruction) -> list[Array]:
-        """What an instruction of it takes."""
+        """Types of an instruction's operands."""
         return [
             array
             for name in instruction.operands()
@@ -85,8 +85,8 @@ class Computation(NamedTuple):
         ]
 
 
-class Run(NamedTuple):
-    """An instruction and how often a run of the program executes it."""
+class Execution(NamedTuple):
+    """An instruction, and how often one run of the program executes it."""
 
     times: int
     instruction: Instruction
@@ -97,15 +97,15 @@ class Program:
     """A compiled program.
 
     Args:
-      hlo: `as_text()` of what `jax.jit(...).lower(...).compile()` gave.
+      hlo: `as_text()` of the result of `jax.jit(...).lower(...).compile()`.
 
     Attributes:
-      computations: by name.
-      entry: the name of the first.
-      num_devices: on which it runs together.
+      computations: the program's functions, by name.
+      entry: name of the computation where the program starts.
+      num_devices: number of devices that run the program together.
 
     Raises:
-      ValueError: text that is no HLO module.
+      ValueError: the text is not an HLO module.
     """
 
     def __init__(self, hlo: str) -> None:
@@ -131,26 +131,27 @@ class Program:
         counts = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", hlo.partition("\n")[0])
         self.num_devices = math.prod(int(count) for count in counts)
 
-    def run(self, size: Callable[[Instruction, Computation], int]) -> list[Run]:
-        """The instructions of one run of the program that have a size.
+    def executions(self, size: Callable[[Instruction, Computation], int]) -> list[Execution]:
+        """Instructions that one run of the program executes, and how often.
 
-        A fusion is one instruction. What a loop holds is there as often as it runs; of a
-        conditional's branches the largest is taken.
+        A fusion is one instruction. A loop's instructions are multiplied by its iterations. Of a
+        conditional, the branch of the largest size is taken.
 
         Args:
-          size: of an instruction of a computation; those of size 0 are left out.
+          size: function that gives the size of a computation's instruction; instructions of size 0
+            are left out.
 
         Raises:
-          ValueError: a loop that holds something does not tell how often it runs.
+          ValueError: a loop with counted instructions has an unknown number of iterations.
         """
 
         @functools.cache
-        def of(name: str) -> tuple[list[Run], int]:
+        def of(name: str) -> tuple[list[Execution], int]:
             computation = self.computations[name]
             runs, total = [], 0
             for instruction in computation.instructions.values():
                 if own := size(instruction, computation):
-                    runs.append(Run(1, instruction, computation))
+                    runs.append(Execution(1, instruction, computation))
                     total += own
                 for times, called in self._called(instruction, computation, of):
                     parts, amount = of(called)
@@ -163,7 +164,10 @@ class Program:
     def _called(
         self, instruction: Instruction, computation: Computation, of: Callable
     ) -> list[tuple[int, str]]:
-        """What an instruction runs, how often; what a fusion or a reduction holds is its own."""
+        """Computations that an instruction calls, each with the number of calls.
+
+        A fusion or a reduction calls none: its computation counts as the instruction itself.
+        """
         if instruction.opcode == "while":
             called = instruction.attribute("body") + instruction.attribute("condition")
             if not any(of(name)[1] for name in called):
@@ -180,7 +184,7 @@ class Program:
         return []
 
     def _turns(self, loop: Instruction, computation: Computation) -> int:
-        """How often a loop runs: a counter goes by a constant step to a constant limit."""
+        """Number of iterations of a loop that counts by a constant step to a constant limit."""
         if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.rest):
             return int(known[1])
         body = self.computations[loop.attribute("body")[0]]
@@ -206,7 +210,7 @@ class Program:
 
 
 def _value(name: str, computation: Computation) -> int:
-    """The constant that an instruction is, or is a copy of."""
+    """Value of an instruction that is a constant or a copy of one."""
     instruction = computation.instructions[name]
     if instruction.opcode == "copy":
         return _value(instruction.operands()[0], computation)
@@ -217,10 +221,10 @@ def _value(name: str, computation: Computation) -> int:
 
 
 def program_cost(hlo: str) -> Cost:
-    """The cost of one run of a compiled program.
+    """Returns the cost of one run of a compiled program.
 
-    A fusion's estimate covers all that it fuses. A loop counts its body and its condition as often
-    as it runs, a conditional its dearest branch.
+    A fusion's estimate covers everything that it fuses. A loop's body and condition count as often
+    as the loop runs. A conditional counts its most expensive branch.
 
     >>> program_cost('''
     ... ENTRY %main (x: f32[8]) -> f32[8] {
@@ -230,14 +234,14 @@ def program_cost(hlo: str) -> Cost:
     Cost(cycles=300, fusions=1)
 
     Args:
-      hlo: `as_text()` of what `jax.jit(...).lower(...).compile()` gave for a TPU.
+      hlo: `as_text()` of the result of `jax.jit(...).lower(...).compile()` for a TPU.
 
     Raises:
-      ValueError: text that is no HLO module; a loop whose number of turns it does not tell.
+      ValueError: the text is not an HLO module, or a loop's number of iterations is unknown.
     """
     program = Program(hlo)
-    runs = program.run(lambda instruction, _: instruction.cycles())
-    fusions = program.run(lambda instruction, _: instruction.opcode == "fusion")
+    runs = program.executions(lambda instruction, _: instruction.cycles())
+    fusions = program.executions(lambda instruction, _: instruction.opcode == "fusion")
     return Cost(
         sum(times * instruction.cycles() for times, instruction, _ in runs),
         sum(times for times, _, _ in fusions),
@@ -247,8 +251,8 @@ def program_cost(hlo: str) -> Cost:
 def program_flops(hlo: str) -> int:
     """Floating-point operations of a program's matrix products and convolutions.
 
-    A multiplication and an addition are two. Unlike JAX's `cost_analysis` it counts a loop as often
-    as it runs; unlike it, it leaves out all other arithmetic, which is small beside these.
+    A multiplication and its addition are two operations. Unlike JAX's `cost_analysis`, this counts
+    a loop as often as it runs, and leaves out all other arithmetic, which is small in comparison.
 
     >>> program_flops('''
     ... ENTRY %main (x: f32[8,3], y: f32[3,5]) -> f32[8,5] {
@@ -259,10 +263,10 @@ def program_flops(hlo: str) -> int:
     240
 
     Args:
-      hlo: see `program_cost`; of any compiler that does not hand matrix products to a library.
+      hlo: see `program_cost`; from any compiler that does not call a library for matrix products.
 
     Raises:
-      ValueError: as `program_cost`.
+      ValueError: see `program_cost`.
     """
     program = Program(hlo)
 
@@ -280,22 +284,22 @@ def program_flops(hlo: str) -> int:
             return sum(inside(name) for name in instruction.attribute("calls"))
         return 0
 
-    runs = program.run(flops)
+    runs = program.executions(flops)
     return sum(times * flops(instruction, computation) for times, instruction, computation in runs)
 
 
 def _dot(dot: Instruction, computation: Computation) -> int:
-    """Multiplications of a matrix product."""
+    """Number of multiplications of a matrix product."""
     left = computation.inputs(dot)[0].shape
     contracted = [left[int(axis)] for axis in dot.attribute("lhs_contracting_dims")]
     return math.prod(dot.arrays()[0].shape) * math.prod(contracted)
 
 
 def _convolution(convolution: Instruction, computation: Computation) -> int:
-    """Multiplications of a convolution, those with the zeros of padding and dilation left out.
+    """Number of multiplications of a convolution, without those by zeros of padding and dilation.
 
-    The TPU compiler writes every matrix product as one, a batch of products as a convolution of as
-    many places with such zeros between them that each place meets one only.
+    The TPU compiler writes every matrix product as a convolution. A batch of products becomes a
+    convolution over as many places, dilated so that each output place meets one product only.
     """
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", convolution.rest)
     if labels is None:
@@ -317,7 +321,7 @@ def _convolution(convolution: Instruction, computation: Computation) -> int:
         spatial, each("size", "1"), each("stride", "1"), each("pad", "0_0"),
         each("lhs_dilate", "1"), each("rhs_dilate", "1"), each("rhs_reversal", "0"), strict=True,
     ):
-        del turned  # a kernel read backwards meets as many values
+        del turned  # a reversed kernel multiplies as often
         low = int(pad.split("_")[0])
         places = (
             place * int(stride) + offset * int(dilation) - low

@@ -1,9 +1,9 @@
-"""TPU slices by the names they are rented under, devices to compile for without one, and peaks.
+"""TPU slices by name, devices to compile for without a TPU, and peak FLOP/s.
 
 Names, shapes, memory and peaks are those of `cloud.google.com/tpu/docs/` v2, v3, v4, v5e, v5p, v6e
-and types-topologies; v2's memory and peak are from `docs.jax.dev/en/latest/pallas/tpu/hardware`. A
-count is of cores for v2, v3, v4 and v5p, of chips for v5e and v6e. JAX sees a device for each core
-of v2 and v3 and for each chip of the others, whose two cores, where there are two, work as one.
+and types-topologies; v2's memory and peak are from `docs.jax.dev/en/latest/pallas/tpu/hardware`.
+The number in a name counts cores for v2, v3, v4 and v5p, chips for v5e and v6e. JAX has one device
+for each core of v2 and v3, and one for each chip of the others.
 
 Peaks of NVIDIA's GPUs are of dense products in bfloat16 (in float16 for V100, which has no other),
 by NVIDIA: `developer.nvidia.com/programming-tensor-cores-cuda-9-0` for V100, and its data sheets as
@@ -28,22 +28,22 @@ GIB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-    """What all slices of one generation share.
+    """Properties that all slices of one TPU generation share.
 
     Attributes:
-      counted: by how many a name counts each chip: 2 for its cores, 1 for itself.
-      devices: that JAX makes of a chip.
-      shapes: of the slices below a cube of 4 x 4 x 4 chips, in chips, and for a two-dimensional
-        network of all.
-      max_cubes: of the largest slice; 0 where the network has two dimensions.
-      hbm: bytes of a device.
-      usable: bytes of them that the compiler gives to programs, as its out-of-memory error tells
-        (libtpu 0.0.42; 0.0.50 gives 0.02 GiB less of a v5p).
+      counted: units that a slice's name counts for each chip: 2 (its cores) or 1 (the chip).
+      devices: JAX devices of a chip.
+      shapes: shapes of the slices smaller than a cube of 4 x 4 x 4 chips, in chips; for a
+        two-dimensional network, of all slices.
+      max_cubes: number of such cubes in the largest slice; 0 for a two-dimensional network.
+      hbm: memory of a device, in bytes.
+      usable: bytes of that memory that the compiler gives to programs, by its out-of-memory error
+        (libtpu 0.0.42; 0.0.50 gives 0.02 GiB less on a v5p).
       peak: floating-point operations a second of a device, in bfloat16.
-      clock: of the core in Hz. It is what the peak is of the operations that the matrix units do in
-        a cycle, rounded: 2 x 128 x 128 for each unit, of which a device has 1, 2, 8, 4 and 8 from
-        v2 to v5p. For v6e the documents tell of two units and of four; the compiler counts with
-        more than two could do, so it is four of 256 x 256 here.
+      clock: frequency of the core in Hz: the peak divided by the operations of the matrix units in
+        a cycle, rounded. Each unit does 2 x 128 x 128; a device has 1, 2, 8, 4 and 8 units from v2
+        to v5p. For v6e the documents name two units in one place and four in another; the
+        compiler's counts exceed what two could do, so four units of 256 x 256 are assumed.
     """
 
     counted: int
@@ -96,9 +96,9 @@ class Topology:
     """One slice.
 
     Attributes:
-      name: as asked for, such as 'v3-2048'.
-      version: of the chip, a key of `GENERATIONS`.
-      shape: in chips.
+      name: the name that was asked for, such as 'v3-2048'.
+      version: the chip's version, a key of `GENERATIONS`.
+      shape: the slice's shape, in chips.
     """
 
     name: str
@@ -107,24 +107,24 @@ class Topology:
 
     @property
     def generation(self) -> Generation:
-        """What all slices of the version share."""
+        """Properties of the slice's TPU generation."""
         return GENERATIONS[self.version]
 
     @property
     def num_devices(self) -> int:
-        """Devices that JAX will see."""
+        """Number of JAX devices."""
         return math.prod(self.shape) * self.generation.devices
 
     def compiler_options(self) -> dict[str, Any]:
-        """Arguments of `jax.experimental.topologies.get_topology_desc` for it."""
-        # A host has four chips, but up to eight where they are the whole of a lite slice.
+        """Arguments of `jax.experimental.topologies.get_topology_desc` for the slice."""
+        # A host has four chips; a lite slice of up to eight chips is one host.
         lite = self.generation.counted == 1 and math.prod(self.shape) <= 8
         host = (*self.shape, 1) if lite else (2, 2, 1)
         if self.generation.max_cubes:
             wrap = tuple(side % 4 == 0 for side in self.shape)
             wrap = wrap if all(wrap) else (False,) * 3
         else:
-            # The links go round along those sides that are as long as the pod's.
+            # The links wrap around along the sides that are as long as the pod's.
             longest = max(max(shape) for shape in self.generation.shapes)
             wrap = tuple(side == longest for side in (*self.shape, 1)[:3])
         options: dict[str, Any] = {
@@ -137,7 +137,7 @@ class Topology:
 
 
 def topology(name: str) -> Topology:
-    """The slice of a name.
+    """Returns the slice that a name stands for.
 
     >>> topology("v3-2048")
     Topology(name='v3-2048', version='v3', shape=(32, 32, 1))
@@ -166,9 +166,9 @@ def topology(name: str) -> Topology:
 
 
 def devices(slice_: Topology) -> list[jax.Device]:
-    """Devices for which programs can be compiled, though not run, by the real TPU compiler.
+    """Returns devices for which the real TPU compiler can compile programs without a TPU.
 
-    From here on JAX runs on the CPU alone, and nothing looks for a TPU.
+    After this call JAX runs on the CPU alone, and nothing looks for a TPU.
 
     Raises:
       UserError: libtpu, which holds the compiler, is not installed.
@@ -182,9 +182,9 @@ def devices(slice_: Topology) -> list[jax.Device]:
     os.environ.update(
         # The compiler must neither look for a TPU nor ask Google's cloud where it runs.
         TPU_SKIP_MDS_QUERY="1", TPU_WORKER_HOSTNAMES="localhost", TPU_ACCELERATOR_TYPE="v3-8",
-        # There is no device to fight over: several processes may compile at a time.
+        # No device is used, so several processes may compile at a time.
         ALLOW_MULTIPLE_LIBTPU_LOAD="1",
-        # It would leave log files in a folder that all users share.
+        # libtpu would leave log files in a folder that all users share.
         TPU_LOG_DIR="disabled",
     )
     return list(
@@ -193,9 +193,9 @@ def devices(slice_: Topology) -> list[jax.Device]:
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """Operations a second of one JAX device, by `jax.Device.device_kind`; None where not known.
+    """Peak FLOP/s of one JAX device, by `jax.Device.device_kind`; None for an unknown kind.
 
-    Of matrix products in bfloat16. Of a TPU v2 or v3 a device is a core.
+    The peak is of matrix products in bfloat16. On TPU v2 and v3 a device is a core.
 
     >>> peak_flops("TPU v3"), peak_flops("NVIDIA H200"), peak_flops("cpu")
     (61500000000000.0, 989400000000000.0, None)
@@ -205,7 +205,7 @@ def peak_flops(device_kind: str) -> float | None:
 
 
 def _shapes(version: str) -> dict[int, tuple[int, ...]]:
-    """The shapes of a version's slices by the number in their names."""
+    """Shapes of a version's slices, by the number in their names."""
     generation = GENERATIONS[version]
     cubes = [_cuboid(number) for number in range(1, generation.max_cubes + 1)]
     shapes = [*generation.shapes, *cubes]
@@ -213,7 +213,7 @@ def _shapes(version: str) -> dict[int, tuple[int, ...]]:
 
 
 def _cuboid(cubes: int) -> tuple[int, ...]:
-    """The shape nearest to a cube that is made of cubes of 4 x 4 x 4 chips."""
+    """The shape nearest to a cube that consists of `cubes` cubes of 4 x 4 x 4 chips."""
     shapes = [
         (a, b, cubes // (a * b))
         for a in range(1, cubes + 1) if cubes % a == 0

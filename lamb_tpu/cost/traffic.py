@@ -1,4 +1,4 @@
-"""What the devices of a compiled program send each other, read from its optimized HLO."""
+"""Traffic between the devices of a compiled program, read from its optimized HLO."""
 
 import math
 import re
@@ -20,38 +20,38 @@ class Collective(NamedTuple):
     """One operation in which devices exchange data."""
 
     kind: str  # one of `KINDS`
-    groups: Groups  # devices by their place in the program; of a permutation, (from, to) pairs
-    arrays: tuple[Array, ...]  # what each device puts in
-    count: int  # type: ignore[assignment]  # how often one run of the program does it
+    groups: Groups  # devices by their place in the program; for a permutation, (from, to) pairs
+    arrays: tuple[Array, ...]  # operands of each device
+    count: int  # type: ignore[assignment]  # number of executions in one run of the program
 
     @property
     def group_size(self) -> int:
-        """Devices that exchange data with each other."""
+        """Number of devices that exchange data with each other."""
         return max(map(len, self.groups))
 
     @property
     def dtype(self) -> str:
-        """Of what is exchanged, as HLO has it; 'bf16+f32' where several arrays share it."""
+        """HLO's name of the operands' dtype; 'bf16+f32' if they have several."""
         return "+".join(sorted({array.dtype for array in self.arrays}))
 
     @property
     def operand_bytes(self) -> int:
-        """What a device puts in, once."""
+        """Bytes of one device's operands, for one execution."""
         return sum(array.num_bytes for array in self.arrays)
 
     @property
     def result_bytes(self) -> int:
-        """What a device gets out, once."""
+        """Bytes of one device's results, for one execution."""
         if self.kind == "all-gather":
             return self.operand_bytes * self.group_size
         return self.operand_bytes // (self.group_size if self.kind == "reduce-scatter" else 1)
 
     @property
     def sent_bytes(self) -> int:
-        """The least that a device has to send for it, once.
+        """Lower bound of the bytes that a device sends in one execution.
 
-        With n devices: 2 (n - 1) / n of the operand for a sum that all get, (n - 1) / n where each
-        keeps a part, n - 1 times the operand where all get all parts.
+        With n devices it is 2 (n - 1) / n of the operand for an all-reduce, (n - 1) / n for a
+        reduce-scatter, and n - 1 times the operand for an all-gather.
         """
         others, size = self.group_size - 1, self.operand_bytes
         if self.kind in ("all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all"):
@@ -60,7 +60,7 @@ class Collective(NamedTuple):
 
 
 class Row(NamedTuple):
-    """All collectives of one kind among as many devices in one dtype; bytes are of one device."""
+    """Sums over collectives of the same kind, group size and dtype; bytes are of one device."""
 
     kind: str
     group_size: int
@@ -72,12 +72,12 @@ class Row(NamedTuple):
 
 
 def collectives(hlo: str) -> list[Collective]:
-    """Every collective of a compiled program, in the order of the text.
+    """Returns every collective of a compiled program, in the order of the text.
 
-    An asynchronous one is counted where it starts. What the TPU compiler fuses is seen: an
-    all-reduce of which each device keeps a part is the reduce-scatter that it runs as, and padding
-    that it adds is counted. An all-reduce with a slice after it, outside of a fusion, is an
-    all-reduce.
+    An asynchronous collective is counted where it starts. Collectives inside the TPU compiler's
+    fusions are found too: a fused all-reduce of which each device keeps a part runs as a
+    reduce-scatter and is returned as one, and padding that the compiler adds is counted. An
+    all-reduce followed by a slice outside of a fusion stays an all-reduce.
 
     >>> [reduced] = collectives('''HloModule f, num_partitions=4
     ... ENTRY %main (x: f32[8]) -> f32[8] {
@@ -91,8 +91,8 @@ def collectives(hlo: str) -> list[Collective]:
       hlo: `as_text()` of a compiled program.
 
     Raises:
-      ValueError: text that is no HLO module; a loop with collectives whose number of turns it does
-        not tell.
+      ValueError: the text is not an HLO module, or a loop with collectives has an unknown number of
+        iterations.
     """
     program = Program(hlo)
 
@@ -102,13 +102,13 @@ def collectives(hlo: str) -> list[Collective]:
 
     return [
         collective._replace(count=run.times)
-        for run in program.run(size)
+        for run in program.executions(size)
         for collective in _collectives(run.instruction, run.computation, program)
     ]
 
 
 def table(found: Iterable[Collective]) -> list[Row]:
-    """Sums over collectives of the same kind, group size and dtype, the largest traffic first."""
+    """Returns rows of collectives of the same kind, group size and dtype, largest traffic first."""
     totals: dict[tuple[str, int, str], list[int]] = {}
     for one in found:
         total = totals.setdefault((one.kind, one.group_size, one.dtype), [0, 0, 0, 0])
@@ -121,15 +121,15 @@ def table(found: Iterable[Collective]) -> list[Row]:
 def _collectives(
     instruction: Instruction, computation: Computation, program: Program, started: bool = False
 ) -> Iterator[Collective]:
-    """Those that one run of an instruction does, or starts."""
+    """Collectives that one execution of an instruction performs or starts."""
     if instruction.opcode == "fusion":
         for name in instruction.attribute("calls"):
             inner = program.computations[name]
             parts = inner.instructions.values()
             starts = started or any('"AsyncCollectiveStart"' in part.rest for part in parts)
             for part in parts:
-                # Matrix products between start and end take a collective on, as does the end
-                # itself; each of them has a copy of it.
+                # An asynchronous collective is copied into the matrix products that overlap with
+                # it and into its end: these copies do not count.
                 taken_on = '"async_collective_fusion_config"' in part.rest and not starts
                 if not taken_on:
                     yield from _collectives(part, inner, program, starts)
@@ -143,7 +143,7 @@ def _collectives(
 
 
 def _keeps_part(reduction: Instruction, computation: Computation) -> bool:
-    """Whether the same kernel cuts a device's part out of a sum."""
+    """Returns whether the same fusion cuts each device's part out of an all-reduce."""
     names = {reduction.name}
     for instruction in computation.instructions.values():
         if instruction.operands()[:1] and instruction.operands()[0] in names:
@@ -155,7 +155,7 @@ def _keeps_part(reduction: Instruction, computation: Computation) -> bool:
 
 
 def replica_groups(attributes: str, num_devices: int) -> Groups:
-    """The groups of devices that a collective's text names, in any of the compiler's ways.
+    """Parses a collective's groups of devices, in any of the compiler's notations.
 
     >>> replica_groups("replica_groups=[2,2]<=[2,2]T(1,0)", 4)
     ((0, 2), (1, 3))
@@ -166,10 +166,10 @@ def replica_groups(attributes: str, num_devices: int) -> Groups:
 
     Args:
       attributes: the instruction's text.
-      num_devices: of the program: an empty list means all of them.
+      num_devices: number of the program's devices; an empty list of groups means all of them.
 
     Raises:
-      ValueError: there are none, or they are written otherwise.
+      ValueError: there are no groups, or they are in an unknown notation.
     """
     found = re.search(r"\b(?:replica_groups|source_target_pairs)=(.*)", attributes)
     text = found[1] if found else ""
@@ -192,7 +192,7 @@ def _numbers(text: str | None) -> list[int]:
 
 
 def _counted(text: str) -> np.ndarray:
-    """'[2,4]T(1,0)': numbers counted up in that shape, then transposed; or a list of them, flat."""
+    """Parses '[2,4]T(1,0)', an iota of that shape, transposed, or a list; returns it flat."""
     tiles = re.match(r"\[([\d,]+)\](?:T\(([\d,]+))?", text)
     if not tiles:
         return np.array(_numbers(text))
@@ -214,5 +214,5 @@ def _on_mesh(axes: str, ids: str | None, within: str) -> np.ndarray:
         own = own * size + digit
     others = np.ravel_multi_index([*places.values()], [*sizes.values()])
     numbers = np.arange(len(own)) if ids is None else _counted(ids)
-    # Sorted by what members share, and among them by their places.
+    # Sorted by the coordinates that a group's members share, then by the place within the group.
     return numbers[np.lexsort((own, others))].reshape(len(set(others.tolist())), -1)

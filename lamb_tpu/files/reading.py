@@ -52,7 +52,7 @@ def read_text(path: Path, errors: str = "strict") -> str:
 
 
 def read_json(path: Path) -> Any:
-    """Reads a file of JSON. Raises as `read_text`, and a ValueError where it is no JSON."""
+    """Reads a file of JSON. Raises as `read_text`, and a ValueError where it is not JSON."""
     return parse_json(read_text(path))
 
 
@@ -60,7 +60,7 @@ def parse_json(text: str) -> Any:
     """Parses a text of JSON.
 
     Raises:
-      ValueError: it is no JSON, or is nested deeper than can be read; the message is the reason.
+      ValueError: it is not JSON, or is nested deeper than can be read; the message is the reason.
     """
     try:
         return json.loads(text)

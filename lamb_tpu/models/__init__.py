@@ -16,7 +16,7 @@ import jax
 from lamb_tpu import own
 from lamb_tpu.errors import UserError
 from lamb_tpu.models import efficientnet, resnet
-from lamb_tpu.models.bert import DTYPES, BertConfig
+from lamb_tpu.models.bert_network import DTYPES, BertConfig
 from lamb_tpu.models.davidnet import DavidNet
 from lamb_tpu.models.groups import describe_groups
 from lamb_tpu.models.lenet import LeNet, LeNet5

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from lamb_tpu.errors import UserError
 from lamb_tpu.files import reading
-from lamb_tpu.models.bert import BertConfig
+from lamb_tpu.models.bert_network import BertConfig
 from lamb_tpu.models.transformer import unstack_layers
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -210,7 +210,7 @@ def _read_settings(directory: pathlib.Path) -> dict[str, Any]:
     try:
         settings = reading.read_json(file)
     except ValueError as error:
-        raise UserError(f"{file} is no JSON ({error})") from None
+        raise UserError(f"{file} is not JSON ({error})") from None
     # What transformers takes where config.json does not say.
     expected = {
         "model_type": ("bert",),

@@ -1,1 +1,1 @@
-"""Where arrays live and where work runs: the mesh, and the steps compiled for it."""
+"""The device mesh, placement of arrays on it, and the steps compiled for it."""

@@ -27,31 +27,31 @@ def gradients(
     num_shards: int = 1,
     sharding: NamedSharding | None = None,
 ) -> tuple[Any, jax.Array, Any, Sums]:
-    """The gradient of the loss, the sum over its terms of sum / weight.
+    """Returns the gradient of the loss, which is the sum over its terms of sum / weight.
 
-    Row r of microbatch j is row j * n + r of each shard, n being the shard's rows in a microbatch,
-    so that no example moves between devices; in the order of `mesh.microbatch_order` it is a run
-    of consecutive examples. Sums of a microbatch are divided by the weights of the whole batch, so
-    that examples count as in one large batch, also where microbatches have unequal weights.
+    Each shard is cut into microbatches of n rows: row r of microbatch j is the shard's row
+    j * n + r, so no example moves between devices. In the order of `mesh.microbatch_order` a
+    microbatch is a run of consecutive examples. Its sums are divided by the weights of the whole
+    batch, so that examples count as in one large batch even if microbatches have unequal weights.
 
-    A microbatch is a batch to BatchNorm: its groups are those of the microbatch, as ghost batches
-    of the large one, and the same for every number of devices. Groups that divide a microbatch are
-    also the same for every number of microbatches. The running averages become those of the large
-    batch, by the law of total variance.
+    BatchNorm takes its groups within a microbatch, as ghost batches of the large one. They are the
+    same for every number of devices, and groups that divide a microbatch are the same for every
+    number of microbatches. The running averages become those of the large batch, by the law of
+    total variance.
 
     Args:
       task: the learning problem.
       params: its parameters.
       model_state: the model's other collections.
       batch: fields of shape (rows, ...).
-      weights: of each term of the loss, `task.weights` of the global batch. A term without any
-        counts for nothing.
+      weights: the weight of each term of the loss: `task.weights` of the global batch. A term with
+        weight 0 contributes nothing.
       key: random key of this update.
-      positions: of the rows in the global batch, (rows,); with `key` they decide dropout.
+      positions: positions of the rows in the global batch, (rows,); with `key` they decide dropout.
       steps: number of microbatches.
-      num_shards: into how many equal runs of rows the batch is split over devices, under jit; 1
-        where a device sees its own rows only.
-      sharding: of a batch, under jit.
+      num_shards: number of equal runs of rows into which the batch is split over devices, under
+        jit; 1 inside shard_map, where the rows are one device's.
+      sharding: sharding of a batch, under jit.
 
     Returns:
       (gradients, in float32 at least where there are several microbatches; these rows' share of

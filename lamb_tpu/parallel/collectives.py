@@ -1,9 +1,9 @@
 """Sums, scatters and gathers of whole trees inside shard_map, in few operations.
 
-A gradient has hundreds of leaves. One collective for each would pay its latency as often, and the
-TPU compiler turns the scatter of a small array into an all-reduce of the whole. So leaves are laid
-side by side in buckets: each device's part of every leaf lies in one entry along the first axis,
-and scattering or gathering those entries is one operation on large, contiguous pieces.
+A gradient has hundreds of leaves. One collective for each leaf would pay the latency hundreds of
+times, and the TPU compiler turns the scatter of a small array into an all-reduce of the whole. So
+leaves are packed into buckets. Entry i of a bucket's first axis holds device i's part of every
+leaf, and one operation scatters or gathers these large, contiguous entries.
 """
 
 import math
@@ -14,28 +14,28 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-# Large enough that latency does not count, small enough that the first bucket is on its way while
-# the backward pass still computes the last.
+# Large enough that latency does not count, small enough that the first bucket is sent while the
+# backward pass still computes the last.
 BUCKET_BYTES = 64 * 2**20
 # The TPU compiler keeps a reduce-scatter of an array (parts, rows, lanes) whose parts are an even
-# number of tiles, of 8 rows by 128 lanes. Of others, and of flat arrays, it makes an all-reduce and
-# a slice.
+# number of tiles of 8 rows by 128 lanes. It turns other shapes, and flat arrays, into an all-reduce
+# and a slice.
 _LANES = 256
 _TILES = 8 * _LANES
-# A device's part of fewer values is not worth filling up to tiles.
+# A device's part of fewer values is not worth padding to tiles.
 _FEW = 4 * _TILES
 
 
 def all_reduce(tree: Any, axes: Sequence[str], dtype: Any = None) -> Any:
-    """The sum of every leaf over mesh axes; the compiler combines the operations.
+    """Sums every leaf over mesh axes; the compiler combines the operations.
 
     Args:
       tree: arrays, the same shapes on each device.
       axes: mesh axes of the surrounding shard_map or pmap.
-      dtype: what floating-point leaves are sent and added in; None: their own.
+      dtype: the dtype in which floating-point leaves are sent and added; None: their own.
 
     Returns:
-      The sums, in the wider of that and the leaves' own dtypes.
+      The sums, in the wider of `dtype` and each leaf's own.
     """
     sums = lax.psum(jax.tree.map(lambda x: _sent(x, dtype), tree), tuple(axes))
     return jax.tree.map(_wider, sums, tree)
@@ -44,20 +44,21 @@ def all_reduce(tree: Any, axes: Sequence[str], dtype: Any = None) -> Any:
 def reduce_scatter(
     leaves: Sequence[jax.Array], axes: Sequence[int], name: str, dtype: Any = None
 ) -> list[jax.Array]:
-    """This device's part of the sum of each array over a mesh axis.
+    """Sums each array over a mesh axis and returns this device's part.
 
-    Goes in two phases, over runs of neighbours and then over those in the same place of each run.
-    Together they send as little as one phase would, (n - 1) / n of the arrays, and the TPU compiler
-    keeps them where it replaces a scatter over a whole slice by an all-reduce.
+    This takes two phases: over runs of neighbours, then over the devices at the same place of each
+    run. Together they send (n - 1) / n of the arrays, as one phase would. The TPU compiler keeps
+    both phases, whereas it replaces one scatter over a whole slice by an all-reduce.
 
     Args:
       leaves: arrays, the same shapes on each device.
-      axes: of each array, the one along which it is split; the mesh axis divides it.
+      axes: the axis along which each array is split; the mesh axis' size divides its length.
       name: the mesh axis.
-      dtype: what they are sent and added in; None: their own.
+      dtype: the dtype in which arrays are sent and added; None: their own.
 
     Returns:
-      Arrays 1/n as long along their axis on a mesh axis of size n, in the wider dtype.
+      Arrays 1/n as long along their axis, n being the size of the mesh axis; in the wider of
+      `dtype` and their own.
     """
     parts = lax.axis_size(name)
 
@@ -77,7 +78,7 @@ def reduce_scatter(
 
 
 def _scatter(packed: jax.Array, name: str, parts: int) -> jax.Array:
-    """(1, rows, lanes): the sum over devices of this device's entry of (parts, rows, lanes)."""
+    """Sums (parts, rows, lanes) over devices; returns this device's entry, (1, rows, lanes)."""
     _, rows, lanes = packed.shape
     near = max(k for k in range(1, math.isqrt(parts) + 1) if parts % k == 0)
     if near == 1 or lanes != _LANES:
@@ -97,15 +98,15 @@ def _scatter(packed: jax.Array, name: str, parts: int) -> jax.Array:
 
 
 def all_gather(leaves: Sequence[jax.Array], axes: Sequence[int], name: str) -> list[jax.Array]:
-    """Whole arrays from each device's part of them.
+    """Gathers whole arrays from the devices' parts.
 
     Args:
       leaves: this device's parts, the same shapes on each device.
-      axes: of each array, the one along which it is split.
-      name: the mesh axis over which it is.
+      axes: the axis along which each array is split.
+      name: the mesh axis over which the arrays are split.
 
     Returns:
-      Arrays n times as long along their axis, on a mesh axis of size n.
+      Arrays n times as long along their axis, n being the size of the mesh axis.
     """
     parts = lax.axis_size(name)
 
@@ -122,7 +123,7 @@ def all_gather(leaves: Sequence[jax.Array], axes: Sequence[int], name: str) -> l
 
 
 def local_part(leaf: jax.Array, axis: int, name: str) -> jax.Array:
-    """This device's part of an array that each device holds whole, without communication."""
+    """Cuts this device's part out of an array that each device holds whole."""
     size = leaf.shape[axis] // lax.axis_size(name)
     return lax.dynamic_slice_in_dim(leaf, lax.axis_index(name) * size, size, axis)
 
@@ -133,9 +134,9 @@ def _in_buckets(
     axes: Sequence[int],
     copies: int,
 ) -> list[jax.Array]:
-    """Runs on some leaves of one dtype at a time and puts the results into their order.
+    """Calls `run` on buckets of leaves of one dtype; returns the results in the leaves' order.
 
-    `copies` is how often a leaf's size counts, where the bucket holds as many parts of it.
+    A bucket holds `copies` times the size of its leaves.
     """
     buckets: dict[Any, list[list[int]]] = {}
     filled: dict[Any, int] = {}
@@ -164,9 +165,9 @@ def _wider(received: jax.Array, own: jax.Array) -> jax.Array:
 
 
 def _pack(rows: Sequence[jax.Array]) -> jax.Array:
-    """(parts, rows, lanes) that holds matrices (parts, values) one after the other, filled up.
+    """Packs matrices (parts, values), one after the other, into padded (parts, rows, lanes).
 
-    Large ones begin with a tile each, so that cutting them out again moves whole tiles.
+    Each large matrix begins at a tile, so that unpacking moves whole tiles.
     """
     many, few = _large_and_small([matrix.shape[1] for matrix in rows])
     blocks = [rows[i] for i in many]
@@ -178,7 +179,7 @@ def _pack(rows: Sequence[jax.Array]) -> jax.Array:
 
 
 def _unpack(packed: jax.Array, lengths: Sequence[int]) -> list[jax.Array]:
-    """The matrices (parts, length) that `_pack` put into (parts, rows, lanes)."""
+    """Returns the matrices (parts, length) that `_pack` packed."""
     many, few = _large_and_small(lengths)
     found: dict[int, jax.Array] = {}
     start = 0
@@ -212,7 +213,7 @@ def _part_shape(shape: tuple[int, ...], axis: int, parts: int) -> tuple[int, ...
 
 
 def _rows(leaf: jax.Array, axis: int, parts: int) -> jax.Array:
-    """(parts, values of a part): row i is the i-th part of an array that is cut along `axis`."""
+    """Cuts an array along `axis` into rows: (parts, values of a part)."""
     before = math.prod(leaf.shape[:axis])
     return jnp.moveaxis(leaf.reshape(before, parts, -1), 1, 0).reshape(parts, -1)
 

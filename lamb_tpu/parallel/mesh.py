@@ -23,21 +23,22 @@ def make_mesh(
     devices: Sequence[jax.Device] | None = None,
     group_replicas: int = 1,
 ) -> Mesh:
-    """A mesh over all devices, neighbours on the physical torus next to each other.
+    """Returns a mesh over all devices, with neighbours on the physical torus next to each other.
 
-    The axes are Auto: the compiler places the collectives. Several slices lie one after the other
-    along the data axis, whose collectives then cross the slower network between them.
+    The axes are Auto: the compiler places the collectives. Several slices are laid along the data
+    axis, whose collectives then cross the slower network between slices.
 
     Args:
-      shape: size of 'data' and, where they are not 1, of 'fsdp' (which splits the batch too, and
-        state), 'model' and 'sequence'; one of them may be -1, which takes what is left. Axes of
-        size 1 other than 'data' are not in the mesh.
-      devices: what to put into it; None: all there are.
-      group_replicas: devices of one group of BatchNorm. Where there are several, and no axis but
-        those of the batch, they lie as `torus.order` has them.
+      shape: size of 'data' and, where they are not 1, of 'fsdp' (which splits the batch and the
+        state), 'model' and 'sequence'. One size may be -1: it takes the remaining devices. Axes of
+        size 1 other than 'data' are left out of the mesh.
+      devices: devices of the mesh; None: all.
+      group_replicas: devices that share one group of BatchNorm. With several, and no axes but those
+        of the batch, devices are in the order of `torus.order`.
 
     Raises:
-      UserError: an unknown or missing axis, or sizes that do not multiply to the devices.
+      UserError: an axis is unknown or missing, or the sizes do not multiply to the number of
+        devices.
     """
     devices = list(jax.devices() if devices is None else devices)
     sizes = _sizes(shape, len(devices))
@@ -56,13 +57,13 @@ def make_mesh(
     elif group_replicas > 1 and set(names) <= set(BATCH_AXES):
         array = np.array(torus.order(devices, group_replicas)).reshape(lengths)
     else:
-        # Where an axis is no product of the torus' own, it has to be cut out of them.
+        # An axis that is not a product of the torus' own axes has to be cut out of them.
         array = mesh_utils.create_device_mesh(lengths, devices, allow_split_physical_axes=True)
     return Mesh(array, names, axis_types=(AxisType.Auto,) * len(names))
 
 
 def _sizes(shape: Mapping[str, int], num_devices: int) -> dict[str, int]:
-    """The size of each axis of `AXES`."""
+    """Sizes of the axes in `AXES`, with -1 replaced."""
     if set(shape) - set(AXES) or DATA_AXIS not in shape:
         raise UserError(
             f"config.mesh has the axes {', '.join(shape)}; it must have data and may have "
@@ -92,7 +93,7 @@ def _sizes(shape: Mapping[str, int], num_devices: int) -> dict[str, int]:
 
 
 def batch_axes(mesh: Mesh) -> tuple[str, ...]:
-    """The mesh's axes over which a batch is split, outermost first."""
+    """Mesh axes over which a batch is split, outermost first."""
     return tuple(axis for axis in BATCH_AXES if axis in mesh.shape)
 
 
@@ -102,22 +103,22 @@ def state_axis(mesh: Mesh) -> str:
 
 
 def num_batch_shards(mesh: Mesh) -> int:
-    """Into how many parts a batch is split."""
+    """Number of parts into which a batch is split."""
     return math.prod(mesh.shape[axis] for axis in batch_axes(mesh))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """Every device holds the whole array."""
+    """Sharding of an array that every device holds whole."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """The leading axis is split over the batch axes."""
+    """Sharding of an array whose leading axis is split over the batch axes."""
     return NamedSharding(mesh, PartitionSpec(batch_axes(mesh)))
 
 
 def check_divides(key: str, size: int, parts: int, of: str) -> None:
-    """Refuses a number of examples that `parts` does not divide, naming the config's `key`."""
+    """Refuses a number of examples that is not a multiple of `parts`; the error names `key`."""
     if size % parts:
         below, above = size // parts * parts, -(-size // parts) * parts
         near = f"{below} or {above}" if below else f"{above}"
@@ -125,10 +126,10 @@ def check_divides(key: str, size: int, parts: int, of: str) -> None:
 
 
 def local_rows(batch_size: int, mesh: Mesh) -> np.ndarray:
-    """The rows of a global batch that this process' devices hold, ascending, each once.
+    """Rows of a global batch that this process' devices hold, ascending, each once.
 
-    Where the mesh follows a torus they need not lie together, and where an axis that does not
-    split the batch crosses processes, several hold the same rows.
+    They need not be consecutive on a mesh that follows a torus. Several processes hold the same
+    rows if an axis that does not split the batch crosses processes.
     """
     devices = batch_sharding(mesh).addressable_devices_indices_map((batch_size,))
     held = {index[0].indices(batch_size) for index in devices.values() if index is not None}
@@ -136,11 +137,10 @@ def local_rows(batch_size: int, mesh: Mesh) -> np.ndarray:
 
 
 def microbatch_order(batch_size: int, num_shards: int, steps: int) -> np.ndarray:
-    """Which example of a global batch lies at each place of the array that is split over a mesh.
+    """Order of a global batch's examples in the array that is split over a mesh.
 
-    Every shard is cut into `steps` microbatches. With the examples in this order microbatch j is
-    the j-th run of consecutive examples, whatever the number of shards, and no example has to move
-    between devices.
+    Every shard is cut into `steps` microbatches. In this order microbatch j is the j-th run of
+    consecutive examples for any number of shards, and no example has to move between devices.
 
     >>> microbatch_order(8, 2, 2)
     array([0, 1, 4, 5, 2, 3, 6, 7])
@@ -151,12 +151,12 @@ def microbatch_order(batch_size: int, num_shards: int, steps: int) -> np.ndarray
 def shard_batch(
     batch: Mapping[str, np.ndarray], batch_size: int, mesh: Mesh
 ) -> dict[str, jax.Array]:
-    """A global batch over the batch axes, from this process' rows of it.
+    """Returns a global batch, split over the batch axes, from this process' rows.
 
     Args:
-      batch: fields of shape (rows, ...), of the rows that `local_rows` gives.
-      batch_size: rows of the global batch.
-      mesh: over all devices.
+      batch: fields of shape (rows, ...), with the rows of `local_rows`.
+      batch_size: number of rows of the global batch.
+      mesh: the mesh over all devices.
     """
     sharding, rows = batch_sharding(mesh), local_rows(batch_size, mesh)
 

@@ -1,4 +1,4 @@
-"""Which parameters are split over which axes of the mesh: rules by path, and where state goes."""
+"""Partition rules: which mesh axes split which parameters, by path; and shardings for ZeRO-1."""
 
 import math
 import re
@@ -14,30 +14,34 @@ from lamb_tpu.optim.parameters import ParameterFacts
 from lamb_tpu.parallel import mesh as mesh_lib
 
 KINDS = ("replicated", "fsdp")
-# A regex over '/'-joined paths, and how what it finds is split.
+# A regex over '/'-joined paths, and how the parameters that it finds are split.
 Rule = tuple[str, str | Sequence[str | None]]
 
 
 def partition_params(
     params: Any, rules: Sequence[Rule], mesh: Mesh, facts: Any, activation_axes: Sequence[str] = ()
 ) -> Any:
-    """A `NamedSharding` for every parameter.
+    """Returns a `NamedSharding` for every parameter.
 
-    The first rule whose regex is found in a parameter's path decides; without one the parameter is
-    replicated. It is split as 'replicated' (not at all), 'fsdp' (over the state axis, along the
-    first of its axes that divides, none of those that stack layers) or by a list with the mesh
-    axis of each of its axes, or None. A mesh axis that is not in the mesh has size 1.
+    The first rule whose regex is found in a parameter's path decides. A parameter that no rule
+    matches is replicated. A rule says one of
+
+    - 'replicated': the parameter is not split;
+    - 'fsdp': it is split over the state axis, along its first axis that divides and does not stack
+      layers;
+    - a list with a mesh axis or None for each axis of the parameter. A mesh axis that is not in the
+      mesh has size 1.
 
     Args:
       params: arrays or `jax.ShapeDtypeStruct`s.
-      rules: see above.
-      mesh: over all devices.
+      rules: pairs (regex, how to split), in order of precedence.
+      mesh: the mesh over all devices.
       facts: the parameters' `ParameterFacts`.
-      activation_axes: axes of the mesh over which the model splits activations by itself.
+      activation_axes: mesh axes over which the model splits activations by itself.
 
     Raises:
-      UserError: a rule is no rule, matches no parameter or does not divide one that it decides; an
-        axis of the mesh splits nothing.
+      UserError: a rule is malformed, matches no parameter, or does not divide a parameter that it
+        decides; or a mesh axis splits nothing.
     """
     used: set[int] = set()
     decided: set[int] = set()
@@ -76,10 +80,10 @@ def partition_params(
 
 
 def check_rule(number: int, rule: Any) -> tuple[re.Pattern, Any]:
-    """The rule with its regex compiled.
+    """Returns a rule with its regex compiled.
 
     Raises:
-      UserError: it is no rule.
+      UserError: the rule is malformed.
     """
     where = f"config.parallel.rules[{number}]"
     if isinstance(rule, str) or not isinstance(rule, Sequence) or len(rule) != 2:
@@ -88,7 +92,9 @@ def check_rule(number: int, rule: Any) -> tuple[re.Pattern, Any]:
     try:
         pattern = re.compile(pattern)
     except (re.error, TypeError) as error:
-        raise UserError(f"{where} has the regex {rule[0]!r}, which is none ({error})") from None
+        raise UserError(
+            f"{where} is not a valid regular expression: {rule[0]!r} ({error})"
+        ) from None
     if isinstance(split, str) and split in KINDS:
         return pattern, split
     if isinstance(split, str) or not isinstance(split, Sequence):
@@ -137,11 +143,12 @@ def sequence_axes(mesh: Mesh, num_heads: int, length: int) -> tuple[str, ...]:
 
     Args:
       mesh: over all devices.
-      num_heads: of the model's attention.
-      length: of the sequences, in tokens.
+      mesh: the mesh over all devices.
+      num_heads: number of attention heads.
+      length: length of the sequences, in tokens.
 
     Raises:
-      UserError: the sequences, or the heads, do not divide.
+      UserError: the sequences, or the heads, do not divide over these axes.
     """
     sequence, model = mesh.shape.get("sequence", 1), mesh.shape.get("model", 1)
     if sequence == 1:
@@ -179,14 +186,14 @@ def divisible_axis(
     facts: ParameterFacts,
     taken: Sequence[Any] | PartitionSpec = (),
 ) -> int | None:
-    """The first axis of a parameter that divides over the state axis; None where there is none.
+    """Returns the first axis of a parameter that divides over the state axis, or None.
 
     Args:
-      shape: of the parameter.
-      mesh: over all devices.
-      facts: the parameter's; axes that stack layers are left whole, so that each layer's norm is
+      shape: shape of the parameter.
+      mesh: the mesh over all devices.
+      facts: facts of the parameter. Axes that stack layers stay whole, so that each layer's norm is
         taken over all devices.
-      taken: what its axes are split over already.
+      taken: mesh axes that already split the parameter, one entry for each of its axes.
     """
     parts = mesh.shape[mesh_lib.state_axis(mesh)]
     for axis, size in enumerate(shape):
@@ -197,7 +204,7 @@ def divisible_axis(
 
 
 def split_spec(spec: PartitionSpec, axis: int | None, mesh: Mesh) -> PartitionSpec:
-    """The spec with `axis` split over the state axis besides; None leaves it."""
+    """Returns `spec` with `axis` split over the state axis too; None returns it unchanged."""
     if axis is None:
         return spec
     axes = list(spec) + [None] * (axis + 1 - len(spec))
@@ -206,11 +213,11 @@ def split_spec(spec: PartitionSpec, axis: int | None, mesh: Mesh) -> PartitionSp
 
 
 def check_named(shardings: Any, mesh: Mesh, facts: Any) -> None:
-    """Refuses parameters that the step inside shard_map cannot put together again.
+    """Refuses shardings of parameters that the step inside shard_map cannot gather.
 
     Raises:
-      UserError: one is split over another axis than the state axis, or between layers that it
-        stacks, whose norms the program could not tell apart.
+      UserError: a parameter is split over another axis than the state axis, or along an axis that
+        stacks layers, whose norms the program could not tell apart.
     """
     state = mesh_lib.state_axis(mesh)
     for path, sharding, fact in zip(
@@ -231,10 +238,11 @@ def check_named(shardings: Any, mesh: Mesh, facts: Any) -> None:
 
 
 def zero1(params: Any, params_sharding: Any, mesh: Mesh, facts: Any) -> Any:
-    """Where the optimizer's state of each parameter lives under ZeRO-1: shardings like `params`.
+    """Shardings of the optimizer's state under ZeRO-1, one for each parameter.
 
-    Each is split over the state axis along the first of its axes that divides and is not split
-    already; one that has none, as a bias of odd length, stays where the parameter is.
+    The state is split over the state axis, along the parameter's first axis that divides and is not
+    split already. State of a parameter without such an axis, such as a bias of odd length, is
+    placed as the parameter.
     """
 
     def place(leaf: Any, sharding: NamedSharding, fact: ParameterFacts) -> NamedSharding:
@@ -248,7 +256,7 @@ def zero1(params: Any, params_sharding: Any, mesh: Mesh, facts: Any) -> Any:
 
 
 def bytes_per_device(tree: Any, shardings: Any) -> int:
-    """What one device holds of a tree of arrays or `jax.ShapeDtypeStruct`s, in bytes."""
+    """Bytes of a tree of arrays or `jax.ShapeDtypeStruct`s on one device."""
     return sum(
         math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf, sharding in zip(jax.tree.leaves(tree), jax.tree.leaves(shardings), strict=True)
@@ -258,13 +266,13 @@ def bytes_per_device(tree: Any, shardings: Any) -> int:
 def describe(
     params: Any, shardings: Any, rules: Sequence[Rule], state: Mapping[str, tuple[Any, Any]]
 ) -> str:
-    """Lines for the terminal: what each rule splits how, and the bytes of each kind.
+    """Lines for the terminal: what each rule splits, and the bytes on a device.
 
     Args:
       params: the parameters.
-      shardings: theirs.
-      rules: by which they were made.
-      state: what else a device holds, name -> (tree, shardings).
+      shardings: the parameters' shardings.
+      rules: the rules that the shardings follow.
+      state: further trees on a device, name -> (tree, shardings).
     """
     groups: dict[str, list[tuple[Any, Any]]] = {}
     for path, leaf, sharding in zip(

@@ -1,4 +1,4 @@
-"""The state that updates turn into each other, and where each of its arrays lives."""
+"""The train state, its initial value, and the sharding of each of its arrays."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -18,17 +18,17 @@ from lamb_tpu.tasks import Task
 
 @flax.struct.dataclass
 class TrainState:
-    """What one update turns into the next; all of it is in a checkpoint.
+    """Everything that an update changes; a checkpoint holds all of it.
 
     Attributes:
-      step: completed updates, int32 scalar; the one clock of a run.
+      step: number of completed updates, int32 scalar.
       params: the model's parameters.
       model_state: its other collections, such as BatchNorm's running averages.
       opt_state: the optimizer's state.
       key: typed random key, constant; update t draws from `fold_in(key, t)`.
-      ema: moving averages of parameters and model state, as a pair, in float32 at least; None
-        without.
-      skipped: updates that were left out because their gradient was not finite, int32 scalar.
+      ema: moving averages of parameters and model state, as a pair, in float32 at least; None in a
+        run without averages.
+      skipped: number of updates skipped because their gradient was not finite, int32 scalar.
     """
 
     step: jax.Array
@@ -42,13 +42,13 @@ class TrainState:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Where parameters and the state that goes with them live.
+    """Shardings of the parameters and of the state that belongs to each parameter.
 
     Attributes:
-      mesh: over all devices.
+      mesh: the mesh over all devices.
       params: a `NamedSharding` for every parameter.
-      moments: the same for what an optimizer, or the moving average, keeps of it; under ZeRO-1
-        split further than the parameter itself.
+      moments: a `NamedSharding` for every parameter's moments and moving average; under ZeRO-1
+        they are split further than the parameter itself.
     """
 
     mesh: Mesh
@@ -86,18 +86,18 @@ def make_layout(
     optimizer_state: str = "replicated",
     activation_axes: Sequence[str] = (),
 ) -> Layout:
-    """The layout that the partition rules and the choice for the optimizer's state give.
+    """Returns the layout by the partition rules and the choice for the optimizer's state.
 
     Args:
       params: arrays or `jax.ShapeDtypeStruct`s.
-      mesh: over all devices.
+      mesh: the mesh over all devices.
       facts: the parameters' `ParameterFacts`.
       rules: see `rules.partition_params`.
-      optimizer_state: 'replicated' (as the parameters are) or 'zero1'.
+      optimizer_state: 'replicated' (moments are placed as their parameters) or 'zero1'.
       activation_axes: see `rules.partition_params`.
 
     Raises:
-      UserError: a rule that does not fit.
+      UserError: a rule does not fit the parameters or the mesh.
     """
     shardings = rules_lib.partition_params(params, rules, mesh, facts, activation_axes)
     moments = shardings
@@ -113,17 +113,18 @@ def make_init(
     average: bool = False,
     prng: str = "threefry2x32",
 ) -> Callable[..., TrainState]:
-    """A function of a random key, and of values in place of drawn ones, to the first state.
+    """Returns `init(key, given=None)`, which makes the initial state.
 
-    The values are arrays by the '/'-joined path from a field of the state: parameters and model
-    state, of which the optimizer's state and the averages are made, and the optimizer's state.
+    `given` replaces random values: arrays by the '/'-joined path from a field of the state, such as
+    'params/dense/kernel'. Given parameters and model state also determine the initial optimizer
+    state and averages; arrays of the optimizer state may be given too.
 
     Args:
       task: the learning problem.
       tx: the optimizer.
-      batch: arrays in whose shapes and dtypes batches come.
-      average: keep a moving average of the weights.
-      prng: generator of the state's key; what is drawn here comes from the key that is given.
+      batch: arrays with the shapes and dtypes of a batch.
+      average: whether to keep a moving average of the weights.
+      prng: generator of the key in the state. Initial weights are drawn from `init`'s own key.
     """
 
     def init(key: jax.Array, given: Mapping[str, jax.Array] | None = None) -> TrainState:
@@ -159,12 +160,12 @@ def _widened(leaf: jax.Array) -> jax.Array:
 def state_shardings(
     abstract: TrainState, tx: optax.GradientTransformation, layout: Layout
 ) -> TrainState:
-    """A sharding for every array of the state.
+    """Returns a sharding for every array of the state.
 
     Args:
       abstract: the state, or its shapes and dtypes.
       tx: the optimizer.
-      layout: of the parameters.
+      layout: the shardings of parameters and moments.
     """
     whole = mesh_lib.replicated(layout.mesh)
 
@@ -189,13 +190,13 @@ def state_shardings(
 def check_update(
     tx: optax.GradientTransformation, params: Any, opt_state: optax.OptState, layout: Layout
 ) -> None:
-    """Raises what the optimizer raises inside shard_map where it cannot work on parts of a tensor.
+    """Traces the optimizer inside shard_map, so that it raises if it cannot update split tensors.
 
     Args:
       tx: the optimizer, with `axis_name=layout.update_spec`.
       params: the parameters' shapes and dtypes.
-      opt_state: the same of the optimizer's state.
-      layout: of the parameters.
+      opt_state: the optimizer state's shapes and dtypes.
+      layout: the shardings of parameters and moments.
     """
     parts = jax.tree.map(lambda sharding: sharding.spec, layout.moments)
     specs = sharding.state_sharding(tx, params, parts)
@@ -207,7 +208,7 @@ def check_update(
 
 
 def with_shardings(abstract: Any, shardings: Any) -> Any:
-    """The shapes and dtypes of a tree together with its shardings."""
+    """Returns `jax.ShapeDtypeStruct`s with the shardings filled in."""
 
     def place(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

@@ -1,4 +1,4 @@
-"""Refuses networks whose running statistics would be those of a part of the batch."""
+"""A check that refuses networks whose running statistics would see only a part of the batch."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,21 +16,21 @@ def check_statistics(
 ) -> None:
     """Refuses a model that keeps statistics of the batch other than by `models.norm.BatchNorm`.
 
-    A layer such as `nn.BatchNorm` of Flax normalises by the examples that it sees, which are a
-    device's part inside shard_map and a microbatch under accumulation: another network, and running
-    averages of one part. Nothing is computed: the loss is traced.
+    A layer such as Flax's `nn.BatchNorm` normalises by the examples that it sees: a device's part
+    inside shard_map, a microbatch under accumulation. That would be another network, with running
+    averages of one part. The loss is only traced; nothing is computed.
 
     Args:
       task: the learning problem.
-      params: the parameters, or their shapes and dtypes, as all that follows.
-      model_state: the model's other collections.
-      batch: rows that one forward pass sees.
-      key: random key.
-      whole: the batch is not cut into microbatches, so that state which does not depend on the
-        batch is the same on every device and may stay; else nobody would combine it.
+      params: the parameters, or their shapes and dtypes.
+      model_state: the model's other collections, or their shapes and dtypes.
+      batch: the rows that one forward pass sees, or their shapes and dtypes.
+      key: random key, or its shape and dtype.
+      whole: whether the batch is not cut into microbatches. State that does not depend on the batch
+        is then the same on every device and may stay. With microbatches no code would combine it.
 
     Raises:
-      ValueError: naming the layers.
+      ValueError: the model has such layers; the message names them.
     """
     paths = parameters.leaf_paths(model_state)
     if not paths:
@@ -64,9 +64,9 @@ def check_statistics(
 
 
 def _depending(jaxpr: Any, sources: list[Var]) -> list[bool]:
-    """Of each output whether it may depend on one of some inputs.
+    """Returns for each output whether it may depend on one of `sources`.
 
-    What an operation gives out is taken to depend on all that it takes in.
+    Every output of an operation counts as depending on all of the operation's inputs.
     """
     found = set(sources)
 

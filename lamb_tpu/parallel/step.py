@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
-from lamb_tpu.parallel import accumulation, placements
+from lamb_tpu.parallel import accumulation, backends
 from lamb_tpu.parallel.mesh import batch_axes, batch_sharding, replicated
 from lamb_tpu.parallel.state import Layout, TrainState
 from lamb_tpu.tasks import HostScored, Sums, Task
@@ -21,60 +21,64 @@ Update = Callable[[TrainState, Batch], tuple[TrainState, Sums]]
 def make_update(
     task: Task,
     tx: optax.GradientTransformation,
-    placement: placements.Compiled | placements.Named,
+    backend: backends.JitBackend | backends.ShardMapBackend,
     *,
     accumulation_steps: int = 1,
     ema_decay: float = 0.0,
     skip_nonfinite: bool = False,
 ) -> Update:
-    """One update as a function of the rows that a program sees: `(state, batch) -> (state, sums)`.
+    """Returns one update as a function `(state, batch) -> (state, sums)`.
 
-    The terms of the loss are sums. Each is divided by its weight over all microbatches and devices,
-    which is known from the batch before the backward pass, so the update does not depend on their
-    numbers. The metrics are pairs (sum, weight): the task's, and of weight 1 `loss`, `grad_norm`
-    (l2, over all parameters, before any clipping) and `param_norm` (l2, after the update).
+    The batch is the rows that a program sees: all under jit, one device's inside shard_map.
+
+    The terms of the loss are sums. Each is divided by its weight over all microbatches and devices.
+    That weight is known from the batch before the backward pass, so the update does not depend on
+    the number of microbatches or devices. The metrics are pairs (sum, weight): the task's, and with
+    weight 1 `loss`, `grad_norm` (l2, over all parameters, before any clipping) and `param_norm`
+    (l2, after the update).
 
     Args:
       task: the learning problem. Inside shard_map its model's BatchNorm names the batch axes, and
         no layer keeps statistics of its own, see `statistics.check_statistics`.
       tx: the optimizer. Inside shard_map with `axis_name=layout.update_spec`.
-      placement: how the update communicates.
-      accumulation_steps: microbatches that a device's rows are cut into. The rows of a batch are
-        in the order of `mesh.microbatch_order`.
+      backend: sums, scatters and gathers, by the compiler or explicit.
+      accumulation_steps: number of microbatches that each device's rows are cut into. The rows of a
+        batch are in the order of `mesh.microbatch_order`.
       ema_decay: d of the moving average e <- d_t e + (1 - d_t) x of parameters and model state,
         with d_t = min(d, (1 + t) / (10 + t)) after t updates as in TensorFlow, whose EfficientNet
         recipes have 0.9999.
-      skip_nonfinite: leave an update out whose gradient is not finite: parameters, model state,
-        average and the optimizer's floating-point state stay, its counts and the step go on, so
-        that all clocks agree; its metrics are pairs of 0. Adds the metric `skipped`.
+      skip_nonfinite: skip an update whose gradient is not finite. Parameters, model state, average
+        and the optimizer's floating-point state stay. The optimizer's counts and the step advance,
+        so that all clocks agree. The metrics of a skipped update are pairs of 0. Adds the metric
+        `skipped`.
     """
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Sums]:
         rows = len(next(iter(batch.values())))
         grads, loss, model_state, sums = accumulation.gradients(
             task,
-            placement.whole_params(state.params),
+            backend.whole_params(state.params),
             state.model_state,
             batch,
-            placement.add(task.weights(batch)),
+            backend.add(task.weights(batch)),
             jax.random.fold_in(state.key, state.step),
-            placement.positions(rows, accumulation_steps),
+            backend.positions(rows, accumulation_steps),
             accumulation_steps,
-            placement.num_shards,
-            placement.batch_sharding,
+            backend.num_shards,
+            backend.batch_sharding,
         )
-        grads = placement.reduce(grads)
-        loss, sums = placement.add((loss, sums))
+        grads = backend.reduce(grads)
+        loss, sums = backend.add((loss, sums))
         grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
-        old = placement.parts(state.params)
+        old = backend.parts(state.params)
         updates, opt_state = tx.update(grads, state.opt_state, old)
         params = optax.apply_updates(old, updates)
-        norm, one = placement.norm(grads), jnp.ones((), jnp.float32)
+        norm, one = backend.norm(grads), jnp.ones((), jnp.float32)
         sums = {
             **sums,
             "loss": (loss, one),
             "grad_norm": (norm, one),
-            "param_norm": (placement.norm(params), one),
+            "param_norm": (backend.norm(params), one),
         }
         ema = state.ema
         if ema is not None:
@@ -95,7 +99,7 @@ def make_update(
             sums = jax.tree.map(lambda x: jnp.where(finite, x, jnp.zeros_like(x)), sums)
             sums["skipped"] = (1 - finite.astype(jnp.float32), one)
             skipped = skipped + 1 - finite.astype(jnp.int32)
-        params = placement.from_parts(params)
+        params = backend.from_parts(params)
         new = TrainState(state.step + 1, params, model_state, opt_state, state.key, ema, skipped)
         return new, sums
 
@@ -128,22 +132,22 @@ def make_train_step(
       task: the learning problem; see `make_update`.
       tx: the optimizer; see `make_update`.
       layout: where parameters and moments live.
-      shardings: of the state, see `state.state_shardings`.
+      shardings: shardings of the state, see `state.state_shardings`.
       backend: 'jit' (the compiler places the collectives) or 'shard_map' (the program names them).
-      gradient_dtype: under shard_map, what gradients are sent in.
-      **options: of `make_update`.
+      gradient_dtype: under shard_map, the dtype in which gradients are sent.
+      **options: further arguments of `make_update`.
     """
     mesh = layout.mesh
     batch, whole = batch_sharding(mesh), replicated(mesh)
     if backend == "jit":
-        update = _in_mesh(mesh, make_update(task, tx, placements.Compiled(layout), **options))
+        update = _in_mesh(mesh, make_update(task, tx, backends.JitBackend(layout), **options))
     else:
-        placement = placements.Named(layout, gradient_dtype)
+        explicit = backends.ShardMapBackend(layout, gradient_dtype)
         specs = jax.tree.map(lambda sharding: sharding.spec, shardings)
-        # Without check_vma, under which gradients of what is replicated would arrive summed
-        # already, one all-reduce each and in their own dtype, and BatchNorm could not cut an axis.
+        # check_vma would sum the gradients of replicated parameters by itself, with one all-reduce
+        # for each leaf and in its own dtype, and BatchNorm could not split an axis into groups.
         update = jax.shard_map(
-            make_update(task, tx, placement, **options),
+            make_update(task, tx, explicit, **options),
             mesh=mesh,
             in_specs=(specs, PartitionSpec(batch_axes(mesh))),
             out_specs=(specs, PartitionSpec()),
@@ -155,7 +159,7 @@ def make_train_step(
 
 
 def make_eval_step(task: Task, mesh: Mesh) -> jax.stages.Wrapped:
-    """`(params, model_state, batch) -> {metric: (sum, weight)}` over the batch's unmasked rows.
+    """Returns `(params, model_state, batch) -> {metric: (sum, weight)}` over unmasked rows.
 
     Parameters may be split in any way.
     """
@@ -163,12 +167,12 @@ def make_eval_step(task: Task, mesh: Mesh) -> jax.stages.Wrapped:
 
 
 def make_predict_step(task: HostScored, mesh: Mesh) -> jax.stages.Wrapped:
-    """`(params, model_state, batch) -> outputs` of all rows, whole on every device."""
+    """Returns `(params, model_state, batch) -> outputs` of all rows, whole on every device."""
     return jax.jit(_in_mesh(mesh, task.predict), out_shardings=replicated(mesh))
 
 
 def _in_mesh(mesh: Mesh, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, traced where layers that split activations can see the mesh."""
+    """Wraps a function so that layers which split activations see the mesh while it is traced."""
 
     @functools.wraps(function)  # for the name of the compiled program
     def traced(*args: Any) -> Any:

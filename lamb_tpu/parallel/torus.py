@@ -1,7 +1,7 @@
-"""Devices of a TPU in an order in which groups of neighbours come one after the other.
+"""An order of a TPU's devices in which consecutive devices are neighbours on the torus.
 
-Groups of BatchNorm are runs of consecutive examples, so runs of consecutive devices. Which devices
-these are decides how far a group's sums travel.
+A group of BatchNorm is a run of consecutive examples, so of consecutive devices. The order of the
+devices decides how far a group's sums travel.
 """
 
 import itertools
@@ -10,28 +10,29 @@ from collections.abc import Sequence
 
 import jax
 
-# The EfficientNet paper takes consecutive replicas up to here and tiles of the torus above.
+# The EfficientNet paper groups consecutive replicas up to this number, tiles of the torus above it.
 LARGEST_RING = 16
 
 
 def order(devices: Sequence[jax.Device], replicas: int) -> list[jax.Device]:
-    """The devices of one slice, so that every run of `replicas` of them is close together.
+    """Orders the devices of one slice so that every run of `replicas` devices is close together.
 
-    Up to 16 replicas a group is a piece of a path through the whole torus, from neighbour to
-    neighbour and both cores of a chip in a row. Above, as in the EfficientNet paper, it is a tile:
-    of the boxes with as many devices that tile the torus, the one whose sides have the least sum,
-    which on a flat torus is the rectangle nearest to a square. Within a tile the order is again a
-    path.
+    Up to 16 replicas, a group is a piece of a path through the whole torus, which goes from
+    neighbour to neighbour and visits both cores of a chip in a row. Above, as in the EfficientNet
+    paper, a group is a tile. Of all boxes with `replicas` devices that tile the torus, the one
+    with the smallest sum of sides is taken; on a flat torus that is the rectangle nearest to a
+    square. Within a tile the order is again a path.
 
     Args:
-      devices: of one kind; on a TPU with `coords`, the chip's (x, y, z), and `core_on_chip`.
-      replicas: devices of a group.
+      devices: devices of one kind. TPU devices have `coords`, the chip's (x, y, z), and
+        `core_on_chip`.
+      replicas: number of devices in a group.
 
     Returns:
-      All devices. As they are given, where they have no coordinates or do not fill a box.
+      All devices. Their order is unchanged if they have no coordinates or do not fill a box.
 
     Raises:
-      ValueError: `replicas` is no whole number of at least 1 that divides the devices.
+      ValueError: `replicas` is not a whole number of at least 1 that divides the number of devices.
 
     References:
       Wongpanich et al., Training EfficientNets at Supercomputer Scale, arXiv:2011.00071.
@@ -43,7 +44,7 @@ def order(devices: Sequence[jax.Device], replicas: int) -> list[jax.Device]:
         )
     if not all(hasattr(device, "coords") for device in devices):
         return list(devices)
-    # As in the numbers of the devices, x runs fastest, and the cores of a chip before it.
+    # As in JAX' device ids, the core on a chip varies fastest, then x.
     at = {(*reversed(d.coords), getattr(d, "core_on_chip", 0)): d for d in devices}
     ticks = [sorted(set(axis)) for axis in zip(*at)]
     sides = [len(axis) for axis in ticks]
@@ -59,14 +60,14 @@ def order(devices: Sequence[jax.Device], replicas: int) -> list[jax.Device]:
 
 
 def _tile(sides: Sequence[int], replicas: int) -> tuple[int, ...]:
-    """Sides of the box of `replicas` devices that tiles the torus, nearest to a cube."""
+    """Sides of the box of `replicas` devices, nearest to a cube, that tiles the torus."""
     divisors = [[n for n in range(1, side + 1) if side % n == 0] for side in sides]
-    # Halving an even side and taking both cores of a chip is never worse, and comes first.
+    # Of boxes with equal sums the first counts. Taking both cores of a chip is never worse.
     return min((b for b in itertools.product(*divisors) if math.prod(b) == replicas), key=sum)
 
 
 def _path(sides: Sequence[int]) -> list[tuple[int, ...]]:
-    """All places of a grid, each a neighbour of the one before."""
+    """All places of a grid in an order in which each is a neighbour of the one before."""
     if not sides:
         return [()]
     inner = _path(sides[1:])

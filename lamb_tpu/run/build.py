@@ -1,4 +1,7 @@
-"""Everything a run needs before its first update, checked; train, evaluate and plan start here."""
+"""A run built from its config, with all checks before anything compiles.
+
+`train`, `evaluate` and `plan` start here.
+"""
 
 import dataclasses
 import functools
@@ -36,18 +39,18 @@ class Run:
     Attributes:
       config: the config.
       folder: the workdir; None for a run that is only planned.
-      mesh: over all devices.
+      mesh: the mesh over all devices.
       task: the learning problem, with its model.
-      train_set, eval_set: the data.
+      train_set, eval_set: the data sets.
       recipe: durations in updates, and the learning rate.
       tx: the optimizer.
-      layout: where parameters and moments live.
+      layout: shardings of parameters and moments.
       init: makes the state before the first update, see `state.make_init`.
-      abstract_state: its shapes, dtypes and shardings.
-      facts: of every parameter, see `parameters.resolve`.
-      table: the same as text.
-      batch_norm: a line about the groups of BatchNorm; '' for a model without.
-      start: where the first weights come from; None: from the seed.
+      abstract_state: shapes, dtypes and shardings of the state.
+      facts: the facts of every parameter, see `parameters.resolve`.
+      table: the facts as text.
+      batch_norm: a line about the groups of BatchNorm; '' for a model without BatchNorm.
+      start: source of the initial weights; None: they are random.
     """
 
     config: ConfigDict
@@ -68,22 +71,22 @@ class Run:
 
     @property
     def shardings(self) -> state_lib.TrainState:
-        """Where each array of the state lives."""
+        """The sharding of each array of the state."""
         return jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state)
 
     @property
     def eval_batch_size(self) -> int:
-        """The config's, or all examples where they are fewer, rounded up to what the mesh divides.
+        """Batch size of an evaluation: the config's, at most the number of examples, rounded up.
 
-        No metric depends on it.
+        It is rounded up to a multiple of the number of batch shards. No metric depends on it.
         """
         parts = mesh_lib.num_batch_shards(self.mesh)
         return -(-min(self.config.eval.batch_size, len(self.eval_set)) // parts) * parts
 
     @functools.cached_property
     def model_flops(self) -> int | None:
-        """Of an update, see `flops.training_flops`; None where they cannot be told."""
-        # Made anew, because nothing here binds the axes that the model names inside shard_map.
+        """Model FLOPs of an update, see `flops.training_flops`; None if they cannot be counted."""
+        # A new model, because the run's may name mesh axes that exist only inside shard_map.
         model = models.build(**self.config.model)
         task, state = tasks.build(model=model, **self.config.task), self.abstract_state
         batch = self.abstract_batch()
@@ -96,9 +99,9 @@ class Run:
 
     @functools.cached_property
     def parameter_order(self) -> list[str]:
-        """Paths of the parameters in the order in which the network makes them.
+        """Paths of the parameters in the order in which the network creates them.
 
-        A tree's own order is that of the alphabet, where layer_10 comes before layer_2.
+        A tree's own order is alphabetical, with layer_10 before layer_2.
         """
         batch = {name: jax.ShapeDtypeStruct((1, *spec.shape), spec.dtype)
                  for name, spec in self.train_set.element_spec.items()}
@@ -122,14 +125,14 @@ class Run:
 
     @property
     def peak_flops(self) -> float | None:
-        """FLOP/s of all devices together; None where not known."""
+        """Peak FLOP/s of all devices together; None if unknown."""
         devices = self.mesh.devices
         peak = topology.peak_flops(devices.flat[0].device_kind)
         return peak and peak * devices.size
 
     @property
     def tokens_per_update(self) -> int:
-        """Tokens of text in a batch, padding included; 0 for other data."""
+        """Number of tokens in a batch of text, padding included; 0 for other data."""
         if "input_ids" not in self.train_set.element_spec:
             return 0
         return self.config.batch_size * math.prod(self.train_set.element_spec["input_ids"].shape)
@@ -144,13 +147,13 @@ class Run:
         return amounts
 
     def first_state(self) -> state_lib.TrainState:
-        """The state before the first update, made where it will stay."""
+        """Returns the state before the first update, created on the devices where it stays."""
         key = jax.random.key(self.config.seed)
         given = self.start.values(self.abstract_state) if self.start else {}
         return jax.jit(self.init, out_shardings=self.shardings)(key, given)
 
     def make_train_step(self) -> jax.stages.Wrapped:
-        """The step that trains, `(state, batch) -> (state, sums)`, compiled at its first call."""
+        """Returns the training step, `(state, batch) -> (state, sums)`, compiled at first call."""
         config, parallel = self.config, self.config.parallel
         return step_lib.make_train_step(
             self.task,
@@ -165,7 +168,7 @@ class Run:
         )
 
     def local_rows(self) -> np.ndarray:
-        """The rows of a training batch that this process reads, in the order of `shard_batch`."""
+        """Returns the rows of a training batch that this process reads, as `shard_batch` needs."""
         order = mesh_lib.microbatch_order(
             self.config.batch_size, mesh_lib.num_batch_shards(self.mesh),
             self.config.accumulation_steps,
@@ -173,7 +176,7 @@ class Run:
         return order[mesh_lib.local_rows(self.config.batch_size, self.mesh)]
 
     def shard_batch(self, batch: data.Batch) -> dict[str, jax.Array]:
-        """A training batch over the mesh, from the rows of it that `local_rows` tells."""
+        """Returns a training batch, split over the mesh, from the rows of `local_rows`."""
         return mesh_lib.shard_batch(batch, self.config.batch_size, self.mesh)
 
     def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -181,7 +184,7 @@ class Run:
         return self._abstract_rows(self.config.batch_size, self.train_set.element_spec)
 
     def abstract_eval_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """The same of an evaluation's, with its mask."""
+        """Shapes, dtypes and shardings of an evaluation batch, with its mask."""
         mask = {"mask": data.FieldSpec((), np.dtype(np.float32))}
         return self._abstract_rows(self.eval_batch_size, self.eval_set.element_spec | mask)
 
@@ -201,28 +204,28 @@ def prepare(
     devices: Sequence[jax.Device] | None = None,
     training: bool = True,
 ) -> Run:
-    """Checks all that a user can have got wrong, cheapest first, and builds the parts.
+    """Builds the parts of a run, with all checks of config, workdir and data, cheapest first.
 
-    Compiles nothing, and writes nothing but the workdir's folder itself and, where it is not yet
-    there, the prepared data set.
+    Nothing is compiled. Nothing is written but the workdir's folder itself and, if it is missing,
+    the prepared data set.
 
     Args:
       config: a recipe, see `lamb_tpu.config.base_config`.
-      workdir: of the run; None for one that is only planned, and for an evaluation of the first
-        weights.
-      devices: of the mesh; None: all there are.
-      training: False for an evaluation, which may have another evaluation split than the run, and
-        devices that the training batch does not divide over.
+      workdir: folder of the run; None for a run that is only planned, and for an evaluation of
+        initial weights.
+      devices: devices of the mesh; None: all.
+      training: False for an evaluation. It may have another evaluation split than the run, and a
+        number of devices that does not divide the training batch.
 
     Raises:
-      UserError: a mistake in the config, the workdir or the data.
+      UserError: the config, the workdir or the data has a mistake.
     """
     config_lib.check_keys(config)
     config_lib.check_values(config)
     if config.phases:
         raise UserError(
             f"config.phases has {', '.join(sorted(config.phases))}, each of them a run of its own "
-            "in a folder of its name; give that folder as --workdir, and where --config is wanted "
+            "in a folder of its name; give that folder as --workdir, and if --config is needed, "
             "one phase's (often the config's argument phase=N)"
         )
     named = config.parallel.backend == "shard_map"
@@ -240,8 +243,8 @@ def prepare(
     task = tasks.build(model=models.build(axis_name=axes, **config.model), **config.task)
     if training:
         checks.check_pairs(config, mesh, task)
-    # Durations and the optimizer need the size of the data, which may take a download: any size
-    # will do to find a mistake in them first.
+    # Durations and the optimizer depend on the size of the data, which may need a download. Any
+    # size serves to find mistakes in them before that.
     _, rules = resolve_optimizer(config, resolve(config, num_examples=10**6))
     for number, rule in enumerate(config.parallel.rules):
         rules_lib.check_rule(number, rule)
@@ -320,10 +323,10 @@ def prepare(
 def _data_options(
     config: ConfigDict, folder: Workdir | None, start: Start | None
 ) -> dict[str, Any]:
-    """config.data.options, with the vocabulary of the first weights where it is left empty."""
+    """Returns config.data.options; an empty vocabulary becomes that of the initial weights."""
     options = config.data.options.to_dict()
     if options.get("vocab") == "":
-        beside = [] if folder is None else [folder.path]  # those that the run began with
+        beside = [] if folder is None else [folder.path]  # has the vocabulary the run began with
         beside += [start.weights.folder] if start is not None and start.weights else []
         options["vocab"] = next(
             (str(path) for path in beside if (path / saved.VOCABULARY).exists()), ""

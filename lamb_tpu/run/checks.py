@@ -18,8 +18,10 @@ from lamb_tpu.run.recipe import naming, optimizer_of
 
 
 def check_batch(config: ConfigDict, mesh: Mesh) -> tuple[int, str]:
-    """Refuses a batch that does not divide; over how many devices a group of BatchNorm is spread,
-    and the line about it.
+    """Refuses a batch size that does not divide over the devices, microbatches and groups.
+
+    Returns:
+      The number of devices over which a group of BatchNorm is spread, and a line about the groups.
     """
     parts, steps = mesh_lib.num_batch_shards(mesh), config.accumulation_steps
     over = f"the {parts} devices of config.mesh"
@@ -34,7 +36,7 @@ def check_batch(config: ConfigDict, mesh: Mesh) -> tuple[int, str]:
 
 
 def check_pairs(config: ConfigDict, mesh: Mesh, task: tasks.Task) -> None:
-    """Refuses a batch that would tear apart the pairs of examples that a task mixes."""
+    """Refuses a batch size that would split the pairs of examples that a task mixes."""
     names = getattr(task, "mixed_by", ())
     if names:
         parts, steps = mesh_lib.num_batch_shards(mesh), config.accumulation_steps
@@ -48,13 +50,13 @@ def check_pairs(config: ConfigDict, mesh: Mesh, task: tasks.Task) -> None:
 def check_statistics(
     config: ConfigDict, abstract: state_lib.TrainState, train_set: data.Source
 ) -> None:
-    """Refuses a model whose own statistics would be those of a part of the batch."""
+    """Refuses a model with statistics of its own if it would see only a part of the batch."""
     rows = config.batch_size // config.accumulation_steps
     batch = {
         name: jax.ShapeDtypeStruct((rows, *spec.shape), spec.dtype)
         for name, spec in train_set.element_spec.items()
     }
-    # Made anew, because nothing here binds the axes that the model names inside shard_map.
+    # A new model, because the run's may name mesh axes that exist only inside shard_map.
     task = tasks.build(model=models.build(**config.model), **config.task)
     with naming("config.model"):
         statistics.check_statistics(
@@ -64,11 +66,11 @@ def check_statistics(
 
 
 def check_stacked(stacked: str | None, facts: Any) -> None:
-    """Refuses rules that take layers which a parameter stacks for one layer.
+    """Refuses rules that treat the stacked layers of a parameter as one layer.
 
     Args:
-      stacked: of the model.
-      facts: of its parameters.
+      stacked: regex over the paths of the model's stacked parameters; None for a model without.
+      facts: the facts of the parameters.
     """
     if stacked is None:
         return

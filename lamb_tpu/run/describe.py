@@ -1,4 +1,4 @@
-"""Text about a run for the terminal: what was resolved, and what reading met."""
+"""Text about a run for the terminal: its resolved settings, and odd pictures that were read."""
 
 import jax
 
@@ -9,10 +9,10 @@ from lamb_tpu.run.build import Run
 
 
 def describe(run: Run) -> str:
-    """Returns what was resolved, in lines of at most 80 columns.
+    """Returns a run's resolved settings, in lines of at most 80 columns.
 
-    Where there is a folder, the table of parameters stays in its file if it would push the
-    settings off a screen of 24 rows, or is too wide.
+    In a run with a folder, the table of parameters is left to its file if it is too wide or would
+    push the settings off a screen of 24 rows.
     """
     config, state, places = run.config, run.abstract_state, run.shardings
     devices = run.mesh.devices.flat
@@ -46,7 +46,7 @@ def describe(run: Run) -> str:
     if run.eval_batch_size > config.eval.batch_size:
         lines.append(
             f"evaluation: config.eval.batch_size is {config.eval.batch_size:,}; batches of "
-            f"{run.eval_batch_size:,}, which the devices divide"
+            f"{run.eval_batch_size:,} are used, which the devices divide"
         )
     settings = terminal.fit("\n".join(lines))
     if run.folder is not None:
@@ -64,7 +64,7 @@ def describe_read(run: Run, training: bool = True) -> str:
     """Returns a line for each set of pictures with odd or damaged ones; '' where there are none.
 
     Args:
-      run: of this process, which counts what it has read itself.
+      run: the run of this process; each process counts the pictures that it has read itself.
       training: whether the training set was read too.
     """
     read = [run.train_set, run.eval_set] if training else [run.eval_set]

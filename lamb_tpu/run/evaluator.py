@@ -1,4 +1,4 @@
-"""Evaluates a state over the whole evaluation set, each example exactly once."""
+"""Evaluation of a state over the whole evaluation set, with each example counted once."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,21 +22,21 @@ def make_evaluator(
     keep_file: Callable[[str, str], None] | None = None,
     files_prefix: str = "",
 ) -> Callable[[TrainState], dict[str, float]]:
-    """A function of the state to the task's metrics over every example of the evaluation set.
+    """Returns a function from the state to the task's metrics over the evaluation set.
 
-    What it runs is compiled here, not in the time of the first evaluation.
+    The evaluation step is compiled here, not during the first evaluation.
 
     Each example counts exactly once, whatever the batch size and the number of devices and
-    processes. Where an optimizer keeps weights for evaluation, as `schedule_free_adamw`, they are
-    taken. Where the state has moving averages of the weights, their metrics are there too, as
-    'ema_accuracy' beside 'accuracy'.
+    processes. An optimizer that keeps separate weights for evaluation, such as
+    `schedule_free_adamw`, is evaluated at these. If the state has moving averages of the weights,
+    their metrics are added, as 'ema_accuracy' beside 'accuracy'.
 
     Args:
       run: the run.
-      between: called before each batch, by all processes before the same ones; may raise.
-      keep_file: called in the first process with name and text of each file that a `HostScored`
-        task makes; those of the averages are 'ema_predictions.json' beside 'predictions.json'.
-      files_prefix: set before their names.
+      between: called before each batch, in all processes before the same batches; may raise.
+      keep_file: called in the first process with the name and text of each file that a `HostScored`
+        task makes; files of the averages are named 'ema_predictions.json' and so on.
+      files_prefix: prefix of the files' names.
     """
     task, num_examples = run.task, len(run.eval_set)
     scored = task if isinstance(task, HostScored) else None
@@ -45,7 +45,7 @@ def make_evaluator(
     predict_step = None if scored is None else step_lib.make_predict_step(scored, run.mesh)
     batch_size = run.eval_batch_size
     rows = mesh_lib.local_rows(batch_size, run.mesh)
-    # The averages may be split as the optimizer's state is; the step takes them as the weights.
+    # Averages may be split as the optimizer's state; the step needs them placed as the weights.
     weights = (run.abstract_state.params, run.abstract_state.model_state)
     place = jax.jit(
         lambda averages: jax.tree.map(lambda e, x: e.astype(x.dtype), averages, weights),
@@ -94,7 +94,7 @@ def make_evaluator(
         if scored is None:
             return metrics
         for prefix, parts in outputs.items():
-            # Padding stands behind the last example.
+            # Padding follows the last example.
             whole = jax.tree.map(lambda *parts: np.concatenate(parts)[:num_examples], *parts)
             scores, files = scored.score(run.eval_set, whole)
             metrics |= {prefix + name: value for name, value in scores.items()}
@@ -107,7 +107,7 @@ def make_evaluator(
 
 
 def metric_names(run: Run) -> list[str]:
-    """The names of the evaluation's metrics, without computing any."""
+    """Returns the names of the evaluation's metrics, without computing any."""
     batch = run.eval_set.gather(np.zeros(1, np.int64)) | {"mask": np.ones(1, np.float32)}
     state = run.abstract_state
     names = list(jax.eval_shape(run.task.evaluate, state.params, state.model_state, batch))

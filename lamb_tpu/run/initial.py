@@ -1,12 +1,12 @@
-"""A first state that is not all random: `config.init_from` and `config.init`.
+"""Initial weights from other weights: `config.init_from` and `config.init`.
 
-The parameters are those of another run's newest checkpoint, of a Hugging Face folder, or of a
-network of timm's or torchvision's with its BatchNorm averages. Everything else starts anew: the
-step, the data, the random key, and averages of the weights, which start at the parameters that were
-taken. With `config.init.optimizer_state = 'keep'` moments and counts are
-the other run's: bias correction goes on, while the schedule's clock starts at 0, because the
-learning rate is that of the count less what it stood at. That number is kept in init.json, so a run
-that has begun needs the other's folder no more.
+The parameters come from another run's newest checkpoint, a Hugging Face folder, or a network of
+timm's or torchvision's with its BatchNorm averages. Everything else starts anew: the step, the
+data, the random key, and averages of the weights, which start at the parameters that were taken.
+
+With `config.init.optimizer_state = 'keep'` moments and counts are taken too. Bias correction then
+continues, but the schedule starts at 0: the learning rate depends on the count minus its initial
+value. That value is kept in init.json, so a run that has begun no longer needs the other folder.
 """
 
 import dataclasses
@@ -29,20 +29,20 @@ from lamb_tpu.run.weights import Weights, open_weights
 from lamb_tpu.store.workdir import Workdir
 from lamb_tpu.tasks.classification import Classification
 
-# Fields of a BERT that no shape tells, or that tell too late.
+# Fields of a BERT that are compared because shapes do not show them, or show them too late.
 _SAME = ("num_layers", "num_heads", "gelu", "layer_norm_eps")
 _LISTED = 8  # paths in a message
 
 
 @dataclasses.dataclass(frozen=True)
 class Match:
-    """Which of a state's arrays are taken; paths are '/'-joined, from a field of the state.
+    """Arrays of a state that initial weights provide; paths are '/'-joined, from the state's field.
 
     Attributes:
-      taken: of parameters and model state, those that are there.
-      new: those that start at random, because they are not there or of another shape.
-      left: those there that have no place here.
-      convert: makes the parameters there into those here, where layers are stacked in one only.
+      taken: paths of parameters and model state that are taken.
+      new: paths that start at random, because they are missing or have another shape.
+      left: paths in the initial weights that the state does not have.
+      convert: stacks or unstacks the layers of the initial weights; None if both agree.
     """
 
     taken: tuple[str, ...]
@@ -53,14 +53,14 @@ class Match:
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """Where a run's first weights come from.
+    """Source of a run's initial weights.
 
     Attributes:
-      record: for init.json: init_from, update (None for published weights), optimizer_state,
-        updates_before (see `recipe.Recipe`), new and left.
-      weights: the weights; None where the run goes on from a checkpoint of its own.
-      match: which of them are taken.
-      notes: what the person at the terminal should know besides.
+      record: content of init.json: init_from, update (None for published weights),
+        optimizer_state, updates_before (see `recipe.Recipe`), new and left.
+      weights: the weights; None if the run resumes from a checkpoint of its own.
+      match: the arrays that are taken; None before `check`.
+      notes: further lines for the terminal.
     """
 
     record: Mapping[str, Any]
@@ -81,7 +81,7 @@ class Start:
         return "; ".join([self.describe_weights(), f"optimizer state {kept}", *self.notes])
 
     def describe_weights(self) -> str:
-        """The same of the weights alone."""
+        """Returns a line about the weights, without the optimizer's state."""
         record = self.record
         update = "" if record["update"] is None else f", update {record['update']:,}"
         text = f"first weights: {record['init_from']}{update}"
@@ -92,13 +92,13 @@ class Start:
         return text
 
     def values(self, abstract: TrainState) -> dict[str, jax.Array]:
-        """The arrays that are taken, by their paths, placed as those of the state.
+        """Returns the arrays that are taken, by their paths, placed as in the state.
 
         Args:
           abstract: shapes, dtypes and shardings of the state.
 
         Raises:
-          UserError: the run had a checkpoint of its own, of which nothing is left.
+          UserError: the run has begun, but its own checkpoints are gone.
         """
         if self.weights is None or self.match is None:
             raise UserError(
@@ -120,7 +120,7 @@ class Start:
 def _converted(
     weights: Weights, of_params: Callable[[Any], Any], wanted: dict[str, jax.ShapeDtypeStruct]
 ) -> dict[str, jax.Array]:
-    # As they are there, whole on every device, and then on the devices into what they are here.
+    # Read in the other layout, whole on every device; then converted on the devices.
     shapes = weights.shapes
     whole = mesh_lib.replicated(next(iter(wanted.values())).sharding.mesh)
     parts = {part: shapes[part] for part in ("params", "model_state") if part in shapes}
@@ -137,14 +137,17 @@ def _converted(
 
 
 def find(config: ConfigDict, folder: Workdir | None) -> Start | None:
-    """Where the first weights come from, before it is known whether they fit; None: the seed.
+    """Finds the source of the initial weights, without checking that they fit.
 
     Args:
-      config: the run's.
-      folder: its workdir; None for a run that is only planned, which looks for no weights.
+      config: the run's config.
+      folder: the run's workdir; None for a run that is only planned, which needs no weights.
+
+    Returns:
+      The source; None for random weights.
 
     Raises:
-      UserError: there are none, or the run did not begin from any.
+      UserError: config.init_from has no weights, or the run in the folder began at random.
     """
     if folder is None:
         return None
@@ -167,10 +170,10 @@ def find(config: ConfigDict, folder: Workdir | None) -> Start | None:
 
 
 def of_weights(config: ConfigDict) -> Start:
-    """The start from config.init_from, before it is known whether the weights fit.
+    """Returns the start from config.init_from, without checking that the weights fit.
 
     Raises:
-      UserError: there are none.
+      UserError: config.init_from has no weights.
     """
     weights = open_weights(
         config.init_from, "config.init_from", network=config.model.get("name")
@@ -191,7 +194,7 @@ def of_weights(config: ConfigDict) -> Start:
 
 
 def _changed(record: Mapping[str, Any], source: str | None) -> tuple[str, ...]:
-    """A note where another folder is given than the one that a run began from."""
+    """Returns a note if config.init_from is not the folder that the run began from."""
     if source is None:
         return ()
     began, given = pathlib.Path(record["init_from"]), Workdir(source, "config.init_from").path
@@ -201,13 +204,13 @@ def _changed(record: Mapping[str, Any], source: str | None) -> tuple[str, ...]:
 
 
 def check(start: Start, config: ConfigDict, abstract: TrainState, train_set: Source) -> Start:
-    """The same with what is taken, where `find` has found weights.
+    """Returns `start` with `match` filled in, after checking that its weights fit the run.
 
     Args:
-      start: from `find`.
-      config: the run's.
-      abstract: shapes and dtypes of its state.
-      train_set: its data.
+      start: result of `find` or `of_weights`.
+      config: the run's config.
+      abstract: shapes and dtypes of the run's state.
+      train_set: the run's training set.
 
     Raises:
       UserError: the weights do not fit the run, or belong to another vocabulary.
@@ -229,17 +232,17 @@ def match(
     model: Mapping[str, Any],
     where: str,
 ) -> Match:
-    """What a run takes of another's state.
+    """Returns the arrays that a run takes of another state.
 
     Args:
-      config: the run's.
-      abstract: shapes and dtypes of its state.
-      there: 'params', and where they are there 'model_state' and 'opt_state', of the other.
-      model: config.model of the other.
-      where: names the other in errors.
+      config: the run's config.
+      abstract: shapes and dtypes of the run's state.
+      there: 'params' of the other state and, if it has them, 'model_state' and 'opt_state'.
+      model: config.model of the other state.
+      where: name of the other state in error messages.
 
     Raises:
-      UserError: something is missing or has another shape, or the networks compute differently.
+      UserError: an array is missing or has another shape, or the networks compute differently.
     """
     where = f"config.init_from: {where}"
     _check_model(model, config.model, where)
@@ -296,7 +299,7 @@ def _check_kept(
 
 
 def _check_model(there: Mapping[str, Any], here: Mapping[str, Any], where: str) -> None:
-    """Refuses another network, also where it has all the names and shapes of this one."""
+    """Refuses weights of another network, even if all its names and shapes agree."""
     if there["name"] != here["name"]:
         raise UserError(
             f"{where} is of the model {there['name']!r}, and config.model.name is "
@@ -317,7 +320,7 @@ def _check_model(there: Mapping[str, Any], here: Mapping[str, Any], where: str) 
 
 
 def _check_text(weights: Weights, train_set: Source) -> None:
-    """Refuses text that was tokenised otherwise; a vocabulary's size is told by shapes."""
+    """Refuses text with another vocabulary or case; the vocabulary's size is checked by shapes."""
     text, here = weights.text(), train_set.vocabulary
     if text is None or here is None or len(text[0]) != len(here):
         return
@@ -336,7 +339,7 @@ def _check_text(weights: Weights, train_set: Source) -> None:
 
 
 def _other_pixels(weights: Weights, task: Mapping[str, Any]) -> tuple[str, ...]:
-    """A note where the task normalises pixels otherwise than the weights were trained on."""
+    """Returns notes if the task normalises pixels in another way than the weights expect."""
     notes = []
     for field, theirs in zip(("input_mean", "input_std"), weights.pixels or (), strict=False):
         ours = task.get(field, getattr(Classification, field))
@@ -386,7 +389,7 @@ def _join(path: Any) -> str:
 
 
 def _short(path: str) -> str:
-    """Without the field of the state."""
+    """Returns a path without the field of the state."""
     return path.partition("/")[2]
 
 

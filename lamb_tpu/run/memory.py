@@ -1,4 +1,4 @@
-"""Memory by arithmetic: what a run needs at least, against what there is, before any is taken."""
+"""Lower bound of a run's memory, checked against the machine before anything is allocated."""
 
 import math
 import os
@@ -14,24 +14,24 @@ from lamb_tpu.data import FieldSpec
 from lamb_tpu.errors import UserError
 
 _GIB = 2**30
-_INDEX_BYTES = 8  # of a row, in the order in which a batch is read
-# Of a container: version 2 of Linux' control groups, and version 1.
+_INDEX_BYTES = 8  # for each row, in the order in which a batch is read
+# Memory limits of a container: version 2 of Linux' control groups, and version 1.
 _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 def check_memory(state: Any, mesh: Mesh, rows: int, spec: Mapping[str, FieldSpec]) -> None:
-    """Refuses a run whose state or batch cannot fit, whatever else it needs besides.
+    """Refuses a run whose state or batch alone exceeds the memory.
 
-    Devices that are only compiled for, as by `plan`, are not looked at: the compiler tells more.
+    Devices of `plan`, which are only compiled for, are not checked: the compiler knows more.
 
     Args:
       state: parameters, optimizer state and averages as shapes, dtypes and shardings.
-      mesh: over all devices.
-      rows: of a batch that this process reads; they lie in the memory of the host.
+      mesh: the mesh over all devices.
+      rows: number of rows of a batch that this process holds in the host's memory.
       spec: shape and dtype of each field of an example.
 
     Raises:
-      UserError: with the numbers.
+      UserError: state or batch cannot fit; the message has the numbers.
     """
     here = set(jax.local_devices())
     devices = [device for device in mesh.devices.flat if device in here]
@@ -59,12 +59,12 @@ def check_memory(state: Any, mesh: Mesh, rows: int, spec: Mapping[str, FieldSpec
 
 
 def host_bytes() -> int:
-    """The memory of this machine, or of the container that the process is in."""
+    """Returns the memory of this machine, or the limit of the process' container."""
     sizes = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for path in _LIMITS:
         try:
             sizes.append(int(pathlib.Path(path).read_text()))
-        except (OSError, ValueError):  # no container, or one without a limit: 'max'
+        except (OSError, ValueError):  # no container, or no limit: the text 'max'
             continue
     return min(sizes)
 
@@ -77,13 +77,13 @@ def _compare(sentence: str, needed: int, there: int, remedy: str) -> None:
 
 
 def _device_bytes(device: jax.Device) -> int | None:
-    """What a device lets a program have; None where that is the machine's own memory."""
+    """Returns the memory of a device; None if it is the machine's own, as of a CPU."""
     stats = device.memory_stats()
     return stats.get("bytes_limit") if stats else None
 
 
 def _part_bytes(leaf: jax.ShapeDtypeStruct) -> int:
-    """Bytes of an array on each of its devices."""
+    """Returns the bytes of an array on each of its devices."""
     if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended):  # random keys
         return 0
     return math.prod(leaf.sharding.shard_shape(leaf.shape)) * np.dtype(leaf.dtype).itemsize

@@ -1,10 +1,10 @@
-"""Command-line values for whatever the chosen optimizer, model, task or data set takes.
+"""Command-line overrides for every argument of the chosen optimizer, model, task and data set.
 
-A config file writes down what differs from the defaults, so ml_collections, which overrides the
-keys that are there, cannot set the others. Here a key of config.optimizer, config.model,
-config.task or config.data.options is one of the named thing's own, whether the file has it or not,
-and takes values of that argument's type. A value that changes nothing adds no key, so a run's
-config is the same whether a default was left alone or given.
+ml_collections overrides only keys that a config has, and a config file writes down only what
+differs from the defaults. Here every argument of the named optimizer, model, task or data set is a
+key of config.optimizer, config.model, config.task or config.data.options, whether or not the file
+sets it, with values of the argument's type. Giving a default adds no key, so a run's config is the
+same whether a default was given or left out.
 """
 
 import ast
@@ -43,10 +43,10 @@ class Override(NamedTuple):
     """One flag of the command line, such as --config.optimizer.b2=0.98.
 
     Attributes:
-      phase: the phase whose config it is; '' for the whole one's.
+      phase: name of the phase that the override changes; '' for the whole config.
       section: one of `SECTIONS`.
-      field: the key in it.
-      text: the value as it was written.
+      field: the key in the section.
+      text: the value as written on the command line.
     """
 
     phase: str
@@ -56,26 +56,26 @@ class Override(NamedTuple):
 
     @property
     def key(self) -> str:
-        """The whole key, as errors name it."""
+        """The full key, as in error messages."""
         return f"{self.where}.{self.field}"
 
     @property
     def where(self) -> str:
-        """The key of the section."""
+        """The full key of the section."""
         return f"config.phases.{self.phase}.{self.section}" if self.phase else (
             f"config.{self.section}"
         )
 
 
 class Field(NamedTuple):
-    """An argument of the named thing: the type it declares, and its default."""
+    """An argument: its declared type and its default."""
 
     kind: Any
     default: Any
 
 
 def take(argv: Sequence[str]) -> tuple[list[Override], list[str]]:
-    """Splits a command line into the overrides that are read here, and the rest."""
+    """Splits a command line into the overrides of `SECTIONS` and the rest."""
     found, rest, items = [], [], list(argv)
     while items:
         item = items.pop(0)
@@ -93,13 +93,13 @@ def take(argv: Sequence[str]) -> tuple[list[Override], list[str]]:
 
 
 def apply(config: ConfigDict, overrides: Sequence[Override]) -> None:
-    """Sets what `overrides` say; a phase's section is made where it is missing.
+    """Applies overrides to a config; a phase's section is created if it is missing.
 
     Raises:
-      UserError: an unknown field, with the known ones, or a value of another type.
+      UserError: a field is unknown (the message lists the known ones), or a value has another type.
     """
     last = {override[:3]: override for override in overrides}.values()
-    # A name decides what the other fields are, and a preset their defaults.
+    # First names, which decide what the other fields are; then presets, which decide the defaults.
     for override in sorted(last, key=lambda o: (o.field != "name", o.field != "preset")):
         _apply(config, override)
     for override in last:
@@ -108,14 +108,14 @@ def apply(config: ConfigDict, overrides: Sequence[Override]) -> None:
 
 
 def own_fields(section: str, name: Any) -> dict[str, Field]:
-    """What the named optimizer, model, task or data set takes in its section of a config.
+    """Returns the fields of the named optimizer, model, task or data set.
 
     Args:
       section: one of `SECTIONS`.
-      name: as in the config.
+      name: the section's name in the config, such as config.optimizer.name.
 
     Raises:
-      UserError: an unknown name.
+      UserError: the name is unknown.
     """
     with naming(f"config.{section}"):
         if section == "optimizer":
@@ -135,12 +135,12 @@ def _default(field: dataclasses.Field) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Named tuples as the plain ones that a config holds."""
+    """Returns a value with named tuples replaced by plain tuples, which a config can hold."""
     return tuple(map(_plain, value)) if isinstance(value, tuple) else value
 
 
 def describe(config: ConfigDict) -> str:
-    """Lines `config.KEY = VALUE` for every key, also those that the config leaves at defaults."""
+    """Returns lines `config.KEY = VALUE` for every key, including those left at defaults."""
     flat = {f"config.{key}": f"{value!r}" for key, value in _leaves(config)}
     for section in SECTIONS:
         fields = _section(config, section)
@@ -148,7 +148,7 @@ def describe(config: ConfigDict) -> str:
         phases = [_section(phase, section) for phase in _section(config, "phases").values()]
         for key, value in defaults(section, fields, name).items():
             if phases and all(key in phase for phase in phases):
-                continue  # no run has the default
+                continue  # every config sets this argument itself
             flat[f"config.{section}.{key}"] = f"{value!r}  # default of {name}"
     return "\n".join(f"{key} = {text}" for key, text in sorted(flat.items()))
 
@@ -162,7 +162,7 @@ def _leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def defaults(section: str, fields: Mapping[str, Any], name: Any) -> dict[str, Any]:
-    """The values that the named thing has for what `fields`, those of its section, leave out."""
+    """Returns the defaults of all arguments that `fields`, a section of a config, leaves out."""
     found = {key: field.default for key, field in own_fields(section, name).items()}
     if section == "optimizer" and fields.get("preset") is not None:
         with naming("config.optimizer"):
@@ -192,7 +192,7 @@ def _apply(config: ConfigDict, override: Override) -> None:
         raise UserError(f"{key} is unknown; {_noun(section)} {name!r} has: {listed}")
     kind, default = known[field]
     if section == "data.options":
-        kind = kind | None  # which leaves it at its default
+        kind = kind | None  # None means the default
     value = convert(key, override.text, kind, default)
     before = (defaults(section, fields, name) | fields).get(field, _UNFIT)
     if type(value) is type(before) and value == before:
@@ -207,7 +207,7 @@ def _apply(config: ConfigDict, override: Override) -> None:
 
 
 def _phase(config: ConfigDict, name: str) -> ConfigDict | None:
-    """The phase of that name; None: of none."""
+    """Returns the phase of that name; None if the name is ''."""
     if not name:
         return None
     phases = _section(config, "phases")
@@ -218,7 +218,7 @@ def _phase(config: ConfigDict, name: str) -> ConfigDict | None:
 
 
 def _section(config: ConfigDict | None, section: str) -> dict[str, Any]:
-    """The fields in a section of a config or a phase; none where it is missing."""
+    """Returns the fields in a section of a config or a phase; none if the section is missing."""
     node: Any = config
     for part in section.split("."):
         node = node[part] if isinstance(node, ConfigDict) and part in node else None
@@ -226,7 +226,7 @@ def _section(config: ConfigDict | None, section: str) -> dict[str, Any]:
 
 
 def _check_file_fits(config: ConfigDict, override: Override) -> None:
-    """Refuses a name from the command line for which the file's other fields are not meant."""
+    """Refuses a name from the command line that does not have all fields of the file's section."""
     phase = _phase(config, override.phase)
     fields = _section(config if phase is None else phase, override.section)
     name, known = fields["name"], own_fields(override.section, fields["name"])
@@ -245,20 +245,20 @@ def _noun(section: str) -> str:
 
 
 def convert(where: str, text: str, kind: Any, default: Any = inspect.Parameter.empty) -> Any:
-    """The value that `text` means for an argument whose declared type is `kind`.
+    """Converts text from the command line to a value of type `kind`.
 
     >>> convert("config.optimizer.phi_bounds", "(0, inf)", tuple[float, float])
     (0.0, inf)
 
     Args:
-      where: what an error calls the key.
-      text: as written on the command line.
-      kind: a type, a union of some, or a tuple or Sequence of one. Types that a config cannot hold,
-        such as a schedule beside a float, are passed over.
-      default: the argument's, for an example in an error.
+      where: the key, for error messages.
+      text: the value as written on the command line.
+      kind: a type, a union of types, or a tuple or Sequence of one. Types that a config cannot hold
+        are ignored, such as a schedule in a union with a float.
+      default: the argument's default, as an example in error messages.
 
     Raises:
-      UserError: `text` is no value of that type.
+      UserError: `text` is not a value of that type.
     """
     kinds = _members(kind)
     candidates: list[Any] = [text] if str in kinds and set(kinds) <= {str, type(None)} else []
@@ -280,7 +280,7 @@ def convert(where: str, text: str, kind: Any, default: Any = inspect.Parameter.e
 
 
 class _Names(ast.NodeTransformer):
-    """Reads the words for numbers and constants that Python would take for names."""
+    """Replaces words such as inf and true, which Python parses as names, by their values."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         word = node.id.lower()
@@ -288,7 +288,7 @@ class _Names(ast.NodeTransformer):
 
 
 def _members(kind: Any) -> list[Any]:
-    """The types of a union, the narrower numbers first; or the type itself."""
+    """Returns the types of a union, with narrower number types first, or the type itself."""
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
         found = [own for member in typing.get_args(kind) for own in _members(member)]
         # So that 3 stays an int for int | float.
@@ -302,7 +302,7 @@ def _is_sequence(kind: Any) -> bool:
 
 
 def _fit(value: Any, kind: Any) -> Any:
-    """`value` as one of type `kind`, or `_UNFIT`."""
+    """Returns `value` converted to type `kind`, or `_UNFIT`."""
     if kind is Any:
         return value
     if kind is float:
@@ -326,7 +326,7 @@ def _fit(value: Any, kind: Any) -> Any:
 
 
 def _describe(kind: Any) -> str:
-    """The type for a person; '' for one that a config cannot hold."""
+    """Returns a description of a type for a message; '' for a type that a config cannot hold."""
     if _is_sequence(kind):
         inner = [k for k in typing.get_args(kind) if k is not Ellipsis]
         fixed = typing.get_origin(kind) is tuple and Ellipsis not in typing.get_args(kind)

@@ -1,10 +1,10 @@
-"""Runs one after the other, each from the weights of the one before: `config.phases`.
+"""Phases of a config: several runs, each starting from the weights of the one before.
 
-BERT's pre-training has two: 128 tokens, then 512. Each phase is a run of its own in WORKDIR/NAME,
-with its whole config there, its own data, clock, warm-up and checkpoints; it differs from the rest
-of the config in the keys that config.phases.NAME sets. The first starts as the config says, every
-other from the phase before it, as if that folder were its config.init_from; config.init says what
-becomes of the optimizer's state. Started again, what is complete is passed over.
+BERT's pre-training has two phases: 128 tokens, then 512. Each phase is a run of its own in
+WORKDIR/NAME, with its own config, data, clock, warm-up and checkpoints. Its config is the whole
+config with the changes of config.phases.NAME. The first phase starts as the config says. Every
+other starts from the phase before it, as if that folder were its config.init_from; config.init
+decides about the optimizer's state. When the run is started again, complete phases are skipped.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from lamb_tpu.store import checksums
 from lamb_tpu.store.metrics import read_records
 from lamb_tpu.store.workdir import Workdir
 
-# In these a phase may set fields that the config leaves at their defaults.
+# Sections in which a phase may set fields that the config leaves at their defaults.
 _OPEN = ("data.options", "model", "task", "optimizer", "mesh")
 _TAKEN = ("checkpoints", "logs", "tensorboard")  # folders of a run
 
@@ -38,9 +38,9 @@ class Phase:
     """One run of several.
 
     Attributes:
-      name: its name; '' for the one run of a config without phases.
-      config: its whole config, itself without phases.
-      folder: its workdir.
+      name: name of the phase; '' for the only run of a config without phases.
+      config: the phase's whole config, itself without phases.
+      folder: the phase's workdir.
     """
 
     name: str
@@ -49,10 +49,10 @@ class Phase:
 
 
 def split(config: ConfigDict, workdir: str | os.PathLike[str] = "") -> list[Phase]:
-    """The phases of a config in their order, or the config itself where it has none.
+    """Returns the phases of a config in their order; one phase for a config without.
 
     Raises:
-      UserError: a mistake in the config; what a phase sets is named as config.phases.NAME.KEY.
+      UserError: the config has a mistake; a phase's own keys are named config.phases.NAME.KEY.
     """
     check_keys(config)
     check_values(config)
@@ -82,7 +82,7 @@ def split(config: ConfigDict, workdir: str | os.PathLike[str] = "") -> list[Phas
             _merge(whole, changes, where, "")
             if phases:
                 whole.init_from = str(phases[-1].folder)
-        with naming(name, changes):
+        with errors_in_phase(name, changes):
             check_keys(whole)
             check_values(whole)
         phases.append(Phase(name, whole, folder / name))
@@ -90,7 +90,7 @@ def split(config: ConfigDict, workdir: str | os.PathLike[str] = "") -> list[Phas
 
 
 def _merge(config: ConfigDict, changes: Mapping[str, Any], where: str, section: str) -> None:
-    """Sets what `changes` sets; `section` is the dotted path of `config` in the whole one."""
+    """Merges `changes` into `config`, whose dotted path in the whole config is `section`."""
     is_open = section.startswith(_OPEN) if section else False
     for key, value in changes.items():
         if key not in config and not is_open:
@@ -106,11 +106,11 @@ def _merge(config: ConfigDict, changes: Mapping[str, Any], where: str, section: 
 
 
 @contextmanager
-def naming(name: str, changes: Mapping[str, Any] | None = None) -> Iterator[None]:
-    """Lets the sentence of a UserError begin with a phase, and with its key where it is one.
+def errors_in_phase(name: str, changes: Mapping[str, Any] | None = None) -> Iterator[None]:
+    """Prefixes the message of a UserError with the phase, or with the phase's own key.
 
     Args:
-      name: the phase's; '' for a config without phases changes nothing.
+      name: name of the phase; '' (a config without phases) changes nothing.
       changes: the keys that the phase sets.
     """
     try:
@@ -126,13 +126,13 @@ def naming(name: str, changes: Mapping[str, Any] | None = None) -> Iterator[None
 
 
 def due(config: ConfigDict, workdir: str | os.PathLike[str]) -> list[Phase]:
-    """The phases that are still to run or to go on, all of them checked.
+    """Returns the phases that are still to run or to resume, after checking all phases.
 
-    The last one is always among them. One is passed over when a later one has begun, or when its
-    last checkpoint is there and whole and its last evaluation recorded.
+    The last phase is always among them. A phase is skipped if a later one has begun, or if its last
+    checkpoint is whole and its last evaluation is recorded.
 
     Raises:
-      UserError: a mistake in a phase, also in one that is not next.
+      UserError: a phase has a mistake, even if it is not the next one.
     """
     phases = split(config, workdir)
     for phase in phases:
@@ -141,8 +141,8 @@ def due(config: ConfigDict, workdir: str | os.PathLike[str]) -> list[Phase]:
     phases = phases[_agreed(begun[-1] if begun else 0):]
     runs: list[Run] = []
     for phase in phases:
-        if len(phases) > 1:  # a last one is checked as any run
-            with naming(phase.name, config.phases[phase.name]):
+        if len(phases) > 1:  # a single phase left is checked when it runs
+            with errors_in_phase(phase.name, config.phases[phase.name]):
                 runs.append(_prepare(phase, runs[-1] if runs else None))
     if runs and _agreed(_is_complete(phases[0], runs[0].recipe.total_steps)):
         return phases[1:]
@@ -150,7 +150,11 @@ def due(config: ConfigDict, workdir: str | os.PathLike[str]) -> list[Phase]:
 
 
 def _prepare(phase: Phase, before: Run | None) -> Run:
-    """The phase's run; behind another without its folder, for its weights are not there yet."""
+    """Returns the run of a phase.
+
+    A later phase gets no folder, because its initial weights do not exist yet; instead its
+    parameters are checked against the run of the phase before it.
+    """
     run = prepare(phase.config, phase.folder if before is None else None)
     if before is not None:
         state = before.abstract_state
@@ -172,5 +176,5 @@ def _is_complete(phase: Phase, total_steps: int) -> bool:
 
 
 def _agreed(value: int) -> int:
-    """What process 0 finds in the files that it writes."""
+    """Returns the value of process 0, which alone writes the files, in all processes."""
     return int(multihost_utils.broadcast_one_to_all(np.int32(value)))

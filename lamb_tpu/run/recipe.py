@@ -1,4 +1,4 @@
-"""A config resolved against the data: every duration in updates, the learning rate in numbers."""
+"""A recipe: the durations of a config in updates, its learning rate, and its optimizer."""
 
 import contextlib
 import dataclasses
@@ -20,7 +20,7 @@ from lamb_tpu.optim.trust_ratio import AxisName
 
 SCALINGS = (*scaling.SCALING_RULES, "random_matrix", "legw")
 
-# Each decay's own keys in config.schedule; they must be left alone under the others.
+# Keys in config.schedule that belong to one decay; the others need them at their defaults.
 DECAY_KEYS = {
     "constant": (),
     "polynomial": ("power", "end_factor"),
@@ -30,28 +30,29 @@ DECAY_KEYS = {
 }
 
 
-# Facts of an optimizer of a user's that takes no rules: none that it goes by.
+# The facts of parameters under a user's own optimizer that takes no rules.
 _NO_RULES = (("", {"decay": False, "adapt": False}),)
-# Updates of a run, whose learning rates are all kept in an array; a day at 1,000 a second.
+# The largest number of updates: all learning rates are kept in one array. At 1,000 updates a second
+# it is a day.
 _MOST_UPDATES = 10**8
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """What a run does, in units of updates.
+    """Durations of a run in updates, and its learning rate.
 
     Attributes:
-      batch_size: global, examples an update.
-      num_examples: of the training set.
+      batch_size: examples in an update, over all devices.
+      num_examples: examples in the training set.
       total_steps: updates of the run.
-      peak_learning_rate: after scaling to the batch size, before warm-up and decay.
+      peak_learning_rate: learning rate after scaling to the batch size, before warm-up and decay.
       warmup_steps: updates of warm-up; may be a fraction.
       learning_rate: learning rate of update t (the first is t = 0).
-      weight_decay: the optimizer's, scaled to the batch size; None: as the config has it.
+      weight_decay: weight decay scaled to the batch size; None: the config's is used unscaled.
       eval_every, checkpoint_every, log_every: intervals in updates; may be fractions.
-      keep_every, desync_every: the same; 0: never.
-      updates_before: what the optimizer's counts are ahead of the run's own updates, because they
-        were kept from another run.
+      keep_every, desync_every: intervals in updates; may be fractions; 0: never.
+      updates_before: difference between the optimizer's counts and the run's own updates; not 0 if
+        the counts were kept from another run.
     """
 
     batch_size: int
@@ -70,34 +71,34 @@ class Recipe:
 
     @functools.cached_property
     def learning_rates(self) -> np.ndarray:
-        """The learning rate of every update, (total_steps,): for logs, without work on a device."""
+        """Learning rate of every update, (total_steps,), for logs, without work on a device."""
         return np.asarray(jax.jit(self.learning_rate)(np.arange(self.total_steps, dtype=np.int32)))
 
     def epoch(self, step: float) -> float:
-        """Epochs that are complete after `step` updates."""
+        """Returns the epochs after `step` updates, as a fraction."""
         return step * self.batch_size / self.num_examples
 
     def is_due(self, every: float, step: int) -> bool:
-        """Whether a multiple of `every` falls on update `step` (counted from 1), or it is the last.
+        """Returns whether an event is due at update `step` (counted from 1).
 
-        Nothing is ever due at an interval of 0.
+        It is due at every multiple of `every` and at the last update; never if `every` is 0.
 
-        With fractional intervals (an epoch is rarely a whole number of updates) the k-th event
-        comes at the first whole update at or after k intervals.
+        With fractional intervals (an epoch is rarely a whole number of updates) the k-th event is
+        due at the first update at or after k intervals.
         """
         if not every:
             return False
-        # A hair above the multiple, against rounding of k * every.
+        # Slightly above the multiple, against rounding of k * every.
         tolerance = 1e-9
         passed = math.floor(step / every + tolerance) > math.floor((step - 1) / every + tolerance)
         return passed or step == self.total_steps
 
     def is_save_due(self, step: int) -> bool:
-        """Tells whether update `step` is to be saved, as one of the newest or one to keep."""
+        """Returns whether to save update `step`, as one of the newest or one to keep."""
         return self.is_due(self.checkpoint_every, step) or self.is_due(self.keep_every, step)
 
     def describe(self) -> str:
-        """Two lines for the terminal."""
+        """Returns two lines for the terminal."""
         epochs = self.epoch(self.total_steps)
         warmup_epochs = self.warmup_steps * self.batch_size / self.num_examples
         return (
@@ -113,8 +114,8 @@ class Recipe:
 def resolve(config: ConfigDict, num_examples: int, updates_before: int = 0) -> Recipe:
     """Resolves every duration and the learning rate for a training set of `num_examples`.
 
-    Scaling rules are evaluated from the config's batch size, so overriding it rescales the rate
-    (under LEGW also the warm-up, and the weight decay where its timescale is to be kept).
+    Scaling rules use the config's batch size, so overriding it rescales the learning rate. Under
+    LEGW it also rescales the warm-up, and with weight_decay_scaling the weight decay.
 
     Raises:
       UserError: a duration or a schedule argument is wrong; the message names the key.
@@ -180,14 +181,14 @@ def resolve(config: ConfigDict, num_examples: int, updates_before: int = 0) -> R
 def _peak_and_warmup(
     config: ConfigDict, num_examples: int, warmup_steps: float
 ) -> tuple[float, float]:
-    """The peak scaled to the batch size, and the warm-up in updates, which LEGW sets anew."""
+    """Returns the scaled peak, and the warm-up in updates, which LEGW rescales too."""
     schedule, rule = config.schedule, config.schedule.scaling
     if rule not in SCALINGS:
         raise UserError(f"config.schedule.scaling is {rule!r}; known: {', '.join(SCALINGS)}")
     base_rate, base_size = config.optimizer.learning_rate, schedule.base_batch_size
     with naming("config.schedule.scaling"):
         if rule == "legw":
-            # LEGW keeps the warm-up's updates: those of the given duration at the base batch.
+            # LEGW keeps the number of warm-up updates, which the duration gives at the base batch.
             warmup = durations.parse(schedule.warmup)
             base_total = durations.parse(config.duration).whole_steps(base_size, num_examples)
             base_steps = warmup.steps(base_size, num_examples, base_total)
@@ -204,7 +205,7 @@ def _peak_and_warmup(
 def _decay(
     schedule: ConfigDict, peak: float, in_steps: Callable[[str], float]
 ) -> dict[str, Any]:
-    """The decay of config.schedule as arguments of `schedules.warmup`."""
+    """Returns the decay of config.schedule as arguments of `schedules.warmup`."""
     decay = schedule.decay
     if decay not in DECAY_KEYS:
         raise UserError(f"config.schedule.decay is {decay!r}; known: {', '.join(DECAY_KEYS)}")
@@ -242,7 +243,7 @@ def _decay(
 
 
 def _weight_decay(config: ConfigDict, num_examples: int, peak: float) -> float | None:
-    """The weight decay that keeps AdamW's timescale, where the config asks for that."""
+    """Returns the weight decay that keeps AdamW's timescale; None unless the config asks for it."""
     rule, optimizer = config.schedule.weight_decay_scaling, config.optimizer
     if rule == "identity":
         return None
@@ -270,23 +271,24 @@ def _weight_decay(config: ConfigDict, num_examples: int, peak: float) -> float |
 def resolve_optimizer(
     config: ConfigDict, recipe: Recipe, params: Any = None, axis_name: AxisName = None
 ) -> tuple[optax.GradientTransformation, parameters.Rules]:
-    """The config's optimizer with the recipe's learning rate, and the rules it works by.
+    """Returns the config's optimizer with the recipe's learning rate, and its rules.
 
     Args:
-      config: a recipe.
-      recipe: the same, resolved.
-      params: the parameters, or their shapes and dtypes.
-      axis_name: inside shard_map the mesh axes over which each parameter's update is split.
+      config: a config.
+      recipe: the recipe that `resolve` made of it.
+      params: the parameters, or their shapes and dtypes; None: the optimizer is not checked
+        against them.
+      axis_name: inside shard_map, the mesh axes over which each parameter's update is split.
 
     Raises:
-      UserError: an unknown optimizer or field, or a value that it refuses; with `params`, one that
-        has no meaning for them.
+      UserError: the optimizer or a field is unknown, or a value is refused; with `params`, also a
+        value that has no meaning for them.
     """
     fields = config.optimizer.to_dict()
     del fields["learning_rate"]
 
     def learning_rate(count: Any) -> Any:
-        # Bias correction goes on from kept counts, the schedule starts anew.
+        # Bias correction continues from kept counts, but the schedule starts at 0.
         return recipe.learning_rate(count - recipe.updates_before)
 
     if recipe.weight_decay is not None:
@@ -328,7 +330,7 @@ def _rules(fields: Mapping[str, Any]) -> parameters.Rules:
 
 @contextlib.contextmanager
 def naming(key: str) -> Iterator[None]:
-    """Turns what a wrong value raises into a UserError that begins with a config's key."""
+    """Turns a ValueError or TypeError of a wrong value into a UserError that names a config key."""
     try:
         yield
     except (ValueError, TypeError, ArithmeticError, UserError) as error:

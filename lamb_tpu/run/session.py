@@ -17,20 +17,20 @@ from lamb_tpu.store.position import Position
 
 
 class Session:
-    """What a start of a run holds while it trains. Use as a context manager.
+    """Lock, signal handlers, watchdog and checkpoints of a training run. Use as a context manager.
 
-    It keeps other runs out of the folder, answers SIGTERM and Ctrl-C, ends the process when it
-    hangs, and saves and restores. In a run of several processes, all must call its methods at the
-    same places.
+    It keeps other runs out of the folder, handles SIGTERM and Ctrl-C, ends the process when it
+    hangs, and saves and restores. In a run of several processes, all must call its methods in the
+    same order.
 
     Args:
       run: the run, with a folder.
-      keeps: tells whether the checkpoint of an update is to be kept besides the newest ones.
-      warn: shows a line.
+      keeps: returns whether to keep the checkpoint of an update that is not one of the newest.
+      warn: prints a line.
 
     Attributes:
-      resumed: the state was restored from a checkpoint.
-      saved_step: the update of the newest checkpoint; at first that where the start goes on.
+      resumed: whether the state was restored from a checkpoint.
+      saved_step: update of the newest checkpoint; at first the update from which the run resumes.
     """
 
     def __init__(
@@ -66,10 +66,10 @@ class Session:
         return self._stack.__exit__(*exception)
 
     def restore(self) -> tuple[TrainState, Position]:
-        """Returns the newest checkpoint that can be read; without one, the first state.
+        """Returns the newest readable checkpoint; without checkpoints, the initial state.
 
         Raises:
-          UserError: there are checkpoints, and none can be read.
+          UserError: there are checkpoints, but none can be read.
         """
         restored = self._checkpoints.restore_latest(self._run.abstract_state)
         if restored is None:
@@ -79,10 +79,10 @@ class Session:
         return state, Position.from_json(saved)
 
     def open_records(self, step: int, position: Position, is_over: bool) -> MetricsWriter:
-        """Writes what this start runs on, and opens metrics.jsonl behind update `step`.
+        """Records versions and hardware of this start; opens metrics.jsonl after update `step`.
 
         Raises:
-          UserError: a file cannot be written; in every process.
+          UserError: a file cannot be written; it is raised in every process.
         """
         run, config = self._run, self._run.config
         with distributed.together():
@@ -99,11 +99,11 @@ class Session:
             )
 
     def poll(self, completed: str) -> None:
-        """Notes what was completed, and ends the start where it was asked to end or cannot go on.
+        """Tells the watchdog what was completed, and raises if the run must end.
 
         Raises:
-          Preempted: SIGTERM or Ctrl-C has come.
-          UserError: a save or the writing of a file has failed.
+          Preempted: SIGTERM or Ctrl-C arrived.
+          UserError: a save or the writing of a file failed.
         """
         self._watchdog.progress(completed)
         if (failure := self._checkpoints.failure()) is not None:
@@ -111,11 +111,11 @@ class Session:
         self._preemption.poll()
 
     def poll_evaluation(self) -> None:
-        """Does the same between two batches of an evaluation."""
+        """Polls between two batches of an evaluation."""
         self.poll("a batch of the evaluation")
 
     def fail(self, error: UserError) -> None:
-        """Ends the start at the next `poll`, in every process, with an error of this one."""
+        """Makes the next `poll` raise an error of this process in every process."""
         self._preemption.fail(error)
 
     def keep_file(self, name: str, text: str) -> None:
@@ -129,20 +129,20 @@ class Session:
         """Starts to save a checkpoint of update `step`.
 
         Raises:
-          UserError: it, the save before it, or a record of an update before it cannot be written.
+          UserError: this save, the previous save, or a record of an earlier update failed.
         """
         self._preemption.settle()  # a state whose records are missing must not be resumed from
         self._checkpoints.save(step, state, position.to_json())
         self.saved_step = step
 
     def last_checkpoint(self) -> str:
-        """Waits for a save under way; returns the path of the newest checkpoint, for messages."""
+        """Waits for a save in progress; returns the path of the newest checkpoint, for messages."""
         self._checkpoints.wait()
         saved = self._checkpoints.steps()
         return str(self._checkpoints.directory / str(saved[-1])) if saved else "not yet written"
 
     def finish(self) -> None:
-        """Waits for a save under way, and raises what `fail` was told of since the last poll.
+        """Waits for a save in progress, and raises an error passed to `fail` since the last poll.
 
         Raises:
           UserError: something could not be written.

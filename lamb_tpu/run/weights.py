@@ -1,5 +1,4 @@
-"""Weights that are there: of a run, of a BERT as Hugging Face has it, of a network as timm has it.
-"""
+"""Saved weights: of a run, of a BERT in Hugging Face's layout, of a network in timm's layout."""
 
 import dataclasses
 import pathlib
@@ -24,7 +23,7 @@ from lamb_tpu.optim import parameters, schedule_free
 from lamb_tpu.store.checkpoint import Checkpoints
 from lamb_tpu.store.workdir import Workdir
 
-# What a state has that can be taken from it; of Hugging Face there are the parameters alone.
+# Fields of a state that can be taken; published weights have no optimizer state.
 PARTS = ("params", "model_state", "opt_state")
 _OF_NETWORK = {network: name for name, network in NETWORKS.items()}
 _PICKLES = (".bin", ".ckpt", ".pt", ".pth", ".tar")
@@ -35,17 +34,17 @@ class Weights:
     """Weights that can be read.
 
     Attributes:
-      folder: the workdir, of a phase where there are several, or the published folder or file.
-      step: the update of the checkpoint; None for published ones.
+      folder: the workdir (with phases, that of one phase), or the published folder or file.
+      step: update of the checkpoint; None for published weights.
       model: config.model of the network.
-      shapes: those of `PARTS` that are there, as trees of dicts and lists of
+      shapes: the fields of `PARTS` that the weights have, as trees of dicts and lists of
         `jax.ShapeDtypeStruct`s.
       updates_before: see `recipe.Recipe`.
-      read: takes a part of `shapes` with shardings (some keys of its dicts; dtypes may differ) and
-        returns the arrays. Parameters without the optimizer's state are those of an evaluation, see
-        `optim.evaluation_params`.
-      pixels: mean and deviation, a number a channel, of the pixels 0 ... 255 that the network takes
-        normalised by them; None where nothing tells.
+      read: function from a part of `shapes` with shardings (some keys of its dicts; dtypes may
+        differ) to the arrays. Parameters that are read without the optimizer's state are those for
+        evaluation, see `optim.evaluation_params`.
+      pixels: mean and standard deviation by which the network normalises pixels 0 ... 255, a number
+        for each channel; None if unknown.
     """
 
     folder: pathlib.Path
@@ -57,32 +56,32 @@ class Weights:
     pixels: tuple[tuple[float, ...], tuple[float, ...]] | None = None
 
     def describe(self) -> str:
-        """Where they are from, in a few words."""
+        """Returns the origin of the weights, for messages."""
         return str(self.folder) + ("" if self.step is None else f", update {self.step:,}")
 
     def text(self) -> tuple[Vocabulary, bool | None] | None:
-        """The vocabulary of the network, and whether it is cased, see `saved.read`.
+        """Returns the network's vocabulary, and whether it is cased, see `saved.read`.
 
-        None where there is no vocabulary.
+        Returns None if there is no vocabulary.
 
         Raises:
-          UserError: it is damaged.
+          UserError: the vocabulary is damaged.
         """
         if not (self.folder / saved.VOCABULARY).exists():
             return None
         return saved.read(self.folder)
 
     def bert(self) -> BertConfig | None:
-        """The network's config where it is a BERT."""
+        """Returns the network's config if it is a BERT, else None."""
         fields = dict(self.model)
         return BertConfig(**fields) if fields.pop("name") == "bert" else None
 
     def params(self) -> dict[str, Any]:
-        """The parameters, on this process' first device."""
+        """Returns the parameters, on this process' first device."""
         return self._on_first_device("params")["params"]
 
     def variables(self) -> dict[str, Any]:
-        """The parameters and what else the network keeps, such as 'batch_stats', there too."""
+        """Returns parameters and other collections, such as 'batch_stats', on the first device."""
         kept = [part for part in ("params", "model_state") if part in self.shapes]
         found = self._on_first_device(*kept)
         return {"params": found["params"], **found.get("model_state", {})}
@@ -102,18 +101,18 @@ def open_weights(
     report: Callable[[str], None] = print,
     network: str | None = None,
 ) -> Weights:
-    """The weights of a folder; of a run with phases those of the last phase that has any.
+    """Opens the weights of a folder; of a run with phases, those of the last phase that has any.
 
     Args:
       folder: a run's workdir; a folder with config.json and model.safetensors, of Hugging Face's
         transformers or of timm; or a .safetensors file alone, of timm or torchvision.
-      key: what errors call the folder.
+      key: name of the folder's flag or config key, for error messages.
       step: completed updates of the checkpoint; None for the newest that can be read.
-      report: called with a sentence when a damaged checkpoint is passed over.
-      network: config.model.name, of which a file is taken to be where no config.json tells.
+      report: called with a sentence when a damaged checkpoint is skipped.
+      network: config.model.name. A file without a config.json is assumed to be of this network.
 
     Raises:
-      UserError: there are none, or they are damaged, or of a kind that cannot be read.
+      UserError: there are no weights, they are damaged, or they are of a kind that cannot be read.
     """
     workdir = Workdir(folder, key)
     path = workdir.path
@@ -134,9 +133,9 @@ def open_weights(
 
 
 def network_of(folder: str) -> tuple[str, Any] | None:
-    """config.model.name of weights as `open_weights` reads, and `Weights.pixels`, from config.json.
+    """Reads config.model.name and `Weights.pixels` from a folder's config.json.
 
-    None where that tells nothing: there is none, or it is of a network that is not here.
+    Returns None if there is no config.json, or it is of a network that this package lacks.
     """
     try:
         settings = reading.read_json(pathlib.Path(folder).expanduser() / CONFIG)
@@ -153,7 +152,7 @@ def network_of(folder: str) -> tuple[str, Any] | None:
 
 
 def _check_format(file: pathlib.Path, key: str) -> None:
-    """Refuses a file of PyTorch's own kind, which may run code when it is read."""
+    """Refuses a pickle of PyTorch's, which may run code when it is read."""
     if file.suffix in _PICKLES:
         raise UserError(
             f"{key}: {file} is a pickle of PyTorch's, which is not read here; where PyTorch is, "
@@ -165,14 +164,14 @@ def _check_format(file: pathlib.Path, key: str) -> None:
 def _of_published(
     path: pathlib.Path, file: pathlib.Path, key: str, network: str | None
 ) -> Weights:
-    """Of a folder with the file, or of the file alone."""
+    """Opens published weights: a folder with the file, or the file alone."""
     _check_format(file, key)
     settings: Any = {}
     if path.is_dir() and (path / CONFIG).exists():
         try:
             settings = reading.read_json(path / CONFIG)
         except ValueError as error:
-            raise UserError(f"{path / CONFIG} is no JSON ({error})") from None
+            raise UserError(f"{path / CONFIG} is not JSON ({error})") from None
     name, taken = None, ""
     model = settings.get("model") if isinstance(settings, dict) else None
     if isinstance(model, dict) and own.is_own(model.get("name")):
@@ -218,7 +217,7 @@ def _of_timm(
 
 
 def _pixels(settings: Mapping[str, Any]) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
-    """`Weights.pixels` of timm's config.json."""
+    """Returns `Weights.pixels` of timm's config.json."""
     preprocessing = settings.get("pretrained_cfg") or settings  # early files have it flat
     try:
         mean, deviation = (
@@ -247,7 +246,10 @@ def _shapes(tree: Any) -> Any:
 def _reader(
     load: Callable[[], dict[str, Any]],
 ) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-    """`Weights.read` of what is loaded whole: anew, or it would lie in memory as long as a run."""
+    """Returns `Weights.read` for a file that is loaded whole.
+
+    It is loaded anew at each call: a cached copy would stay in memory during the whole run.
+    """
 
     def read(wanted: Mapping[str, Any]) -> dict[str, Any]:
         flat = flax.traverse_util.flatten_dict(load(), sep="/")

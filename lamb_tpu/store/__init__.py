@@ -1,1 +1,1 @@
-"""What a run keeps on disk: its folder, checkpoints with checksums, records."""
+"""Files of a run on disk: its folder, checkpoints with checksums, records."""

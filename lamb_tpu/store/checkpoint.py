@@ -30,20 +30,20 @@ class Checkpoints:
     """The checkpoints of one workdir, named by completed updates.
 
     Saves are asynchronous: the state is copied off the devices, then written by threads while
-    training goes on. A checkpoint appears under its name only when it is complete, with the
-    checksums of its files. `wait` says that it has come so far, `failure` that it will not. Use as
-    a context manager, or call `close`: both wait for a save under way.
+    training continues. A checkpoint gets its name only when it is complete, with the checksums of
+    its files. `wait` waits for that; `failure` returns the error of a failed save. Use as a context
+    manager, or call `close`: both wait for a save in progress.
 
     Args:
-      directory: where they lie; made when missing.
-      keep: how many of the newest to keep.
-      report: called with a sentence when a damaged checkpoint is passed over.
-      writes: False for a mere reader, which must not clear away what a run beside it is saving.
-      keep_besides: whether to keep the checkpoint of an update that is no longer one of the newest;
-        asked again at each save.
+      directory: folder of the checkpoints; created if it is missing.
+      keep: number of newest checkpoints to keep.
+      report: called with a sentence when a damaged checkpoint is skipped.
+      writes: False for a reader, which must not remove what a run is saving at the same time.
+      keep_besides: returns whether to keep the checkpoint of an update that is no longer one of the
+        newest; called at each save.
 
     Raises:
-      UserError: `directory` is to be written and cannot be; in every process.
+      UserError: `directory` must be written but cannot be; it is raised in every process.
     """
 
     def __init__(
@@ -67,12 +67,12 @@ class Checkpoints:
                 self._remove_unfinished()  # Orbax would, in a thread that may outlive the run
         self._path = self._plain_path()
         context = ocp.Context()
-        # In threads of its own it tells a failure only after a timeout of 300 s. In several
-        # processes that is for later: nobody may raise while the others wait at Orbax' barriers.
+        # When Orbax creates directories in a thread, it reports a failure only after 300 s. Several
+        # processes need it all the same: none may raise while the others wait at Orbax' barriers.
         context.asynchronous.create_directories_asynchronously = jax.process_count() > 1
         # A function and not a method, which Orbax would copy together with this object.
         context.asynchronous.post_finalization_callback = lambda: self._seal()
-        # As one file: by itself Orbax would write every number as an array.
+        # JSON is written as one file; by default Orbax would write every number as an array.
         context.checkpointables.registry = ocp.handlers.local_registry()
         context.checkpointables.registry.add(
             ocp.handlers.JsonHandler, checkpointable_name="position"
@@ -86,12 +86,12 @@ class Checkpoints:
             ),
             context=context,
         )
-        # Orbax asks JAX too whether a preemption has come, with the update as the number of the
-        # poll. That would spoil the numbers by which `Preemption` lets all processes stop at once.
+        # Orbax also polls JAX for a preemption, with the update as the number of the poll. That
+        # would disturb the numbers by which `Preemption` stops all processes at the same poll.
         self._checkpointer._manager.reached_preemption = lambda step: False
 
     def _plain_path(self) -> pathlib.Path:
-        """The directory by a path without [ ] * and ?, which Orbax would take for a pattern."""
+        """Returns a path of the directory without [ ] * and ?, which Orbax takes for a pattern."""
         if not reading.has_pattern(self.directory):
             return self.directory
         link = self._resources.enter_context(tempfile.TemporaryDirectory(prefix="lamb_tpu-"))
@@ -114,10 +114,12 @@ class Checkpoints:
             time.sleep(0.1)
 
     def try_out(self) -> None:
-        """Writes a small file where checkpoints go, so that what is wrong is told before work.
+        """Writes a small file where checkpoints go, to find a bad disk before work is lost.
+
+        All processes must call it.
 
         Raises:
-          UserError: it cannot be written; in every process, and all must call it.
+          UserError: the file cannot be written; it is raised in every process.
         """
         with distributed.together():
             try:
@@ -129,15 +131,15 @@ class Checkpoints:
                 ) from None
 
     def save(self, step: int, state: Any, position: dict[str, Any]) -> None:
-        """Starts saving `state` (a pytree of arrays) and `position` (JSON-able) as update `step`.
+        """Starts saving `state` (a pytree of arrays) and `position` (JSON values) as update `step`.
 
-        Both may be changed, or donated, as soon as the call is over.
+        Both may be changed, or donated, as soon as the call returns.
 
-        Checkpoints of this and of later updates, which can only be damaged ones that a resumed run
-        has passed over, are removed first: they would count among those to keep.
+        Checkpoints of this and of later updates are removed first. They can only be damaged ones
+        that a resumed run has skipped, and would count among those to keep.
 
         Raises:
-          UserError: this or the save before cannot be written; says what is safe.
+          UserError: this save or the one before failed; the message names the safe checkpoint.
         """
         self.wait()
         self.try_out()
@@ -147,7 +149,7 @@ class Checkpoints:
         try:
             self._background.begin()
             response = self._checkpointer.save_checkpointables_async(
-                # Orbax copies the arrays, but reads what is JSON later, in its thread.
+                # Orbax copies the arrays now, but reads JSON values later, in its thread.
                 step, {"state": state, "position": copy.deepcopy(position)}
             )
             self._background.started(response)
@@ -156,15 +158,18 @@ class Checkpoints:
             raise self._failed(error) from None
 
     def failure(self) -> UserError | None:
-        """The error of a save under way as soon as there is one, for a look between two updates."""
+        """Returns the error of a failed save as soon as it is known, without waiting."""
         error = self._background.error
         return None if error is None else self._failed(error)
 
     def wait(self) -> None:
-        """Waits for a save under way, and sees that its checkpoint is there and complete.
+        """Waits for a save in progress, and checks that its checkpoint is complete.
+
+        All processes must call it.
 
         Raises:
-          UserError: it is not; says what is safe. In every process, and all must call it.
+          UserError: the save failed; the message names the safe checkpoint. It is raised in every
+            process.
         """
         if self._saving is not None:
             with distributed.together():
@@ -207,23 +212,24 @@ class Checkpoints:
         return "none is there yet: free space or repair the disk, then start the same command again"
 
     def _seal(self) -> None:
-        """Adds the checksums, in Orbax' thread, when all is written but the name not yet given.
+        """Adds the checksums after all files are written and before the checkpoint gets its name.
 
-        Orbax calls it on process 0, after a barrier behind the last write of every process.
+        Orbax calls this in its thread on process 0, after a barrier behind every process' last
+        write.
         """
         if jax.process_index() == 0:
             (folder,) = self.directory.glob(f"{self._saving}.*")
             checksums.write(folder)
 
     def restore(self, step: int, abstract_state: Any) -> tuple[Any, dict[str, Any]]:
-        """State and data position of update `step`, placed as `abstract_state` says.
+        """Returns state and position of update `step`, placed as `abstract_state` says.
 
         Args:
           step: one of `steps()`.
-          abstract_state: pytree of `jax.ShapeDtypeStruct` with shardings.
+          abstract_state: pytree of `jax.ShapeDtypeStruct`s with shardings.
 
         Raises:
-          UserError: there is no such checkpoint, and the message lists those there are; or it is
+          UserError: there is no such checkpoint (the message lists the existing ones), or it is
             damaged.
         """
 
@@ -236,14 +242,13 @@ class Checkpoints:
         return self._read(step, load)
 
     def shapes(self, step: int) -> dict[str, Any]:
-        """The state of update `step` in shapes and dtypes, without reading its arrays.
+        """Returns shapes and dtypes of the state of update `step`, without reading its arrays.
 
         Returns:
-          What the state's fields are trees of, as dicts and lists of `jax.ShapeDtypeStruct`s;
-          without random keys.
+          The state's fields as dicts and lists of `jax.ShapeDtypeStruct`s, without random keys.
 
         Raises:
-          UserError: as `restore`.
+          UserError: see `restore`.
         """
 
         def load() -> dict[str, Any]:
@@ -257,10 +262,10 @@ class Checkpoints:
         return self._read(step, load)
 
     def restore_part(self, step: int, abstract: dict[str, Any]) -> dict[str, Any]:
-        """Some of the arrays of update `step`, placed as `abstract` says; the rest is not read.
+        """Reads some of the arrays of update `step`, placed as `abstract` says.
 
         Args:
-          step: one of `steps()`, of which `shapes` has shown that it is whole.
+          step: one of `steps()` for which `shapes` has succeeded.
           abstract: fields of the state, or some of the keys of the dicts in them, as
             `jax.ShapeDtypeStruct`s with shardings.
         """
@@ -271,7 +276,7 @@ class Checkpoints:
         return jax.block_until_ready(found)
 
     def _read(self, step: int, load: Callable[[], T]) -> T:
-        """What `load` reads of update `step`, whose files are compared with their checksums."""
+        """Calls `load` after comparing the files of update `step` with their checksums."""
         if step not in self.steps():
             there = ", ".join(map(str, self.steps())) or "none"
             raise UserError(f"{self.directory} has no checkpoint of update {step}; it has: {there}")
@@ -286,7 +291,7 @@ class Checkpoints:
         )
 
     def _find_damage(self, step: int) -> str | None:
-        """What process 0 finds; all processes must come to the same conclusion."""
+        """Returns the damage that process 0 finds; all processes get the same conclusion."""
         damage = None
         if jax.process_index() == 0:
             damage = checksums.find_damage(self.directory / str(step))
@@ -294,17 +299,21 @@ class Checkpoints:
         return (damage or "process 0 finds it damaged") if damaged else None
 
     def restore_latest(self, abstract_state: Any) -> tuple[Any, dict[str, Any]] | None:
-        """The newest checkpoint that can be read, or None when there is none at all.
+        """Returns the newest readable checkpoint, or None if there are no checkpoints.
 
-        One that cannot be read is reported and the one before it tried.
+        A checkpoint that cannot be read is reported, and the one before it is tried.
 
         Raises:
-          UserError: there are checkpoints but none can be read.
+          UserError: there are checkpoints, but none can be read.
         """
         return self._latest(lambda step: self.restore(step, abstract_state))
 
     def latest_shapes(self) -> tuple[int, dict[str, Any]] | None:
-        """The update of the newest checkpoint that can be read, and its `shapes`; as above."""
+        """Returns the update of the newest readable checkpoint and its `shapes`, or None.
+
+        Raises:
+          UserError: see `restore_latest`.
+        """
         return self._latest(lambda step: (step, self.shapes(step)))
 
     def _latest(self, read: Callable[[int], T]) -> T | None:
@@ -322,10 +331,10 @@ class Checkpoints:
         return None
 
     def close(self) -> None:
-        """Waits for a save under way; its checkpoint is complete if nothing is raised.
+        """Waits for a save in progress; its checkpoint is complete if nothing is raised.
 
         Raises:
-          UserError: as `wait`, but in this process only.
+          UserError: the save failed; unlike in `wait`, it is raised in this process only.
         """
         with self._resources:
             try:
@@ -336,9 +345,9 @@ class Checkpoints:
                 if self._background.error is None:
                     self._checkpointer.close()
                 elif jax.process_count() == 1:
-                    with contextlib.suppress(Exception):  # it is told already
+                    with contextlib.suppress(Exception):  # already reported
                         self._checkpointer.close()
-                    self._remove_unfinished()  # it takes room that the disk does not have
+                    self._remove_unfinished()  # it takes space on a disk that may be full
                     self._background.end()
 
     def __enter__(self) -> "Checkpoints":
@@ -350,11 +359,11 @@ class Checkpoints:
         except UserError as error:
             if kind is None:
                 raise
-            self._report(str(error))  # what ended the run comes first
+            self._report(str(error))  # the error that ended the run must be the one raised
 
 
 class _Chosen:
-    """Orbax' form of a function of the update."""
+    """Orbax' preservation policy for a function of the update."""
 
     def __init__(self, keeps: Callable[[int], bool]) -> None:
         self._keeps = keeps

@@ -1,4 +1,4 @@
-"""Checksums of a checkpoint's files, kept inside it: Orbax has none for the values of arrays."""
+"""Checksums of a checkpoint's files, kept inside it; Orbax has none for the values of arrays."""
 
 import fnmatch
 import hashlib
@@ -7,7 +7,8 @@ import pathlib
 from collections.abc import Collection
 
 NAME = "sha256.json"
-# Orbax writes each process' part of the state first; merging them makes the manifest and d/.
+# Files of a complete checkpoint. Orbax first writes each process' part of the state; the merge
+# creates the manifest and d/.
 _NEEDED = ("position/data.json", "state/_METADATA", "state/manifest.ocdbt", "state/d/*")
 
 
@@ -15,7 +16,7 @@ def write(folder: pathlib.Path) -> None:
     """Writes the SHA-256 of every file in the folders below `folder` into `folder`/sha256.json.
 
     Raises:
-      ValueError: a file is missing without which the checkpoint cannot be read.
+      ValueError: a file that is needed to read the checkpoint is missing.
     """
     names = _names(folder)
     if (missing := _missing(names)) is not None:
@@ -25,11 +26,11 @@ def write(folder: pathlib.Path) -> None:
 
 
 def find_damage(folder: pathlib.Path, contents: bool = True) -> str | None:
-    """The damage to the files of `folder`, or None if they are as they were written.
+    """Returns the damage to the files of `folder`, or None if they are as they were written.
 
     Args:
-      folder: of the checkpoint.
-      contents: False looks only whether all files are there.
+      folder: folder of the checkpoint.
+      contents: False only checks that all files exist.
     """
     try:
         sums = json.loads((folder / NAME).read_text())
@@ -55,7 +56,7 @@ def _missing(names: Collection[str]) -> str | None:
 
 
 def _names(folder: pathlib.Path) -> list[str]:
-    # Not those of the folder itself: Orbax still changes them as it commits a checkpoint.
+    # Files directly in the folder are left out: Orbax still changes them when it commits.
     return sorted(
         path.relative_to(folder).as_posix() for path in folder.glob("*/**/*") if path.is_file()
     )

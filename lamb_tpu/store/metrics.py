@@ -1,4 +1,4 @@
-"""Metric sums, and the two places where metrics are written."""
+"""Means of metrics, and the records: metrics.jsonl and TensorBoard's files."""
 
 import json
 import math
@@ -18,9 +18,9 @@ _FLUSH_SECONDS = 120  # of TensorBoard's files
 
 
 def fetched(trees: Iterable[Any]) -> Iterator[Any]:
-    """Each tree as NumPy arrays, one behind.
+    """Yields each tree as NumPy arrays, with a delay of one tree.
 
-    The devices work on a tree while the host fetches the one before.
+    The devices compute a tree while the host fetches the one before.
     """
     before: list[Any] = []
     for tree in trees:
@@ -34,9 +34,9 @@ def mean_metrics(
 ) -> dict[str, float]:
     """Adds up (sum, weight) pairs over batches and divides once.
 
-    The additions are in float64 on the host, so that the number of batches leaves no trace beyond
-    the rounding inside a batch. A metric whose weights are all 0, as those of updates that were
-    left out, has no mean and is left out.
+    The additions are in float64 on the host, so that the number of batches adds no rounding error
+    to that within a batch. A metric whose weights are all 0, such as those of skipped updates, has
+    no mean and is left out.
     """
     totals: dict[str, list[float]] = {}
     for batch in fetched(batches):
@@ -50,29 +50,29 @@ def mean_metrics(
 class MetricsWriter:
     """Appends records to metrics.jsonl, one JSON object a line, and mirrors them to TensorBoard.
 
-    The JSON lines are the record that tables and plots are made from. Each has `step` (completed
-    updates) and `kind`: 'train', 'eval', 'layers', 'spike', 'target' (of the first evaluation that
-    reached it, see `lamb_tpu.watch.target`) or 'pictures' (how many of each kind out of the
-    ordinary the first process has met in this start, see `lamb_tpu.data.images.tally`). A record of
-    'train' is of the updates since the last one; beside the metrics it has, where they can be told:
+    Tables and plots are made from the JSON lines. Each has `step` (completed updates) and `kind`:
+    'train', 'eval', 'layers', 'spike', 'target' (the first evaluation that reached it, see
+    `lamb_tpu.watch.target`) or 'pictures' (counts of odd and damaged pictures that the first
+    process has met in this start, see `lamb_tpu.data.images.tally`). A 'train' record covers the
+    updates since the last one. Beside the metrics it has, if they are known:
 
     - `examples_per_second`, `tokens_per_second` (padding counts as tokens) and `mfu`, the model
-      FLOP/s utilisation (`lamb_tpu.cost.flops`) of all devices together, 0 to 1: over these updates
-      without evaluation, saving and the first update of a start, which waits for the compiler;
-    - `seconds` since the first update began, of all starts: training, evaluation and saving,
-      without start-up and compiling;
+      FLOP/s utilisation (`lamb_tpu.cost.flops`) of all devices together, 0 to 1. Evaluation,
+      saving and the first update of a start, which waits for the compiler, are left out;
+    - `seconds` since the first update began, over all starts: training, evaluation and saving,
+      without start-up and compilation;
     - `ratio_min`, `ratio_median`, `ratio_max`: trust ratios of the last update, over the layers
-      that adapt; each layer's own are in the record of 'layers'.
+      that adapt; the 'layers' record has each layer's own.
 
     Args:
       workdir: the folder for metrics.jsonl and tensorboard/.
-      start_step: the update a run resumes from; records of later updates, left by a run that was
-        killed after its last checkpoint, are removed first.
+      start_step: the update from which a run resumes. Records of later updates, left by a run that
+        was killed after its last checkpoint, are removed first.
       tensorboard: whether to write TensorBoard's files too.
       enabled: False writes nothing, as on every process but the first.
-      evaluated: False where the evaluation of `start_step` is still to come: what it had recorded
-        is removed too.
-      failed: receives a UserError, once, when a file can no longer be written; None raises it.
+      evaluated: False if the evaluation of `start_step` is still to come: its records are removed
+        too.
+      failed: called once with a UserError when a file can no longer be written; None raises it.
 
     Raises:
       UserError: a file cannot be written.
@@ -125,13 +125,14 @@ class MetricsWriter:
 class _TensorBoard:
     """TensorBoard's file of one start.
 
-    Not tensorboardX' own writer: it writes in a thread that a full disk ends, with a traceback,
-    and then the run waits for that thread for ever.
+    tensorboardX' own writer is not used: a full disk ends its thread with a traceback, and the run
+    then waits for that thread forever.
 
     Args:
-      folder: for the file; made when missing.
-      start_step: TensorBoard hides what earlier files have of later updates.
-      failed: as of `MetricsWriter`.
+      folder: folder of the file; created if it is missing.
+      start_step: the update from which a run resumes; TensorBoard hides later updates of earlier
+        files.
+      failed: see `MetricsWriter`.
     """
 
     def __init__(
@@ -147,7 +148,7 @@ class _TensorBoard:
             self._flush()
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Adds values by their names; on disk after a while."""
+        """Adds values by their names; they reach the disk after a while."""
         if self._file is None:
             return
         try:
@@ -185,12 +186,12 @@ class _TensorBoard:
 
 
 def read_records(path: pathlib.Path, kind: str | None = None) -> list[dict[str, Any]]:
-    """The records of a file of JSON lines; with `kind`, those of a metrics.jsonl of that kind.
+    """Reads the records of a JSON-lines file; with `kind`, those of a metrics.jsonl of that kind.
 
-    A last line without its end, as a killed run leaves it, is passed over.
+    An unfinished last line, as a killed run leaves it, is skipped.
 
     Raises:
-      UserError: the file is missing, cannot be read, or a line is no record.
+      UserError: the file is missing or cannot be read, or a line is not a record.
     """
     try:
         text = reading.read_text(path, errors="replace")
@@ -203,9 +204,9 @@ def read_records(path: pathlib.Path, kind: str | None = None) -> list[dict[str, 
         try:
             record = reading.parse_json(line)
         except ValueError:
-            raise UserError(f"line {number} of {path} is no JSON: {line[:80]!r}") from None
+            raise UserError(f"line {number} of {path} is not JSON: {line[:80]!r}") from None
         if not isinstance(record, dict):
-            raise UserError(f"line {number} of {path} is no JSON object: {line[:80]!r}")
+            raise UserError(f"line {number} of {path} is not a JSON object: {line[:80]!r}")
         records.append(record)
     if kind is None:
         return records
@@ -213,15 +214,15 @@ def read_records(path: pathlib.Path, kind: str | None = None) -> list[dict[str, 
 
 
 def _of_a_run(path: pathlib.Path, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The records, each with what all of a run have.
+    """Checks that each record has step and kind, as all records of a run, and returns them.
 
     Raises:
-      UserError: naming the line of one that has not.
+      UserError: a record has not; the message names its line.
     """
     for number, record in enumerate(records, start=1):
         if type(record.get("step")) is not int or not isinstance(record.get("kind"), str):
             raise UserError(
-                f"line {number} of {path} is no record with step and kind: {str(record)[:80]!r}"
+                f"line {number} of {path} is not a record with step and kind: {str(record)[:80]!r}"
             )
     return records
 

@@ -1,4 +1,4 @@
-"""The position of a run: what a checkpoint holds beside the arrays of the state."""
+"""The position of a run: the part of a checkpoint that is not arrays."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -7,16 +7,16 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Position:
-    """Where a run stands, apart from its train state; JSON values only.
+    """Progress of a run beside its train state, as JSON values.
 
     Attributes:
       loader: the data position, see `TrainLoader.state`.
       observers: states of the observers by their names, see `watch.observer.Observer.state`.
       unlogged: metrics of the updates since the last record, as sums and weights.
-      eval_due: an evaluation of this update was broken off, or not yet begun.
-      seconds: of training, evaluation and saving, over all starts.
-      startup: seconds before the first update of each start, over all starts.
-      starts: how many there were.
+      eval_due: whether the evaluation of this update is still to be done, or was interrupted.
+      seconds: time of training, evaluation and saving, over all starts.
+      startup: time before the first update of each start, in seconds, over all starts.
+      starts: number of starts of the run.
     """
 
     loader: Mapping[str, Any] | None = None
@@ -28,13 +28,13 @@ class Position:
     starts: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """Returns one flat dict, in which the observers' states stand under their own names."""
+        """Returns one flat dict, with the observers' states under their names."""
         own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {**own.pop("observers"), **own}
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> "Position":
-        """Returns what `to_json` has written; keys that it lacks keep their defaults."""
+        """Returns the position that `to_json` wrote; missing keys get their defaults."""
         own = {field.name for field in dataclasses.fields(cls)} - {"observers"}
         observers = {name: value for name, value in saved.items() if name not in own}
         return cls(observers=observers, **{name: saved[name] for name in own if name in saved})

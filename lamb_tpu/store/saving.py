@@ -1,4 +1,4 @@
-"""The save that Orbax' threads are at: its end, and its failure as soon as there is one."""
+"""A save in Orbax' threads: waiting for its end, and learning of its failure at once."""
 
 import itertools
 import logging
@@ -10,7 +10,7 @@ from absl import logging as absl_logging
 
 from lamb_tpu.cluster import distributed
 
-# Every process makes them in the same order, so all know one by the same number.
+# Numbers of the saves. Every process saves in the same order, so a number means the same to all.
 _numbers = itertools.count()
 _POLL_SECONDS = 0.2
 # Modules of Orbax that log the exception of a thread, which then ends the save.
@@ -18,16 +18,16 @@ _TELLING = ("future", "async_checkpointer", "checkpoint_manager", "checkpoint")
 
 
 class Background:
-    """The save under way, and what has become of it.
+    """A save in progress and its result.
 
-    Orbax raises what failed in its threads only where the save is waited for, and logs each with a
-    traceback. In a run of several processes it does not even raise it for 20 minutes: its threads
-    wait for those of the other processes, which wait for the one that failed. So the failure is
-    taken from the log, which is not printed then, and the processes tell each other over JAX'
-    coordination service.
+    Orbax raises an error of its threads only when the save is waited for, and logs it with a
+    traceback. With several processes it does not raise it for 20 minutes: its threads wait for
+    those of the other processes, which wait for the one that failed. So the failure is taken from
+    the log, which is then not printed, and the processes inform each other over JAX' coordination
+    service.
 
     Attributes:
-      error: what has gone wrong, here or in another process; None as long as nothing has.
+      error: the error of the save, in this or another process; None so far.
     """
 
     def __init__(self) -> None:
@@ -36,15 +36,15 @@ class Background:
         self._key = f"lamb_tpu/save/{next(_numbers)}"
 
     def begin(self) -> None:
-        """Takes what Orbax logs of failures for this save's, from here to `end`."""
+        """Starts a save: until `end`, failures in Orbax' log count as this save's."""
         _listener.target = self
 
     def started(self, response: Any) -> None:
-        """Takes in what Orbax has returned for the save."""
+        """Stores the response that Orbax returned for the save."""
         self._response = response
 
     def fail(self, error: BaseException) -> None:
-        """Notes a failure, the first one, and tells the other processes."""
+        """Stores the first failure and informs the other processes."""
         if self.error is None:
             self.error = error
             if jax.process_count() > 1:
@@ -52,10 +52,10 @@ class Background:
                 distributed.client().key_value_set(self._key, text, allow_overwrite=True)
 
     def wait(self) -> None:
-        """Waits for the end of the save, and frees the thread and the descriptors it has taken.
+        """Waits for the end of the save, and frees its thread and file descriptors.
 
         Raises:
-          Exception: of many types, when it has failed, here or in another process.
+          Exception: the save failed, here or in another process; errors of many types.
         """
         while self._response is not None:
             if self.error is not None:
@@ -69,19 +69,20 @@ class Background:
                 self._response.result(timeout=_POLL_SECONDS)
                 self._response = None
             except TimeoutError:
-                time.sleep(_POLL_SECONDS / 10)  # where it is the save's own, it comes at once
+                time.sleep(_POLL_SECONDS / 10)  # an error of this process comes at once
         self.end()
 
     def end(self) -> None:
-        """Lets Orbax' log be printed again; for a save that has failed, when its threads are gone.
+        """Lets Orbax' log be printed again.
 
-        One that has succeeded comes to it by `wait`.
+        `wait` calls it for a save that succeeded. After a failed save it must be called when the
+        save's threads have ended.
         """
         if _listener.target is self:
             _listener.target = None
 
     def _look(self) -> None:
-        """Raises when another process has told of a failure."""
+        """Raises if another process has reported a failure."""
         try:
             text = distributed.client().key_value_try_get(self._key)
         except jax.errors.JaxRuntimeError:  # there is none
@@ -91,16 +92,16 @@ class Background:
 
 
 class _Listener(logging.Filter):
-    """Takes failures out of absl's log.
+    """Filter that takes failures of a save out of absl's log.
 
     Attributes:
-      target: of whom they are; None lets all pass.
+      target: the save that gets the failures; None lets all records pass.
     """
 
     target: Background | None = None
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the record is to be printed."""
+        """Returns whether to print the record."""
         target = self.target
         if target is None or record.module not in _TELLING or "orbax" not in record.pathname:
             return True

@@ -1,4 +1,4 @@
-"""The folder of a run: what stands in it, and whether it may be used again."""
+"""The folder of a run: its files, and the checks before it is used again."""
 
 import contextlib
 import fcntl
@@ -25,7 +25,7 @@ from lamb_tpu.files import reading, writing
 from lamb_tpu.optim import durations
 
 _LISTED = 8  # differing keys in a message
-# What a run has in its folder.
+# Files and folders of a run.
 _FILES = (
     "config.json", "run.jsonl", "parameters.txt", "init.json", "metrics.jsonl", "mlperf.log",
     ".lock", saved.VOCABULARY, saved.SETTINGS,
@@ -42,12 +42,12 @@ class Workdir:
       config: the resolved config, as JSON.
       run: versions, hardware and the command, one JSON line for each start that trained.
       parameters: the table of parameter facts.
-      init: where the first weights came from, as JSON; only if they were not random.
-      checkpoints: Orbax' folder.
+      init: source of the initial weights, as JSON; only if they were not random.
+      checkpoints: Orbax' folder of checkpoints.
     """
 
     def __init__(self, path: str | os.PathLike[str], key: str = "--workdir") -> None:
-        """`key` is what errors call the folder."""
+        """Takes the folder and the flag or config key that names it in error messages."""
         self._key = key
         try:
             os.fspath(path).encode()
@@ -67,13 +67,14 @@ class Workdir:
     def check(
         self, config: ConfigDict, free_keys: tuple[str, ...] = FREE_KEYS, writes: bool = True
     ) -> None:
-        """Makes the folder when missing, and refuses one that this config may not write into.
+        """Creates a missing folder, and refuses a folder that this config may not write into.
 
-        Nothing that is already there is changed. `free_keys` of the config may differ. Without
-        `writes` the folder may be one that can only be read.
+        Existing files are not changed. `free_keys` of the config may differ from the folder's.
+        Without `writes` the folder may be read-only.
 
         Raises:
-          UserError: it cannot be written, or holds a run of another config or of none.
+          UserError: the folder cannot be written, or holds a run of another config, or checkpoints
+            without a config.
         """
         try:
             if writes:
@@ -102,7 +103,7 @@ class Workdir:
             )
 
     def _how_to_go_on(self, old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
-        """What to do where a run is asked to be longer, added to the refusal; '' if it is not."""
+        """Returns advice for a run that is asked to be longer; '' for other changes."""
         try:
             before, after = (durations.parse(config["duration"]) for config in (old, new))
         except (KeyError, ValueError):
@@ -119,7 +120,7 @@ class Workdir:
         )
 
     def _check_kinds(self) -> None:
-        """Refuses what a run would write, or read, where something of another kind stands."""
+        """Refuses a folder in which a file's name belongs to a folder, or the reverse."""
         for names, wanted in ((_FILES, "a file"), (_FOLDERS, "a folder")):
             for name in names:
                 try:
@@ -135,7 +136,7 @@ class Workdir:
                     )
 
     def has_checkpoint(self) -> bool:
-        """Whether a checkpoint is there, whole or damaged."""
+        """Returns whether the folder has a checkpoint, whole or damaged."""
         return any(path.name.isdecimal() for path in self.checkpoints.glob("*/"))
 
     @contextlib.contextmanager
@@ -146,7 +147,7 @@ class Workdir:
           enabled: False does nothing, as on every process but the first.
 
         Raises:
-          UserError: another run holds it.
+          UserError: another run holds the folder.
         """
         if not enabled:
             yield
@@ -164,10 +165,10 @@ class Workdir:
             yield
 
     def read_config(self) -> dict[str, Any]:
-        """The flattened config that the run in this folder was started with.
+        """Returns the flattened config that the run in this folder was started with.
 
         Raises:
-          UserError: there is none, or it is damaged.
+          UserError: the folder has no config, or it is damaged.
         """
         config = self._read(self.config)
         if config is None:
@@ -180,10 +181,10 @@ class Workdir:
         return config
 
     def read_init(self) -> dict[str, Any] | None:
-        """What `write_init` has written; None where the first weights were random.
+        """Returns the record of `write_init`; None if the initial weights were random.
 
         Raises:
-          UserError: it is damaged.
+          UserError: the record is damaged.
         """
         record = self._read(self.init)
         if record is not None:
@@ -197,14 +198,14 @@ class Workdir:
         return record
 
     def write_init(self, record: Mapping[str, Any]) -> None:
-        """Writes where the first weights came from."""
+        """Writes the record of the initial weights."""
         writing.replace(self.init, json.dumps(record, indent=1) + "\n")
 
     def _read(self, file: pathlib.Path) -> dict[str, Any] | None:
         try:
             found = reading.read_json(file)
             if not isinstance(found, dict):
-                raise ValueError("it is no JSON object")
+                raise ValueError("it is not a JSON object")
             return found
         except FileNotFoundError:
             return None
@@ -215,7 +216,7 @@ class Workdir:
         return UserError(f"{file} is damaged ({reason}); restore it or give another {self._key}")
 
     def check_parameters(self, table: str) -> None:
-        """Refuses to resume when the table of parameter facts is not the one the run began with."""
+        """Refuses to resume if the table of parameter facts has changed since the run began."""
         if self.parameters.exists() and self.parameters.read_bytes() != table.encode():
             raise UserError(
                 f"the parameter table differs from {self.parameters}, so this is not the model or "
@@ -223,15 +224,15 @@ class Workdir:
             )
 
     def write_file(self, name: str, text: str) -> None:
-        """Writes a file into the folder; a reader sees the old one or the new one.
+        """Writes a file into the folder; a reader sees the old file or the new one.
 
         Raises:
-          UserError: it cannot be written.
+          UserError: the file cannot be written.
         """
         writing.replace(self.path / name, text)
 
     def check_text(self, source: Source) -> None:
-        """Refuses to resume where the tokens of a text mean something else than they did."""
+        """Refuses to resume if the vocabulary of a text has changed since the run began."""
         if source.vocabulary is not None and (self.path / saved.VOCABULARY).exists():
             vocabulary, cased = saved.read(self.path)
             if (vocabulary.tokens, cased) != (source.vocabulary.tokens, source.cased):
@@ -242,15 +243,15 @@ class Workdir:
                 )
 
     def write_config(self, config: ConfigDict) -> None:
-        """Writes the config."""
+        """Writes the config into the folder."""
         writing.replace(self.config, json.dumps(flatten(config), indent=1) + "\n")
 
     def write_receipt(
         self, config: ConfigDict, table: str, facts: Mapping[str, Any], source: Source | None = None
     ) -> None:
-        """Writes config, parameter table, and what this start of the run ran on.
+        """Writes config, parameter table, and versions and hardware of this start of the run.
 
-        With `source`, the training set, also the vocabulary of a text.
+        With `source`, the training set, it also writes the vocabulary of a text.
         """
         self.write_config(config)
         writing.replace(self.parameters, table)
@@ -280,10 +281,10 @@ def _names(config: ConfigDict) -> list[Any]:
 
 
 def _commit() -> str | None:
-    """The commit of the checkout that the package is run from, '+' when it has changes."""
+    """Returns the commit of the package's checkout, with '+' if there are changes, or None."""
     folder = pathlib.Path(__file__).parent
     try:
-        # An installed package may lie inside a checkout of something else.
+        # An installed package may lie inside the checkout of another project.
         subprocess.run(
             ["git", "ls-files", "--error-unmatch", pathlib.Path(__file__).name],
             cwd=folder, capture_output=True, timeout=10, check=True,

@@ -241,5 +241,3 @@ def test_mistakes(fields: dict[str, Any], message: str) -> None:
 def test_hugging_faces_layout_is_found_here() -> None:
     for name in ("from_huggingface", "to_huggingface"):
         assert getattr(bert, name) is getattr(bert_huggingface, name)
-    with pytest.raises(AttributeError, match="no attribute 'from_huggingfac'"):
-        bert.from_huggingfac

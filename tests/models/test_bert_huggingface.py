@@ -223,7 +223,7 @@ def test_files_that_are_none(folder: pathlib.Path, tmp_path_factory: Any) -> Non
     with pytest.raises(UserError, match="has no model.safetensors"):
         from_huggingface(folder)
     (folder / "config.json").write_text("{")
-    with pytest.raises(UserError, match="config.json is no JSON"):
+    with pytest.raises(UserError, match="config.json is not JSON"):
         from_huggingface(folder)
     (folder / "config.json").write_text("[]")
     with pytest.raises(UserError, match="says model_type=None"):

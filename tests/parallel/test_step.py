@@ -12,8 +12,8 @@ from ml_collections import ConfigDict
 
 from lamb_tpu import data, models, tasks
 from lamb_tpu.optim import parameters
+from lamb_tpu.parallel import backends
 from lamb_tpu.parallel import mesh as mesh_lib
-from lamb_tpu.parallel import placements
 from lamb_tpu.parallel import state as state_lib
 from lamb_tpu.parallel import step as step_lib
 from lamb_tpu.run.build import prepare
@@ -108,7 +108,7 @@ def test_the_same_function_runs_under_pmap(on_one: Any, net: str) -> None:
     facts = parameters.resolve(run.abstract_state.params, "no_bias_no_norm")
     layout = state_lib.make_layout(run.abstract_state.params, mesh, facts)
     update = jax.pmap(
-        step_lib.make_update(task, run.tx, placements.Named(layout)), axis_name="data"
+        step_lib.make_update(task, run.tx, backends.ShardMapBackend(layout)), axis_name="data"
     )
     state = jax.jit(run.init)(jax.random.key(run.config.seed))
     state = jax.tree.map(lambda x: jnp.broadcast_to(x, (8, *x.shape)), state)

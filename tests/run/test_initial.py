@@ -171,7 +171,7 @@ MISTAKES = [
     ({"model__hidden_sizes": (17,)}, r"has hidden0/bias of shape \(16,\), this model of \(17,\)"),
     ({"model": ConfigDict({"name": "lenet"})},
      r"config\.init_from: .* is of the model 'mlp', and config\.model\.name is 'lenet'; make it"),
-    ({"init__new_parameters": "("}, r"config\.init\.new_parameters is '\(', which is no regex"),
+    ({"init__new_parameters": "("}, r"config\.init\.new_parameters is '\(', which is not a valid"),
     ({"init__optimizer_state": "kept"}, r"optimizer_state is 'kept'; known: reset, keep"),
     ({"init__optimizer_state": "keep", "optimizer": ConfigDict(
         {"name": "adamw", "learning_rate": 0.1})},

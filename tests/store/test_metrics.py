@@ -65,7 +65,7 @@ def test_values_that_json_does_not_have(tmp_path: pathlib.Path) -> None:
     (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
 
     def refuse(text: str) -> None:
-        raise AssertionError(f"{text} is no JSON")
+        raise AssertionError(f"{text} is not JSON")
 
     assert json.loads(line, parse_constant=refuse)["loss"] == "nan"
     assert read_records(tmp_path / "metrics.jsonl")[0]["worst"] == "-inf"
@@ -108,7 +108,7 @@ def test_evaluation_still_to_come_is_removed_too(tmp_path: pathlib.Path) -> None
 def test_damaged_line_is_named(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1, "kind": "train"}\n\xff\xfe{\n')
-    with pytest.raises(UserError, match=f"line 2 of {path} is no JSON"):
+    with pytest.raises(UserError, match=f"line 2 of {path} is not JSON"):
         read_records(path)
     with pytest.raises(UserError, match="there is no .*; is its folder the workdir of a run"):
         read_records(tmp_path / "none.jsonl")

@@ -1,8 +1,9 @@
-"""How one step communicates: left to the compiler under jit, or named inside shard_map.
+"""Collectives of a step: placed by the compiler under jit, or explicit inside shard_map.
 
-The step in `step.py` is written once against the five things that differ. Under jit it sees whole
-arrays, and communication is a matter of shardings. Inside shard_map, or pmap, it sees one device's
-part of the batch and says itself what is summed, scattered and gathered.
+`config.parallel.backend` chooses one of the two classes. The step in `step.py` is written once
+against their common methods. Under jit the step sees whole arrays, and shardings determine the
+communication. Inside shard_map, or pmap, it sees one device's part of the batch and calls sums,
+scatters and gathers itself.
 """
 
 import dataclasses
@@ -20,30 +21,31 @@ from lamb_tpu.parallel.state import Layout
 
 
 @dataclasses.dataclass(frozen=True)
-class Compiled:
+class JitBackend:
     """The compiler places the collectives, as the shardings of the layout demand."""
 
     layout: Layout
 
     @property
     def num_shards(self) -> int:
-        """Into how many parts the batch that the step sees is split."""
+        """Number of parts into which the batch that the step sees is split over devices."""
         return mesh_lib.num_batch_shards(self.layout.mesh)
 
     @property
     def batch_sharding(self) -> NamedSharding | None:
-        """Of that batch; None where a device sees its own rows only."""
+        """Sharding of the batch that the step sees; None where it is one device's rows."""
         return mesh_lib.batch_sharding(self.layout.mesh)
 
     def positions(self, rows: int, steps: int) -> jax.Array:
-        """The places in the global batch of the rows that the step sees, (rows,).
+        """Positions in the global batch of the rows that the step sees, (rows,).
 
-        They are in the order of `mesh.microbatch_order`.
+        Dropout draws by these, so that the masks do not depend on the number of devices. They are
+        in the order of `mesh.microbatch_order`.
         """
         return jnp.asarray(mesh_lib.microbatch_order(rows, self.num_shards, steps), jnp.int32)
 
     def whole_params(self, params: Any) -> Any:
-        """Parameters as the model needs them."""
+        """Parameters with no axis split over the state axis, as the model needs them."""
         return params
 
     def add(self, sums: Any) -> Any:
@@ -51,7 +53,7 @@ class Compiled:
         return sums
 
     def reduce(self, grads: Any) -> Any:
-        """The same of gradients, placed as the optimizer's state."""
+        """Gradients summed over all examples, placed as the optimizer's state."""
         return lax.with_sharding_constraint(grads, self.layout.moments)
 
     def parts(self, params: Any) -> Any:
@@ -59,7 +61,7 @@ class Compiled:
         return lax.with_sharding_constraint(params, self.layout.moments)
 
     def from_parts(self, params: Any) -> Any:
-        """Parameters back where they live."""
+        """Parameters placed as between updates, from those placed as the optimizer's state."""
         return lax.with_sharding_constraint(params, self.layout.params)
 
     def norm(self, tree: Any) -> jax.Array:
@@ -68,15 +70,15 @@ class Compiled:
 
 
 @dataclasses.dataclass(frozen=True)
-class Named:
-    """The step names its collectives, inside shard_map over the batch axes of the mesh.
+class ShardMapBackend:
+    """The step calls its collectives, inside shard_map over the batch axes of the mesh.
 
-    A leaf that is split is sent as one part of a few flat buckets, see `collectives`; leaves that
-    are whole everywhere are summed together.
+    Leaves that are split travel together in a few flat buckets, see `collectives`. Leaves that
+    every device holds whole are summed together.
 
     Attributes:
-      layout: split over the state axis at most.
-      gradient_dtype: what gradients are sent and added in; None: their own.
+      layout: where parameters and moments live; they are split over the state axis at most.
+      gradient_dtype: the dtype in which gradients are sent and added; None: their own.
     """
 
     layout: Layout
