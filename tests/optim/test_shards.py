@@ -17,6 +17,7 @@ from jax.sharding import AxisType, PartitionSpec
 from lamb_tpu import optim
 from lamb_tpu.optim.factory import OPTIMIZERS
 from lamb_tpu.optim.sharding import state_sharding
+from lamb_tpu.optim.trust_ratio import Readings
 from tests.optim.catalogue import PLAIN, takes
 
 P = PartitionSpec
@@ -157,11 +158,11 @@ def test_specs_tell_which_axes_of_a_leaf_are_split(name, specs):
     """With them layers of a stack may be split, and matrices of APOLLO."""
     tx, params = BUILDS[name](axis_name=specs_by_path(specs)), draw(0)
     state_specs = state_sharding(tx, params, specs)
-    # A reading is made whole, so of a stack that is split by layers it has some layers alone.
-    if specs is LAYERS_SPLIT and getattr(tx.init(params), "readings", None):
-        readings = state_specs.readings
-        state_specs = state_specs._replace(readings=type(readings)(
-            *({**tree, "layers": P("data")} for tree in readings)))
+    if specs is LAYERS_SPLIT:  # readings of such a stack need a spec of their own
+        state_specs = jax.tree.map(
+            lambda node: Readings(*({**tree, "layers": P("data")} for tree in node))
+            if isinstance(node, Readings) else node,
+            state_specs, is_leaf=lambda node: isinstance(node, Readings))
     step = jax.jit(jax.shard_map(
         step_of(tx), mesh=MESH, in_specs=(specs, state_specs, specs),
         out_specs=(specs, state_specs), check_vma=False))
