@@ -14,6 +14,7 @@ TESTED_ELSEWHERE = {
     "lamb_tpu/errors.py": "without code; tests of mistakes and of preemption raise them",
     "lamb_tpu/models/__main__.py": "tests/models/test_costs.py runs it",
     "lamb_tpu/models/bert_network.py": "tests/models/test_bert.py, by the names of bert.py",
+    "lamb_tpu/parallel/layout.py": "tests/parallel/test_state.py and test_step.py lay out with it",
     "lamb_tpu/optim/muon.py": "tests/optim/test_baselines.py compares it with Optax's",
     "lamb_tpu/optim/placement.py": "tests/optim/test_sharding.py asks for it by its former name",
     "lamb_tpu/optim/schedule_free.py": "tests/optim/test_baselines.py, and in runs "

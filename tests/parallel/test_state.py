@@ -15,6 +15,7 @@ from lamb_tpu.optim import parameters
 from lamb_tpu.parallel import mesh as mesh_lib
 from lamb_tpu.parallel import rules as rules_lib
 from lamb_tpu.parallel import state as state_lib
+from lamb_tpu.parallel.layout import make_layout
 from lamb_tpu.run.build import Run, prepare
 from tests import tiny
 
@@ -77,7 +78,7 @@ def test_axis_of_each_update() -> None:
     mesh = mesh_lib.make_mesh({"data": -1})
     params = run.abstract_state.params
     facts = parameters.resolve(params, "all")
-    layout = state_lib.make_layout(params, mesh, facts)
+    layout = make_layout(params, mesh, facts)
     assert layout.axis_name("hidden0/kernel") is layout.update_spec("hidden0/kernel") is None
 
 
