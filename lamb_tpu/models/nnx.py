@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from lamb_tpu.models.dropout import positions_of
+
 Apply = Callable[..., tuple[Any, Mapping[str, Any]]]
 
 
@@ -19,7 +21,8 @@ def functions(
     Its parameters are the leaves of `nnx.Param`. Other variables, such as averages of
     `nnx.BatchNorm`, are in the collection 'state'; those that only a call makes (`sow`) are left
     out. Whether it trains is told by `module.train()` and `module.eval()`. Random streams start
-    anew at every call, from the key of the update.
+    anew at every call, from the key of the update and the place of the first row in the batch, so
+    that devices and microbatches draw different masks.
 
     Args:
       make: makes the module; takes `rngs`.
@@ -47,10 +50,15 @@ def functions(
     def apply(
         variables: Mapping[str, Any], inputs: Any, *, train: bool, key: jax.Array | None = None
     ) -> tuple[Any, Mapping[str, Any]]:
+        if key is None:
+            key = jax.random.key(0)
+        else:
+            rows = len(jax.tree.leaves(inputs)[0])
+            key = jax.random.fold_in(key, positions_of(rows)[0])
         module = nnx.merge(
             graph,
             _filled(shapes[0], variables["params"]),
-            _seeded(shapes[1], jax.random.key(0) if key is None else key),
+            _seeded(shapes[1], key),
             _filled(shapes[2], variables.get("state", {})),
         )
         module.train() if train else module.eval()

@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 from lamb_tpu.models import Model
+from lamb_tpu.models.dropout import example_positions
 from lamb_tpu.models.nnx import functions
 
 
@@ -78,6 +79,8 @@ def test_dropout_follows_the_key(model: Model, variables: Any) -> None:
     assert set(np.unique(first)) == {0, 2} and not np.array_equal(first, second)
     np.testing.assert_array_equal(drawn(0), [first, second])
     assert not np.array_equal(drawn(1)[0], first)
+    with example_positions(jnp.arange(64, 128)):  # another part of the batch
+        assert not np.array_equal(drawn(0)[0], first)
     hardware = model.apply(variables, X, train=True, key=jax.random.key(0, impl="rbg"))[0]
     assert set(np.unique(hardware[1:])) == {0, 2}
 
