@@ -83,7 +83,7 @@ MISTAKES = [
     ("model", ConfigDict({"name": "lenet5"}), r"config\.model: LeNet-5 needs .*12x12.*\(8, 8,"),
     ("model", ConfigDict({"name": "lenet", "dropout_rate": 2.0}), r"in \[0, 1\), not 2\.0"),
     ("task.name", "classify", r"config\.task\.name is 'classify'; known tasks: classification"),
-    ("task.smooth", 0.1, r"config\.task\.smooth is no field .*known: label_smoothing"),
+    ("task.smooth", 0.1, r"config\.task\.smooth is not a field .*known: label_smoothing"),
     ("task.label_smoothing", 1.0, r"config\.task\.label_smoothing is 1\.0; it must be in \[0, 1\)"),
     ("task.label_smoothing", "x", r"config\.task\.label_smoothing is 'x'; it must be a number"),
     ("task.input_std", 0.0, r"config\.task\.input_std is 0\.0; it must be positive"),
