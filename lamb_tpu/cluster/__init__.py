@@ -1,1 +1,1 @@
-"""Several processes as one run, and the signals that end one."""
+"""Several processes as one run, and the signals that end a run."""

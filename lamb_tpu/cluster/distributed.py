@@ -1,8 +1,8 @@
-"""Several processes as one run: how they meet, and how one leaves that fails or hangs.
+"""Several processes as one run: joining them, and ending a process that fails or hangs.
 
-JAX' coordination service ends a process with SIGABRT where a meeting fails, and lets a process that
-fails wait for the others, who wait for it in a collective operation. So what can go wrong is found
-here first, or ended here, and told in a sentence.
+JAX' coordination service ends a process with SIGABRT if it cannot join the others. A process that
+fails waits for the others, which wait for it in a collective operation. So failures are detected or
+ended here first, with one sentence each.
 """
 
 import contextlib
@@ -26,26 +26,27 @@ from jax.experimental import multihost_utils
 
 from lamb_tpu.errors import UserError
 
-# JAX' own 300 s, for hosts that do not start together.
+# Time for hosts that do not start together; JAX' own default.
 INITIALIZATION_SECONDS = 300
-# A process that is dead, stopped or cut off is noticed, and all others ended, within this time. JAX
-# has 100 s.
+# Time within which a dead, stopped or unreachable process is noticed and all others end; JAX'
+# default is 100 s.
 HEARTBEAT_SECONDS = 60
-# How far apart processes may reach their end; the first ones wait there for the last.
+# The largest time between the ends of two processes: the first waits for the last.
 SHUTDOWN_SECONDS = 120
-# JAX must not give up before we do, for it tells nothing of use.
+# JAX must give up later than this module, because its message does not help.
 _MARGIN_SECONDS = 60
-_SENTENCE_BYTES = 2048  # of another process' error
-# For the last lines of a process that leaves.
+_SENTENCE_BYTES = 2048  # length of an error that is sent to the other processes
+# Time for the last lines of a process that leaves.
 _RELAY_SECONDS = 5
 _relay: subprocess.Popen | None = None
-# How long processes that end with an error of all wait for each other, so that all can tell it.
+# Time that processes wait for each other when all end with the same error, so that all print it.
 _LEAVING_SECONDS = 10
 _leaves_with_all = False
 
 
 def initialize_from_flags() -> None:
-    """Calls `initialize` with `cli.define_process_flags`; then stderr goes through `relay`."""
+    """Calls `initialize` with the flags of `cli.define_process_flags`; stderr then goes to `relay`.
+    """
     values = flags.FLAGS
     initialize(values.coordinator_address, values.num_processes, values.process_id)
     if jax.distributed.is_initialized():
@@ -62,31 +63,31 @@ def initialize(
 ) -> None:
     """Joins the processes of this run; call before anything asks JAX for a device.
 
-    What is not given comes from JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, then
-    from what `jax.distributed` finds by itself: a TPU VM's metadata, SLURM, Open MPI. A process
-    that finds nothing, or that it is the only one, is left as it is.
+    Missing values come from JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, then
+    from JAX' own detection: a TPU VM's metadata, SLURM, Open MPI. If nothing is found, or the run
+    has only one process, nothing is changed.
 
-    Afterwards SIGTERM does not end the process any more: JAX takes it for the notice of a
-    preemption, which `jax.experimental.multihost_utils.reached_preemption_sync_point` tells.
+    Afterwards SIGTERM no longer ends the process. JAX treats it as the notice of a preemption,
+    which `jax.experimental.multihost_utils.reached_preemption_sync_point` reports.
 
     Args:
       coordinator_address: HOST:PORT at which process 0 listens.
-      num_processes: of the run, at least 1.
-      process_id: this process, 0 to `num_processes - 1`.
-      initialization_seconds: how long to wait for all to be there.
-      heartbeat_seconds: after how long a process that is no longer heard of ends the others.
-      shutdown_seconds: how long the first to end waits for the last.
+      num_processes: number of processes of the run, at least 1.
+      process_id: id of this process, 0 to `num_processes - 1`.
+      initialization_seconds: time to wait for all processes.
+      heartbeat_seconds: time after which a silent process ends the others.
+      shutdown_seconds: time that the first process to end waits for the last.
 
     Raises:
       UserError: a value is missing or out of range, process 0 cannot listen, or this process
-        cannot reach it. Where the others do not come, the process ends with such a sentence and
-        status 2.
+        cannot reach it. If other processes do not arrive, this process ends with such a sentence
+        and status 2.
     """
     if jax.distributed.is_initialized():
         return
     began = time.monotonic()
     address = coordinator_address or os.environ.get("JAX_COORDINATOR_ADDRESS")
-    # Open MPI's are JAX' own names too, but from Open MPI 5 on JAX 0.10 does not look at them.
+    # JAX reads Open MPI's variables too, but JAX 0.10 does not from Open MPI 5 on.
     count = _first(num_processes, "JAX_NUM_PROCESSES", "OMPI_COMM_WORLD_SIZE")
     index = _first(process_id, "JAX_PROCESS_ID", "OMPI_COMM_WORLD_RANK")
     if count == 1 and not index:
@@ -113,7 +114,7 @@ def initialize(
             address,
             count,
             index,
-            # Where all is said, a cluster around us is not asked which devices are ours either.
+            # With all values given, no surrounding cluster may assign devices either.
             cluster_detection_method="deactivate" if complete else None,
             initialization_timeout=int(left()) + _MARGIN_SECONDS,
             heartbeat_timeout_seconds=heartbeat_seconds,
@@ -124,7 +125,7 @@ def initialize(
 
 
 def _first(value: int | None, *variables: str) -> int | None:
-    """The value, or that of the first of the environment's variables that is there."""
+    """Returns the value, or else that of the first environment variable that is set."""
     if value is not None:
         return value
     for name in variables:
@@ -141,12 +142,12 @@ def _first(value: int | None, *variables: str) -> int | None:
 def _detect(
     address: str | None, count: int | None, index: int | None, seconds: int
 ) -> tuple[str | None, int | None, int | None]:
-    """What JAX' detection of clusters fills in."""
-    # There is no public way to ask whether there is a cluster without joining it.
+    """Returns the values, with missing ones filled in by JAX' cluster detection."""
+    # JAX has no public function that detects a cluster without joining it.
     from jax._src.clusters import ClusterEnv
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of a Kubernetes pod without Kubernetes' package
+        warnings.simplefilter("ignore")  # in a Kubernetes pod without Kubernetes' package
         try:
             address, count, index, _ = ClusterEnv.auto_detect_unset_distributed_params(
                 address, count, index, [], None, seconds
@@ -163,7 +164,7 @@ def _detect(
 def _check(
     address: str | None, count: int | None, index: int | None
 ) -> tuple[str, int, int]:
-    """Returns all three; refuses what is missing or wrong."""
+    """Returns the three values; refuses missing and wrong ones."""
     values = {"coordinator_address": address, "num_processes": count, "process_id": index}
     if count is not None and count < 1:
         raise UserError(f"num_processes is {count}; it must be at least 1")
@@ -189,10 +190,10 @@ def _split(address: str) -> tuple[str, int]:
 
 
 def _check_port(address: str) -> None:
-    """Refuses a port on which another program listens: gRPC may share it with another run."""
+    """Refuses a port on which another program listens: gRPC would share it, even between runs."""
     family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # after a run just ended
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a run may have just ended
         try:
             probe.bind(("", _split(address)[1]))
         except OSError as error:
@@ -220,7 +221,7 @@ def _wait_for_port(address: str, who: str, seconds: int, left: Callable[[], floa
 
 
 def _give_up(address: str, index: int, count: int, seconds: int) -> None:
-    """Ends the process, whose main thread waits in JAX, which would abort without a reason."""
+    """Ends the process with a sentence while its main thread waits in JAX, which would abort."""
     proxies = [name for name in os.environ if re.fullmatch("(?i)(grpc|https?)_proxy", name)]
     print(
         f"error: process {index} of {count} has waited {seconds} s for all processes to meet at "
@@ -237,7 +238,7 @@ def agree(error: UserError | None) -> None:
     """Raises in every process of the run when one of them has an error; all must call it.
 
     Raises:
-      UserError: its own error, or that of the first process that has one.
+      UserError: this process' own error, or that of the first process that has one.
     """
     if jax.process_count() > 1:
         failed = multihost_utils.process_allgather(np.bool_(error is not None))
@@ -257,7 +258,7 @@ def agree(error: UserError | None) -> None:
 
 @contextlib.contextmanager
 def together() -> Iterator[None]:
-    """Lets a UserError that the block raises in one process end all; all must enter it."""
+    """Raises a UserError of the block in every process; all processes must enter the block."""
     failure: UserError | None = None
     try:
         yield
@@ -267,13 +268,13 @@ def together() -> Iterator[None]:
 
 
 def relay_stderr() -> None:
-    """Lets JAX' pages about a lost process become a sentence."""
+    """Sends stderr through `relay`, which shortens JAX' pages about a lost process."""
     global _relay
     reading, writing = os.pipe()
     _relay = subprocess.Popen(
         [sys.executable, "-I", "-S", str(pathlib.Path(__file__).with_name("relay.py"))],
         stdin=reading, stdout=subprocess.DEVNULL,
-        start_new_session=True,  # what ends the process must not end it before the last line
+        start_new_session=True,  # a signal to the process must not end the relay too early
     )
     os.close(reading)
     sys.stderr.flush()
@@ -282,12 +283,12 @@ def relay_stderr() -> None:
 
 
 def leave(status: int) -> NoReturn:
-    """Ends a process after a failure of its own; one of several at once.
+    """Ends a process after a failure of its own; one of several processes ends at once.
 
-    The ordinary end of one of several is a meeting: it would wait `shutdown_seconds` for others
-    that wait for it in a collective operation, and then be aborted instead of ending with
-    `status`. Where all processes end together, `sys.exit` is right, but not after `agree` has
-    raised: threads of a failed save may still wait for each other. Then all meet here, for a short
+    At an ordinary exit a process would wait `shutdown_seconds` for the others, which wait for it in
+    a collective operation, and then be aborted instead of ending with `status`. `sys.exit` is right
+    if all processes end together, but not after `agree` has raised: threads of a failed save may
+    still wait for each other. In that case all processes wait for each other here, for a short
     time.
 
     Args:
@@ -301,35 +302,35 @@ def leave(status: int) -> NoReturn:
         with contextlib.suppress(Exception):
             client().wait_at_barrier("lamb_tpu/leave", _LEAVING_SECONDS * 1000)
         if jax.process_index() == 0:
-            time.sleep(1)  # JAX aborts the others once its service, which is here, has gone
+            time.sleep(1)  # JAX aborts the others as soon as its service, in this process, ends
     if _relay is not None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            _relay.wait(_RELAY_SECONDS)  # what was told is seen before the process is seen to end
+            _relay.wait(_RELAY_SECONDS)  # messages must be visible before the process ends
     os._exit(status)
 
 
 def client() -> Any:
-    """The client of JAX' coordination service, which JAX has no public way to."""
+    """Returns the client of JAX' coordination service, for which JAX has no public function."""
     from jax._src import distributed
 
     return distributed.global_state.client
 
 
 class Watchdog:
-    """Ends the process when it has come no further for too long.
+    """Ends the process when it makes no progress for too long.
 
-    The coordination service notices a process that is dead or stopped, but one that hangs in
-    something of its own (a file system, a lock) is alive to it, and the others wait for ever. Use
-    as a context manager:
+    The coordination service notices a process that is dead or stopped. A process that hangs (in a
+    file system, a lock) counts as alive, and the others would wait forever. Use as a context
+    manager:
 
         with Watchdog(limit_seconds=1800) as watchdog:
             ...
             watchdog.progress("update 7")
 
     Args:
-      limit_seconds: the longest time from one progress to the next; compiling, a save and the
-        wait for the slowest process lie in between. 0: for ever.
+      limit_seconds: the longest time between two calls of `progress`, which may include compiling,
+        a save, and waiting for the slowest process. 0: no limit.
     """
 
     def __init__(self, limit_seconds: float) -> None:
@@ -337,7 +338,7 @@ class Watchdog:
         self._over = threading.Event()
 
     def progress(self, what: str) -> None:
-        """Says what has just been completed."""
+        """Resets the time limit; `what` was just completed."""
         self._last = (time.monotonic(), what)
 
     def __enter__(self) -> "Watchdog":

@@ -1,4 +1,4 @@
-"""The notices that a run shall end: SIGTERM and Ctrl-C, answered by saving, and a failed write."""
+"""Requests to end a run: SIGTERM and Ctrl-C, which save first, and failed writes."""
 
 import itertools
 import os
@@ -16,21 +16,21 @@ from jax.experimental import multihost_utils
 from lamb_tpu.cluster import distributed
 from lamb_tpu.errors import Interrupted, Preempted, UserError
 
-# Processes find the poll at which all of them stop by its number, so it goes on over several runs
-# in one process. It starts at 1, because a process that has not polled yet stands for 0.
+# All processes stop at the poll of the same number, so the count continues over several runs in one
+# process. It starts at 1, because 0 means that a process has not polled yet.
 _numbers = itertools.count(1)
 _SHOW_CURSOR = "\x1b[?25h"  # the progress bar hides it
-# For the main thread to answer a second signal by itself.
+# Time in which the main thread can handle a second signal itself.
 _GRACE_SECONDS = 0.3
 
 
 class Preemption:
     """Notices SIGTERM and Ctrl-C between updates and between batches of an evaluation.
 
-    In a run of one process the handler only takes note; a second signal ends the process at once.
-    In a run of several JAX takes note of SIGTERM, in whichever process it arrives, and lets all of
-    them stop at the same poll, a second or two later; Ctrl-C, and an error told to `fail`, take the
-    same way. Use as a context manager:
+    In a run of one process the handler only notes the signal; a second signal ends the process at
+    once. In a run of several processes JAX notes SIGTERM, in whichever process it arrives, and all
+    of them stop at the same poll a second or two later. Ctrl-C and an error passed to `fail` are
+    sent the same way. Use as a context manager:
 
         with Preemption() as preemption:
             while ...:
@@ -38,14 +38,14 @@ class Preemption:
             preemption.settle()
     """
 
-    # Of several processes JAX tells the next run's poll where the run that it came to has ended.
+    # If a run of several processes has ended, JAX reports its signal to the next run's poll.
     _interrupted = False
 
     def __enter__(self) -> "Preemption":
         self._noticed = False
         self._error: UserError | None = None
         self._several = jax.distributed.is_initialized()
-        # Python lets only the main thread have handlers.
+        # Python allows signal handlers in the main thread only.
         self._listens = threading.current_thread() is threading.main_thread()
         if self._listens:
             numbers = [signal.SIGINT] if self._several else [signal.SIGINT, signal.SIGTERM]
@@ -83,28 +83,29 @@ class Preemption:
 
     def _notice(self) -> None:
         if self._several:
-            os.kill(os.getpid(), signal.SIGTERM)  # which JAX tells the others
+            os.kill(os.getpid(), signal.SIGTERM)  # JAX sends it to the others
         else:
             self._noticed = True
 
     def fail(self, error: UserError) -> None:
-        """Lets the next poll raise the error; in a run of several, one in a second or two.
+        """Makes the next poll raise the error; with several processes, some seconds later.
 
-        For an error of one process alone, which must not leave the others waiting for it.
+        This is for an error of one process, which must not leave the others waiting for it.
         """
         if self._error is None:
             self._error = error
             self._notice()
 
     def poll(self) -> None:
-        """Ends what is under way if there was a notice.
+        """Raises if the run was asked to end.
 
-        All processes of a run must call it equally often, at the same places.
+        All processes of a run must call it equally often, at the same places. They raise at the
+        same call.
 
         Raises:
-          Preempted: there was one; in a run of several processes in all of them at the same call.
-          Interrupted: it was Ctrl-C.
-          UserError: `fail` was told of one, in this or another process.
+          Preempted: SIGTERM arrived.
+          Interrupted: Ctrl-C arrived.
+          UserError: `fail` was called, in this or another process.
         """
         number = next(_numbers)
         if self._several:
@@ -117,21 +118,21 @@ class Preemption:
             raise Interrupted if interrupted else Preempted
 
     def settle(self) -> None:
-        """Raises an error that `fail` was told of; all processes must call it at the same place.
+        """Raises an error passed to `fail`; all processes must call it at the same place.
 
-        For the end of the work, behind which there is no poll.
+        It is for the end of the work, after the last poll.
 
         Raises:
-          UserError: of this or another process.
+          UserError: `fail` was called, in this or another process.
         """
         distributed.agree(self._error)
 
 
 def _end_at_the_second(signals: socket.socket, numbers: list[signal.Signals]) -> None:
-    """Ends the process at the second signal where the main thread cannot.
+    """Ends the process at the second signal if the main thread cannot.
 
-    Python calls handlers in the main thread only, and only between two of its own instructions: not
-    while that compiles, or waits for an update.
+    Python calls handlers in the main thread only, between two bytecode instructions: not while that
+    thread compiles or waits for an update.
     """
     count = 0
     with signals:

@@ -1,10 +1,11 @@
-"""Stands between a process of several and its stderr, and turns JAX' abort into one sentence.
+"""A filter for the stderr of one process of several: it turns JAX' abort into one sentence.
 
     python -I -S lamb_tpu/cluster/relay.py < PIPE
 
-Where another process is killed, stopped or cut off, JAX' coordination service aborts this one from
-a thread of C++, with pages of its log and of stacks that nothing in the process can hold back. They
-are held back here; all else passes through at once. Imports nothing of the project, to start fast.
+When another process is killed, stopped or cut off, JAX' coordination service aborts this one from a
+C++ thread, with pages of logs and stacks that the process itself cannot suppress. They are held
+back here; everything else passes through at once. The file imports nothing of the project, so that
+it starts fast.
 """
 
 import os
@@ -17,7 +18,7 @@ from typing import BinaryIO
 _LOG = re.compile(
     rb"[IWEF]\d{4} [\d:.]+ +\d+ (?:coordination_\w+|preemption_sync_manager|client)\.(?:cc|h):\d+\]"
 )
-# What follows such a line and belongs to it.
+# Lines that follow such a line and belong to it.
 _MORE = re.compile(
     rb"(?:\d+|\s*|The tasks have crashed.*|Additional GRPC error.*|:UNKNOWN:.*|:?\{.*|RPC: /.*"
     rb"|\*\*\* Check failure.*|    @ .*)\s*$"
@@ -26,14 +27,14 @@ _FATAL = re.compile(rb"F\d{4} .* client\.h:\d+\]")
 
 
 def relay(source: BinaryIO, target: BinaryIO) -> None:
-    """Copies lines to the end; of an abort for another process the reason only, in a sentence.
+    """Copies lines until the end; an abort because of another process becomes one sentence.
 
     Args:
-      source: what the process writes.
-      target: where it is to go.
+      source: output of the process.
+      target: destination of the output.
     """
-    held: list[bytes] = []  # of JAX' log; told in the end, where it meant no abort
-    fatal: list[bytes] = []  # from the abort on
+    held: list[bytes] = []  # lines of JAX' log; written at the end if there was no abort
+    fatal: list[bytes] = []  # lines from the abort on
     told = False
     for line in iter(source.readline, b""):
         own = line.startswith(b"error: ")
@@ -64,9 +65,9 @@ def _sentence(fatal: list[bytes]) -> bytes:
 
 if __name__ == "__main__":
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # it ends when the process does, not before
+        signal.signal(number, signal.SIG_IGN)  # it ends with the process, not before
     try:
         with os.fdopen(0, "rb") as lines, os.fdopen(2, "wb") as output:
             relay(lines, output)
-    except OSError:  # nobody reads it any more
+    except OSError:  # nobody reads the output any more
         sys.exit(1)

@@ -1,4 +1,4 @@
-"""Where records come from and how they become batches."""
+"""Data sets, the order of their examples, and batches."""
 
 import importlib
 from typing import Any

@@ -1,10 +1,10 @@
 """TFDS builders of MNIST, Fashion-MNIST and CIFAR-10 that need no TensorFlow.
 
-Name, version, features, splits, URLs and checksums are inherited from the builders of TFDS; only
-the reading of the original files is ours, because theirs calls TensorFlow. Archives are read in
-memory and never extracted, so that MNIST and Fashion-MNIST, whose files have the same names,
-cannot be mistaken for one another. The classes stay out of the TFDS registry: the stock builders
-hold those names there.
+Name, version, features, splits, URLs and checksums are inherited from the builders of TFDS. Only
+the original files are read in another way, because TFDS' own code calls TensorFlow. Archives are
+read in memory and never extracted, so that MNIST and Fashion-MNIST, whose files have the same
+names, cannot be confused. The classes are not registered in TFDS, where the stock builders have
+these names.
 """
 
 import gzip
@@ -20,7 +20,7 @@ from tensorflow_datasets.image_classification import cifar, mnist
 
 # mypy does not follow TFDS to the class that takes skip_registration.
 class Mnist(mnist.MNIST, skip_registration=True):  # type: ignore[call-arg]
-    """Four idx files, two a split: http://yann.lecun.com/exdb/mnist/."""
+    """MNIST, four idx files, two for each split: http://yann.lecun.com/exdb/mnist/."""
 
     name = "mnist"
     url_infos = mnist.MNIST.url_infos
@@ -40,7 +40,8 @@ class Mnist(mnist.MNIST, skip_registration=True):  # type: ignore[call-arg]
 
 
 class FashionMnist(mnist.FashionMNIST, skip_registration=True):  # type: ignore[call-arg]
-    """The same four files, of articles of clothing: Xiao et al., arXiv:1708.07747."""
+    """Fashion-MNIST, files as of MNIST, with articles of clothing: Xiao et al., arXiv:1708.07747.
+    """
 
     name = "fashion_mnist"
     url_infos = mnist.FashionMNIST.url_infos
@@ -49,7 +50,7 @@ class FashionMnist(mnist.FashionMNIST, skip_registration=True):  # type: ignore[
 
 
 class Cifar10(cifar.Cifar10, skip_registration=True):  # type: ignore[call-arg]
-    """One tar of six binary files: https://www.cs.toronto.edu/~kriz/cifar.html."""
+    """CIFAR-10, one tar of six binary files: https://www.cs.toronto.edu/~kriz/cifar.html."""
 
     name = "cifar10"
     url_infos = cifar.Cifar10.url_infos
@@ -84,7 +85,7 @@ class Cifar10(cifar.Cifar10, skip_registration=True):  # type: ignore[call-arg]
 
 
 def read_idx(path: str) -> np.ndarray:
-    """The uint8 array in a gzipped idx file: a big-endian header of rank and sizes, then bytes."""
+    """Reads the uint8 array of a gzipped idx file: a big-endian header with sizes, then bytes."""
     with gzip.open(path) as file:
         content = file.read()
     rank = content[3]
@@ -95,7 +96,7 @@ def read_idx(path: str) -> np.ndarray:
 def _download(
     builder: tfds.core.DatasetBuilder, dl_manager: tfds.download.DownloadManager
 ) -> dict[str, str]:
-    """Original file name -> path, from the folder of original files or the network."""
+    """Returns original file name -> path, from the folder of original files or the network."""
     return dl_manager.download({info.filename: url for url, info in builder.url_infos.items()})
 
 

@@ -1,4 +1,4 @@
-"""The small set inside the package: 1,797 scans of handwritten digits (files/README.md)."""
+"""The data set inside the package: 1,797 scans of handwritten digits (files/README.md)."""
 
 import functools
 from importlib import resources
@@ -12,7 +12,7 @@ NUM_TRAIN = 1437  # the first scans; the last 360 are the test split
 
 
 def load_digits(split: str) -> ArraySource:
-    """A split of the embedded set: `image` uint8 (8, 8, 1) of values 0 to 16, `label` int32.
+    """Loads a split: `image` uint8 (8, 8, 1) with values 0 to 16, `label` int32.
 
     Raises:
       UserError: `split` is not TFDS split syntax over `train` and `test`.

@@ -1,4 +1,4 @@
-"""Evaluation batches: every example exactly once, the rest of the last batch masked."""
+"""Evaluation batches: every example exactly once, with padding of the last batch masked."""
 
 from collections.abc import Iterator
 
@@ -11,22 +11,22 @@ from lamb_tpu.data.stream import run_ahead
 def eval_batches(
     source: Source, batch_size: int, rows: np.ndarray | None = None
 ) -> Iterator[Batch]:
-    """This process's rows of the batches that cover the source once, in its own order.
+    """Yields this process's rows of the batches that cover the source once, in order.
 
     Global batch `b` holds examples `[b * batch_size, (b + 1) * batch_size)`. Every process yields
-    the same number of batches, all of one shape. Places beyond the last example repeat example 0,
-    with mask 0: a real example, because a model may give NaN on zeros and 0 * NaN would spoil the
-    sum.
+    the same number of batches, all of one shape. Places beyond the last example hold example 0 with
+    mask 0. They hold a real example, because a model may give NaN on zeros, and 0 * NaN would spoil
+    the sum.
 
     Args:
-      source: where the examples come from.
-      batch_size: examples in a batch over all processes.
+      source: the examples.
+      batch_size: number of examples in a batch over all processes.
       rows: places within a batch, each in 0 ... `batch_size - 1`, that this process takes, in this
-        order; None for all of them.
+        order; None for all.
 
     Returns:
       Iterator of the source's fields, (rows, *shape), and `mask`, float32 (rows,): 1 for an
-      example, 0 for padding and for what the source itself masks.
+      example, 0 for padding and for examples that the source itself masks.
     """
     within = np.arange(batch_size) if rows is None else rows
 

@@ -1,7 +1,7 @@
-"""Random words that are a function of their coordinates, for many coordinates at once.
+"""Random words as a hash of their coordinates, for many coordinates at once.
 
-A generator an example would cost more than the example. A hash of (seed, epoch, index, ...) costs
-a few vector operations for a whole batch, and it is the same in every NumPy version.
+A random generator for each example would cost more than the example itself. A hash of (seed, epoch,
+index, ...) costs a few vector operations for a whole batch, and is the same in every NumPy version.
 """
 
 import numpy as np
@@ -10,33 +10,33 @@ _INCREMENT = np.uint64(0x9E3779B97F4A7C15)
 
 
 def words(seed: int, *coordinates: np.ndarray | int) -> np.ndarray:
-    """One random 64-bit word for each combination of coordinates.
+    """Returns one random 64-bit word for each combination of coordinates.
 
-    Every coordinate is mixed in by the finaliser of SplitMix64 (Steele, Lea and Flood, "Fast
-    Splittable Pseudorandom Number Generators", OOPSLA 2014).
+    The finaliser of SplitMix64 mixes in every coordinate (Steele, Lea and Flood, "Fast Splittable
+    Pseudorandom Number Generators", OOPSLA 2014).
 
     Args:
       seed: 0 to 2**64 - 1.
       *coordinates: non-negative integers, or arrays of them that broadcast together.
 
     Returns:
-      uint64, of the shape the coordinates broadcast to.
+      uint64, of the shape to which the coordinates broadcast.
     """
     state = _mix(np.array([seed], np.uint64))
     for coordinate in coordinates:
-        # The product wraps around by intent; arrays, unlike scalars, do so without a warning.
+        # The product must wrap around; arrays, unlike scalars, do so without a warning.
         place = np.atleast_1d(coordinate).astype(np.uint64)
         state = _mix(state + (place + np.uint64(1)) * _INCREMENT)
     return state.reshape(np.broadcast_shapes(*(np.shape(item) for item in coordinates)))
 
 
 def uniform(random_words: np.ndarray) -> np.ndarray:
-    """float64 in [0, 1) of random words."""
+    """Maps random words to float64 in [0, 1)."""
     return (random_words >> np.uint64(11)) * 2.0**-53
 
 
 def below(random_words: np.ndarray, bound: np.ndarray | int) -> np.ndarray:
-    """int64 in 0 ... `bound` - 1 of random words, for bounds of 1 to 2**32 - 1."""
+    """Maps random words to int64 in 0 ... `bound` - 1, for bounds of 1 to 2**32 - 1."""
     high = random_words >> np.uint64(32)
     return ((high * np.asarray(bound).astype(np.uint64)) >> np.uint64(32)).astype(np.int64)
 

@@ -1,4 +1,4 @@
-"""Training batches: an endless, seeded stream whose whole state is the number of examples read."""
+"""Training batches: an endless, seeded stream whose only state is the number of examples read."""
 
 import sys
 from collections.abc import Iterator, Mapping
@@ -15,20 +15,20 @@ from lamb_tpu.errors import UserError
 class TrainLoader:
     """Endless iterator over this process's share of the training batches.
 
-    A batch of B examples holds the next B global positions of the stream described in `order.py`;
-    a process gathers those of its rows. Batches straddle epochs, so nothing is dropped or repeated,
-    and the examples of a batch and their order depend neither on the processes nor on the sizes of
-    the batches before it.
+    A batch of B examples holds the next B global positions of the stream described in `order.py`; a
+    process gathers those of its rows. Batches cross epochs, so nothing is dropped or repeated. The
+    examples of a batch and their order depend neither on the number of processes nor on the sizes
+    of the batches before it.
 
     Args:
-      source: where the examples come from.
-      batch_size: examples in a batch over all processes, unless `take` is told another number.
-      seed: of the order, 0 to 2**64 - 1.
+      source: the examples.
+      batch_size: number of examples in a batch over all processes, unless `take` gets another.
+      seed: seed of the order, 0 to 2**64 - 1.
       rows: places within a batch, each in 0 ... `batch_size - 1`, whose examples this process
-        gathers, in this order; None for all of them.
+        gathers, in this order; None for all.
 
     Attributes:
-      examples: how many examples of the stream have been taken, over all processes.
+      examples: number of examples that have been taken from the stream, over all processes.
 
     Raises:
       UserError: a size or the seed is out of range.
@@ -57,14 +57,14 @@ class TrainLoader:
         return self
 
     def __next__(self) -> Batch:
-        """Takes a batch of the usual size."""
+        """Takes the next `batch_size` examples."""
         return self.take(self._batch_size, self._rows)
 
     def take(self, count: int, rows: np.ndarray | None = None) -> Batch:
         """Takes the next `count` examples of the stream.
 
         Args:
-          count: examples over all processes, at least 1.
+          count: number of examples over all processes, at least 1.
           rows: places in 0 ... `count - 1` whose examples this process gathers; None for all.
 
         Returns:
@@ -84,14 +84,14 @@ class TrainLoader:
         return batch
 
     def state(self) -> dict[str, Any]:
-        """Returns the position and what it is a position in, as plain JSON values."""
+        """Returns the position, and the source, size and seed it belongs to, as JSON values."""
         return {"examples": self.examples, **self._identity()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continues exactly where the loader that gave `state` stood.
+        """Continues exactly where the loader that returned `state` was.
 
         Raises:
-          UserError: `state` is of another source, size or seed.
+          UserError: `state` belongs to another source, size or seed.
         """
         for key, here in self._identity().items():
             if state.get(key) != here:
@@ -113,7 +113,7 @@ class TrainLoader:
         }
 
     def _read_ahead(self, start: int, count: int, rows: np.ndarray | None) -> Iterator[Batch]:
-        """Batches of `count` from `start` on, for as long as their size stays the same."""
+        """Yields batches of `count` examples from `start` on, read ahead by threads."""
         def fetch(number: int) -> Batch:
             return self._fetch(start + number * count, count, rows)
 

@@ -1,4 +1,4 @@
-"""The options of a data set: the fields of a dataclass, checked against what a config gives."""
+"""Options of a data set: the fields of a dataclass, checked against a config's values."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -18,22 +18,22 @@ OptionsT = TypeVar("OptionsT", bound=_Dataclass)
 
 @dataclasses.dataclass(frozen=True)
 class NoOptions:
-    """Of a set that has none."""
+    """Options of a data set without options."""
 
 
 def read_options(
     name: str, kind: type[OptionsT], given: Mapping[str, Any], **fixed: Any
 ) -> OptionsT:
-    """The options of data set `name`, of the dataclass `kind`.
+    """Returns the options of data set `name`, an instance of the dataclass `kind`.
 
     Args:
-      name: for the error.
+      name: name of the data set, for the error message.
       kind: a dataclass whose fields are int, float, str or bool and have defaults.
-      given: `config.data.options`; None leaves an option at its default.
-      **fixed: fields that are not the user's to give here.
+      given: `config.data.options`; the value None leaves an option at its default.
+      **fixed: fields that the user cannot set.
 
     Raises:
-      UserError: an unknown option, or a value of another type.
+      UserError: an option is unknown, or a value has another type.
     """
     known = {field.name: field for field in dataclasses.fields(kind) if field.name not in fixed}
     for key, value in given.items():

@@ -1,8 +1,8 @@
 """The order of training examples, a pure function of (seed, epoch, position).
 
-Training reads one endless stream of examples. Global position `i` lies in epoch
-`i // num_examples`, at place `i % num_examples` of that epoch's permutation. Nothing here knows
-of processes or batches, so neither can change the order.
+Training reads one endless stream of examples. Global position `i` is in epoch `i // num_examples`,
+at place `i % num_examples` of that epoch's permutation. This module knows nothing of processes or
+batches, so neither can change the order.
 """
 
 import functools
@@ -12,10 +12,10 @@ import numpy as np
 
 @functools.lru_cache(maxsize=4)
 def example_order(seed: int, epoch: int, num_examples: int) -> np.ndarray:
-    """The permutation of `range(num_examples)` in which an epoch visits the examples.
+    """Returns the permutation of `range(num_examples)` in which an epoch visits the examples.
 
-    Sorting raw Philox words, rather than `Generator.permutation`, keeps the order the same in
-    every NumPy version: NumPy fixes the stream of a bit generator, not that of its methods.
+    It sorts raw Philox words instead of calling `Generator.permutation`, so that the order is the
+    same in every NumPy version: NumPy guarantees the stream of a bit generator, not of the methods.
     Philox: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011.
 
     Args:
@@ -40,13 +40,13 @@ def example_order(seed: int, epoch: int, num_examples: int) -> np.ndarray:
 
 
 def global_indices(seed: int, start: int, stop: int, num_examples: int) -> np.ndarray:
-    """The examples at global positions `start` to `stop - 1` of the endless stream.
+    """Returns the examples at global positions `start` to `stop - 1` of the endless stream.
 
     Returns:
-      int64 (stop - start,): indices into the source. The range may straddle any number of epochs.
+      int64 (stop - start,): indices into the source. The range may cross any number of epochs.
 
     Raises:
-      ValueError: `start` is negative or beyond `stop`, or as for `example_order`.
+      ValueError: `start` is negative or beyond `stop`; see also `example_order`.
     """
     if not 0 <= start <= stop:
         raise ValueError(f"need 0 <= start <= stop, found start {start}, stop {stop}")

@@ -1,4 +1,4 @@
-"""Preparing a set once: original files in, ArrayRecord files in the data folder out."""
+"""Preparation of a data set, once: from original files to ArrayRecord files."""
 
 import contextlib
 import fcntl
@@ -17,11 +17,11 @@ _REACH_SECONDS = 5.0
 
 
 def prepare(builder: tfds.core.DatasetBuilder, source_dir: str | None) -> None:
-    """Prepares the builder's set unless it is prepared already.
+    """Prepares the builder's data set unless it is already prepared.
 
-    TFDS writes into a folder of its own and renames it when all is written, so an interrupted
-    preparation leaves no set behind. Several processes may call this at once: one prepares and
-    the others wait.
+    TFDS writes into a temporary folder and renames it at the end, so an interrupted preparation
+    leaves no data set behind. Several processes may call this at once: one prepares, and the others
+    wait.
 
     Args:
       builder: one of `builders.BUILDERS`.
@@ -57,7 +57,7 @@ def prepare(builder: tfds.core.DatasetBuilder, source_dir: str | None) -> None:
 
 
 def is_prepared(builder: tfds.core.DatasetBuilder) -> bool:
-    # TFDS logs a warning about a folder that does not exist, so it is asked about others only.
+    # TFDS logs a warning about a missing folder, so existence is checked first.
     return builder.data_path.exists() and builder.is_prepared()
 
 
@@ -79,7 +79,7 @@ def _check_files(builder: tfds.core.DatasetBuilder, folder: pathlib.Path) -> Non
 
 
 def _check_reachable(builder: tfds.core.DatasetBuilder) -> None:
-    """Refuses within seconds; TFDS itself retries for minutes before it gives up."""
+    """Refuses an unreachable server within seconds; TFDS would retry for minutes."""
     url = next((url for url in builder.url_infos if not _is_downloaded(builder, url)), None)
     if url is None:
         return
@@ -92,7 +92,7 @@ def _check_reachable(builder: tfds.core.DatasetBuilder) -> None:
         except OSError as error:
             outcome.put(str(error))
 
-    # A thread, because looking up a host's name has no time limit of its own.
+    # In a thread, because the look-up of a host name has no timeout.
     threading.Thread(target=open_url, daemon=True).start()
     try:
         failure = outcome.get(timeout=_REACH_SECONDS)
@@ -118,7 +118,7 @@ def _give_folder(builder: tfds.core.DatasetBuilder) -> str:
 
 @contextlib.contextmanager
 def _one_at_a_time(builder: tfds.core.DatasetBuilder) -> Iterator[None]:
-    """Holds a lock file beside the set, which the system frees even if the process is killed."""
+    """Holds a lock file beside the data set; the system frees it even if the process is killed."""
     if "://" in str(builder.data_dir):
         raise UserError(
             f"data set {builder.name} is not prepared in {builder.data_dir}, and can be prepared "

@@ -2,7 +2,7 @@
 
     python -m lamb_tpu.data.prepare_text --input='books/**/*.md' --vocab=vocab.txt --output=DIR
 
-A run that was killed continues where it was when the same command is started again.
+After a kill, the same command continues.
 """
 
 import argparse
@@ -43,9 +43,8 @@ examples:
     %(prog)s --input=tfds:wikipedia/20230601.en \\
         --train-vocab=30522 --output=DATA/wikipedia
 
-A run that was killed continues where it was when the same command is started
-again. What is made is the same for any number of processes. Then train on a
-folder and evaluate on another:
+After a kill, the same command continues. The output is the same for any number
+of processes. Then train on one folder and evaluate on another:
   python -m lamb_tpu.train --config=configs/bert_pretrain.py --workdir=DIR \\
       --config.data.dir=DATA \\
       --config.data.train_split=books --config.data.eval_split=held_out
@@ -58,7 +57,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Shown:
-    """A bar on a terminal, lines at most every ten seconds elsewhere: bytes, rate, time left."""
+    """Progress: a bar on a terminal, elsewhere a line at most every ten seconds."""
 
     def __init__(self) -> None:
         self._start = self._last_line = time.monotonic()
@@ -68,7 +67,7 @@ class _Shown:
         )
         self._console = Console(highlight=False, soft_wrap=True)
         terminal = self._console.is_terminal
-        # rich forgets updates of 30 s ago otherwise, and a shard can take longer
+        # By default rich forgets updates after 30 s, and a shard can take longer.
         self._bar = Bar(*columns, console=self._console, speed_estimate_period=1e9,
                         disable=not terminal)
         self._task: TaskID | None = None
@@ -101,7 +100,7 @@ class _Shown:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns 0, 2 for a mistake told in one sentence, or 130 for Ctrl-C."""
+    """Runs the command; returns 0, 2 for a user's mistake, or 130 for Ctrl-C."""
     try:
         return _run(_parse(arguments))
     except (UserError, OSError) as error:  # of the system: a full disk, a folder of others
@@ -161,22 +160,22 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--input", action="append", required=True, metavar="GLOB",
-        help="files of text, ** for folders below; may be given again; or tfds:NAME[/CONFIG]"
-        "[:SPLIT], a prepared TFDS set with a feature `text`, an example a document")
+        help="files of text, with ** for all folders below; may be repeated; or tfds:NAME[/CONFIG]"
+        "[:SPLIT], a prepared TFDS set with a feature `text`, one document in each example")
     add("--output", required=True, metavar="DIR",
         help="folder to write: shards of ids, vocab.txt, manifest.json")
-    add("--vocab", metavar="FILE", help="a vocab.txt, a token a line, such as BERT's own")
+    add("--vocab", metavar="FILE", help="a vocab.txt, one token in each line, such as BERT's own")
     add("--train-vocab", type=int, metavar="N",
         help="instead of --vocab: make a vocabulary of N tokens from the inputs")
     add("--cased", action="store_true", help="keep case and accents")
     add("--documents", default="file", metavar="RULE",
-        help="what a document is: file, the default; blank-lines, what stands between them, as the "
-        "original BERT code has it; or titles, what follows a line `= Title =`, as in WikiText")
+        help="what a document is: a file (the default); the text between blank-lines, as in the "
+        "original BERT code; or the text after a line `= Title =` (titles), as in WikiText")
     add("--sentences", default="split", metavar="|".join(SENTENCE_RULES),
-        help="what a sentence is: a part of a line, found by rules (the default), or a line")
+        help="what a sentence is: a part of a line, found by rules (the default), or a whole line")
     add("--shard-bytes", type=int, default=16 * 2**20, metavar="N",
-        help="text a shard, about; one process makes a shard (default: %(default)s)")
-    add("--processes", type=int, metavar="N", help="at work together (default: one a core)")
+        help="approximate text in a shard; one process makes a shard (default: %(default)s)")
+    add("--processes", type=int, metavar="N", help="number of processes (default: one a core)")
     add("--data-dir", metavar="DIR", help="folder of prepared TFDS sets")
     return terminal.refuse_empty(parser.parse_args(arguments))
 

@@ -1,4 +1,4 @@
-"""Sets by name: embedded, prepared by ourselves, photographs, text, and any prepared TFDS set."""
+"""Data sets by name: embedded, prepared here, photographs, text, and any prepared TFDS set."""
 
 import dataclasses
 import functools
@@ -27,7 +27,7 @@ _TFDS_PREFIX = "tfds:"
 
 
 class _Request(NamedTuple):
-    """What `load` was asked for."""
+    """The arguments of `load`."""
 
     name: str
     split: str
@@ -39,7 +39,7 @@ class _Request(NamedTuple):
     training: bool
 
     def options(self, **fixed: Any) -> Any:
-        """The options given, as the set's own dataclass."""
+        """Returns the given options, as the data set's own dataclass."""
         return read_options(self.name, _options_type(self.name), self.given, **fixed)
 
 
@@ -54,38 +54,39 @@ def load(
     seed: int = 0,
     training: bool = True,
 ) -> Source:
-    """A split of a data set, prepared first if need be.
+    """Loads a split of a data set, and prepares the set first if necessary.
 
     Args:
       name: `digits` (embedded), `mnist`, `fashion_mnist`, `cifar10`, or `tfds:NAME[/CONFIG]` for
-        any set prepared by TFDS in the ArrayRecord format. Of photographs, decoded as they are
-        read: `image_folder`, `imagenet2012` (prepared by TFDS), and any TFDS set whose images
-        differ in size; and `cifar10_jpeg`, one file. Of text: `masked_lm` (prepared by
+        any set prepared by TFDS in the ArrayRecord format. Photographs, which are decoded while
+        they are read: `image_folder`, `imagenet2012` (prepared by TFDS), and any TFDS set whose
+        images differ in size; and `cifar10_jpeg`, one file. Text: `masked_lm` (prepared by
         `lamb_tpu.data.prepare_text`), `squad`, and, embedded, `python_docs` and
-        `python_docs_cloze`, which are like the two of them. 'package.module:Name' is a user's own,
-        see README.md of this folder.
+        `python_docs_cloze`, which resemble these two. 'package.module:Name' is a user's own set, see
+        README.md of this folder.
       split: in TFDS syntax, such as `train`, `train[:1000]` or `test[50%:]`. `masked_lm`: a
         prepared folder in `source_dir`; `squad`: a file in it; the embedded text: train or test;
         `image_folder`: slices of a folder in it too, or as `images.folder.FolderRecords` has it.
       data_dir: folder of prepared sets; None is TFDS's own, `~/tensorflow_datasets`.
-      source_dir: folder with the original files to prepare from, where the set is not prepared
-        yet; None downloads them. Of `masked_lm`, `squad` and `image_folder` see `split`; of
-        `cifar10_jpeg` the folder of its file.
-      in_memory: whether to read the whole split once into arrays, or all token ids of text; None
-        does so up to `IN_MEMORY_BYTES`. `digits`, questions and embedded text always lie in memory,
-        photographs never do.
-      options: of text, fields of `masked_lm.Options` but the seed, `squad_source.Options`,
-        `python_docs.Options` or `python_docs.ClozeOptions`; of photographs, of
-        `images.source.Options`; of `cifar10` and `cifar10_jpeg`, `images.arrays.ArrayOptions`.
-      seed: of what is drawn at random while examples are read for training. Evaluation has 0
-        instead, so that runs of any seed are measured on the same examples.
-      training: whether the split is trained on, or evaluated.
+      source_dir: folder with the original files, if the set is not prepared yet; None downloads
+        them. For `masked_lm`, `squad` and `image_folder` see `split`; for `cifar10_jpeg` it is the
+        folder of its file.
+      in_memory: whether to read the whole split into memory, as arrays or token ids; None does so
+        up to `IN_MEMORY_BYTES`. `digits`, questions and embedded text are always in memory,
+        photographs never.
+      options: for text, the fields of `masked_lm.Options` except the seed, `squad_source.Options`,
+        `python_docs.Options` or `python_docs.ClozeOptions`; for photographs, of
+        `images.source.Options`; for `cifar10` and `cifar10_jpeg`, of `images.arrays.ArrayOptions`.
+      seed: seed of the random choices in training examples. Evaluation uses 0 instead, so that runs
+        with different seeds are measured on the same examples.
+      training: whether the split is for training or for evaluation.
 
     Returns:
-      Fields in the source's own dtypes (images uint8), class labels int32.
+      A source with fields in their stored dtypes (images uint8) and class labels int32.
 
     Raises:
-      UserError: unknown name, split or option, missing or damaged files, no network.
+      UserError: name, split or option is unknown, files are missing or damaged, or there is no
+        network.
     """
     data_dir, source_dir = (
         None if folder is None else os.path.expanduser(folder) for folder in (data_dir, source_dir)
@@ -103,12 +104,12 @@ def load(
 
 
 def option_fields(name: str) -> dict[str, dataclasses.Field]:
-    """The options of a data set with their types and defaults, by name.
+    """Returns the options of a data set with their types and defaults, by name.
 
-    Of a set that TFDS has prepared, those of photographs: only its files tell whether it has any.
+    A set prepared by TFDS gets the options of photographs: only its files show whether it has any.
 
     Raises:
-      UserError: unknown name.
+      UserError: the name is unknown.
     """
     if own.is_own(name) and not name.startswith(_TFDS_PREFIX):
         return own_source.option_fields(name)
@@ -125,11 +126,11 @@ def _check_name(name: str) -> None:
         )
 
 
-# The tokenizer and the decoder of pictures are imported only where they are used.
+# The tokenizer and the decoder of pictures are imported where they are used, to start fast.
 
 
 def _options_type(name: str) -> type:
-    """The dataclass of a data set's options."""
+    """Returns the dataclass of a data set's options."""
     if name in ("image_folder", "imagenet2012") or name.startswith(_TFDS_PREFIX):
         from lamb_tpu.data.images.source import Options as ImageOptions
 
@@ -147,10 +148,10 @@ def _options_type(name: str) -> type:
 
 
 def check_same_text(train: Source, evaluation: Source) -> None:
-    """Refuses two sets of text whose tokens mean different things.
+    """Refuses two sets of text with different vocabularies or case.
 
     Raises:
-      UserError: naming both.
+      UserError: they differ; the message names both.
     """
     ours, theirs = train.vocabulary, evaluation.vocabulary
     if ours is None or theirs is None:
@@ -182,7 +183,7 @@ def _load_own(request: _Request) -> Source:
 def _read_own(request: _Request, in_memory: bool | None) -> Source:
     builder = functools.partial(BUILDERS[request.name], data_dir=request.data_dir)
     prepare(builder(), request.source_dir)
-    # A new builder, because one made before another process had finished knows of no splits.
+    # A new builder: one that was made before another process had finished has no splits.
     return _read(request.name, builder(), request.split, in_memory)
 
 
@@ -226,7 +227,7 @@ def _load_tfds(request: _Request) -> Source:
 
 
 def _holds_photographs(builder: tfds.core.DatasetBuilder) -> bool:
-    """Whether the images of a set differ in size, so that they have to be cropped or resized."""
+    """Returns whether the images of a set differ in size, so that they must be cropped."""
     features = builder.info.features
     image = features["image"] if "image" in features else None
     return isinstance(image, tfds.features.Image) and None in image.shape[:2]
@@ -253,7 +254,7 @@ def _open(
     split: str,
     decoders: Mapping[str, Any] | None = None,
 ) -> Any:
-    """The records of a prepared set, read by index."""
+    """Returns the records of a prepared set, for reading by index."""
     infos = builder.info.splits
     parts = slices(name, split, {key: info.num_examples for key, info in infos.items()})
     for path in [path for part, *_ in parts for path in infos[part].filepaths]:

@@ -1,4 +1,4 @@
-"""Where examples come from: sets of records read by index, a batch at a time."""
+"""Sources of examples: sets of records that are read by index, a batch at a time."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ _READ_CHUNK = 1024  # records fetched together when a whole set is read into mem
 
 
 class FieldSpec(NamedTuple):
-    """One field of one example: its shape without the batch axis, and its dtype."""
+    """Shape (without the batch axis) and dtype of one field of an example."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -30,13 +30,13 @@ class Source(Protocol):
 
     Attributes:
       name: set and split, such as `mnist:train`; saved with the loader's position.
-      num_classes: number of values of `label`, or None where there is no class label.
+      num_classes: number of values of `label`, or None without a class label.
       element_spec: field name -> shape and dtype of one example.
-      in_memory: True where `gather` is a mere copy, with nothing to overlap with the step.
-      vocabulary: what the token ids of a set of text mean; None for other sets.
+      in_memory: whether `gather` is only a copy, with no work to overlap with the step.
+      vocabulary: vocabulary of a set of text; None for other sets.
       cased: whether the tokens keep case and accents; False for other sets.
-      notes: sentences for the person at the terminal, such as what had to be left out.
-      tally: counts of photographs out of the ordinary that were met so far; None for other sets.
+      notes: sentences for the terminal, such as about examples that are left out.
+      tally: counts of odd and damaged photographs read so far; None for other sets.
     """
 
     @property
@@ -66,22 +66,22 @@ class Source(Protocol):
     def __len__(self) -> int: ...
 
     def gather(self, indices: np.ndarray, epochs: np.ndarray | int = 0) -> Batch:
-        """The examples at `indices` (int, (n,)), each field stacked to (n, *shape).
+        """Returns the examples at `indices` (int, (n,)), each field stacked to (n, *shape).
 
-        A set whose examples are drawn anew in every pass over it makes them as in `epochs`, (n,)
-        or one for all; evaluation leaves that out and so sees the same ones every time. A set to
-        evaluate may add `mask`, float32 (n,), with 0 for examples that are not to count.
+        A set with random examples draws them for `epochs`, (n,) or one number for all; evaluation
+        leaves it out and gets the same examples every time. A set for evaluation may add `mask`,
+        float32 (n,), with 0 for examples that must not count.
         """
         ...
 
 
 def title(source: Source) -> str:
-    """The name for a person to read: without the digest of the content that some end with."""
+    """Returns the name for messages, without the digest at the end of some names."""
     return re.sub(":[0-9a-f]{12}$", "", source.name)
 
 
 class BaseSource:
-    """Defaults for what a set need not have: a `Source` has `name` and `element_spec` besides."""
+    """Defaults of the attributes that a set may leave out; `name` and `element_spec` it has itself."""
 
     num_classes: int | None = None
     in_memory = False
@@ -117,16 +117,16 @@ class ArraySource(BaseSource):
 
 
 class RecordSource(BaseSource):
-    """A set read from its records by index, for sets too large for memory.
+    """A set that is read from its records by index, for sets too large for memory.
 
     Text fields are left out, because a batch goes to devices. Class labels become int32.
 
     Args:
-      name: as in `Source`.
+      name: see `Source`.
       records: random access with `__len__` and `__getitems__`, such as a TFDS data source.
-      num_classes: as in `Source`.
+      num_classes: see `Source`.
       label_fields: the fields that hold class labels.
-      folder: where the record files lie, for errors.
+      folder: folder of the record files, for error messages.
 
     Raises:
       UserError: the first record cannot be read, or has no field of numbers.
@@ -159,7 +159,11 @@ class RecordSource(BaseSource):
         return len(self._records)
 
     def gather(self, indices: np.ndarray, epochs: np.ndarray | int = 0) -> Batch:
-        """As in `Source`. Raises UserError where records cannot be read or differ in shape."""
+        """Gathers examples, see `Source`.
+
+        Raises:
+          UserError: records cannot be read or differ in shape.
+        """
         del epochs
         records = self._read([int(index) for index in indices])
         batch = {}
@@ -177,7 +181,7 @@ class RecordSource(BaseSource):
         return batch
 
     def read_all(self) -> ArraySource:
-        """The whole set read once, in bulk, into an `ArraySource` of the same name."""
+        """Reads the whole set, in bulk, into an `ArraySource` of the same name."""
         arrays = {
             field: np.empty((len(self), *spec.shape), spec.dtype)
             for field, spec in self.element_spec.items()

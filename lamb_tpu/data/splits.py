@@ -8,15 +8,15 @@ from lamb_tpu.errors import UserError
 
 
 def slices(dataset: str, split: str, lengths: Mapping[str, int]) -> list[tuple[str, int, int]]:
-    """The parts `(name, start, stop)` a split names, in order.
+    """Returns the parts `(name, start, stop)` of a split, in order.
 
     Args:
-      dataset: its name, for the error.
-      split: the text a user wrote, parsed by TFDS itself so that both always agree.
+      dataset: name of the data set, for the error message.
+      split: the text of the config; TFDS itself parses it, so that both always agree.
       lengths: split name -> number of examples.
 
     Raises:
-      UserError: the text is no split of this set, or names no example at all.
+      UserError: the text is not a split of this set, or names no example.
     """
     infos = {
         name: tfds_splits.SplitInfo(name=name, shard_lengths=[length], num_bytes=0)

@@ -1,4 +1,4 @@
-"""Reads files that users name; what is wrong with one is told in a few words."""
+"""Reading of files that users name, with short reasons for failures."""
 
 import errno
 import json
@@ -16,10 +16,12 @@ _KINDS = {
 
 
 def kind(path: Path) -> str | None:
-    """The kind of a path, links followed: 'a file', 'a folder', 'a pipe' ...; None: nothing.
+    """Returns the kind of a path, following links: 'a file', 'a folder', 'a pipe' ...
+
+    Returns None if nothing is there.
 
     Raises:
-      OSError: it cannot be told, as of a link to itself.
+      OSError: the kind cannot be determined, such as of a link to itself.
     """
     try:
         return _KINDS[stat.S_IFMT(os.stat(path).st_mode)]
@@ -28,15 +30,16 @@ def kind(path: Path) -> str | None:
 
 
 def read_text(path: Path, errors: str = "strict") -> str:
-    """The text of an ordinary file; a pipe would be waited for, and a device has no end.
+    """Reads a regular file. Others are refused: a pipe may block, and a device may have no end.
 
     Args:
-      path: of the file.
-      errors: what becomes of bytes that are not UTF-8, as `open` has it.
+      path: path of the file.
+      errors: treatment of bytes that are not UTF-8, as in `open`.
 
     Raises:
-      FileNotFoundError: there is none.
-      ValueError: it is no ordinary file, cannot be read or is not UTF-8; the message is the reason.
+      FileNotFoundError: there is no such file.
+      ValueError: it is not a regular file, cannot be read, or is not UTF-8; the message is the
+        reason.
     """
     try:
         found = kind(path)
@@ -52,7 +55,7 @@ def read_text(path: Path, errors: str = "strict") -> str:
 
 
 def read_json(path: Path) -> Any:
-    """Reads a file of JSON. Raises as `read_text`, and a ValueError where it is not JSON."""
+    """Reads a file of JSON. Raises as `read_text`, and a ValueError if it is not JSON."""
     return parse_json(read_text(path))
 
 
@@ -60,7 +63,7 @@ def parse_json(text: str) -> Any:
     """Parses a text of JSON.
 
     Raises:
-      ValueError: it is not JSON, or is nested deeper than can be read; the message is the reason.
+      ValueError: the text is not JSON, or is nested too deep; the message is the reason.
     """
     try:
         return json.loads(text)
@@ -69,5 +72,5 @@ def parse_json(text: str) -> Any:
 
 
 def has_pattern(path: pathlib.Path) -> bool:
-    """Tells whether a path has characters that `glob` does not take literally."""
+    """Returns whether a path has characters that `glob` does not take literally."""
     return re.search(r"[\[\]*?]", str(path)) is not None

@@ -1,4 +1,4 @@
-"""Writes files on disks that may fill up, turn read-only or lose the folder, with plain errors."""
+"""Writing of files, with plain errors for disks that are full, read-only or lose the folder."""
 
 import contextlib
 import errno
@@ -13,7 +13,7 @@ _ADVICE = (
     "free space or repair the disk, then start the same command again: it goes on from the last "
     "checkpoint"
 )
-# By what C libraries call them: TensorStore tells its errors as text alone.
+# Messages of the C library, because TensorStore gives its errors as text only.
 _KNOWN = [
     os.strerror(number)
     for number in (
@@ -24,7 +24,7 @@ _KNOWN = [
 
 
 def reason(error: BaseException) -> str:
-    """The cause of a failed write in a few words, such as 'No space left on device'."""
+    """Returns the cause of a failed write in a few words, such as 'No space left on device'."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     text = " ".join(str(error).split())
@@ -39,9 +39,9 @@ def checked(path: str | os.PathLike[str], flag: str = "") -> Iterator[None]:
     """Turns an OSError of the block, which writes `path`, into a UserError of one sentence.
 
     Args:
-      path: what is written.
-      flag: of the command line that named it, such as '--out'; '' for a file of a run, which can
-        be resumed.
+      path: the file or folder that the block writes.
+      flag: the command-line flag that named the path, such as '--out'; '' for a file of a run,
+        which can be resumed.
     """
     try:
         yield
@@ -51,10 +51,10 @@ def checked(path: str | os.PathLike[str], flag: str = "") -> Iterator[None]:
 
 
 def replace(path: pathlib.Path, text: str) -> None:
-    """Writes a file by rename: whoever is killed here leaves the old one or the new one.
+    """Writes a file by rename, so that a killed process leaves the old file or the new one.
 
     Raises:
-      UserError: it cannot be written; the old one is left.
+      UserError: the file cannot be written; the old one is left.
     """
     temporary = path.with_name(path.name + ".new")
     with checked(path):
@@ -63,7 +63,7 @@ def replace(path: pathlib.Path, text: str) -> None:
             temporary.replace(path)
         except OSError:
             with contextlib.suppress(OSError):
-                temporary.unlink()  # a disk that is full has no room for it
+                temporary.unlink()  # a full disk has no room for it
             raise
 
 
@@ -71,9 +71,9 @@ def try_out(folder: pathlib.Path) -> None:
     """Writes, syncs, renames and removes a small file in a folder, as a save does with large ones.
 
     Raises:
-      OSError: one of these cannot be done, or the folder is not there.
+      OSError: one of these operations failed, or the folder is missing.
     """
-    # Several processes may do so at once.
+    # Several processes may do this at once, so the name must be unique.
     first = folder / f".write-probe-{socket.gethostname()}-{os.getpid()}"
     second = first.with_name(first.name + "-renamed")
     try:
@@ -92,12 +92,12 @@ class LineFile:
     """A text file that grows by whole lines, none of which is lost when the process is killed.
 
     Args:
-      path: appended to; made when missing.
-      failed: receives a UserError, once, when a line cannot be written or the file is no longer
-        the one at `path`; what is written later is dropped. None raises it instead.
+      path: the file to append to; created if it is missing.
+      failed: called once with a UserError when a line cannot be written, or `path` is no longer
+        this file; later lines are dropped. None raises the error instead.
 
     Raises:
-      UserError: it cannot be opened.
+      UserError: the file cannot be opened.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class LineFile:
     ) -> None:
         self._path, self._failed = path, failed
         with checked(path):
-            # Unbuffered: what a full disk did not take must not be tried again at the end.
+            # Unbuffered: otherwise a line that a full disk refused would be written again at close.
             self._file = path.open("ab", buffering=0)
 
     def write(self, line: str) -> None:
@@ -125,7 +125,7 @@ class LineFile:
             self._failed(error)
 
     def _check_place(self) -> None:
-        """A file that was deleted can still be written, and is lost all the same."""
+        """Refuses a file that was moved or deleted: it can still be written, but would be lost."""
         try:
             if os.path.samestat(os.fstat(self._file.fileno()), self._path.stat()):
                 return

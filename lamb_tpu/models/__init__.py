@@ -1,7 +1,7 @@
 """Networks as two pure functions, `init` and `apply`, chosen by name.
 
-The trainer and the tasks see nothing else of a model, so a network written in Linen (all shipped
-ones), NNX or plain JAX fits alike: `linen` adapts the first, `Model(init, apply)` takes any other.
+The trainer and the tasks see nothing else of a model, so networks in Linen (all shipped ones), NNX
+and plain JAX all fit: `linen` adapts a Linen module, and `Model(init, apply)` takes any other.
 """
 
 import dataclasses
@@ -30,19 +30,20 @@ class Model(NamedTuple):
     """A network.
 
     Attributes:
-      init: `(key, inputs) -> variables`; a mapping with 'params' and, where the network keeps
+      init: `(key, inputs) -> variables`; a mapping with 'params' and, if the network keeps
         statistics, further collections such as 'batch_stats'.
       apply: `(variables, inputs, *, train, key) -> (outputs, state)`; `state` holds the
-        collections other than 'params', updated when `train` is true; of 'batch_moments', which is
-        given empty, BatchNorm makes what `norm.combine_moments` takes. `key` drives dropout.
-      vocab_size, max_positions: of a network that reads text: the words it knows, and the longest
-        sequence it takes; None for others.
-      num_heads: of a network that splits its sequences over the mesh axis 'sequence'; None for
-        others.
+        collections other than 'params', updated if `train` is true. If 'batch_moments' is among the
+        variables, empty, BatchNorm fills it with the input of `norm.combine_moments`. `key` drives
+        dropout.
+      vocab_size, max_positions: for a network that reads text, the size of its vocabulary and the
+        longest sequence; None for others.
+      num_heads: number of attention heads, for a network that splits its sequences over the mesh
+        axis 'sequence'; None for others.
       stacked: regex over the paths of the parameters that stack layers along their first axis;
         None: there are none.
 
-    `inputs` are one array, or for a network that reads text the mapping of a batch's fields.
+    `inputs` is one array, or for a network that reads text the mapping of a batch's fields.
     """
 
     init: Callable[[jax.Array, Any], Variables]
@@ -79,7 +80,7 @@ MODULES: dict[str, type[nn.Module] | type[BertConfig]] = {
 def linen(module: nn.Module) -> Model:
     """Adapts a Linen module whose `__call__` takes `(inputs, train: bool)`.
 
-    Let it drop values by `models.dropout.Dropout`: inside shard_map and in microbatches the mask of
+    The module must use `models.dropout.Dropout`: inside shard_map and in microbatches the mask of
     `nn.Dropout` would be the same for every part of the batch.
     """
 
@@ -100,17 +101,17 @@ def linen(module: nn.Module) -> Model:
 
 
 def build(name: str, axis_name: Sequence[str] = (), **fields: Any) -> Model:
-    """The named network with its fields set, for example `build('lenet', num_classes=10)`.
+    """Builds the named network, for example `build('lenet', num_classes=10)`.
 
     Args:
       name: one of `MODULES`, or 'package.module:Name' of a Linen or NNX module or of a function
         that returns a `Model`, see README.md of this folder.
-      axis_name: inside shard_map or pmap the mesh axes that split the batch, outermost first; for
-        the layers that name their collectives.
-      **fields: the network's own, as in config.model.
+      axis_name: inside shard_map or pmap, the mesh axes that split the batch, outermost first, for
+        layers with explicit collectives.
+      **fields: fields of the network, as in config.model.
 
     Raises:
-      UserError: an unknown name or field; the message lists the known ones.
+      UserError: the name or a field is unknown; the message lists the known ones.
     """
     module = _module(name, fields, axis_name)
     if isinstance(module, Model):
@@ -129,18 +130,18 @@ def build(name: str, axis_name: Sequence[str] = (), **fields: Any) -> Model:
 
 
 def batch_norm_groups(config: Mapping[str, Any], batch: int, devices: int) -> tuple[int, str]:
-    """Over how many devices a group of BatchNorm is spread, and a line that tells its size.
+    """Returns the number of devices that share a group of BatchNorm, and a line about the groups.
 
     Args:
-      config: config.model, that is the name and the fields.
-      batch: examples of one forward pass over all devices, that is of a microbatch.
-      devices: among which they are split evenly.
+      config: config.model: the name and the fields.
+      batch: number of examples of a microbatch over all devices.
+      devices: number of devices over which the batch is split evenly.
 
     Returns:
-      The devices that share a group, and the line; 1 and '' where the model has no BatchNorm.
+      The number of devices and the line; 1 and '' for a model without BatchNorm.
 
     Raises:
-      UserError: as `build`.
+      UserError: see `build`.
       ValueError: the config's group_size does not fit; the message says what would.
     """
     fields = dict(config)
@@ -153,12 +154,12 @@ def batch_norm_groups(config: Mapping[str, Any], batch: int, devices: int) -> tu
 
 
 def own_fields(name: str) -> dict[str, dataclasses.Field]:
-    """The fields of config.model for the named network, with their types and defaults.
+    """Returns the fields of config.model for the named network, with their types and defaults.
 
     Raises:
-      UserError: an unknown name; the message lists the known ones.
+      UserError: the name is unknown; the message lists the known ones.
     """
-    # The axes of the mesh are not the model's to choose.
+    # The trainer sets axis_name, by the mesh.
     hidden = ("parent", "name", "axis_name")
     if own.is_own(name):
         return own.fields(own.find(name, "config.model.name"), (*hidden, "rngs"))
@@ -170,7 +171,7 @@ def own_fields(name: str) -> dict[str, dataclasses.Field]:
 def _module(
     name: str, fields: Mapping[str, Any], axis_name: Sequence[str] = ()
 ) -> nn.Module | Model:
-    """The named module with its fields set, checked as `build` says."""
+    """Returns the named module with its fields set and checked."""
     known = own_fields(name)
     if own.is_own(name):
         own.check("config.model", "model", name, known, fields)
@@ -179,7 +180,7 @@ def _module(
     for key in fields:
         if key not in known:
             raise UserError(
-                f"config.model.{key} is no field of model {name!r}; known: {', '.join(known)}"
+                f"config.model.{key} is not a field of model {name!r}; known: {', '.join(known)}"
             )
     num_classes = fields.get("num_classes", 1)
     if type(num_classes) is not int or num_classes < 1:

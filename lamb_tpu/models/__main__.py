@@ -1,4 +1,4 @@
-"""Lists the networks with what they cost: `python -m lamb_tpu.models [--json]`."""
+"""Lists the networks with their costs: `python -m lamb_tpu.models [--json]`."""
 
 import argparse
 import json
@@ -18,7 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the list; returns 0."""
     parser = argparse.ArgumentParser(
         prog="python -m lamb_tpu.models", allow_abbrev=False, epilog=_NOTE,
-        description="Lists the networks that config.model.name can be, with what they cost.",
+        description="Lists the networks for config.model.name, with their costs.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(

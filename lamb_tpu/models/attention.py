@@ -1,8 +1,8 @@
-"""The core of attention: softmax of the scores, dropout and the mix of values, with its gradient.
+"""The core of attention: softmax of scores, dropout and the sum of values, with its gradient.
 
 At 512 tokens BERT-Large has 67 million scores a layer for 16 examples, and each pass over them
-costs more time than the matrix products beside it. So this keeps one array of that size for the
-backward pass, in the activations' dtype, where the compiler would keep up to four.
+takes more time than the matrix products. So this function keeps only one array of that size for the
+backward pass, in the activations' dtype; the compiler by itself would keep up to four.
 """
 
 import functools
@@ -10,7 +10,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-# Added to the scores of padding. Finite, so that an example that is all padding gives no NaN.
+# Added to the scores of padding. It is finite, so that an example of padding only gives no NaN.
 _PADDING = -0.7 * float(jnp.finfo(jnp.float32).max)
 
 
@@ -23,17 +23,17 @@ def attend(
     keep: jax.Array | None,
     rate: float,
 ) -> jax.Array:
-    """Mixes values by softmax(query key^T / sqrt(width)), some of whose entries are dropped.
+    """Sums values weighted by softmax(query key^T / sqrt(width)), with dropout of the weights.
 
     Scores, their maximum, exponentials and sums are float32.
 
     Args:
       query, key, value: (batch, length, heads, width).
-      mask: bool (batch, length), true where there is a token; the others are not attended to. An
-        example without any attends to all places alike.
+      mask: bool (batch, length), true at tokens; other places are not attended to. An example
+        without tokens attends to all places equally.
       keep: bool (batch, heads, length, length), queries before keys: the probabilities that are
         kept, and divided by 1 - rate; None: all.
-      rate: share of the probabilities that are dropped; 0 where `keep` is None.
+      rate: share of the probabilities that are dropped; 0 if `keep` is None.
 
     Returns:
       (batch, length, heads, width), in the dtype of `value`.
@@ -54,7 +54,7 @@ def _forward(
     ) + jnp.where(mask, 0, _PADDING)[:, None, None, :]
     weights = jnp.exp(scores - scores.max(-1, keepdims=True))
     total = weights.sum(-1)
-    # One array tells the weights and what is dropped: those are negative.
+    # One array holds the weights and the mask: dropped weights are negative.
     signed = weights if keep is None else jnp.where(keep, weights, -weights)
     signed = signed.astype(value.dtype)
     mixed = jnp.einsum(
@@ -66,7 +66,7 @@ def _forward(
 
 
 def _of_queries(x: jax.Array) -> jax.Array:
-    """(batch, length, heads, 1) from (batch, heads, length)."""
+    """Reshapes (batch, heads, length) to (batch, length, heads, 1)."""
     return jnp.swapaxes(x, 1, 2)[..., None]
 
 
@@ -74,7 +74,7 @@ def _backward(
     rate: float, saved: tuple[jax.Array, ...], grad: jax.Array
 ) -> tuple[jax.Array | None, ...]:
     query, key, value, signed, total, mixed = saved
-    # Of softmax p of s: ds = p (dp - sum p dp), and the sum is that of grad times what was mixed.
+    # Softmax p of s has ds = p (dp - sum p dp); the sum equals that of grad times the output.
     inner = jnp.einsum("bqnh,bqnh->bnq", grad, mixed, preferred_element_type=jnp.float32) / total
     grad = (grad * _of_queries(1 / ((1 - rate) * total))).astype(value.dtype)
     of_weights = jnp.einsum("bqnh,bknh->bnqk", grad, value, preferred_element_type=jnp.float32)

@@ -1,4 +1,4 @@
-"""BERT checkpoints as Hugging Face's transformers writes and reads them."""
+"""BERT checkpoints in the layout of Hugging Face's transformers."""
 
 import json
 import os
@@ -63,7 +63,7 @@ _LAYER = {
 
 
 def _modules(config: BertConfig) -> Iterator[tuple[str, str]]:
-    """Our path and their name of every module with a matrix and a bias, and of every LayerNorm."""
+    """Yields our path and their name of every dense layer and LayerNorm."""
     yield "embeddings/norm", "bert.embeddings.LayerNorm"
     for index in range(config.num_layers):
         for ours, theirs in _LAYER.items():
@@ -79,7 +79,7 @@ def _modules(config: BertConfig) -> Iterator[tuple[str, str]]:
 
 
 def _names(config: BertConfig) -> dict[str, str]:
-    """Our path of every parameter of unrolled layers, and their name."""
+    """Returns our path -> their name for every parameter, with unrolled layers."""
     names = {
         f"embeddings/{kind}": f"bert.embeddings.{kind}_embeddings.weight"
         for kind in ("word", "position", "token_type")
@@ -96,18 +96,18 @@ def from_huggingface(directory: str | os.PathLike[str]) -> tuple[BertConfig, dic
     """Reads config.json and model.safetensors.
 
     Args:
-      directory: with tensors named as in BertForPreTraining, BertForMaskedLM,
-        BertForNextSentencePrediction or BertForQuestionAnswering; the heads are those whose
-        tensors are there. A pooler without the head 'nsp' is left out.
+      directory: folder with the tensors of BertForPreTraining, BertForMaskedLM,
+        BertForNextSentencePrediction or BertForQuestionAnswering. The tensors decide which heads
+        there are. A pooler without the head 'nsp' is left out.
 
     Returns:
       The config, with activations in float32 and unrolled layers (see `transformer.stack_layers`),
       and its parameters as float32 NumPy arrays.
 
     Raises:
-      UserError: a file is missing or none of its kind; a setting of another network than BERT's; a
-        tensor is missing, superfluous or of another shape than the config demands; an output matrix
-        that is not the word embeddings.
+      UserError: a file is missing or malformed; a setting belongs to another network than BERT; a
+        tensor is missing, superfluous or of another shape than the config demands; or the output
+        matrix differs from the word embeddings.
     """
     directory = pathlib.Path(directory)
     settings = _read_settings(directory)
@@ -118,7 +118,7 @@ def from_huggingface(directory: str | os.PathLike[str]) -> tuple[BertConfig, dic
         tensors = load_file(file)
     except (OSError, SafetensorError) as error:  # a folder, no right to read it
         raise UserError(f"{file} is no complete safetensors file ({error})") from None
-    # Checkpoints that were converted from TensorFlow keep its names.
+    # Checkpoints converted from TensorFlow keep its names.
     tensors = {
         name.replace("LayerNorm.gamma", "LayerNorm.weight").replace(
             "LayerNorm.beta", "LayerNorm.bias"
@@ -136,12 +136,14 @@ def to_huggingface(
 ) -> None:
     """Writes config.json and model.safetensors, which `from_pretrained` of transformers reads.
 
-    The output matrix of masked words is not written a second time, as transformers does not.
+    As in transformers, the output matrix of masked words, which equals the word embeddings, is not
+    written again.
 
     Args:
-      config: with the heads 'mlm' and 'nsp' (for BertForPreTraining), 'mlm', 'nsp' or 'span' alone.
-      params: the network's, with layers unrolled or scanned; written in float32.
-      directory: made if it is not there; files of these names in it are replaced.
+      config: a config with the heads 'mlm' and 'nsp' (for BertForPreTraining), or only one of
+        'mlm', 'nsp' and 'span'.
+      params: the network's parameters, with layers unrolled or scanned; written in float32.
+      directory: folder to write; created if it is missing. Files of these names are replaced.
 
     Raises:
       UserError: transformers has no network with these heads, or the folder cannot be written.
@@ -181,7 +183,9 @@ def write_folder(
     """Writes `settings` as config.json and `tensors` as model.safetensors.
 
     Args:
-      directory: made if it is not there; files of these names in it are replaced.
+      directory: folder to write; created if it is missing. Files of these names are replaced.
+      settings: content of config.json.
+      tensors: content of model.safetensors.
 
     Raises:
       UserError: the folder cannot be written.
@@ -192,7 +196,7 @@ def write_folder(
         (directory / CONFIG).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
         # The metadata that transformers and timm write.
         save_file(dict(tensors), directory / WEIGHTS, {"format": "pt"})
-        # safetensors lets nobody but the owner read its file.
+        # safetensors makes its file readable by the owner only.
         shutil.copymode(directory / CONFIG, directory / WEIGHTS)
     except (OSError, SafetensorError) as error:  # no right to write there, a full disk
         raise UserError(f"{directory} cannot be written ({error}); give another folder") from None
@@ -211,7 +215,7 @@ def _read_settings(directory: pathlib.Path) -> dict[str, Any]:
         settings = reading.read_json(file)
     except ValueError as error:
         raise UserError(f"{file} is not JSON ({error})") from None
-    # What transformers takes where config.json does not say.
+    # Defaults of transformers for keys that config.json leaves out.
     expected = {
         "model_type": ("bert",),
         "position_embedding_type": ("absolute", None),
@@ -247,7 +251,7 @@ def _check_tied(tensors: Mapping[str, np.ndarray], config: BertConfig, file: pat
 def _params(
     tensors: Mapping[str, np.ndarray], config: BertConfig, file: pathlib.Path
 ) -> dict[str, Any]:
-    """The tree of parameters, each checked against what the network expects."""
+    """Returns the tree of parameters, each checked against the network's shape."""
     names = _names(config)
     missing = [name for name in names.values() if name not in tensors]
     if missing:

@@ -17,7 +17,7 @@ _MOST_LAYERS = 10_000  # the deepest Transformer published has 1,000
 
 
 def _size(num_layers: int, hidden_size: int) -> dict[str, int]:
-    """Heads of 64, and four times the width between a layer's dense layers, as in all of them."""
+    """Returns the fields of a published size: heads of width 64, and a four times wider MLP."""
     return {
         "num_layers": num_layers,
         "hidden_size": hidden_size,
@@ -46,17 +46,17 @@ class BertConfig(LayerConfig):
     differ by less than 0.0005.
 
     Attributes:
-      num_layers: of the encoder.
-      vocab_size: words.
-      max_positions: the longest sequence that has position embeddings.
-      num_token_types: segments that a token can belong to.
-      heads: those of 'mlm' (masked words; its output matrix is that of the word embeddings), 'nsp'
+      num_layers: number of encoder layers.
+      vocab_size: number of words.
+      max_positions: length of the longest sequence.
+      num_token_types: number of segments that a token can belong to.
+      heads: some of 'mlm' (masked words; its output matrix is that of the word embeddings), 'nsp'
         (next sentence, on the pooled first token) and 'span' (start and end of an answer).
       scan_layers: see `transformer.Encoder`; to be trained by `bert_rules.PARAMETERS_SCANNED`.
       remat: see `transformer.Encoder`.
 
     Raises:
-      UserError: a value that cannot be, named as in config.model.
+      UserError: a value is out of range; the message names the key of config.model.
     """
 
     num_layers: int = 12
@@ -82,7 +82,7 @@ class BertConfig(LayerConfig):
                 raise UserError(
                     f"config.model.{name} is {getattr(self, name)!r}; known: {', '.join(known)}"
                 )
-        if self.num_layers > _MOST_LAYERS:  # each is traced; a billion of them would take years
+        if self.num_layers > _MOST_LAYERS:  # each layer is traced; a billion would take years
             raise UserError(
                 f"config.model.num_layers is {self.num_layers:,}; it must be at most "
                 f"{_MOST_LAYERS:,}"
@@ -98,11 +98,11 @@ class BertConfig(LayerConfig):
             raise UserError(
                 f"config.model.heads is {heads!r}; it must be a list of some of {', '.join(HEADS)}"
             )
-        # In one order and hashable, whatever list a config file gives.
+        # In one order and hashable, whatever list a config file has.
         object.__setattr__(self, "heads", tuple(head for head in HEADS if head in heads))
 
     def module(self) -> "Bert":
-        """The network."""
+        """Returns the network of this config."""
         return Bert(self)
 
 
@@ -121,8 +121,8 @@ class Embeddings(nn.Module):
         self.dropout = Dropout(config.dropout_rate)
 
     def __call__(self, inputs: Mapping[str, jax.Array], train: bool) -> jax.Array:
-        """(batch, length, hidden); a NaN where an id is not in the vocabulary."""
-        # Few types: a product is faster than a scatter of all tokens' gradients into so few rows.
+        """Returns (batch, length, hidden); NaN for an id that is not in the vocabulary."""
+        # There are few types, so a product is faster than a scatter of all tokens' gradients.
         types = jax.nn.one_hot(inputs["token_type_ids"], self.config.num_token_types)
         x = jnp.take(self.word, inputs["input_ids"], axis=0)
         x = x + jnp.einsum("blt,th->blh", types, self.token_type)
@@ -130,13 +130,13 @@ class Embeddings(nn.Module):
         return self.dropout(x, train)
 
     def scores(self, x: jax.Array) -> jax.Array:
-        """Products with all words, float32 (..., vocab_size), of vectors (..., hidden)."""
+        """Returns products of vectors (..., hidden) with all words, float32 (..., vocab_size)."""
         word = self.word.astype(x.dtype)
         return jnp.einsum("...h,vh->...v", x, word, preferred_element_type=jnp.float32)
 
 
 class MaskedWords(nn.Module):
-    """What the masked-word head does before the product with the words: dense, GELU, LayerNorm."""
+    """Layers of the masked-word head before the product with the words: dense, GELU, LayerNorm."""
 
     config: BertConfig
 
@@ -146,14 +146,14 @@ class MaskedWords(nn.Module):
         self.bias = self.param("bias", nn.initializers.zeros, (self.config.vocab_size,))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """(..., hidden) from the same."""
+        """Maps (..., hidden) to the same shape."""
         return self.norm(self.config.activation(self.dense(x)))
 
 
 class Bert(nn.Module):
     """The network of a `BertConfig`.
 
-    Parameters lie under 'embeddings', 'encoder', and as the heads need them 'mlm', 'pooler' and
+    Parameters are under 'embeddings' and 'encoder', and for the heads under 'mlm', 'pooler' and
     'nsp', 'span'.
 
     References:
@@ -167,17 +167,17 @@ class Bert(nn.Module):
     def __call__(
         self, inputs: Mapping[str, jax.Array], train: bool
     ) -> dict[str, jax.Array]:
-        """The last layer's output and the heads' logits.
+        """Returns the last layer's output and the heads' logits.
 
         Args:
-          inputs: `input_ids`, `token_type_ids` (both int32) and `attention_mask` (true or not 0 at
-            tokens, 0 at padding), each (batch, length). Where `masked_positions`, int32 (batch, P),
-            is among them, the head 'mlm' looks at these places only, else at all.
-          train: drop values.
+          inputs: `input_ids`, `token_type_ids` (both int32) and `attention_mask` (nonzero at
+            tokens, 0 at padding), each (batch, length). With `masked_positions`, int32 (batch, P),
+            the head 'mlm' predicts these positions only, otherwise all.
+          train: whether to drop values.
 
         Returns:
-          `hidden` (batch, length, hidden) in the activations' dtype; logits in float32 of the heads
-          there are: `mlm_logits` (batch, P, vocab_size), `nsp_logits` (batch, 2),
+          `hidden` (batch, length, hidden) in the activations' dtype; float32 logits of the
+          network's heads: `mlm_logits` (batch, P, vocab_size), `nsp_logits` (batch, 2),
           `start_logits` and `end_logits` (batch, length).
 
         Raises:

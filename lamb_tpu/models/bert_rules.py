@@ -1,4 +1,4 @@
-"""Rules by path for BERT's parameters: optimizers' facts, and the split over the axis 'model'."""
+"""Rules for BERT's parameters: facts for optimizers, and the split over the mesh axis 'model'."""
 
 from typing import Any
 
@@ -30,8 +30,8 @@ PARAMETERS_ADAPTED_SCANNED: tuple[tuple[str, dict[str, Any]], ...] = (
 
 # For config.parallel.rules: each device of the axis 'model' has some of the heads and some of the
 # intermediate units, so an encoder layer sums twice over that axis. The number of heads must divide
-# over it. Embeddings are split by hidden unit, as the 30,522 words of the published vocabulary
-# divide over 2, 3 and 6 alone.
+# over it. Embeddings are split by hidden unit, because the 30,522 words of the published vocabulary
+# divide only over 2, 3 and 6.
 _ENCODER: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     ("(query|key|value|intermediate)/kernel$", (None, "model")),
     ("(query|key|value|intermediate)/bias$", ("model",)),

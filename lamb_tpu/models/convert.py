@@ -1,4 +1,4 @@
-"""Weights of image networks as timm and torchvision keep them."""
+"""Weights of image networks in the layout of timm and torchvision."""
 
 import os
 import pathlib
@@ -14,8 +14,8 @@ from safetensors.numpy import load_file
 from lamb_tpu import models
 from lamb_tpu.errors import UserError
 
-# timm's networks that are ours, by its names. Its own efficientnet_b* have tensors of the same
-# names and shapes, but pad by the same on both sides and have another epsilon of BatchNorm.
+# timm's names -> ours. timm's efficientnet_b* without tf_ have tensors of the same names and
+# shapes, but pad equally on both sides and have another epsilon of BatchNorm.
 NETWORKS = {f"tf_efficientnet_b{index}": f"efficientnet_b{index}" for index in range(8)} | {
     f"resnet{layers}": f"resnet{layers}" for layers in (18, 34, 50, 101, 152)
 }
@@ -33,7 +33,7 @@ _EFFICIENTNET = {
     "output": "classifier",
     "squeeze_excite/reduce": "se.conv_reduce", "squeeze_excite/expand": "se.conv_expand",
 }
-# Of blocks with and without a convolution that expands.
+# Names within blocks with and without a convolution that expands.
 _EXPANDING = {
     "expand": "conv_pw", "expand_norm": "bn1", "depthwise": "conv_dw", "depthwise_norm": "bn2",
     "project": "conv_pwl", "project_norm": "bn3",
@@ -46,29 +46,29 @@ _PLAIN = {
 def from_timm(
     name: str, tensors: Mapping[str, Any] | str | os.PathLike[str]
 ) -> dict[str, dict[str, Any]]:
-    """The variables of a network here from its weights there.
+    """Returns the variables of a network from weights of timm or torchvision.
 
     Args:
-      name: of timm or torchvision, one of `NETWORKS`; what timm appends after a dot, as in
-        'resnet50.a1_in1k', says how it was trained and does not matter here.
-      tensors: the state dict, whose tensors may be all that `np.asarray` takes, such as those of
-        PyTorch on the CPU; or the path of a .safetensors file. The pixels that the weights expect
-        differ from one to the next: timm's `pretrained_cfg` has their mean and deviation.
+      name: name of timm or torchvision, one of `NETWORKS`. A tag after a dot, as in
+        'resnet50.a1_in1k', says how the network was trained and is ignored.
+      tensors: the state dict, with anything that `np.asarray` takes, such as PyTorch's tensors on
+        the CPU; or the path of a .safetensors file. Weights differ in the pixels they expect:
+        timm's `pretrained_cfg` has their mean and standard deviation.
 
     Returns:
       'params' and 'batch_stats' of `models.build(NETWORKS[name], num_classes=...)`, as float32
-      NumPy arrays; the number of classes is the output's.
+      NumPy arrays; the output's shape gives the number of classes.
 
     Raises:
-      UserError: an unknown name; no readable file; a tensor is missing, superfluous or of another
-        shape than the network's.
+      UserError: the name is unknown, the file cannot be read, or a tensor is missing, superfluous
+        or of another shape than the network's.
     """
     known = _known(name)
     where = "the state dict"
     if isinstance(tensors, str | os.PathLike):
         where, tensors = str(tensors), load_tensors(pathlib.Path(tensors))
     output = "fc.bias" if known.startswith("resnet") else "classifier.bias"
-    # A tensor that is missing, or has no axis, is told below.
+    # A tensor that is missing or has no axis is reported below.
     num_classes = (*np.shape(tensors.get(output, ())), 0)[0] or 1000
     shapes, treedef = _expected(NETWORKS[known], num_classes)
     missing = [item for item in shapes if item not in tensors]
@@ -92,7 +92,7 @@ def from_timm(
 
 
 def _known(name: str) -> str:
-    """timm's name without its tag, where the network is one of `NETWORKS`."""
+    """Returns timm's name without its tag; refuses networks that are not in `NETWORKS`."""
     known = name.partition(".")[0]
     if known not in NETWORKS:
         near = f"; did you mean tf_{known}, which is padded differently?"
@@ -104,10 +104,10 @@ def _known(name: str) -> str:
 
 
 def to_timm(name: str, variables: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """The state dict of a network there from its variables here: `from_timm` the other way.
+    """Returns timm's state dict of a network from its variables; the inverse of `from_timm`.
 
     Args:
-      name: of timm, one of `NETWORKS`.
+      name: timm's name, one of `NETWORKS`.
       variables: 'params' and 'batch_stats' of `models.build(NETWORKS[name], num_classes=...)`.
 
     Returns:
@@ -115,8 +115,8 @@ def to_timm(name: str, variables: Mapping[str, Any]) -> dict[str, np.ndarray]:
       torchvision do not need.
 
     Raises:
-      UserError: an unknown name; a leaf is missing, superfluous or of another shape, as of a
-        network whose fields are not those that timm's has.
+      UserError: the name is unknown; or a leaf is missing, superfluous or of another shape, such as
+        in a network with other fields than timm's.
     """
     known = _known(name)
     found = _flat({key: variables[key] for key in ("params", "batch_stats")})
@@ -156,7 +156,7 @@ def load_tensors(file: pathlib.Path) -> dict[str, np.ndarray]:
 
 
 def _expected(network: str, num_classes: int) -> tuple[dict[str, tuple[int, ...]], Any]:
-    """Their name and our shape of every leaf, and the tree that these are the leaves of."""
+    """Returns their name -> our shape of every leaf, and our tree."""
     tree = _variables(network, num_classes)
     flat = _flat(tree)
     names = _names(flat, network)
@@ -164,27 +164,28 @@ def _expected(network: str, num_classes: int) -> tuple[dict[str, tuple[int, ...]
 
 
 def _variables(network: str, num_classes: int) -> Any:
-    """The network's variables as shapes."""
+    """Returns the shapes of the network's variables."""
     model = models.build(network, num_classes=num_classes)
-    # Neither the image's size nor the batch's changes a shape.
+    # No shape depends on the size of the image or of the batch.
     image = jax.ShapeDtypeStruct((1, 32, 32, 3), np.float32)
     return jax.eval_shape(model.init, jax.random.key(0), image)
 
 
 def _flat(tree: Any) -> dict[str, Any]:
-    """Leaves by '/'-joined paths, in the order of `jax.tree.leaves`."""
+    """Returns leaves by '/'-joined paths, in the order of `jax.tree.leaves`."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
 
 def _names(paths: Iterable[str], network: str) -> dict[str, str]:
-    """Their name of each of our paths."""
+    """Returns our path -> their name."""
     expanding = {path.split("/")[1] for path in paths if "/expand_norm/" in path}
     return {path: _name(path, network, expanding) for path in paths}
 
 
 def _name(path: str, network: str, expanding: set[str]) -> str:
-    """Their name of our 'collection/module/.../leaf'; `expanding` are blocks that expand."""
+    """Returns their name of our 'collection/module/.../leaf'; `expanding` are blocks that expand.
+    """
     _, *modules, leaf = path.split("/")
     block = re.fullmatch(r"stage(\d+)_block(\d+)", modules[0])
     inner = "/".join(modules[1:] if block else modules)
@@ -205,7 +206,7 @@ def _name(path: str, network: str, expanding: set[str]) -> str:
 
 
 def _their_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Outputs first; squeeze-excite's dense layers are convolutions of one pixel there."""
+    """Returns their shape: outputs first, and squeeze-excite's dense layers as 1x1 convolutions."""
     if len(shape) == 4:
         height, width, inputs, outputs = shape
         return outputs, inputs, height, width

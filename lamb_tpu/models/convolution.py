@@ -1,12 +1,12 @@
-"""The convolution of all networks here, in forms that XLA computes fast on CPUs, too.
+"""The convolution of all networks here, in forms that XLA also computes fast on CPUs.
 
-XLA's CPU backend has fast convolutions for one order of axes and one group. Within a loop, such as
-that over microbatches, the gradients that JAX derives have another order and take tens of times as
-long; so do depthwise convolutions and those of 2x2 pixels, anywhere and in both directions. A
-program for CPUs therefore says the same in another way: the gradients as convolutions of the order
-that is fast; where the kernel is depthwise or has one place, or the output has few pixels, a sum of
-products over the kernel's places. Programs for other devices are as JAX makes them. Measured by
-`python -m experiments.bench.convolution`.
+XLA's CPU backend has fast convolutions for one order of axes and one group only. JAX' own gradients
+have another order and take tens of times as long within a loop, such as that over microbatches.
+Depthwise convolutions and those with 2x2 outputs are slow everywhere, forward and backward. So
+programs for CPUs are written in another way. Gradients are convolutions in the fast order. If the
+kernel is depthwise or has one place, or the output has few pixels, the convolution is a sum of
+products over the kernel's places. Programs for other devices are JAX' own. `python -m
+experiments.bench.convolution` measures this.
 """
 
 import functools
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 _NHWC = ("NHWC", "HWIO", "NHWC")
-_FEW_PIXELS = 9  # of an output; from 16 on convolutions are as fast
+_FEW_PIXELS = 9  # outputs up to this size are sums; from 16 pixels on convolutions are as fast
 _Pads = tuple[tuple[int, int], ...]
 
 
@@ -39,17 +39,17 @@ def convolve(
     Args:
       x: (batch, height, width, channels).
       kernel: (height, width, channels / feature_group_count, outputs), of the same dtype.
-      strides: of height and width.
-      padding: 'SAME', 'VALID' or the pixels before and behind, of height and width.
-      lhs_dilation, rhs_dilation, dimension_numbers, precision: what `flax.linen.Conv` gives where
-        it is not told otherwise; nothing else.
-      feature_group_count: groups of channels that do not mix.
+      strides: strides of height and width.
+      padding: 'SAME', 'VALID', or the pixels before and after, for height and width.
+      lhs_dilation, rhs_dilation, dimension_numbers, precision: the defaults of `flax.linen.Conv`;
+        other values are refused.
+      feature_group_count: number of groups of channels that do not mix.
 
     Returns:
       (batch, height, width, outputs), differentiable in reverse mode.
 
     Raises:
-      ValueError: a dilation, a precision or another order of axes.
+      ValueError: a dilation, a precision or another order of axes was given.
     """
     order = lax.conv_dimension_numbers(x.shape, kernel.shape, _NHWC)
     plain = {*lhs_dilation, *rhs_dilation} == {1} and precision is None
@@ -103,8 +103,8 @@ def _backward(
         if groups > 1:  # of several channels: no network here has them
             return derived(_lax, x, kernel, gradient)
         found = _gradients_on_cpu(x, kernel, gradient, strides, pads)
-        # Each is a factor's gradient here, so that under shard_map's check_vma JAX adds those of
-        # a factor that all devices share, as it does with what it derives.
+        # Both are written as gradients of a factor, so that under shard_map's check_vma JAX sums
+        # those of a replicated factor, as in its own derivatives.
         return jax.grad(lambda *both: sum(map(jnp.vdot, both, found)), (0, 1))(x, kernel)
 
     return lax.platform_dependent(
@@ -126,7 +126,7 @@ def _lax(
 def _has_sums(
     x: jax.Array, kernel: jax.Array, strides: tuple[int, ...], pads: _Pads, groups: int
 ) -> bool:
-    """Whether a CPU takes the sum over the kernel's places: also of dense kernels on few pixels."""
+    """Returns whether a CPU computes this convolution as a sum over the kernel's places."""
     if groups > 1:
         return groups == x.shape[3] == kernel.shape[3]
     outputs = [
@@ -139,7 +139,7 @@ def _has_sums(
 def _sums(
     x: jax.Array, kernel: jax.Array, strides: tuple[int, ...], pads: _Pads, groups: int
 ) -> jax.Array:
-    """The sum over the kernel's places of the pixels that meet it there, weighted by it."""
+    """Computes a convolution as a sum over the kernel's places of weighted pixels."""
     padded = jnp.pad(x, ((0, 0), *pads, (0, 0)))
     (height, width), (down, right) = kernel.shape[:2], strides
     dtype = jnp.promote_types(x.dtype, jnp.float32)
@@ -161,8 +161,8 @@ def _sums(
 def _gradients_on_cpu(
     x: jax.Array, kernel: jax.Array, gradient: jax.Array, strides: tuple[int, ...], pads: _Pads
 ) -> tuple[jax.Array, jax.Array]:
-    """Those of the input and of the kernel, of one group."""
-    # The input's: the outputs go back the other way round, apart by the stride.
+    """Returns the gradients of the input and of the kernel, for one group."""
+    # The input's: a convolution of the dilated outputs with the reversed kernel.
     sizes = list(zip(x.shape[1:3], kernel.shape, gradient.shape[1:3], strides, pads))
     back = [
         (reach - 1 - before, size + before - (output - 1) * stride - 1)
@@ -172,7 +172,7 @@ def _gradients_on_cpu(
         gradient, kernel[::-1, ::-1].transpose(0, 1, 3, 2), (1, 1), back, lhs_dilation=strides,
         dimension_numbers=_NHWC,
     )
-    # The kernel's: channels are the examples here, and examples the channels.
+    # The kernel's: a convolution in which channels and examples change places.
     reached = [
         (before, (output - 1) * stride + reach - size - before)
         for size, reach, output, stride, (before, _) in sizes

@@ -1,7 +1,7 @@
-"""What every network costs, counted once: `python -m lamb_tpu.models` prints it at once.
+"""Costs of every network, as a table that `python -m lamb_tpu.models` prints at once.
 
-`listing.describe` counts it anew, by tracing the network, which takes a second or more for each. A
-test compares the two.
+`listing.describe` counts them by tracing the network, which takes a second or more for each. A test
+compares the two.
 """
 
 from collections.abc import Sequence
@@ -9,14 +9,13 @@ from typing import NamedTuple
 
 
 class Description(NamedTuple):
-    """A network with the fields that it has by default.
+    """The costs of a network with its default fields.
 
     Attributes:
-      name: as in config.model.name.
-      parameters: without BatchNorm's running averages.
-      multiply_adds: of the forward pass of one input, in convolutions and dense layers (of BERT
-        also in the products of attention), padding counted as pixels: half of
-        `flops.matrix_flops`.
+      name: the name for config.model.name.
+      parameters: number of parameters, without BatchNorm's running averages.
+      multiply_adds: multiply-adds of the forward pass of one input, in convolutions and dense
+        layers (for BERT also in attention); padding counts as pixels. Half of `flops.matrix_flops`.
       input_shape: (height, width, channels) of an image, or (tokens,).
     """
 
@@ -50,7 +49,7 @@ COSTS = (
 
 
 def table(descriptions: Sequence[Description]) -> str:
-    """Lines to print, one a network.
+    """Returns a table with a line for each network.
 
     >>> print(table(COSTS[11:12]))
     model   parameters  multiply-adds  input

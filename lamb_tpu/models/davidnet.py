@@ -18,23 +18,25 @@ _OUTPUT_SCALE = 0.125
 
 
 class DavidNet(nn.Module):
-    """3x3 convolutions of 64, 128, 256 and 512 channels, the second and last with two more each.
+    """3x3 convolutions of 64, 128, 256 and 512 channels, with residual branches at 128 and 512.
 
     6,573,120 parameters for 32x32x3 inputs: github.com/davidcpage/cifar10-fast, dawn.py, and in
     TensorFlow the network of the LAMB paper's CIFAR-10 table (github.com/fastalgo/davidnet-cifar).
     A smaller `width` is for machines without an accelerator.
-    BatchNorm and ReLU follow each convolution, also within the residual branches; 2x2 max pooling
-    follows all but the first. The output is a product without bias, times 0.125.
+
+    BatchNorm and ReLU follow each convolution, also within the residual branches of two
+    convolutions; 2x2 max pooling follows all but the first. The output is a product without bias,
+    times 0.125.
 
     Convolutions compute in `dtype`; BatchNorm's statistics and the logits are float32.
 
     Attributes:
       num_classes: width of the output.
       width: channels of the first convolution; the others have 2, 4 and 8 times as many.
-      dtype: 'float32' or 'bfloat16', of the convolutions and what passes between them.
+      dtype: 'float32' or 'bfloat16': dtype of the convolutions and of the activations.
       group_size: examples per group of BatchNorm; None for the whole batch.
       axis_name: inside shard_map or pmap the mesh axes that split the batch; None under jit.
-      momentum, epsilon: of BatchNorm, by default PyTorch's.
+      momentum, epsilon: arguments of BatchNorm, by default PyTorch's.
     """
 
     image_size: ClassVar[int] = 32
@@ -52,7 +54,7 @@ class DavidNet(nn.Module):
         """Float32 logits (batch, num_classes) for images (batch, height, width, channels).
 
         Raises:
-          ValueError: height or width of the images is no multiple of 8, or `width` is below 1.
+          ValueError: height or width of the images is not a multiple of 8, or `width` is below 1.
         """
         if self.width < 1:
             raise ValueError(f"DavidNet's width must be at least 1, not {self.width}")

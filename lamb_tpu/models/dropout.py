@@ -1,4 +1,4 @@
-"""Dropout whose mask belongs to the example, not to the device that holds it."""
+"""Dropout with masks that depend on the example, not on the device that holds it."""
 
 import contextlib
 import contextvars
@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
-# Mesh axes that split what lies within an example. The others split the batch.
+# Mesh axes that split axes within an example. The others split the batch.
 WITHIN_EXAMPLES = ("model", "sequence")
 _LEVELS = 2**16
 
@@ -21,15 +21,15 @@ _positions: contextvars.ContextVar[jax.Array | None] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def example_positions(positions: jax.Array) -> Iterator[None]:
-    """Tells which examples of the global batch the rows at hand are, see `positions_of`.
+    """Sets the positions of the rows in the global batch, for `positions_of`.
 
-    In force while a network is traced inside the `with` block; there `positions` may be a tracer.
-    Without it the rows count as 0, 1, ... An inner jit, scan or checkpoint of one and the same
-    function object is traced once and would keep the positions of that time (or fail): make such a
-    function inside the block, as Linen's nn.remat and nn.scan do.
+    It applies while a network is traced inside the `with` block; `positions` may be a tracer.
+    Without it the rows count as 0, 1, ... An inner jit, scan or checkpoint of the same function
+    object is traced only once and would keep its first positions (or fail). So such a function must
+    be created inside the block, as Linen's nn.remat and nn.scan do.
 
     Args:
-      positions: int32 (rows,), counted from 0; within one batch each at most once.
+      positions: int32 (rows,), counted from 0; each at most once in a batch.
 
     >>> x, key = jnp.ones((4, 8)), {"dropout": jax.random.key(0)}
     >>> whole = Dropout(0.5).apply({}, x, train=True, rngs=key)
@@ -46,7 +46,7 @@ def example_positions(positions: jax.Array) -> Iterator[None]:
 
 
 def positions_of(rows: int) -> jax.Array:
-    """The positions, int32 (rows,), that `example_positions` tells of the rows at hand.
+    """Returns the positions, int32 (rows,), that `example_positions` has set.
 
     Raises:
       ValueError: there is not one position for each row.
@@ -63,17 +63,17 @@ def positions_of(rows: int) -> jax.Array:
 
 
 def rounded(rate: float) -> float:
-    """The rate that is drawn where `rate` is asked for: a multiple of 2^-16 below 1."""
+    """Rounds a rate to a multiple of 2^-16 below 1."""
     return min(round(rate * _LEVELS), _LEVELS - 1) / _LEVELS
 
 
 def draw_kept(key: jax.Array, rate: float, shape: tuple[int, ...]) -> jax.Array:
-    """Which values of an array (rows, ...) stay, bool; see `Dropout` for what decides it.
+    """Draws the values of an array (rows, ...) that are kept, bool; see `Dropout`.
 
     Args:
-      key: random, typed.
-      rate: share of the values that do not stay, as `rounded` gives it.
-      shape: of the array.
+      key: typed random key.
+      rate: share of the values that are dropped, a result of `rounded`.
+      shape: shape of the array.
 
     Raises:
       ValueError: there is not one position for each row.
@@ -90,8 +90,8 @@ def draw_kept(key: jax.Array, rate: float, shape: tuple[int, ...]) -> jax.Array:
 
 
 def _bits_of_row(key: jax.Array, shape: list[int]) -> jax.Array:
-    """16 bits for each place of a row, from half as many words: they are what takes the time."""
-    # The last axis is the one that no mesh axis splits.
+    """Draws 16 bits for each place of a row, two places from each word, to save time."""
+    # Halved along the last axis, which no mesh axis splits.
     *outer, last = shape or (1,)
     words = jax.random.bits(key, (*outer, -(-last // 2)), jnp.uint32)
     halves = jnp.concatenate([words.astype(jnp.uint16), (words >> 16).astype(jnp.uint16)], -1)
@@ -99,7 +99,7 @@ def _bits_of_row(key: jax.Array, shape: list[int]) -> jax.Array:
 
 
 def _bits_of_part(key: jax.Array, positions: jax.Array, shape: list[int]) -> jax.Array:
-    """16 bits for each place of all rows, drawn by each device for its rows."""
+    """Draws 16 bits for each place of all rows; each device draws those of its rows."""
 
     def draw(key: jax.Array, positions: jax.Array) -> jax.Array:
         key = jax.random.fold_in(key, positions[0])
@@ -113,8 +113,9 @@ def _bits_of_part(key: jax.Array, positions: jax.Array, shape: list[int]) -> jax
     )
     if not axes or len(positions) % math.prod(mesh.shape[axis] for axis in axes):
         return draw(key, positions)
-    # Left to itself the compiler has every device draw the rows of all. Told not to, it may cut
-    # them otherwise when a backward pass draws the mask again, and then that is another mask.
+    # By default the compiler makes every device draw all rows. With a mere sharding constraint it
+    # may split them in another way when the backward pass draws the mask again, which would give
+    # another mask.
     rows = PartitionSpec(axes)
     return jax.shard_map(draw, in_specs=(PartitionSpec(), rows), out_specs=rows, check_vma=False)(
         key, positions
@@ -122,23 +123,23 @@ def _bits_of_part(key: jax.Array, positions: jax.Array, shape: list[int]) -> jax
 
 
 class Dropout(nn.Module):
-    """Sets a share of the values to 0 and divides the others by what is left, 1 - rate.
+    """Sets a share of the values to 0 and divides the others by 1 - rate.
 
-    Which ones is a function of the key of the layer (Linen's: the key 'dropout' given to `apply`
-    and the path of the module), the position of the example in the global batch, and the place
-    within the example. So the mask is the same on one device, under jit over many, inside shard_map
-    and pmap, and in microbatches, once `example_positions` tells which rows a part has.
+    The mask is a function of the layer's key (from the key 'dropout' given to `apply` and the path
+    of the module), the position of the example in the global batch, and the place within the
+    example. So it is the same on one device, under jit over many, inside shard_map and pmap, and in
+    microbatches, if `example_positions` gives the positions of the rows.
 
-    That holds for keys of JAX's default, threefry2x32. Of 'rbg' and 'unsafe_rbg', faster on a TPU,
-    a device draws all its rows at once, by the position of the first: then the mask depends on how
-    many rows lie together. It is the same in shard_map as under jit where `jax.set_mesh`, or
-    `jax.sharding.use_abstract_mesh`, tells the mesh, whose axes but `WITHIN_EXAMPLES` split the
-    rows; without a mesh every device draws the rows of all.
+    This holds for keys of JAX' default, threefry2x32. With 'rbg' and 'unsafe_rbg', which are faster
+    on a TPU, a device draws all its rows at once, by the position of the first. The mask then
+    depends on the number of rows on a device. It is the same in shard_map and under jit if
+    `jax.set_mesh` or `jax.sharding.use_abstract_mesh` gives the mesh; all its axes but those of
+    `WITHIN_EXAMPLES` split the rows. Without a mesh every device draws all rows.
 
     Attributes:
       rate: share of the values that are dropped, in [0, 1); `rounded` to a multiple of 2^-16.
-      whole_examples: an example's values stay or are dropped together. For the branch of a residual
-        block that is stochastic depth.
+      whole_examples: keep or drop all values of an example together. For the branch of a residual
+        block this is stochastic depth.
 
     References:
       Srivastava et al., Dropout: A Simple Way to Prevent Neural Networks from Overfitting, 2014.
@@ -150,10 +151,10 @@ class Dropout(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
-        """Drops values of (batch, ...) where `train` is true; else returns `x`.
+        """Drops values of (batch, ...) if `train` is true; else returns `x`.
 
         Raises:
-          ValueError: `rate` is out of its range, or there is not one position for each row.
+          ValueError: `rate` is out of range, or there is not one position for each row.
         """
         if type(self.rate) not in (int, float) or not 0 <= self.rate < 1:
             raise ValueError(f"the rate of dropout must be in [0, 1), not {self.rate!r}")

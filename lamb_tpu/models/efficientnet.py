@@ -1,4 +1,4 @@
-"""EfficientNet B0 to B7, as their authors wrote them for TPUs."""
+"""EfficientNet B0 to B7, as in their authors' code for TPUs."""
 
 import functools
 import math
@@ -13,7 +13,8 @@ from lamb_tpu.models.dropout import Dropout
 from lamb_tpu.models.lanes import Conv, examples_a_row, pack, unpack
 from lamb_tpu.models.norm import BatchNorm
 
-# A normal by the outputs, not cut; of a depthwise kernel the original counts one output.
+# A normal whose variance is 2 / outputs, not truncated; of a depthwise kernel the original counts
+# one output.
 _CONV_INIT = nn.initializers.variance_scaling(2.0, "fan_out", "normal")
 _DEPTHWISE_INIT = nn.initializers.variance_scaling(2.0, "fan_in", "normal")
 # Uniform within 1 / sqrt(outputs).
@@ -21,7 +22,7 @@ _OUTPUT_INIT = nn.initializers.variance_scaling(1 / 3, "fan_out", "uniform")
 
 
 class Stage(NamedTuple):
-    """Blocks of one width, before scaling: the first has the stride, the others none."""
+    """Blocks of one width, before scaling; only the first has the stride."""
 
     count: int  # type: ignore[assignment]
     kernel: int
@@ -31,8 +32,9 @@ class Stage(NamedTuple):
 
 
 STEM, HEAD = 32, 1280
-# Up to so many channels within a block examples are packed. By the TPU compiler's estimates for v3
-# that takes 40 % off a block of 144 channels, 9 % off 240 and 2 % off 384; to 528 it adds 4 %.
+# Examples are packed in blocks of up to this many channels. By the TPU compiler's estimates for v3
+# packing saves 40 % of a block's time at 144 channels, 9 % at 240 and 2 % at 384; at 528 it costs
+# 4 %.
 _PACKED_CHANNELS = 384
 STAGES = (
     Stage(1, 3, 1, 1, 16),
@@ -46,7 +48,7 @@ STAGES = (
 
 
 def scaled_channels(channels: int, width: float) -> int:
-    """The nearest multiple of 8, at least 8, and up where nearest is over 10 % too few.
+    """Rounds scaled channels to the nearest multiple of 8, or up if that is over 10 % less.
 
     >>> [scaled_channels(channels, 1.1) for channels in (32, 16, 24, 1280)]
     [32, 16, 24, 1408]
@@ -57,19 +59,19 @@ def scaled_channels(channels: int, width: float) -> int:
 
 
 def scaled_count(count: int, depth: float) -> int:
-    """Blocks, rounded up."""
+    """Returns the scaled number of blocks, rounded up."""
     return math.ceil(count * depth)
 
 
 class SqueezeExcite(nn.Module):
-    """Scales each channel of an example by what two dense layers make of all channels' means.
+    """Scales each channel of an example by two dense layers of the channels' means.
 
-    The original writes the two as 1x1 convolutions of one pixel.
+    In the original, the two layers are 1x1 convolutions of one pixel.
 
     Attributes:
-      reduced: channels between the two.
-      dtype: of the two.
-      packed: examples in a row, see `lamb_tpu.models.lanes`.
+      reduced: channels between the two layers.
+      dtype: dtype of the two layers.
+      packed: number of examples in a row, see `lamb_tpu.models.lanes`.
     """
 
     reduced: int
@@ -91,13 +93,13 @@ class Block(nn.Module):
     """MBConv: expansion by a 1x1 convolution, a depthwise one, squeeze-excite, 1x1 projection.
 
     Attributes:
-      channels: of the output.
-      kernel, stride: of the depthwise convolution.
-      expansion: channels within, as a multiple of the input's; at 1 there is no first convolution.
+      channels: channels of the output.
+      kernel, stride: size and stride of the depthwise convolution.
+      expansion: channels within, as a multiple of the input's; 1 omits the first convolution.
       stochastic_depth_rate: share of the examples whose branch is dropped, if there is a shortcut.
       norm: makes a BatchNorm.
-      dtype: of the convolutions.
-      packed: examples in a row, see `lamb_tpu.models.lanes`.
+      dtype: dtype of the convolutions.
+      packed: number of examples in a row, see `lamb_tpu.models.lanes`.
     """
 
     channels: int
@@ -131,7 +133,7 @@ class Block(nn.Module):
         x = conv(self.channels, 1, 1, self.dtype, _CONV_INIT, name="project")(x)
         x = norm(name="project_norm")(x)
         if self.stride == 1 and x.shape == inputs.shape:
-            # Of each example by itself, as it may share a row.
+            # Dropped for each example by itself, because examples may share a row.
             ones = jnp.ones((len(x) * self.packed, channels))
             kept = Dropout(self.stochastic_depth_rate, whole_examples=True)(ones, train)
             x = (x * kept.reshape(len(x), 1, 1, -1) + inputs).astype(x.dtype)
@@ -148,14 +150,14 @@ class EfficientNet(nn.Module):
     Attributes:
       num_classes: width of the output.
       dropout_rate: share of the pooled features dropped in training.
-      stochastic_depth_rate: share of the examples that would skip a block after the last; the i-th
-        of n blocks, counted from 0, has i / n of it. The original calls it drop connect.
-      stages: the fields of a `Stage` each, before scaling; the original's, or fewer for a network
-        that compiles in seconds.
-      dtype: 'float32' or 'bfloat16', of the convolutions and what passes between them.
+      stochastic_depth_rate: rate of stochastic depth, which the original calls drop connect. The
+        i-th of n blocks, counted from 0, has the rate i / n times this.
+      stages: the fields of each `Stage`, before scaling; by default the original's. Fewer make a
+        network that compiles in seconds.
+      dtype: 'float32' or 'bfloat16': dtype of the convolutions and of the activations.
       group_size: examples per group of BatchNorm; None for the whole batch.
       axis_name: inside shard_map or pmap the mesh axes that split the batch; None under jit.
-      momentum, epsilon: of BatchNorm, by default the original's.
+      momentum, epsilon: arguments of BatchNorm, by default the original's.
 
     References:
       Tan and Le, EfficientNet: Rethinking Model Scaling for Convolutional Neural Networks,
@@ -183,7 +185,7 @@ class EfficientNet(nn.Module):
         """Float32 logits (batch, num_classes) for images (batch, height, width, channels).
 
         Raises:
-          ValueError: a rate out of [0, 1).
+          ValueError: a rate is not in [0, 1).
         """
         norm = functools.partial(
             BatchNorm, self.group_size, not train, self.axis_name, self.momentum, self.epsilon

@@ -1,4 +1,4 @@
-"""How the examples of a batch fall into groups that share statistics, and groups into devices."""
+"""Groups of examples that share BatchNorm's statistics, and their layout over devices."""
 
 import math
 from collections.abc import Sequence
@@ -9,13 +9,13 @@ from jax import lax
 
 
 class Groups(NamedTuple):
-    """How the examples that a program sees fall into groups.
+    """Layout of groups among the examples that a program sees.
 
     Attributes:
-      rows: of them in one group.
+      rows: number of the program's examples in one group.
       axes: mesh axes over which a group's sums run.
-      index_groups: the groups of devices, where the sums run over parts of those axes.
-      other_axes: mesh axes over which, in addition, means of groups run.
+      index_groups: groups of devices, if the sums run over parts of those axes.
+      other_axes: further mesh axes over which means of groups run.
     """
 
     rows: int
@@ -25,18 +25,18 @@ class Groups(NamedTuple):
 
 
 def groups_of(rows: int, group_size: int | None, axis_name: str | Sequence[str] | None) -> Groups:
-    """The groups where a device, or under jit the one program, sees `rows` examples.
+    """Returns the groups for a program that sees `rows` examples.
 
     Args:
-      rows: a whole number of at least 1.
+      rows: number of examples on a device; under jit, of the whole batch.
       group_size: examples per group; None for the whole batch.
-      axis_name: inside shard_map or pmap the mesh axes that split the batch, outermost first.
+      axis_name: inside shard_map or pmap, the mesh axes that split the batch, outermost first.
 
     Raises:
-      ValueError: `group_size` does not fit, or `axis_name` is missing where the batch is split.
+      ValueError: `group_size` does not fit, or `axis_name` is missing although the batch is split.
     """
     if axis_name is None:
-        # Otherwise "the whole batch" would quietly be one device's.
+        # Otherwise "the whole batch" would silently be one device's part.
         manual = jax.sharding.get_abstract_mesh().manual_axes
         if manual:
             raise ValueError(
@@ -61,12 +61,12 @@ def groups_of(rows: int, group_size: int | None, axis_name: str | Sequence[str] 
 
 
 def describe_groups(group_size: int | None, batch: int, devices: int) -> tuple[int, str]:
-    """Over how many devices a group is spread, and a line that tells its size.
+    """Returns the number of devices that share a group, and a line about the groups.
 
     Args:
       group_size: examples per group; None for the whole batch.
-      batch: examples of one forward pass over all devices, that is of a microbatch.
-      devices: among which they are split evenly.
+      batch: number of examples of a microbatch over all devices.
+      devices: number of devices over which the batch is split evenly.
 
     Raises:
       ValueError: `group_size` does not fit.
@@ -86,7 +86,7 @@ def describe_groups(group_size: int | None, batch: int, devices: int) -> tuple[i
 
 
 def _check_group_size(group_size: int | None, rows: int, devices: int) -> None:
-    """Raises ValueError where a group neither divides a device's rows nor is a multiple of them."""
+    """Raises ValueError if the group size neither divides a device's rows nor is a multiple."""
     if group_size is None:
         return
     if type(group_size) is not int or group_size < 1:
@@ -109,7 +109,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def _nearest(number: int, fitting: list[int]) -> str:
-    """The nearest of some numbers below and above another one, in words."""
+    """Names the nearest fitting numbers below and above a number."""
     below = [n for n in fitting if n < number]
     above = [n for n in fitting if n > number]
     return " or ".join(str(n) for n in [max(below, default=0), min(above, default=0)] if n)

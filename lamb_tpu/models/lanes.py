@@ -1,14 +1,14 @@
-"""Examples side by side on the channel axis, so that few channels fill the lanes of a TPU.
+"""Packing of examples along the channel axis, so that few channels fill the lanes of a TPU.
 
-A TPU computes on tiles of 8 x 128 values, for images 8 examples by 128 channels of one place. What
-is missing of 128 is computed and moved all the same: of 32 channels three quarters are for nothing,
-of 144 channels 112 / 256. So the examples n, n + 1, ... of a device's batch share a row, with the
-channels of one behind those of the other: (32, h, w, 144) becomes (8, h, w, 4 x 144), and of 640
-lanes 576 are in use. What treats each channel alone, as a depthwise convolution, goes on as before.
+A TPU computes on tiles of 8 x 128 values: for images, 8 examples by 128 channels of one pixel.
+Unused lanes are computed and moved too: three quarters of them with 32 channels, 112 of 256 with
+144 channels. So examples n, n + 1, ... of a device's batch share a row, with their channels one
+after the other: (32, h, w, 144) becomes (8, h, w, 4 x 144), which uses 576 of 640 lanes. Operations
+that treat each channel alone, such as a depthwise convolution, need no change.
 
-A convolution over channels gets a kernel with zeros from an example to its neighbours: `packed`
-times the products, on matrix units that so few channels leave idle. So this pays while channels are
-few, and on TPUs only. `BatchNorm` of `lamb_tpu.models.norm` takes packed examples, too.
+The kernel of a convolution over channels gets zeros between different examples. It has `packed`
+times the products, on matrix units that few channels leave idle. So packing pays on TPUs only, and
+only while channels are few. `BatchNorm` of `lamb_tpu.models.norm` takes packed examples too.
 """
 
 import math
@@ -23,11 +23,11 @@ _SUBLANES, _MOST = 8, 4
 
 
 def examples_a_row(rows: int) -> int:
-    """How many examples to pack where a device has `rows` of them: 4, 2, or 1 for none.
+    """Returns the number of examples to pack on a device with `rows` examples: 4, 2 or 1.
 
-    It is 1 where packing does not pay: on other devices than TPUs, and where there would be no
-    whole number of tiles, of 8 packed examples each. It is 1, too, outside shard_map, where `rows`
-    are those of many devices, so that a packed example could belong to two.
+    It is 1 if packing does not pay: on devices other than TPUs, and if the packed examples do not
+    fill whole tiles of 8. It is also 1 outside shard_map, where `rows` are those of many devices,
+    so that a packed example could belong to two devices.
     """
     mesh = jax.sharding.get_abstract_mesh()
     device = mesh.abstract_device
@@ -45,7 +45,7 @@ def _fitting(rows: int) -> int:
 
 
 def pack(x: jax.Array, packed: int) -> jax.Array:
-    """(batch, ..., channels) as (batch / packed, ..., packed x channels).
+    """Packs (batch, ..., channels) to (batch / packed, ..., packed x channels).
 
     >>> print(pack(jnp.array([[[1, 2], [3, 4]], [[5, 6], [7, 8]]]), 2))
     [[[1 2 5 6]
@@ -64,18 +64,18 @@ def unpack(x: jax.Array, packed: int) -> jax.Array:
 
 
 class Conv(nn.Module):
-    """A square convolution without bias, padded as TensorFlow's SAME, of packed examples.
+    """A square convolution of packed examples, without bias, padded as TensorFlow's SAME.
 
-    Its parameter is that of `flax.linen.Conv`, whatever is packed.
+    Its parameter is that of `flax.linen.Conv`, whatever `packed` is.
 
     Attributes:
-      channels: of the output, of one example.
-      size: of the kernel in both directions.
-      stride: in both directions.
-      dtype: of the computation.
+      channels: output channels of one example.
+      size: height and width of the kernel.
+      stride: stride in both directions.
+      dtype: dtype of the computation.
       kernel_init: draws the kernel, float32 (size, size, inputs, channels).
-      depthwise: each channel by itself; `channels` are then those of the input, and inputs is 1.
-      packed: examples in a row.
+      depthwise: convolve each channel by itself; `channels` are then the input's, and inputs is 1.
+      packed: number of examples in a row.
     """
 
     channels: int
@@ -96,7 +96,7 @@ class Conv(nn.Module):
             kernel = jnp.tile(kernel, self.packed)
         elif self.packed > 1:
             kernel = _block_diagonal(kernel, self.packed)
-        # Rounded after that, so that the gradients of the copies are added up in float32.
+        # Rounded after copying, so that the gradients of the copies are added in float32.
         x, kernel = nn.dtypes.promote_dtype(x, kernel, dtype=self.dtype)
         groups = x.shape[-1] if self.depthwise else 1
         return convolve(
@@ -105,7 +105,7 @@ class Conv(nn.Module):
 
 
 def _block_diagonal(kernel: jax.Array, count: int) -> jax.Array:
-    """(height, width, inputs, channels) `count` times along a diagonal of the last two axes."""
+    """Repeats (height, width, inputs, channels) `count` times as a block-diagonal kernel."""
     height, width, inputs, channels = kernel.shape
     own = jnp.eye(count)[:, None, :, None]
     blocks = kernel[:, :, None, :, None] * own

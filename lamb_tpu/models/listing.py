@@ -1,4 +1,4 @@
-"""The cost of a network, counted: its parameters, and the multiply-adds of one input."""
+"""Counting of a network's costs: its parameters, and the multiply-adds of one input."""
 
 from typing import Any
 
@@ -9,13 +9,13 @@ from lamb_tpu import models
 from lamb_tpu.cost.flops import matrix_flops
 from lamb_tpu.models.costs import Description
 
-# Sizes for networks that take any.
+# Input sizes for networks that take any size.
 _GREY = (28, 28, 1)
 _TOKENS, _MASKED = 128, 20
 
 
 def describe(name: str) -> Description:
-    """Describes one of `models.MODULES`. Nothing is computed: the network is traced.
+    """Counts the costs of one of `models.MODULES` by tracing it; nothing is computed.
 
     >>> describe("lenet5")
     Description(name='lenet5', parameters=61706, multiply_adds=416520, input_shape=(28, 28, 1))

@@ -8,16 +8,16 @@ import jax
 from lamb_tpu.models.dropout import Dropout
 from lamb_tpu.models.norm import BatchNorm
 
-_MOST_LAYERS = 10_000  # each is traced by itself
+_MOST_LAYERS = 10_000  # each layer is traced by itself, which takes time
 
 
 class MLP(nn.Module):
-    """Dense layers, after each but the last BatchNorm if wanted, ReLU and dropout.
+    """Dense layers; after each but the last, optional BatchNorm, ReLU and dropout.
 
     Attributes:
       num_classes: width of the output.
       hidden_sizes: widths of the hidden layers.
-      batch_norm: normalise before the ReLU; the dense layers then have no bias.
+      batch_norm: whether to normalise before the ReLU; the dense layers then have no bias.
       group_size: examples per group of BatchNorm; None for the whole batch.
       dropout_rate: share of the hidden units dropped in training.
       axis_name: inside shard_map or pmap the mesh axes that split the batch; None under jit.

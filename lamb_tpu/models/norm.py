@@ -1,9 +1,9 @@
 """Batch normalisation over groups of examples, the same on any number of devices.
 
-How many examples share their statistics is part of a large-batch recipe: few make them noisy, many
-cost communication. So it is one number, `group_size`, counted in examples of the global batch:
-smaller than a device's part it is ghost batch normalisation, equal to it local, larger the
-distributed batch normalisation of the EfficientNet paper, and None means the whole batch.
+The number of examples that share statistics is part of a large-batch recipe: few make them noisy,
+many cost communication. It is `group_size`, counted in examples of the global batch. Smaller than a
+device's part, it is ghost batch normalisation; equal to it, local; larger, the distributed batch
+normalisation of the EfficientNet paper. None means the whole batch.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from jax import lax
 
 from lamb_tpu.models.groups import Groups, groups_of
 
-MOMENTS = "batch_moments"  # collection of what a microbatch tells, see `combine_moments`
+MOMENTS = "batch_moments"  # collection of a microbatch's moments, see `combine_moments`
 
 
 class BatchNorm(nn.Module):
@@ -27,20 +27,22 @@ class BatchNorm(nn.Module):
         mean = sum over G of x / (|G| n),    var = sum over G of (x - mean)^2 / (|G| n),
         y = scale (x - mean) / sqrt(var + epsilon) + bias.
 
-    Groups are runs of `group_size` consecutive examples of the global batch. Under jit that is all:
-    the program does not depend on the number of devices, and the compiler reduces over groups of
-    them. Inside shard_map or pmap, where a module sees one device's examples, name in `axis_name`
-    the mesh axes that split the batch; the numbers are the same. `lamb_tpu.parallel.torus` tells
-    which devices to put next to each other.
+    Groups are runs of `group_size` consecutive examples of the global batch. Under jit the program
+    does not depend on the number of devices, and the compiler reduces over groups of devices.
+    Inside shard_map or pmap a module sees one device's examples: `axis_name` must name the mesh
+    axes that split the batch, and the numbers are the same. `lamb_tpu.parallel.torus` orders the
+    devices so that a group's devices are neighbours.
 
     Statistics and parameters are float32 (statistics float64 for float64 inputs); the output has
-    the input's dtype. The sums of one reading of the activations give mean and variance of each
-    example, as E[d] and E[d^2] - E[d]^2 of distances d from a pixel of it: from a point far away
-    the difference would lose the digits. Groups add the squared distances of their examples from
-    their mean. For bfloat16 both distances are from the running mean. Its values hold 8 bits, so a
-    mean that is 100 standard deviations away costs the variance a thousandth, and only while the
-    running mean has not arrived; but it is known before the activations, so the sums can be taken
-    where those are computed, and one round of communication suffices instead of two.
+    the input's dtype. One pass over the activations gives mean and variance of each example, as
+    E[d] and E[d^2] - E[d]^2 of distances d from one of the example's own pixels; from a distant
+    point the difference would lose its digits. Groups add the squared distances of their examples
+    from their mean.
+
+    For bfloat16 both distances are from the running mean. It is known before the activations, so
+    the sums can be taken where those are computed, with one round of communication instead of two.
+    A bfloat16 value holds 8 bits, so a running mean that is 100 standard deviations away costs the
+    variance a thousandth, and only until the running mean has converged.
 
     The running averages are those of the whole batch, whatever the groups: the mean of the groups'
     means, and by the law of total variance the mean of their variances plus the variance of their
@@ -48,23 +50,23 @@ class BatchNorm(nn.Module):
     with fused=False; PyTorch and TensorFlow's fused layer multiply that of the running average by
     count / (count - 1). Parameters and collection have the names of `flax.linen.BatchNorm`.
 
-    A batch that comes in microbatches is normalised microbatch by microbatch; for the running
-    averages see `combine_moments`.
+    A batch in microbatches is normalised microbatch by microbatch; for the running averages see
+    `combine_moments`.
 
-    Inside shard_map a group of several devices is best a whole number of the innermost axes: with
-    axis_name=('group', 'inner') the sums run over 'inner'. To cut an axis into groups, shard_map
+    Inside shard_map a group of several devices should be a whole number of the innermost axes: with
+    axis_name=('group', 'inner') the sums run over 'inner'. To split an axis into groups, shard_map
     needs check_vma=False.
 
     Attributes:
       group_size: examples per group; None for the whole batch.
-      use_running_average: normalise by the running averages, as in evaluation; may be given to the
-        call instead.
+      use_running_average: normalise by the running averages, as in evaluation; may be an argument
+        of the call instead.
       axis_name: inside shard_map or pmap the mesh axes over which the batch is split, outermost
         first; None under jit.
-      momentum: share of a running average that stays at an update, in [0, 1]; Flax's default.
+      momentum: weight of the old running average in an update, in [0, 1]; Flax's default.
       epsilon: added to the variance, at least 0; Flax's default.
       scale_init: initial scale; zeros for the last normalisation of a residual branch.
-      packed: examples that lie side by side on the channel axis, see `lamb_tpu.models.lanes`.
+      packed: number of examples packed on the channel axis, see `lamb_tpu.models.lanes`.
 
     References:
       Wongpanich et al., Training EfficientNets at Supercomputer Scale, arXiv:2011.00071.
@@ -91,13 +93,13 @@ class BatchNorm(nn.Module):
     def __call__(self, x: jax.Array, use_running_average: bool | None = None) -> jax.Array:
         """Normalises activations of shape (batch, ..., channels), two axes or more.
 
-        Of packed examples: (batch / packed, ..., packed x channels).
+        Packed examples have the shape (batch / packed, ..., packed x channels).
 
         In `init` the running averages stay as they are, and the batch counts as one group.
 
         Raises:
-          ValueError: `group_size` does not fit the batch or the mesh, `axis_name` is missing where
-            the batch is split, or an argument is out of its range.
+          ValueError: `group_size` does not fit the batch or the mesh, `axis_name` is missing
+            although the batch is split, or an argument is out of range.
         """
         use_running_average = nn.merge_param(
             "use_running_average", self.use_running_average, use_running_average
@@ -143,7 +145,7 @@ class BatchNorm(nn.Module):
 
 
 def combine_moments(model_state: Any, moments: Any) -> Any:
-    """Running averages of all `BatchNorm`s after a batch that came in equal microbatches.
+    """Returns the running averages of all `BatchNorm`s after a batch in equal microbatches.
 
     Groups are those of the microbatches, as ghost batches of the large one. The averages become
     those of the large batch,
@@ -154,15 +156,15 @@ def combine_moments(model_state: Any, moments: Any) -> Any:
     new variance the mean of their variances plus the variance of their means.
 
     Args:
-      model_state: collections before the batch; from it every microbatch starts.
+      model_state: the collections before the batch, from which every microbatch starts.
       moments: the collection 'batch_moments' of the microbatches, stacked on a leading axis. A
-        `BatchNorm` writes it where `apply` is given that collection empty and as mutable.
+        `BatchNorm` writes it if `apply` gets that collection empty and mutable.
 
     Returns:
       The collections after the batch.
 
     Raises:
-      ValueError: `model_state` holds something else, for which no rule is known.
+      ValueError: `model_state` holds something other than `BatchNorm`'s running averages.
     """
 
     def name_of(path: Any) -> str:
@@ -184,7 +186,7 @@ def combine_moments(model_state: Any, moments: Any) -> Any:
         new = mean
         if kind == "var":
             new = jnp.mean(found[name] + (means - mean) ** 2, 0)
-        # A trailing axis, for layers that are stacked in front of the channels.
+        # The trailing axis, because stacked layers have axes before the channels.
         return _moved(old, new, found[f"{layer}/momentum"][0][..., None])
 
     return jax.tree_util.tree_map_with_path(combined, model_state)
@@ -193,16 +195,16 @@ def combine_moments(model_state: Any, moments: Any) -> Any:
 def _group_moments(
     x: jax.Array, groups: Groups, centre: jax.Array | None, packed: int = 1
 ) -> tuple[jax.Array, jax.Array]:
-    """Mean and variance of each group, (groups, channels).
+    """Returns mean and variance of each group, (groups, channels).
 
-    `centre`, (1, channels), is where distances are taken from; None for points near to `x`. But for
-    rounding it changes neither the result nor its derivatives, of any order, so it counts as
-    constant in them; that also spares the backward pass a round of communication.
+    Distances are taken from `centre`, (1, channels), or from points near to `x` if it is None. It
+    changes neither the result nor its derivatives of any order, apart from rounding. So it counts
+    as a constant, which also saves a round of communication in the backward pass.
     """
 
     def mean_of_group(values: jax.Array) -> jax.Array:
-        # Only here, on (batch, channels), are examples put into groups: reshaped activations
-        # would let the compiler move them between devices.
+        # Examples are grouped only here, on (batch, channels): after a reshape of the activations
+        # the compiler might move them between devices.
         mean = jnp.mean(values.reshape(-1, groups.rows, values.shape[-1]), 1)
         if not groups.axes:
             return mean
@@ -239,7 +241,7 @@ def _group_moments(
 def _batch_moments(
     mean: jax.Array, var: jax.Array, groups: Groups
 ) -> tuple[jax.Array, jax.Array]:
-    """Mean and variance of the whole batch, (channels,), from those of the groups."""
+    """Returns mean and variance of the whole batch, (channels,), from those of the groups."""
 
     def mean_of_groups(values: jax.Array) -> jax.Array:
         mean = jnp.mean(values, 0)
@@ -255,7 +257,7 @@ def _moved(running: jax.Array, new: jax.Array, momentum: jax.Array) -> jax.Array
 
 
 def _per_example(values: jax.Array, x: jax.Array, packed: int = 1) -> jax.Array:
-    """(channels,) or (groups, channels) so that it broadcasts against the examples `x`."""
+    """Reshapes (channels,) or (groups, channels) to broadcast against the examples `x`."""
     if values.ndim == 1 or len(values) == 1:
         return jnp.tile(values.reshape(-1), packed)
     values = jnp.repeat(values, len(x) * packed // len(values), 0).reshape(len(x), -1)

@@ -1,4 +1,4 @@
-"""ResNet v1.5, as MLPerf and torchvision have it, for photographs and for small images."""
+"""ResNet v1.5, as in MLPerf and torchvision, for photographs and for small images."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -18,7 +18,8 @@ _OUTPUT_INIT = nn.initializers.normal(0.01)
 
 
 def _conv(channels: int, kernel: int, stride: int, dtype: Any, name: str) -> nn.Conv:
-    """A convolution without bias, padded by the same on both sides, unlike TensorFlow's SAME."""
+    """Returns a convolution without bias, padded equally on both sides (unlike TensorFlow's SAME).
+    """
     return nn.Conv(
         channels, (kernel, kernel), stride, padding=kernel // 2, use_bias=False, dtype=dtype,
         kernel_init=_CONV_INIT, conv_general_dilated=convolve, name=name,
@@ -30,9 +31,10 @@ class Block(nn.Module):
 
     Attributes:
       layers: (kernel, channels) of each convolution of the branch.
-      stride: of the first 3x3 of them and of the shortcut; in a bottleneck that is what makes v1.5.
+      stride: stride of the first 3x3 convolution and of the shortcut; in v1 a bottleneck has it in
+        its first 1x1 convolution.
       norm: makes a BatchNorm.
-      dtype: of the convolutions.
+      dtype: dtype of the convolutions.
       zero_gamma: see `ResNet`.
     """
 
@@ -44,7 +46,7 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """(batch, height, width, channels) from the like, smaller by the stride."""
+        """Maps (batch, height, width, channels) to the same, smaller by the stride."""
         y, shortcut, stride, last = x, x, self.stride, len(self.layers)
         for index, (kernel, channels) in enumerate(self.layers, start=1):
             y = _conv(channels, kernel, stride if kernel == 3 else 1, self.dtype, f"conv{index}")(y)
@@ -61,21 +63,21 @@ class Block(nn.Module):
 
 
 class ResNet(nn.Module):
-    """He et al. (2016) with the stride of a bottleneck in its 3x3 convolution, called v1.5.
+    """ResNet of He et al. (2016), in the variant v1.5: bottlenecks stride in their 3x3 convolution.
 
     Convolutions compute in `dtype`; BatchNorm's statistics, the pooled features and the logits are
-    float32. Weights start as in Goyal et al., the output's from a normal of deviation 0.01.
+    float32. Weights are initialised as in Goyal et al., the output's with standard deviation 0.01.
 
     Attributes:
       num_classes: width of the output.
       stem: 'imagenet', a 7x7 convolution of stride 2 and 3x3 max pooling of stride 2; or 'cifar', a
         3x3 convolution alone, for images of 32x32 or 64x64.
-      zero_gamma: the last scale of a branch starts at 0, so that every block starts as its shortcut
-        (Goyal et al.; MLPerf); torchvision starts it at 1.
-      dtype: 'float32' or 'bfloat16', of the convolutions and what passes between them.
+      zero_gamma: initialise the last scale of a branch to 0, so that every block starts as its
+        shortcut (Goyal et al.; MLPerf); torchvision initialises it to 1.
+      dtype: 'float32' or 'bfloat16': dtype of the convolutions and of the activations.
       group_size: examples per group of BatchNorm; None for the whole batch.
       axis_name: inside shard_map or pmap the mesh axes that split the batch; None under jit.
-      momentum, epsilon: of BatchNorm, by default as in MLPerf and torchvision.
+      momentum, epsilon: arguments of BatchNorm, by default as in MLPerf and torchvision.
 
     References:
       He et al., Deep Residual Learning for Image Recognition, arXiv:1512.03385.
@@ -100,7 +102,7 @@ class ResNet(nn.Module):
         """Float32 logits (batch, num_classes) for images (batch, height, width, channels).
 
         Raises:
-          ValueError: a field has a value that cannot be.
+          ValueError: a field has an invalid value.
         """
         if self.stem not in STEMS:
             raise ValueError(f"stem is {self.stem!r}; known: {', '.join(STEMS)}")

@@ -1,4 +1,4 @@
-"""A Transformer encoder as BERT has it: post-LayerNorm, layers unrolled or scanned."""
+"""BERT's Transformer encoder: post-LayerNorm, layers unrolled or scanned."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -20,19 +20,19 @@ REMATS = ("none", "dots", "full")
 
 @dataclasses.dataclass(frozen=True)
 class LayerConfig:
-    """What every layer shares.
+    """Settings that all layers share.
 
     Attributes:
       hidden_size: width of the activations between layers.
-      num_heads: heads of attention, each of hidden_size / num_heads.
+      num_heads: attention heads, each of width hidden_size / num_heads.
       intermediate_size: width between the two dense layers that follow attention.
       dropout_rate: share dropped of each sub-layer's output, and of the embeddings.
       attention_dropout_rate: share dropped of the attention probabilities.
-      gelu: 'erf', the exact one, or 'tanh', its approximation.
+      gelu: 'erf', the exact GELU, or 'tanh', its approximation.
       layer_norm_eps: added to the variance.
-      initializer_range: standard deviation of the normal that matrices are drawn from, before it is
-        cut at two of them.
-      dtype: of the activations. Parameters, softmax and the statistics of LayerNorm are float32.
+      initializer_range: standard deviation of the normal distribution of initial matrices, which is
+        truncated at two standard deviations.
+      dtype: dtype of the activations. Parameters, softmax and LayerNorm's statistics are float32.
     """
 
     hidden_size: int = 768
@@ -46,18 +46,18 @@ class LayerConfig:
     dtype: str = "bfloat16"
 
     def matrix_init(self) -> nn.initializers.Initializer:
-        """Draws matrices and embeddings."""
+        """Returns the initializer of matrices and embeddings."""
         return nn.initializers.truncated_normal(self.initializer_range)
 
     def dense(self, size: int, name: str, dtype: Any = None) -> nn.Dense:
-        """A dense layer with bias; `dtype` other than the activations' where it is given."""
+        """Returns a dense layer with bias; `dtype` defaults to the activations'."""
         return nn.Dense(
             size, dtype=dtype or self.dtype, kernel_init=self.matrix_init(), name=name
         )
 
     def layer_norm(self, name: str) -> nn.LayerNorm:
         """LayerNorm over the last axis."""
-        # The mean of squares less the squared mean would lose the variance to rounding.
+        # The fast variance, mean of squares minus squared mean, would lose it to rounding.
         return nn.LayerNorm(
             epsilon=self.layer_norm_eps, dtype=self.dtype, use_fast_variance=False, name=name
         )
@@ -68,15 +68,16 @@ class LayerConfig:
 
 
 def split_sequence(x: jax.Array, heads: bool = False) -> jax.Array:
-    """Splits activations over the axis 'sequence' where the mesh in force has one.
+    """Splits activations over the axis 'sequence', if the current mesh has it.
 
-    That is the mesh of `jax.set_mesh` or `jax.sharding.use_abstract_mesh`; its other axes split as
-    they will. Between two layers each device has a part of every sequence, and in attention some of
-    the heads for all of it, so that the compiler exchanges tokens for heads and back (all-to-all).
+    The current mesh is that of `jax.set_mesh` or `jax.sharding.use_abstract_mesh`; its other axes
+    are left to the compiler. Between two layers each device has a part of every sequence. In
+    attention it has some of the heads for all tokens. So the compiler exchanges tokens for heads
+    and back (all-to-all).
 
     Args:
       x: (batch, length, ...); with `heads` (batch, length, heads, width).
-      heads: split the heads rather than the length, over the axis 'model' too.
+      heads: split the heads instead of the length, over the axis 'model' too.
 
     References:
       Jacobs et al., DeepSpeed Ulysses, 2023.
@@ -109,7 +110,8 @@ class SelfAttention(nn.Module):
         )
         rate, keep = rounded(config.attention_dropout_rate) if train else 0.0, None
         if rate:
-            # Drawn with the queries last, as the TPU compiler lays out scores, or it copies them.
+            # Drawn with the queries last, the TPU compiler's layout of scores; otherwise it would
+            # copy the mask.
             shape = (heads[0], heads[2], heads[1], heads[1])
             keep = jnp.swapaxes(draw_kept(self.make_rng("dropout"), rate, shape), 2, 3)
         mixed = attend(query, key, value, mask, keep, rate)
@@ -118,7 +120,7 @@ class SelfAttention(nn.Module):
 
 
 class EncoderLayer(nn.Module):
-    """Attention, then two dense layers; each with dropout, the residual and LayerNorm after it.
+    """Attention, then two dense layers; each followed by dropout, the residual and LayerNorm.
 
     References:
       Vaswani et al., Attention Is All You Need, 2017.
@@ -140,17 +142,17 @@ class EncoderLayer(nn.Module):
 class Encoder(nn.Module):
     """A stack of `EncoderLayer`.
 
-    Parameters are those of the layers under 'layer_0', 'layer_1', ..., or under 'layers', each with
-    a leading axis of num_layers; `stack_layers` and `unstack_layers` turn one into the other.
-    Unrolled layers make the faster program, scanned ones compile in a time that hardly grows with
-    their number. The two draw different initial values and dropout masks from one key.
+    The layers' parameters are under 'layer_0', 'layer_1', ..., or stacked under 'layers', with a
+    leading axis of num_layers; `stack_layers` and `unstack_layers` convert between the two.
+    Unrolled layers make the faster program. Scanned layers compile in a time that hardly grows with
+    their number. The two draw different initial values and dropout masks from the same key.
 
     Attributes:
-      config: of every layer.
-      num_layers: how many.
-      scan_layers: stack the layers' parameters and run them in a loop.
-      remat: what the backward pass computes again: 'none'; 'dots', all but the dense layers'
-        products, so also attention; 'full', everything but the inputs of the layers.
+      config: settings of every layer.
+      num_layers: number of layers.
+      scan_layers: stack the layers' parameters and run the layers in a loop.
+      remat: activations that the backward pass recomputes: 'none'; 'dots', all but the products of
+        dense layers, so also attention; 'full', everything but the inputs of the layers.
     """
 
     config: LayerConfig
@@ -160,12 +162,12 @@ class Encoder(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, mask: jax.Array, train: bool) -> jax.Array:
-        """The last layer's output (batch, length, hidden).
+        """Returns the last layer's output (batch, length, hidden).
 
         Args:
           x: (batch, length, hidden).
-          mask: bool (batch, length), true where there is a token that others may attend to.
-          train: drop values.
+          mask: bool (batch, length), true at tokens that others may attend to.
+          train: whether to drop values.
         """
         x = split_sequence(x)
         layer = EncoderLayer
@@ -193,10 +195,10 @@ class Encoder(nn.Module):
 
 
 def stack_layers(params: Mapping[str, Any]) -> dict[str, Any]:
-    """An encoder's parameters as `scan_layers` has them, from those of unrolled layers.
+    """Stacks the parameters of an encoder's unrolled layers, as `scan_layers` needs them.
 
-    Exact: values are copied. A tree around the encoder is searched for it, and parameters without
-    unrolled layers are returned as they are; so are those of the rest of the network.
+    Values are copied exactly. The encoder may be anywhere in the tree. Other parameters, and a tree
+    without unrolled layers, are returned unchanged.
     """
     if not isinstance(params, Mapping):
         return params

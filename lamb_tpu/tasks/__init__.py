@@ -1,4 +1,4 @@
-"""Learning problems, chosen by name: what the loss is, what is measured, what a batch holds."""
+"""Learning problems, chosen by name: the loss, the metrics, and the fields of a batch."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -21,8 +21,8 @@ Sums = Mapping[str, tuple[jax.Array, jax.Array]]
 class Task(Protocol):
     """One learning problem.
 
-    The loss is a sum of named terms, each the mean of something over a batch: over its examples, or
-    over its masked words. A task gives the sum and the weight of every term, never a mean, so that
+    The loss is a sum of named terms. Each is a mean over a batch: over its examples, or over its
+    masked words. A task returns the sum and the weight of every term, never a mean, so that
     microbatches, devices and processes add up and a term is divided once. Metrics are pairs
     (sum, weight) for the same reason.
 
@@ -34,48 +34,48 @@ class Task(Protocol):
     def model(self) -> Model: ...
 
     def check(self, source: Source) -> None:
-        """Raises ValueError when the data does not fit the model or the task."""
+        """Raises ValueError if the data does not fit the model or the task."""
 
     def init(self, key: jax.Array, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The model's variables for batches shaped like `batch`."""
+        """Returns the model's variables for batches shaped like `batch`."""
 
     def weights(self, batch: Mapping[str, jax.Array]) -> Mapping[str, jax.Array | np.float32]:
-        """The weight of each term of the loss, summed over the rows of `batch` in float32.
+        """Returns the weight of each term of the loss, summed over the rows of `batch` in float32.
 
-        A NumPy number where it follows from shapes alone: that is added up without communication.
+        A weight that follows from shapes alone should be a NumPy number: it needs no communication.
         """
 
     def loss(
         self, params: Any, model_state: Any, batch: Mapping[str, jax.Array], key: jax.Array
     ) -> tuple[Mapping[str, jax.Array], tuple[Any, Sums]]:
-        """(the terms' sums over the rows, (new model state, sums of the metrics to log))."""
+        """Returns (sums of the terms over the rows, (new model state, metric sums to log))."""
 
     def evaluate(self, params: Any, model_state: Any, batch: Mapping[str, jax.Array]) -> Sums:
-        """Metric sums over the examples whose `batch['mask']` is true."""
+        """Returns metric sums over the examples whose `batch['mask']` is true."""
 
 
 @runtime_checkable
 class HostScored(Protocol):
-    """What a task has besides where its scores are of all examples together, made on the host.
+    """Extra methods of a task that is scored on the whole set, on the host, such as F1.
 
     Attributes:
-      score_names: the metrics that `score` gives.
+      score_names: names of the metrics that `score` returns.
     """
 
     score_names: tuple[str, ...]
 
     def predict(self, params: Any, model_state: Any, batch: Mapping[str, jax.Array]) -> Any:
-        """What the scores are made of: a tree of arrays (rows, ...)."""
+        """Returns the outputs that `score` needs, a tree of arrays (rows, ...)."""
 
     def score(self, source: Source, outputs: Any) -> tuple[dict[str, float], dict[str, str]]:
         """Scores the predictions for a whole set.
 
         Args:
           source: the set.
-          outputs: those of `predict` for each of its examples once, in its order, as NumPy arrays.
+          outputs: outputs of `predict` for each example of the set once, in order, as NumPy arrays.
 
         Returns:
-          The metrics; and texts to keep beside the run, by file name.
+          The metrics; and the texts of files for the run's folder, by file name.
         """
 
 
@@ -87,10 +87,10 @@ TASKS: dict[str, type[Classification | MaskedLm | QuestionAnswering]] = {
 
 
 def own_fields(name: str) -> dict[str, dataclasses.Field]:
-    """The fields of config.task for the named task, with their types and defaults.
+    """Returns the fields of config.task for the named task, with their types and defaults.
 
     Raises:
-      UserError: an unknown name; the message lists the known ones.
+      UserError: the name is unknown; the message lists the known ones.
     """
     if own.is_own(name):
         return own.fields(own.find(name, "config.task.name"), ("model",))
@@ -100,10 +100,10 @@ def own_fields(name: str) -> dict[str, dataclasses.Field]:
 
 
 def build(name: str, model: Model, **fields: Any) -> Task:
-    """The named task around `model`; 'package.module:Name' is a user's own, see README.md here.
+    """Builds the named task around `model`; 'package.module:Name' is a user's own, see README.md.
 
     Raises:
-      UserError: an unknown name or field; the message lists the known ones.
+      UserError: the name or a field is unknown; the message lists the known ones.
     """
     known = own_fields(name)
     if own.is_own(name):
@@ -111,7 +111,7 @@ def build(name: str, model: Model, **fields: Any) -> Task:
     for key in fields:
         if key not in known:
             raise UserError(
-                f"config.task.{key} is no field of task {name!r}; known: "
+                f"config.task.{key} is not a field of task {name!r}; known: "
                 f"{', '.join(known) or 'none'}"
             )
     return TASKS[name](model, **fields)

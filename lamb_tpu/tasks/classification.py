@@ -15,21 +15,21 @@ from lamb_tpu.errors import UserError
 from lamb_tpu.models import Model
 from lamb_tpu.tasks import mixing
 
-# Fewer classes leave a top five little to get wrong.
+# With fewer classes top-5 accuracy says little.
 _MIN_CLASSES_OF_TOP5 = 11
 
 
 @dataclasses.dataclass(frozen=True)
 class Classification:
-    """Batches hold `image` (batch, ...) and `label` (batch,) int32.
+    """Classification; batches hold `image` (batch, ...) and `label` (batch,) int32.
 
     Attributes:
       model: the network; its outputs are logits (batch, num_classes).
       label_smoothing: share of the target spread evenly over all classes, in [0, 1).
       input_mean: subtracted from the raw pixel values, in their units; a number, or a tuple of one
         for each channel.
-      input_std: what the difference is divided by, given as the mean is; 255 maps uint8 to [0, 1].
-      mixup_alpha, cutmix_alpha: where one is not 0, examples are mixed in pairs in training, see
+      input_std: divisor of the difference, in the same form; 255 maps uint8 to [0, 1].
+      mixup_alpha, cutmix_alpha: if one is not 0, examples are mixed in pairs in training, see
         `mixing.mix`.
     """
 
@@ -64,17 +64,17 @@ class Classification:
 
     @property
     def mixed_by(self) -> tuple[str, ...]:
-        """The fields that ask for mixed pairs; () where examples stay as they are."""
+        """Names of the fields that ask for mixed pairs; () if none does."""
         return tuple(name for name in ("mixup_alpha", "cutmix_alpha") if getattr(self, name))
 
     def _inputs(self, batch: Mapping[str, jax.Array]) -> jax.Array:
-        # Images cross to the device in their stored type and are normalised there.
+        # Images are sent to the device in their stored type and normalised there.
         images = jnp.asarray(batch["image"], jnp.float32)
         mean, std = (np.asarray(x, np.float32) for x in (self.input_mean, self.input_std))
         return (images - mean) / std
 
     def check(self, source: Source) -> None:
-        """Raises ValueError when a field is missing, or the model cannot tell the classes apart."""
+        """Raises ValueError if a field is missing, or the model has too few classes."""
         missing = {"image", "label"} - set(source.element_spec)
         if missing:
             raise ValueError(
@@ -114,16 +114,16 @@ class Classification:
         return self.model.init(key, self._inputs(batch))
 
     def weights(self, batch: Mapping[str, jax.Array]) -> dict[str, np.float32]:
-        """The number of examples."""
+        """Returns the number of examples."""
         return {"cross_entropy": np.float32(len(batch["label"]))}
 
     def loss(
         self, params: Any, model_state: Any, batch: Mapping[str, jax.Array], key: jax.Array
     ) -> tuple[dict[str, jax.Array], tuple[Any, Any]]:
-        """(sum of the loss, (new model state, metric sums)); logits in training.
+        """Returns (sum of the loss, (new model state, metric sums)).
 
-        Where examples are mixed, so are the targets: what the model names counts for the accuracy
-        as much as there is of it in the example.
+        If examples are mixed, so are the targets: a predicted class counts for the accuracy by its
+        share of the example.
         """
         images, labels = self._inputs(batch), batch["label"]
         if self.mixed_by:
@@ -152,9 +152,10 @@ class Classification:
     def evaluate(
         self, params: Any, model_state: Any, batch: Mapping[str, jax.Array]
     ) -> dict[str, tuple[jax.Array, jax.Array]]:
-        """Sums of `loss` (cross entropy in nats, unsmoothed) and `accuracy`, where unmasked.
+        """Returns sums of `loss` (cross entropy in nats, unsmoothed) and `accuracy`.
 
-        And, of more than 10 classes, of `top5_accuracy`: the label is among the five likeliest.
+        With more than 10 classes also `top5_accuracy`: the label is among the five most likely.
+        Masked examples do not count.
         """
         logits, _ = self.model.apply(
             {"params": params, **model_state}, self._inputs(batch), train=False

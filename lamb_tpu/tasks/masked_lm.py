@@ -1,4 +1,4 @@
-"""Pre-training of BERT: masked words, and whether the second segment follows the first."""
+"""Pre-training of BERT: masked words and next-sentence prediction."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -23,10 +23,10 @@ Pair = tuple[jax.Array, jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class MaskedLm:
-    """Batches hold the fields of `lamb_tpu.data.text.masked_lm.MaskedLmSource`.
+    """Pre-training; batches hold the fields of `lamb_tpu.data.text.masked_lm.MaskedLmSource`.
 
-    The loss is the mean cross entropy over all masked words of a batch and, where it has pairs of
-    segments (`next_sentence_label`), the mean over all pairs besides, in nats.
+    The loss is the mean cross entropy over all masked words of a batch, in nats. If the batch has
+    pairs of segments (`next_sentence_label`), the mean over all pairs is added.
 
     Attributes:
       model: a BERT with the head 'mlm', and for pairs 'nsp'.
@@ -39,7 +39,7 @@ class MaskedLm:
     model: Model
 
     def check(self, source: Source) -> None:
-        """Raises ValueError when the data does not fit the model, or the heads not the data."""
+        """Raises ValueError if the data does not fit the model or its heads."""
         outputs = check_text("masked_lm", self.model, source, _FIELDS)
         has_pairs, has_head = _PAIRS in source.element_spec, "nsp_logits" in outputs
         if "mlm_logits" not in outputs:
@@ -64,7 +64,7 @@ class MaskedLm:
         return self.model.init(key, batch)
 
     def weights(self, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array | np.float32]:
-        """The number of masked words, and that of pairs."""
+        """Returns the number of masked words and the number of pairs."""
         words = jnp.sum(batch["masked_weights"], dtype=jnp.float32)
         found: dict[str, jax.Array | np.float32] = {"mlm": words}
         if _PAIRS in batch:
@@ -74,7 +74,7 @@ class MaskedLm:
     def loss(
         self, params: Any, model_state: Any, batch: Mapping[str, jax.Array], key: jax.Array
     ) -> tuple[dict[str, jax.Array], tuple[Any, dict[str, Pair]]]:
-        """(sums of the terms 'mlm' and 'nsp', (new model state, the sums of `evaluate`))."""
+        """Returns (sums of the terms 'mlm' and 'nsp', (new model state, sums as `evaluate`))."""
         outputs, model_state = self.model.apply(
             {"params": params, **model_state}, batch, train=True, key=key
         )
@@ -85,7 +85,7 @@ class MaskedLm:
     def evaluate(
         self, params: Any, model_state: Any, batch: Mapping[str, jax.Array]
     ) -> dict[str, Pair]:
-        """Sums of `mlm_loss`, `mlm_accuracy` and, of pairs, `nsp_loss`, `nsp_accuracy`."""
+        """Returns sums of `mlm_loss` and `mlm_accuracy`; with pairs also of the two of 'nsp'."""
         outputs, _ = self.model.apply({"params": params, **model_state}, batch, train=False)
         return _metrics(outputs, batch, batch["mask"] > 0)
 
@@ -93,7 +93,7 @@ class MaskedLm:
 def _metrics(
     outputs: Mapping[str, jax.Array], batch: Mapping[str, jax.Array], mask: jax.Array
 ) -> dict[str, Pair]:
-    """The sums over the examples where `mask` (rows,) is true."""
+    """Returns metric sums over the examples where `mask` (rows,) is true."""
     weights = jnp.where(mask[:, None], batch["masked_weights"], 0.0)
     found = _scores("mlm", outputs["mlm_logits"], batch["masked_ids"], weights)
     if _PAIRS in batch:

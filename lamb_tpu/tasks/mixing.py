@@ -1,8 +1,8 @@
-"""mixup and cutmix: each example of a batch mixed with its neighbour, on the device.
+"""mixup and cutmix on the device, between neighbouring examples of a batch.
 
-Rows 2k and 2k + 1 of the global batch are a pair. How they are mixed is a function of the step's
-key and of k, so it is the same on any number of devices and in microbatches, as long as no pair is
-cut in two; and no example has to move to another device.
+Rows 2k and 2k + 1 of the global batch are a pair. Their mixture is a function of the step's key and
+of k. So it is the same on any number of devices and in microbatches, as long as no pair is split,
+and no example has to move to another device.
 """
 
 import jax
@@ -10,33 +10,34 @@ import jax.numpy as jnp
 
 from lamb_tpu.models.dropout import positions_of
 
-# Tells these keys from those that a network makes of the same one.
+# Folded into the key, so that a network's keys from the same key differ from these.
 _PURPOSE = 0x6D6978
 
 
 def mix(
     images: jax.Array, key: jax.Array, mixup_alpha: float, cutmix_alpha: float
 ) -> tuple[jax.Array, jax.Array]:
-    """Images of which each has something of its partner, and how much of each is still its own.
+    """Mixes each image with its partner; returns the images and the share that is its own.
 
     mixup adds s times an image and 1 - s times its partner, with s from Beta(alpha, alpha). cutmix
-    gives both of a pair a box of the other, at the same place: of the area 1 - s, its sides rounded
-    down to even numbers of pixels, its centre a random pixel, and cut off at the image's edge; s
-    then becomes the share of the pixels outside the box. Where both are asked for, each pair is
-    mixed by the one or the other, with equal probability.
+    exchanges a box between the two images of a pair. The box has the area 1 - s; its sides are
+    rounded down to even numbers of pixels, its centre is a random pixel, and it is cut off at the
+    image's edge. s then becomes the share of the pixels outside the box. If both are asked for,
+    each pair is mixed by one of them, with equal probability.
 
-    Which rows these are is told by `models.dropout.example_positions`.
+    The rows' positions in the global batch come from `models.dropout.example_positions`.
 
     Args:
       images: float32 (rows, ...); for cutmix (rows, height, width, ...).
-      key: random, typed, of the step.
-      mixup_alpha, cutmix_alpha: at least 0, of which 0 leaves that one out; not both are 0.
+      key: the step's typed random key.
+      mixup_alpha, cutmix_alpha: parameters of the Beta distributions, at least 0; 0 disables that
+        method. Not both are 0.
 
     Returns:
       Images of the same shape, and the shares s, float32 (rows,).
 
     Raises:
-      ValueError: an odd number of rows.
+      ValueError: the number of rows is odd.
 
     References:
       Zhang et al., mixup: Beyond Empirical Risk Minimization, 2017.
@@ -46,7 +47,7 @@ def mix(
     rows, *shape = images.shape
     if rows % 2:
         raise ValueError(f"there are {rows} rows to be mixed in pairs; it takes an even number")
-    # Of an 'rbg' key the bits would depend on how many rows lie together.
+    # With an 'rbg' key the bits would depend on how many rows a device has.
     key = jax.random.wrap_key_data(jax.random.key_data(key).ravel()[:2], impl="threefry2x32")
     key = jax.random.fold_in(key, _PURPOSE)
     pairs = positions_of(rows).reshape(-1, 2)[:, 0] // 2
@@ -68,31 +69,31 @@ def mix(
 
 
 def partners(values: jax.Array) -> jax.Array:
-    """For each row of (rows, ...) the other one of its pair."""
+    """Swaps the two rows of each pair, (rows, ...)."""
     return values.reshape(-1, 2, *values.shape[1:])[:, ::-1].reshape(values.shape)
 
 
 def symmetric_beta(u: jax.Array, v: jax.Array, alpha: float) -> jax.Array:
-    """Values of Beta(alpha, alpha), from two arrays of independent uniform values in [0, 1).
+    """Draws from Beta(alpha, alpha), from two arrays of independent uniform values in [0, 1).
 
-    Without rejection, which would be a loop that all devices have to leave together: if t has
-    Student's distribution with 2 alpha degrees of freedom then (1 + t / sqrt(2 alpha + t^2)) / 2
-    has this one, and t may be sqrt(2 alpha (u^(-1 / alpha) - 1)) cos(2 pi v).
+    The method needs no rejection, which would be a loop that all devices must leave together. If t
+    has Student's distribution with 2 alpha degrees of freedom, (1 + t / sqrt(2 alpha + t^2)) / 2
+    has the Beta distribution, and t = sqrt(2 alpha (u^(-1 / alpha) - 1)) cos(2 pi v).
 
     References:
       Bailey, Polar Generation of Random Variates with the t-Distribution, 1994.
       Devroye, Random Variate Generation in One Line of Code, 1996.
     """
-    exponent = jnp.log1p(-u) / alpha  # of 1 - u, which is never 0
-    # The fraction extended by u^(1 / alpha), which may be too small for a float32.
+    exponent = jnp.log1p(-u) / alpha  # log of 1 - u, which is never 0
+    # Numerator and denominator are multiplied by u^(1 / alpha), whose inverse may overflow float32.
     power, rest = jnp.exp(exponent), -jnp.expm1(exponent)
     cosine = jnp.cos(2 * jnp.pi * v)
     ratio = cosine * jnp.sqrt(rest) / jnp.sqrt(power + rest * cosine**2 + 1e-30)
     return (1 + jnp.clip(ratio, -1, 1)) / 2
 
 
-# Both give of each pair the share (pairs,), and as (pairs, ...), which broadcasts against one image
-# of each, what is an image's own of each pixel.
+# Both return each pair's share (pairs,), and the own share of each pixel as (pairs, ...), which
+# broadcasts against one image of each pair.
 
 
 def _mixup(chance: jax.Array, alpha: float, shape: list[int]) -> tuple[jax.Array, jax.Array]:
@@ -112,7 +113,7 @@ def _cutmix(chance: jax.Array, alpha: float, shape: list[int]) -> tuple[jax.Arra
 
 
 def _stretch(size: int, side: jax.Array, chance: jax.Array) -> jax.Array:
-    """Which of the pixels along a side of the image each box has, bool (pairs, size)."""
+    """Pixels along a side of the image that each box covers, bool (pairs, size)."""
     half = jnp.int32(size * side) // 2
     centre = jnp.int32(size * chance)
     pixels = jnp.arange(size, dtype=jnp.int32)
@@ -120,5 +121,5 @@ def _stretch(size: int, side: jax.Array, chance: jax.Array) -> jax.Array:
 
 
 def _along(values: jax.Array, shape: list[int]) -> jax.Array:
-    """Values (pairs,) as (pairs, 1, ...), to broadcast against images."""
+    """Reshapes values (pairs,) to (pairs, 1, ...), to broadcast against images."""
     return values.reshape(-1, *(1,) * len(shape))

@@ -1,4 +1,4 @@
-"""Question answering as in SQuAD: where in a text the answer begins and ends."""
+"""Question answering as in SQuAD: the start and the end of the answer in a text."""
 
 import dataclasses
 import json
@@ -24,18 +24,19 @@ _FIELDS = ("input_ids", "token_type_ids", "attention_mask", "start_position", "e
 
 @dataclasses.dataclass(frozen=True)
 class QuestionAnswering:
-    """Batches hold the fields of `lamb_tpu.data.text.squad_source.SquadSource`.
+    """Question answering; batches hold the fields of `data.text.squad_source.SquadSource`.
 
     The loss is the mean over features of half the cross entropy of the start and half that of the
     end, each over all positions. As in `run_squad.py` these include the padding, whose logits the
-    network learns to keep low; answers are taken from the context alone.
+    network learns to keep low. Answers are taken from the context only.
 
     Attributes:
       model: a BERT with the head 'span'.
-      num_best: starts and ends to pair in each window, and answers to keep of a question.
-      max_answer_length: in tokens.
-      version2: the data has questions without an answer, as SQuAD v2; for these the answer is "".
-      null_threshold: for version2: answer "" where its score is above that of the best text by more
+      num_best: number of starts and ends to pair in each window, and of answers to keep for each
+        question.
+      max_answer_length: the longest answer, in tokens.
+      version2: whether the data has questions without an answer, as SQuAD v2; their answer is "".
+      null_threshold: for version2: answer "" if its score exceeds that of the best text by more
         than this.
     """
 
@@ -61,7 +62,7 @@ class QuestionAnswering:
             raise UserError(f"config.task.null_threshold is {threshold!r}; it must be a number")
 
     def check(self, source: SquadSource) -> None:
-        """Raises ValueError when the data does not fit the model or the task."""
+        """Raises ValueError if the data does not fit the model or the task."""
         outputs = check_text("question_answering", self.model, source, _FIELDS)
         if "start_logits" not in outputs:
             raise ValueError(
@@ -79,15 +80,15 @@ class QuestionAnswering:
         return self.model.init(key, batch)
 
     def weights(self, batch: Mapping[str, jax.Array]) -> dict[str, np.float32]:
-        """The number of features."""
+        """Returns the number of features."""
         return {"span": np.float32(len(batch["input_ids"]))}
 
     def loss(
         self, params: Any, model_state: Any, batch: Mapping[str, jax.Array], key: jax.Array
     ) -> tuple[dict[str, jax.Array], tuple[Any, Any]]:
-        """(sum of the loss, (new model state, metric sums)).
+        """Returns (sum of the loss, (new model state, metric sums)).
 
-        `span_accuracy` is the share of features of which start and end are right.
+        `span_accuracy` is the share of features with the right start and end.
         """
         outputs, model_state = self.model.apply(
             {"params": params, **model_state}, batch, train=True, key=key
@@ -102,23 +103,23 @@ class QuestionAnswering:
         return {"span": jnp.sum(losses)}, (model_state, {"span_accuracy": accuracy})
 
     def evaluate(self, params: Any, model_state: Any, batch: Mapping[str, jax.Array]) -> dict:
-        """Nothing: features to evaluate have no positions, and a question may have several."""
+        """Returns no metrics: features for evaluation have no answer positions, see `score`."""
         return {}
 
     def predict(
         self, params: Any, model_state: Any, batch: Mapping[str, jax.Array]
     ) -> dict[str, jax.Array]:
-        """`start_logits` and `end_logits`, float32 (rows, length)."""
+        """Returns `start_logits` and `end_logits`, float32 (rows, length)."""
         outputs, _ = self.model.apply({"params": params, **model_state}, batch, train=False)
         return {name: outputs[name] for name in ("start_logits", "end_logits")}
 
     def score(
         self, source: SquadSource, outputs: Mapping[str, np.ndarray]
     ) -> tuple[dict[str, float], dict[str, str]]:
-        """Exact match and F1 in percent, over questions; and the answers.
+        """Returns exact match and F1 in percent, over questions; and files with the answers.
 
-        `predictions.json` is what the official script reads, id -> text; `nbest_predictions.json`
-        has for each id the best answers with their scores, the sums of a start and an end logit.
+        `predictions.json` is the official script's input, id -> text. `nbest_predictions.json` has
+        for each id the best answers with their scores, the sums of a start and an end logit.
         """
         answers = best_answers(
             source.questions, source.features, outputs["start_logits"], outputs["end_logits"],

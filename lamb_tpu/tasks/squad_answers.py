@@ -1,4 +1,4 @@
-"""From start and end logits of windows to the texts of answers, best first."""
+"""Texts of answers, best first, from the start and end logits of windows."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from lamb_tpu.data.text.squad import Features, Question
 
 
 class Answer(NamedTuple):
-    """A candidate: its text, and its score, the sum of a start and an end logit."""
+    """A candidate answer: its text, and its score, the sum of a start and an end logit."""
 
     text: str
     score: float
@@ -25,25 +25,25 @@ def best_answers(
     max_answer_length: int = 30,
     with_null: bool = False,
 ) -> dict[str, list[Answer]]:
-    """The best different answers to each question, as `run_squad.py` of BERT finds them.
+    """Returns the best distinct answers to each question, as `run_squad.py` of BERT does.
 
-    In each window the `num_best` highest starts and ends are paired. A pair counts where both
-    are of the context, the end is not before the start, the answer has at most
-    `max_answer_length` tokens, and the window is the best one for its start. The text is what
-    stands in the context from the first character of the first token to the last of the last, its
-    white space collapsed. (The original looks for the tokens in the words around them, which comes
-    to the same text except where it finds the first of several, or nothing and keeps whole words.)
+    In each window the `num_best` highest starts and ends are paired. A pair counts if both are in
+    the context, the end is not before the start, the answer has at most `max_answer_length` tokens,
+    and the window is the best one for its start. The text is the part of the context from the first
+    character of the first token to the last character of the last, with white space collapsed. (The
+    original searches for the tokens in the words around them. The texts are the same unless it
+    finds an earlier occurrence, or finds nothing and keeps whole words.)
 
     Args:
-      questions: those that the features were made of.
-      features: of all of them.
+      questions: the questions from which the features were made.
+      features: the features of all questions.
       start_logits, end_logits: (features, length), any float dtype.
-      num_best: answers to keep.
-      max_answer_length: in tokens.
+      num_best: number of answers to keep.
+      max_answer_length: the longest answer, in tokens.
       with_null: for v2: the answer "" competes, with the lowest score of [CLS] over the windows.
 
     Returns:
-      id -> answers, best first; the list is empty where no pair counts.
+      id -> answers, best first; the list is empty if no pair counts.
     """
     found: list[list[tuple[float, int, int, int]]] = [[] for _ in questions]
     nulls = np.full(len(questions), np.inf)
@@ -84,12 +84,12 @@ def best_answers(
 def choose(
     answers: dict[str, list[Answer]], null_threshold: float | None = None
 ) -> dict[str, str]:
-    """The predictions, id -> text, as the official script reads them.
+    """Returns the predictions, id -> text, in the form of the official script.
 
     Args:
-      answers: of `best_answers`.
-      null_threshold: for v2: "" where its score is above that of the best text by more than this.
-        None never gives "" while there is a text.
+      answers: the result of `best_answers`.
+      null_threshold: for v2: choose "" if its score exceeds that of the best text by more than
+        this. None chooses "" only if there is no text.
     """
     predictions = {}
     for question_id, candidates in answers.items():

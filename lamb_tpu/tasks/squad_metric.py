@@ -16,15 +16,15 @@ def evaluate(
 ) -> dict[str, float]:
     """Scores predictions against all answers of each question; the best one counts.
 
-    A question without a prediction scores 0 (the script of v2 leaves it out of the means);
-    predictions for other questions do not matter. An impossible question is answered rightly by a
-    text of nothing.
+    A question without a prediction scores 0 (the script of v2 leaves it out of the means).
+    Predictions for other questions do not matter. The right answer to an impossible question is an
+    empty text.
 
     Args:
-      questions: at least one.
+      questions: at least one question.
       predictions: id -> text.
-      version2: as the script of v2, evaluate-v2.0.py, does: answers of which normalisation leaves
-        nothing, such as "the", are dropped, and a question that has no other is impossible.
+      version2: whether to follow the script of v2, evaluate-v2.0.py: answers that normalisation
+        makes empty, such as "the", are dropped, and a question without another is impossible.
 
     Returns:
       `exact_match` and `f1` in percent, means over all questions, and `unanswered`, the number of
@@ -53,9 +53,9 @@ def evaluate(
 
 
 def normalize(text: str) -> str:
-    """Lower case, without ASCII punctuation and English articles, white space collapsed.
+    """Lowercases a text, removes ASCII punctuation and English articles, collapses white space.
 
-    Punctuation goes first and leaves no space, so "a.m." becomes "am", not an article.
+    Punctuation is removed first and leaves no space, so "a.m." becomes "am", not an article.
     """
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_DELETE_PUNCTUATION)).split())
 

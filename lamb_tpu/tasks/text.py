@@ -1,4 +1,4 @@
-"""What tasks on text ask of their data and model before anything compiles."""
+"""Checks that tasks on text make of their data and model before anything compiles."""
 
 from collections.abc import Mapping, Sequence
 
@@ -14,13 +14,13 @@ def check_text(
     """Refuses data that a model of text cannot read.
 
     Args:
-      task: its name.
-      model: reads the batch; has `vocab_size` and `max_positions`.
+      task: name of the task.
+      model: the network, with `vocab_size` and `max_positions`.
       source: the data.
-      fields: those that the task needs, `input_ids` among them.
+      fields: names of the fields that the task needs, `input_ids` among them.
 
     Returns:
-      The model's outputs for one example, by name: shapes and dtypes.
+      Shapes and dtypes of the model's outputs for one example, by name.
 
     Raises:
       ValueError: a field is missing, the vocabularies differ, or sequences are too long.

@@ -1,1 +1,1 @@
-"""What follows a run while it trains: guards, best, target, rates, progress, logs."""
+"""Observers of a run: guards, best, target, rates, progress, logs."""

@@ -13,11 +13,11 @@ class Best(Observer):
 
     Args:
       metric: name of the evaluation's metric; '' remembers nothing.
-      mode: 'max' or 'min', which value of it is the best.
+      mode: 'max' or 'min': whether larger or smaller values are better.
 
     Attributes:
       step: completed updates at the best evaluation; None before the first.
-      value: the metric there.
+      value: the metric at the best evaluation.
     """
 
     name = "best"
@@ -29,7 +29,7 @@ class Best(Observer):
         self.value = math.nan
 
     def check(self, names: Collection[str]) -> None:
-        """Refuses a metric that an evaluation with these does not have."""
+        """Refuses a metric that is not among the evaluation's metrics, `names`."""
         if self._metric and self._metric not in names:
             raise UserError(
                 f"config.checkpoint.best is {self._metric!r}; the evaluation's metrics are: "
@@ -37,7 +37,7 @@ class Best(Observer):
             )
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Compares an evaluation with the best so far. NaN never counts as best."""
+        """Compares an evaluation with the best so far; NaN never counts as best."""
         if not self._metric:
             return
         value = metrics.get(self._metric, math.nan)
@@ -50,14 +50,14 @@ class Best(Observer):
         return step == self.step
 
     def state(self) -> dict[str, Any]:
-        """Returns the best so far, and by which metric and mode."""
+        """Returns the best so far, with its metric and mode."""
         return {
             "metric": self._metric, "mode": self._mode, "step": self.step,
             "value": None if self.step is None else self.value,
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continues from a `state`; one of another metric or mode counts for nothing."""
+        """Continues from a `state`; a state of another metric or mode is ignored."""
         if state["step"] is not None and [state["metric"], state["mode"]] == [
             self._metric, self._mode
         ]:

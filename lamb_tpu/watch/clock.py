@@ -1,4 +1,4 @@
-"""The time that a run takes, added up over its starts."""
+"""Wall time of a run, added up over its starts."""
 
 import time
 
@@ -6,13 +6,13 @@ from lamb_tpu.store.position import Position
 
 
 class Clock:
-    """Seconds of training, evaluation and saving, and apart from them of starting up.
+    """Seconds of training, evaluation and saving, and separately those of start-up.
 
-    The time between two starts is in neither, nor is that of updates which a killed start had not
-    saved.
+    Neither includes the time between two starts, or the time of updates that a killed start had
+    not saved.
 
     Args:
-      position: of the checkpoint that the start resumes from.
+      position: position in the checkpoint from which the start resumes.
       began: `time.monotonic()` when this start began.
     """
 
@@ -22,27 +22,27 @@ class Clock:
         self.starts = position.starts + 1
 
     def start(self) -> None:
-        """Starts the clock of `seconds`; what was before is start-up."""
+        """Starts the clock of `seconds`; the time before this call is start-up."""
         self._start = time.monotonic()
 
     @property
     def seconds(self) -> float:
-        """Seconds of training, evaluation and saving, without starting up."""
+        """Seconds of training, evaluation and saving over all starts, without start-up."""
         return self._position.seconds + time.monotonic() - self._start
 
     @property
     def since_began(self) -> float:
-        """Seconds since this start began, start-up and all."""
+        """Seconds since this start began, including start-up."""
         return time.monotonic() - self._began
 
     @property
     def startup_of_this_start(self) -> float:
-        """Seconds from the beginning of this start to `start`."""
+        """Seconds of start-up of this start."""
         return self._start - self._began
 
     @property
     def startup(self) -> float:
-        """The same of all starts together."""
+        """Seconds of start-up of all starts together."""
         return self._position.startup + self.startup_of_this_start
 
     def times(self) -> dict[str, float]:

@@ -1,7 +1,8 @@
-"""Are copies still copies? Hashes of what several devices hold of the same array, compared.
+"""Comparison of the devices' copies of the same array, by hashes.
 
-Devices that should hold the same parameters can come apart: a bit flips in one's memory, or one
-process runs other code or reads other data. Nothing else notices, for each goes on with its own.
+Devices that should hold the same parameters can diverge: a bit flips in the memory of one, or one
+process runs other code or reads other data. Nothing else would notice, because each device
+continues with its own copy.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,23 +19,23 @@ from lamb_tpu.parallel.state import TrainState
 from lamb_tpu.run.build import Run
 from lamb_tpu.watch.observer import Observer
 
-_MOST_DEVICES = 8  # named one by one
+_MOST_DEVICES = 8  # number of devices that a message names one by one
 
 
 def make_desync_check(abstract: Any, mesh: Mesh) -> Callable[[Any, int], None]:
-    """A function `(tree, step)` that compares the copies of every array that has some.
+    """Returns a function `(tree, step)` that compares the copies of every array.
 
-    Each device hashes what it holds, to 32 bits an array; the hashes alone travel. Of a split array
+    Each device hashes its part of each array to 32 bits, and only hashes are sent. Of a split array
     the copies of each part are compared. All processes must call the function, and all of them
-    raise. One differing element is found with certainty, more of them but for a chance of 2**-32.
+    raise. One differing element is always found; several are missed with probability 2**-32.
 
     Args:
       abstract: shapes, dtypes and shardings of the tree to check; `NamedSharding`s over `mesh`.
-      mesh: the devices.
+      mesh: the mesh over all devices.
 
     Raises:
-      UserError: by the returned function, naming the first array of which two copies differ, and
-        the devices whose copies are not those of the majority.
+      UserError: raised by the returned function if two copies differ. It names the first such
+        array, and the devices whose copies differ from the majority's.
     """
     leaves = jax.tree.leaves(abstract)
     copied = {
@@ -56,7 +57,7 @@ def make_desync_check(abstract: Any, mesh: Mesh) -> Callable[[Any, int], None]:
             mesh=mesh,
             in_specs=(list(copied.values()),),
             out_specs=PartitionSpec(),
-            check_vma=False,  # it would take for granted that the copies are equal
+            check_vma=False,  # check_vma would assume that the copies are equal
         )
     )
 
@@ -82,7 +83,7 @@ def make_desync_check(abstract: Any, mesh: Mesh) -> Callable[[Any, int], None]:
 
 
 class Desync(Observer):
-    """Compares the copies of parameters and model state, every so often and before each save.
+    """Compares the copies of parameters and model state at intervals and before each save.
 
     Args:
       run: the run, with `config.guards.desync_every`.
@@ -99,7 +100,7 @@ class Desync(Observer):
             self.saving(step, state)
 
     def saving(self, step: int, state: TrainState) -> None:
-        """Refuses a state of which two copies differ."""
+        """Refuses a state if two copies of an array differ."""
         if self._recipe.desync_every and self._compared != step:
             self._check(_copied(state), step)
             self._compared = step
@@ -110,17 +111,20 @@ def _copied(state: TrainState) -> dict[str, Any]:
 
 
 def _hash(array: jax.Array) -> jax.Array:
-    """32 bits of an array's bits and their places: a sum over elements, so exact in any order."""
+    """Hashes an array's bits and their places to 32 bits.
+
+    The hash is a sum over elements modulo 2**32, so it is the same in any order of summation.
+    """
     if array.dtype == bool:
         array = array.astype(jnp.uint8)
-    # What is wider than 32 bits becomes pairs, along a new last axis.
+    # Elements wider than 32 bits become pairs, along a new last axis.
     width = min(32, 8 * array.dtype.itemsize)
     bits = jax.lax.bitcast_convert_type(array, jnp.dtype(f"uint{width}")).astype(jnp.uint32)
     place = jnp.zeros(bits.shape, jnp.uint32)
     for axis, length in enumerate(bits.shape):
-        # Not by a reshape to one axis, which on a TPU moves every element.
+        # A reshape to one axis would be simpler, but on a TPU it moves every element.
         place = place * np.uint32(length) + jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
-    # Each step is one to one (MurmurHash3's finalizer), so one changed element changes the sum.
+    # Each step is bijective (MurmurHash3's finalizer), so one changed element changes the sum.
     mixed = bits + place * np.uint32(0x9E3779B9)
     mixed = (mixed ^ (mixed >> 16)) * np.uint32(0x85EBCA6B)
     mixed = (mixed ^ (mixed >> 13)) * np.uint32(0xC2B2AE35)
@@ -128,7 +132,7 @@ def _hash(array: jax.Array) -> jax.Array:
 
 
 def _axes(spec: PartitionSpec) -> list[str]:
-    """The mesh's axes over which the array is split."""
+    """Returns the mesh axes over which an array is split."""
     entries = (entry if isinstance(entry, tuple) else (entry,) for entry in spec)
     return [axis for entry in entries for axis in entry if axis is not None]
 
@@ -139,14 +143,14 @@ def _num_copies(spec: PartitionSpec, mesh: Mesh) -> int:
 
 
 def _by_part(column: np.ndarray, spec: PartitionSpec, mesh: Mesh) -> np.ndarray:
-    """A value of every device, (devices,), as (parts, copies of the part)."""
+    """Reshapes a value of every device, (devices,), to (parts, copies of the part)."""
     split = [mesh.axis_names.index(axis) for axis in _axes(spec)]
     cube = np.moveaxis(column.reshape(mesh.devices.shape), split, range(len(split)))
     return cube.reshape(-1, _num_copies(spec, mesh))
 
 
 def _who(values: np.ndarray, devices: np.ndarray) -> str:
-    """Which devices hold what most of their part's do not, or, without a majority, which what."""
+    """Describes the devices that differ from the majority, or without a majority, all values."""
     minority: list[jax.Device] = []
     undecided: list[str] = []
     for part, holders in zip(values, devices, strict=True):
@@ -162,7 +166,7 @@ def _who(values: np.ndarray, devices: np.ndarray) -> str:
 
 
 def _names(devices: Sequence[jax.Device]) -> str:
-    """'devices 4, 5 of process 1', for as many as can be read."""
+    """Returns text such as 'devices 4, 5 of process 1', with a limited number of devices."""
     shown = sorted(devices, key=lambda device: device.id)[:_MOST_DEVICES]
     by_process: dict[int, list[str]] = {}
     for device in shown:

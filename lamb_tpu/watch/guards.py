@@ -1,6 +1,6 @@
 """Guards against losses and norms that are not finite, skipped updates and loss spikes.
 
-The numbers are those of every update, looked at when they are fetched for the log.
+Every update's numbers are checked, at the time when they are fetched for the log.
 """
 
 import collections
@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 from lamb_tpu.errors import UserError
 from lamb_tpu.watch.observer import Observer, Record, Start, Sums
 
-# How many losses are recent, and how many there must be before anything is unusual.
+# The number of losses that count as recent, and the number needed before a spike is reported.
 _WINDOW, _ENOUGH = 100, 20
 
 
@@ -23,21 +23,21 @@ class Diverged(UserError):
 
 
 class SpikeDetector:
-    """Tells when a loss is far above the recent ones.
+    """Detects losses far above the recent ones.
 
-    Two more conditions are for a small loss, as on a training set that is learnt by heart. There
-    one batch in six can be three times the median, so a spike is above all of the recent losses.
-    And a single example that is wrong can be a hundred times the median, so it is above a floor.
+    A spike exceeds `factor` times the median of the recent losses. Two more conditions avoid false
+    reports when the loss is small, as on a memorised training set. There one batch in six can have
+    three times the median, so a spike must exceed all recent losses. A single wrong example can
+    cost a hundred times the median, so a spike must exceed `floor`.
 
     Args:
-      factor: a loss above this many times the median of the recent ones, above all of them and
-        above the floor is a spike; 0: none is.
-      floor: in the loss's own unit.
-      window: how many losses are recent.
-      enough: how many of them there must be before anything counts as a spike.
+      factor: see above; 0 disables the detector.
+      floor: lower bound of a spike, in the unit of the loss.
+      window: number of losses that count as recent.
+      enough: number of recent losses needed before a spike is reported.
 
     Attributes:
-      recent: those losses.
+      recent: the recent losses.
     """
 
     def __init__(
@@ -47,10 +47,10 @@ class SpikeDetector:
         self.recent: collections.deque[float] = collections.deque(maxlen=window)
 
     def observe(self, loss: float) -> float | None:
-        """The median of the losses before, where this one is a spike; else None.
+        """Adds a loss; returns the median of the losses before it if it is a spike, else None.
 
-        A spike is one of the recent losses afterwards. A loss that is not finite counts for
-        nothing, and above a median that is not positive nothing is a spike.
+        A spike becomes one of the recent losses. A non-finite loss is ignored. There is no spike
+        above a median that is not positive.
         """
         if not self._factor or not math.isfinite(loss):
             return None
@@ -63,13 +63,13 @@ class SpikeDetector:
 
 
 class Guards(Observer):
-    """Looks at the numbers of every update of a run.
+    """Checks the numbers of every update of a run.
 
     Args:
       config: `config.guards`.
-      learning_rates: of every update, for messages.
-      warn: shows a line that is not to be missed.
-      tell: shows a line.
+      learning_rates: learning rate of every update, for messages.
+      warn: prints a line even in a quiet run.
+      tell: prints a line.
     """
 
     name = "guards"
@@ -92,7 +92,7 @@ class Guards(Observer):
         return list(self._spikes.recent)
 
     def restore(self, state: Iterable[float]) -> None:
-        """Goes on from the recent losses of the start before."""
+        """Continues with the recent losses of the previous start."""
         self._spikes.recent.extend(state)
 
     def started(self, start: Start) -> None:
@@ -100,14 +100,14 @@ class Guards(Observer):
         self.skipped = int(start.state.skipped)
 
     def fetched(self, updates: Iterable[tuple[int, Sums]]) -> None:
-        """Goes through some updates, in order.
+        """Checks some updates, in order.
 
         Args:
-          updates: of each its number, counted from 1, and its metrics as sums and weights, with
-            `skipped` among them where updates may be left out: (1, 1) for one that was.
+          updates: number of each update, counted from 1, and its metrics as sums and weights. If
+            updates may be skipped, `skipped` is among the metrics: (1, 1) for a skipped update.
 
         Raises:
-          Diverged: a number is not finite, or more updates were left out than may be.
+          Diverged: a number is not finite, or too many updates were skipped.
         """
         for step, sums in updates:
             for name, (total, _) in sums.items():
@@ -126,7 +126,7 @@ class Guards(Observer):
                 )
 
     def recorded(self, record: Record) -> None:
-        """Puts the count of the whole run in the place of the mean of `skipped`."""
+        """Replaces the mean of `skipped` by the count over the whole run."""
         if "skipped" in record.values:
             record.values["skipped"] = self.skipped
 

@@ -1,4 +1,4 @@
-"""A line now and then from every process but the first, which has a progress bar."""
+"""Periodic lines from every process but the first, which has a progress bar."""
 
 import os
 import pathlib
@@ -13,12 +13,12 @@ from lamb_tpu.watch.observer import Observer, Start
 
 
 class Heartbeat(Observer):
-    """Prints where this process is, in every process but the first.
+    """Prints the progress of this process, in every process but the first.
 
-    One line: process, host, update, updates a second since the last line, resident memory.
+    A line has process, host, update, updates a second since the last line, and resident memory.
 
     Args:
-      every_seconds: from line to line; 0: none.
+      every_seconds: time between lines; 0: no lines.
     """
 
     def __init__(self, every_seconds: float) -> None:
@@ -50,7 +50,7 @@ class Heartbeat(Observer):
 
 
 def _resident() -> str:
-    """', 1.23 GiB resident', or nothing where the system does not tell."""
+    """Returns ', 1.23 GiB resident', or '' if the system does not tell."""
     try:
         pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
     except OSError:

@@ -1,17 +1,19 @@
-"""A log in the form of MLPerf's training benchmarks: `config.log.mlperf`.
+"""A log in the format of MLPerf's training benchmarks: `config.log.mlperf`.
 
 Each line of WORKDIR/mlperf.log is `:::MLLOG` and a JSON object, with the keys of the package
-mlperf-logging, so its tools read it. The package itself is not needed: it is a few lines for this
-part, which record the caller's place in the source besides, and pandas and SciPy for its tools.
+mlperf-logging, so the tools of that package can read it. The package itself is not used: it would
+bring pandas and SciPy for its tools, and its logging is a few lines.
 
-A start writes `init_start` (its beginning), what it is about to do, `init_stop` when all is
-compiled, `run_start`, then a block for each stretch from one evaluation to the next, and
-`run_stop`: 'success' where the target was reached, after which the log is silent, else 'aborted'.
-A start that was killed has no `run_stop`. Epochs count from 1 in `first_epoch_num`; `epoch_num` is
-how many are complete, between two with the fraction, and `samples_count` how many examples.
+A start writes `init_start` when it begins, then its hyperparameters, `init_stop` when everything is
+compiled, `run_start`, a block for each interval from one evaluation to the next, and `run_stop`.
+The status of `run_stop` is 'success' if the target was reached, and nothing follows it; otherwise
+it is 'aborted'. A start that was killed has no `run_stop`. `first_epoch_num` counts epochs from 1.
+`epoch_num` is the number of completed epochs, with a fraction, and `samples_count` the number of
+examples.
 
-Who submits results adds what only they know: `submission_org`, `submission_platform` and so on, and
-`cache_clear`. By the rules the clock may not be paused, so a run of several starts is none of them.
+A submission needs further lines that only the submitter knows, such as `submission_org`,
+`submission_platform` and `cache_clear`. The rules do not allow pausing the clock, so a run of
+several starts cannot be submitted.
 
 References: mlcommons/logging, mllog/constants.py and compliance_checker/training_*/common.yaml;
 mlcommons/training_policies, training_rules.adoc ("Run Results", "Hyperparameters").
@@ -38,7 +40,7 @@ _START, _END, _POINT = "INTERVAL_START", "INTERVAL_END", "POINT_IN_TIME"
 
 _ADAM = {"b1": "beta_1", "b2": "beta_2", "eps": "epsilon"}
 _SGD = ("sgd", {"momentum": "sgd_opt_momentum", "weight_decay": "sgd_opt_weight_decay"})
-# By our name of an optimizer theirs, and of its arguments.
+# Our names of optimizers -> MLPerf's names, and the same for their arguments.
 _OPTIMIZERS: dict[str, tuple[str, dict[str, str]]] = {
     "lamb": (
         "lamb",
@@ -71,10 +73,10 @@ _OPTIMIZERS: dict[str, tuple[str, dict[str, str]]] = {
 
 
 def hyperparameters(run: Run) -> dict[str, Any]:
-    """What a run does, by MLPerf's names.
+    """Returns the hyperparameters of a run under MLPerf's names.
 
-    The learning rates are those after scaling to the batch size. An optimizer that MLPerf has no
-    names for has its own name, and its weight decay.
+    The learning rates are those after scaling to the batch size. An optimizer without a name in
+    MLPerf gets its own name, and only its weight decay.
     """
     config, recipe, schedule = run.config, run.recipe, run.config.schedule
     arguments = _arguments(run)
@@ -110,7 +112,7 @@ def hyperparameters(run: Run) -> dict[str, Any]:
 
 
 def _arguments(run: Run) -> dict[str, Any]:
-    """Every argument of the optimizer, those that the config leaves at their defaults too."""
+    """Returns every argument of the optimizer, including those left at their defaults."""
     fields = run.config.optimizer.to_dict()
     name, preset = fields.pop("name"), fields.pop("preset", None)
     signature = inspect.signature(factory.OPTIMIZERS.get(name) or optimizer_of(name))
@@ -126,8 +128,8 @@ class MLPerfLog(Observer):
     """Appends the lines of one start, in the first process, until the target is reached.
 
     Args:
-      run: whose `config.log.mlperf` asks for it.
-      target: of the run; MLPerf calls its metric `eval_accuracy`, whatever it is.
+      run: the run; nothing is written unless `config.log.mlperf` is True.
+      target: the run's target. MLPerf calls its metric `eval_accuracy`, whatever it is.
     """
 
     def __init__(self, run: Run, target: Target) -> None:
@@ -137,7 +139,7 @@ class MLPerfLog(Observer):
         self._block: dict[str, Any] | None = None
 
     def started(self, start: Start) -> None:
-        """Writes when the start began, its `hyperparameters`, and that the clock runs."""
+        """Writes the beginning of the start, its `hyperparameters`, and `run_start`."""
         wanted = self._run.config.log.mlperf and jax.process_index() == 0
         has_work = start.eval_due or not start.is_over
         if not wanted or not has_work or self._target.reached is not None:
@@ -166,7 +168,7 @@ class MLPerfLog(Observer):
 
     @contextlib.contextmanager
     def paused(self, step: int, reason: str) -> Iterator[None]:
-        """Writes the beginning and the end of an evaluation, which ends the block."""
+        """Writes the beginning and the end of an evaluation, which also ends the block."""
         if reason != "evaluation":
             yield
             return
@@ -178,7 +180,7 @@ class MLPerfLog(Observer):
         self._write(_END, "eval_stop", metadata=self._place(step))
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Writes what an evaluation has found; at the target the clock stops for good."""
+        """Writes the metric of an evaluation; if it reaches the target, writes `run_stop`."""
         value = metrics.get(self._metric)
         told: float | str | None = value
         place = {**self._place(step), "metric": self._metric}

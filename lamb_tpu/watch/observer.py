@@ -1,7 +1,7 @@
-"""Observers: what follows a run without taking part in its training.
+"""Base class of observers, which follow a run without taking part in its training.
 
-The loop calls the hooks below, and does not know which observers there are; `watch.observers`
-lists them. An observer overrides the hooks that it needs, and is one file with a test of its own.
+The loop calls the hooks below and does not know which observers there are; `watch.observers` lists
+them. An observer overrides the hooks that it needs. Each is one file with a test of its own.
 """
 
 import contextlib
@@ -14,23 +14,23 @@ from lamb_tpu.parallel.state import TrainState
 from lamb_tpu.store.metrics import MetricsWriter
 from lamb_tpu.watch.clock import Clock
 
-# Metrics of one update or batch as sums and weights, on the host.
+# Metrics of one update or batch, as sums and weights on the host.
 Sums = Mapping[str, tuple[float, float]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """A start of a run, when everything is compiled and the first update is about to begin.
+    """A start of a run: everything is compiled, and the first update is about to begin.
 
     Attributes:
       step: completed updates.
       state: the train state.
-      is_over: the run was complete already; nothing will be trained.
-      eval_due: the evaluation of this update is still to come.
-      clock: of the run.
-      records: metrics.jsonl.
+      is_over: whether the run is already complete, so that nothing will be trained.
+      eval_due: whether the evaluation of this update is still to come.
+      clock: the run's clock.
+      records: the writer of metrics.jsonl.
       last_checkpoint: returns the path of the newest complete checkpoint, for messages.
-      fail: ends the run, at the next update and in every process, with a UserError.
+      fail: ends the run with a UserError, at the next update and in every process.
     """
 
     step: int
@@ -49,10 +49,10 @@ class Record:
 
     Attributes:
       step: completed updates.
-      updates: how many the record is of.
+      updates: number of updates that the record covers.
       state: the train state.
-      values: metrics, shown to the user and written down.
-      rates: further numbers that are written down only.
+      values: metrics that are shown to the user and written.
+      rates: further numbers that are only written.
     """
 
     step: int
@@ -66,9 +66,9 @@ class Observer:
     """Base class of all observers, whose hooks do nothing.
 
     Attributes:
-      name: the key of its state in a checkpoint; '' for an observer without one.
-      saves_evaluations: every update that is evaluated is to be saved.
-      may_end_run: an evaluation may end the run, see `end_reason`.
+      name: key of the observer's state in a checkpoint; '' for an observer without state.
+      saves_evaluations: whether every update that is evaluated must be saved.
+      may_end_run: whether an evaluation may end the run, see `end_reason`.
     """
 
     name: ClassVar[str] = ""
@@ -77,75 +77,78 @@ class Observer:
 
     @property
     def end_reason(self) -> str:
-        """Why the run ends before its duration, as 'stopped at its target'; '' while it goes on."""
+        """Reason for ending the run early, such as 'stopped at its target'; '' while it goes on."""
         return ""
 
     def check(self, names: Collection[str]) -> None:
-        """Refuses a config that names none of the evaluation's metrics, before anything runs."""
+        """Refuses a config that names an unknown metric; `names` are the evaluation's metrics."""
 
     def started(self, start: Start) -> None:
-        """Is called once, before the first update of a start."""
+        """Called once, before the first update of a start."""
 
     def updating(self, step: int) -> None:
-        """Is called before each update; `step` are complete."""
+        """Called before each update, after `step` completed updates."""
 
     def updated(self, step: int, state: TrainState) -> None:
-        """Is called after each update, which the devices may still be computing.
+        """Called after each update is started; the devices may still be computing it.
 
-        The first one of a start is waited for.
+        Only the first update of a start is complete at this time.
         """
 
     def fetched(self, updates: Iterable[tuple[int, Sums]]) -> None:
-        """Is called with the metrics of updates, in order, when they are on the host."""
+        """Called with the metrics of updates, in order, when they are on the host."""
 
     def saving(self, step: int, state: TrainState) -> None:
-        """Is called before a state is saved, or evaluated to be saved; may raise a UserError."""
+        """Called before a state is saved, or evaluated and then perhaps saved.
+
+        May raise a UserError.
+        """
 
     def recorded(self, record: Record) -> None:
-        """Is called for every record; may add to it."""
+        """Called for every record; may add to it."""
 
     def paused(self, step: int, reason: str) -> contextlib.AbstractContextManager[None]:
-        """Returns a context for what interrupts training: 'evaluation' or 'save'."""
+        """Returns a context that is entered during an interruption: 'evaluation' or 'save'."""
         return contextlib.nullcontext()
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Is called with the metrics of each evaluation."""
+        """Called with the metrics of each evaluation."""
 
     def completed(self, step: int) -> None:
-        """Is called when the run has come to its end."""
+        """Called when the run is complete."""
 
     def preempted(self, step: int) -> None:
-        """Is called when the start was asked to end and all is saved."""
+        """Called when a signal ended the start and everything is saved."""
 
     def ended(self) -> None:
-        """Is called last, however the start has ended."""
+        """Called last, however the start ended."""
 
     def summary(self) -> str:
-        """Returns what is said about it in the line that ends a run; '' for nothing."""
+        """Returns the observer's part of the line that ends a run; '' for none."""
         return ""
 
     def keeps(self, step: int) -> bool:
-        """Tells whether the checkpoint of an update is to be kept, old as it may be."""
+        """Returns whether to keep the checkpoint of an update, however old it is."""
         return False
 
     def state(self) -> Any:
-        """Returns what `restore` takes, as JSON values."""
+        """Returns the observer's state for `restore`, as JSON values."""
         return None
 
     def restore(self, state: Any) -> None:
-        """Goes on from a `state`."""
+        """Continues from a `state`."""
 
 
 class Observers:
     """Calls the hooks of several observers, in their order.
 
     Args:
-      observers: of one run.
+      observers: the observers of one run.
     """
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self._all = list(observers)
-        # A hook that nobody has overridden is not called between any two updates.
+        # Only overridden hooks are called, so that unused ones cost no time between updates.
         self._updating = [each for each in self._all if _overrides(each, "updating")]
         self._updated = [each for each in self._all if _overrides(each, "updated")]
 
@@ -155,7 +158,7 @@ class Observers:
 
     @contextlib.contextmanager
     def watching(self, start: Start) -> Iterator[None]:
-        """Calls `started` of each, and in reverse order `ended` of those that were."""
+        """Calls `started` of each; at the end calls `ended`, in reverse, of those that started."""
         with contextlib.ExitStack() as stack:
             for observer in self._all:
                 observer.started(start)
@@ -223,7 +226,7 @@ class Observers:
         return {observer.name: observer.state() for observer in self._all if observer.name}
 
     def restore(self, states: Mapping[str, Any]) -> None:
-        """Restores the observers that have a state; others, new since the run began, start anew."""
+        """Restores observers from their states; an observer without a saved state starts anew."""
         for observer in self._all:
             if observer.name in states:
                 observer.restore(states[observer.name])

@@ -18,11 +18,11 @@ from lamb_tpu.watch.throughput import Throughput
 def make_observers(run: Run, progress: RunProgress) -> Observers:
     """Returns the observers of a run.
 
-    Those that add to a record stand before those that write and show it.
+    Observers that add to a record come before those that write and show it.
 
     Args:
       run: the run.
-      progress: the one that shows lines for all of them.
+      progress: the observer that prints lines for all others.
     """
     config, recipe, tell = run.config, run.recipe, progress.message
     target = Target(config.target, recipe, tell)

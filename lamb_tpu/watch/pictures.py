@@ -1,4 +1,4 @@
-"""Damaged and odd pictures that a start has met in the data, counted."""
+"""Counts of damaged and odd pictures that a start has read."""
 
 from collections.abc import Callable
 
@@ -8,11 +8,11 @@ from lamb_tpu.watch.observer import Observer, Start
 
 
 class Pictures(Observer):
-    """Tells of such pictures when a start ends, and records their numbers when a run does.
+    """Reports such pictures when a start ends, and records their numbers when a run ends.
 
     Args:
-      run: whose data sets count them.
-      tell: shows a line.
+      run: the run, whose data sets count the pictures.
+      tell: prints a line.
     """
 
     def __init__(self, run: Run, tell: Callable[[str], None]) -> None:

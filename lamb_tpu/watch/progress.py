@@ -1,4 +1,4 @@
-"""Progress of a run at the terminal: a bar, or plain lines where there is no terminal."""
+"""Progress of a run: a bar on a terminal, plain lines elsewhere."""
 
 import sys
 import time
@@ -24,12 +24,12 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 
 def format_values(values: Mapping[str, float]) -> str:
-    """'loss 0.1234, accuracy 0.9876' for a mapping of metrics."""
+    """Formats metrics as 'loss 0.1234, accuracy 0.9876'."""
     return ", ".join(f"{name} {value:.4g}" for name, value in values.items())
 
 
 def format_seconds(seconds: float) -> str:
-    """'1:02:03' or '2:03' for a duration."""
+    """Formats a duration as '1:02:03' or '2:03'."""
     hours, rest = divmod(int(seconds), 3600)
     minutes, rest = divmod(rest, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
@@ -48,17 +48,17 @@ def _short(rate: float) -> str:
 class RunProgress(Observer):
     """Progress of a run in updates, with examples or tokens a second and time left.
 
-    The rate is that of this start, from its second update on, with all that stood between.
+    The rate is the mean over this start from its second update on, including evaluations and saves.
 
-    On a terminal one bar; otherwise a line at most every ten seconds and one for each message.
-    Messages stand above the bar.
+    On a terminal there is one bar, with messages above it. Elsewhere there is a line at most every
+    ten seconds, and one for each message.
 
     Args:
-      label: what is running.
-      recipe: of the run.
-      shown: False silences everything, as on every process but the first.
-      quiet: a bar on a terminal and warnings, but no lines and no messages.
-      tokens: of an update, padding included; where there are any, the rate is in tokens.
+      label: text before the bar.
+      recipe: the run's recipe.
+      shown: False prints nothing, as on every process but the first.
+      quiet: print only the bar on a terminal, and warnings.
+      tokens: tokens in an update, padding included; if not 0, the rate is in tokens.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class RunProgress(Observer):
         self._bar: Progress | None = None
         if shown and self._console.is_terminal:
             wide = self._console.width >= 100
-            whole = Column(no_wrap=True)  # so that where it is narrow the bar alone gets shorter
+            whole = Column(no_wrap=True)  # so that only the bar shrinks on a narrow terminal
             self._bar = Progress(
                 TextColumn(label),
                 BarColumn(bar_width=None),
@@ -87,7 +87,7 @@ class RunProgress(Observer):
                 TextColumn("left"),
                 TimeRemainingColumn(table_column=whole),
                 console=self._console,
-                speed_estimate_period=1e9,  # rich forgets updates of 30 s ago otherwise
+                speed_estimate_period=1e9,  # by default rich forgets updates after 30 s
             )
             self._task = self._bar.add_task(label, total=recipe.total_steps, rate="", values="")
         self._start: tuple[float, int] | None = None
@@ -99,7 +99,7 @@ class RunProgress(Observer):
             self._bar.start()
 
     def updated(self, step: int, state: TrainState) -> None:
-        """Starts the clock of rate and time left after the first update."""
+        """Starts the clock for rate and time left after the first update."""
         if step != self._first:
             return
         seconds = self._clock.since_began
@@ -119,7 +119,7 @@ class RunProgress(Observer):
         speed = f"{rate * self._amount:,.0f} {self._unit}/s" if rate else ""
         if self._bar:
             speed = f"{_short(rate * self._amount)} {self._unit}/s" if rate else ""
-            # The rest would push rate and time out of 80 columns.
+            # More metrics would push rate and time out of 80 columns.
             loss = format_values({"loss": values["loss"]}) if "loss" in values else ""
             self._bar.update(self._task, completed=step, rate=speed, values=loss)
         elif now - self._last_line >= _SECONDS_BETWEEN_LINES:
@@ -141,13 +141,13 @@ class RunProgress(Observer):
             self._bar.stop()
 
     def warn(self, text: str) -> None:
-        """A line of its own that `quiet` does not silence."""
+        """Prints a line even in a quiet run."""
         if self._shown:
             print(terminal.fit(text), file=sys.stderr)
 
     def message(self, text: str) -> None:
-        """A line of its own."""
+        """Prints a line."""
         if self._told:
-            # A split may be ':train:', which is no emoji.
+            # Text such as ':train:' must not become an emoji.
             self._console.print(terminal.fit(text), markup=False, emoji=False)
             self._console.file.flush()

@@ -1,4 +1,4 @@
-"""Trust ratios of the layers, where the optimizer collects them."""
+"""Trust ratios of the layers, if the optimizer collects them."""
 
 from lamb_tpu.optim import readings
 from lamb_tpu.run.build import Run
@@ -6,10 +6,10 @@ from lamb_tpu.watch.observer import Observer, Record, Start
 
 
 class Ratios(Observer):
-    """Adds the smallest, median and largest ratio to a record, and writes those of every layer.
+    """Adds the smallest, median and largest ratio to a record, and writes every layer's ratio.
 
     Args:
-      run: with an optimizer whose argument `collect` is True; with any other nothing is written.
+      run: the run; nothing is written unless its optimizer's argument `collect` is True.
     """
 
     def __init__(self, run: Run) -> None:

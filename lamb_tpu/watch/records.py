@@ -1,4 +1,4 @@
-"""Writes the records of training and evaluation to metrics.jsonl."""
+"""Records of training and evaluation in metrics.jsonl."""
 
 from collections.abc import Mapping
 
@@ -7,10 +7,10 @@ from lamb_tpu.watch.observer import Observer, Record, Start
 
 
 class Records(Observer):
-    """Writes what the observers before it have put into a record.
+    """Writes records, with everything that the observers before it have added.
 
     Args:
-      recipe: of the run, for epochs and learning rates.
+      recipe: the run's recipe, for epochs and learning rates.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -30,7 +30,7 @@ class Records(Observer):
         self._start.records.write(step, "eval", {**metrics, "epoch": self._recipe.epoch(step)})
 
     def completed(self, step: int) -> None:
-        """Writes out what is still in memory, so that a full disk is told."""
+        """Flushes what is still in memory, so that a full disk is reported."""
         self._start.records.close()
 
     def ended(self) -> None:

@@ -1,16 +1,16 @@
-"""What a run is to reach: the first evaluation that does, and how long that took.
+"""Time to a target: the first evaluation that reaches it, and the time until then.
 
-Time to a target is how MLPerf compares training runs. `config.target` names a metric of the
-evaluation and its value. The clock of `seconds` begins with the first update and goes on through
-training, evaluation and saving; `seconds_with_startup` has in it besides what comes before: reading
-data, initial weights or the checkpoint, compiling. Both add up over the starts of a run. The time
-between two starts is in neither, nor is that of updates which were lost because a start was killed
-before it had saved them; `starts` tells over how many starts a time is spread. (MLPerf's own clock
-may not be paused, so only a time of one start compares with its results.)
+MLPerf compares training runs by their time to a target. `config.target` names a metric of the
+evaluation and its value. `seconds` begins with the first update and covers training, evaluation and
+saving. `seconds_with_startup` adds the time before: reading data, initial weights or the
+checkpoint, and compiling. Both add up over the starts of a run; `starts` is their number. Neither
+includes the time between two starts, or the time of updates that were lost because a start was
+killed. (MLPerf's own clock may not be paused, so only the time of a single start can be compared
+with its results.)
 
-A run that is used again must have the same metric, value and mode: the first evaluation to reach
-another target may lie before the checkpoint, and its time is not known any more. `stop` is free: it
-changes no number, so a run that has ended at its target goes on with `config.target.stop=False`.
+A resumed run must have the same metric, value and mode: the first evaluation to reach another
+target may lie before the checkpoint, and its time would be unknown. `stop` may change, because it
+changes no number: a run that has ended at its target goes on with `config.target.stop=False`.
 """
 
 import math
@@ -29,12 +29,12 @@ class Target(Observer):
 
     Args:
       config: `config.target`.
-      recipe: of the run, for epochs.
-      tell: shows a line.
+      recipe: the run's recipe, for epochs.
+      tell: prints a line.
 
     Attributes:
-      reached: `step` (completed updates), `epoch`, `value` of the metric, and the time it took:
-        `seconds`, `seconds_with_startup`, `starts`. None before.
+      reached: `step` (completed updates), `epoch`, `value` of the metric, and the time until then:
+        `seconds`, `seconds_with_startup`, `starts`. None before the target is reached.
     """
 
     name = "target"
@@ -45,7 +45,7 @@ class Target(Observer):
         self.reached: dict[str, float] | None = None
 
     def check(self, names: Collection[str]) -> None:
-        """Refuses a metric that an evaluation with these does not have."""
+        """Refuses a metric that is not among the evaluation's metrics, `names`."""
         metric = self._config.metric
         if metric and metric not in names:
             raise UserError(
@@ -55,14 +55,14 @@ class Target(Observer):
 
     @property
     def end_reason(self) -> str:
-        """'stopped at its target' once an evaluation has reached it, unless it is not to stop."""
+        """'stopped at its target' after an evaluation reached it, if `config.target.stop`."""
         return "stopped at its target" if self.may_end_run and self.reached is not None else ""
 
     def started(self, start: Start) -> None:
         self._start = start
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Looks whether an evaluation is the first that reaches the target. NaN reaches nothing."""
+        """Records the first evaluation that reaches the target; NaN never reaches it."""
         if not self._config.metric or self.reached is not None:
             return
         value = metrics.get(self._config.metric, math.nan)
@@ -76,7 +76,7 @@ class Target(Observer):
             self._tell(self.summary())
 
     def summary(self) -> str:
-        """Returns whether and when the target was reached; '' where there is none."""
+        """Returns whether and when the target was reached; '' without a target."""
         config, reached = self._config, self.reached
         if not config.metric:
             return ""
@@ -92,9 +92,9 @@ class Target(Observer):
         )
 
     def state(self) -> dict[str, Any] | None:
-        """Returns the evaluation that reached it; None before."""
+        """Returns the evaluation that reached the target; None before."""
         return self.reached
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
-        """Goes on from a `state`."""
+        """Continues from a `state`."""
         self.reached = None if state is None else dict(state)

@@ -1,4 +1,4 @@
-"""Rates of training, from record to record."""
+"""Rates of training between records, such as examples a second."""
 
 import contextlib
 import time
@@ -11,11 +11,11 @@ from lamb_tpu.watch.observer import Observer, Record, Start
 class Throughput(Observer):
     """Rates of the updates since the last record, such as examples a second.
 
-    The first update of a start, which waits for the compiler, does not count, nor does what pauses
-    the training.
+    The first update of a start, which waits for the compiler, does not count; nor do evaluations
+    and saves.
 
     Args:
-      amounts: by the name of a rate, what one update adds to it.
+      amounts: name of each rate -> the amount of one update.
     """
 
     def __init__(self, amounts: Mapping[str, float]) -> None:
@@ -30,7 +30,7 @@ class Throughput(Observer):
             self._since = (step, time.monotonic())
 
     def recorded(self, record: Record) -> None:
-        """Adds the amounts a second since the last record; nothing where no update was timed."""
+        """Adds the rates since the last record; none if no update was timed."""
         if self._since is None:
             return
         first, began = self._since
@@ -45,7 +45,7 @@ class Throughput(Observer):
 
     @contextlib.contextmanager
     def paused(self, step: int, reason: str) -> Iterator[None]:
-        """Leaves the time inside the block out."""
+        """Excludes the time inside the block."""
         before = time.monotonic()
         yield
         if self._since is not None:

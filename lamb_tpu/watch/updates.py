@@ -1,4 +1,4 @@
-"""Metrics of updates, on their way from the devices to a record."""
+"""Metrics of updates, fetched from the devices for a record."""
 
 import collections
 from collections.abc import Iterable
@@ -10,8 +10,8 @@ from lamb_tpu import tasks
 from lamb_tpu.store.metrics import mean_metrics
 from lamb_tpu.watch.observer import Sums
 
-# How many updates the host may run ahead of the devices: enough to hide the host's work, few
-# enough that batches do not pile up in device memory.
+# The number of updates that the host may run ahead of the devices: enough to hide the host's work,
+# few enough that batches do not pile up in device memory.
 _IN_FLIGHT = 2
 
 
@@ -19,7 +19,7 @@ class Updates:
     """Metrics of the updates since the last record.
 
     Args:
-      unlogged: those that a preempted start had not recorded.
+      unlogged: metrics of updates that a preempted start had not recorded.
     """
 
     def __init__(self, unlogged: Iterable[Sums] = ()) -> None:
@@ -28,7 +28,7 @@ class Updates:
         self.unlogged: list[Any] = list(unlogged)
 
     def add(self, step: int, metrics: tasks.Sums) -> None:
-        """Takes the metrics of update `step`, and waits for an update before it."""
+        """Adds the metrics of update `step`, and waits for an earlier update."""
         self._on_device.append((step, metrics))
         self._in_flight.append(metrics)
         if len(self._in_flight) > _IN_FLIGHT:
@@ -39,14 +39,14 @@ class Updates:
         jax.block_until_ready(list(self._in_flight))
 
     def fetch(self) -> list[tuple[int, Sums]]:
-        """Brings the metrics to the host; returns those that are new there, by their updates."""
+        """Fetches the metrics to the host; returns the new ones, as pairs (update, metrics)."""
         fetched = jax.device_get(self._on_device)
         self._on_device.clear()
         self.unlogged.extend(jax.tree.map(float, sums) for _, sums in fetched)
         return fetched
 
     def take(self) -> tuple[int, dict[str, float]]:
-        """Returns how many updates there are and the means over them, and starts anew."""
+        """Returns the number of updates and the means over them, and starts anew."""
         count, means = len(self.unlogged), mean_metrics(self.unlogged)
         self.unlogged = []
         return count, means

@@ -127,7 +127,7 @@ def test_data_that_does_not_fit() -> None:
         ({"mixup_alpha": -1}, "config.task.mixup_alpha is -1; it must be at least 0"),
         ({"mixup_alpha": "x"}, "config.task.mixup_alpha is 'x'; it must be a number"),
         ({"cutmix_alpha": float("inf")}, "config.task.cutmix_alpha is inf; it must be at least 0"),
-        ({"smoothing": 0.1}, "config.task.smoothing is no field .*; known: label_smoothing"),
+        ({"smoothing": 0.1}, "config.task.smoothing is not a field .*; known: label_smoothing"),
     ],
 )
 def test_mistakes(fields: dict[str, Any], message: str) -> None:

@@ -166,7 +166,7 @@ def test_the_recipe_can_be_given_questions_without_an_answer() -> None:
     ({"max_answer_length": 2.5}, "max_answer_length is 2.5; it must be a whole number"),
     ({"version2": "yes"}, "version2 is 'yes'; it must be True or False"),
     ({"null_threshold": float("nan")}, "null_threshold is nan; it must be a number"),
-    ({"score_names": ()}, "score_names is no field .*; known: num_best, max_answer_length, ver"),
+    ({"score_names": ()}, "score_names is not a field .*; known: num_best, max_answer_length, ver"),
 ])
 def test_mistakes(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=f"config.task.{message}"):

@@ -1,4 +1,4 @@
-"""Small pictures held in memory as arrays, moved, mirrored and cut a whole batch at a time."""
+"""Small pictures in memory, shifted, mirrored and cut a whole batch at a time."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,16 +15,16 @@ _PAD_MODES: dict[str, Literal["reflect", "constant"]] = {"reflect": "reflect", "
 
 @dataclass(frozen=True)
 class ArrayOptions:
-    """What is done to pictures in training; the defaults do nothing.
+    """Augmentation of pictures in training; the defaults change nothing.
 
     DavidNet, the ResNet-9 of the DAWNBench entry for CIFAR-10, has pad=4, flip=True, cutout=8.
 
     Attributes:
-      pad: pixels added at each side, of which a random part of the old size is taken.
-      pad_mode: 'reflect', the picture mirrored at its edge without repeating the edge itself, or
-        'zero', black.
-      flip: mirror every other picture.
-      cutout: side of a square, anywhere inside the picture, that gets the mean colour of the set.
+      pad: pixels added at each side before a random crop of the old size.
+      pad_mode: 'reflect', which mirrors the picture at its edge without repeating the edge, or
+        'zero', which is black.
+      flip: mirror half of the pictures, at random.
+      cutout: side of a random square in the picture that is filled with the set's mean colour.
     """
 
     pad: int = 0
@@ -50,7 +50,7 @@ class AugmentedArraySource(ArraySource):
     The field `image` is uint8 (n, height, width, channels); the others are left as they are.
     """
 
-    in_memory = False  # the arrays are; but making a batch is work that should overlap the step
+    in_memory = False  # the arrays are, but augmentation is work that should overlap with the step
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class AugmentedArraySource(ArraySource):
         options: ArrayOptions,
         seed: int = 0,
     ) -> None:
-        """Computes the mean colour where `cutout` needs it.
+        """Computes the mean colour if `cutout` needs it.
 
         Raises:
           UserError: an option does not fit the size of the pictures.
@@ -83,7 +83,7 @@ class AugmentedArraySource(ArraySource):
             self._mean = np.rint(self.arrays["image"].mean((0, 1, 2))).astype(np.uint8)
 
     def gather(self, indices: np.ndarray, epochs: np.ndarray | int = 0) -> Batch:
-        """As in `Source`."""
+        """Gathers and augments examples, see `Source`."""
         indices = np.asarray(indices, np.int64)
         batch = super().gather(indices)
         draws = words(
@@ -118,7 +118,7 @@ def _shift(
 
 
 def _inside(draw: np.ndarray, side: int, length: int) -> np.ndarray:
-    """bool (n, side): which rows or columns a random interval of `length` covers."""
+    """Returns the rows or columns that a random interval of `length` covers, bool (n, side)."""
     start = below(draw, side - length + 1)[:, None]
     places = np.arange(side)
     return (places >= start) & (places < start + length)

@@ -1,8 +1,8 @@
-"""Looks through a set of photographs, before a long run meets what is wrong.
+"""Checks a set of photographs for damaged and odd pictures before a long run.
 
     python -m lamb_tpu.data.images.check --name=image_folder --dir=DIR --split=train
 
-Every picture is decoded whole, which shows damage that a run sees only where its crops reach.
+Every picture is decoded whole. A run decodes only its crops and would not see damage elsewhere.
 """
 
 import argparse
@@ -25,7 +25,7 @@ _SUMMARY = {"rgb": "in colour", **KINDS}
 
 
 def look_through(records: Records, max_pixels: int) -> Iterator[tuple[str, str, str]]:
-    """(kind, name, reason) of each example in order; the reason is that of kind `bad`."""
+    """Yields (kind, name, reason) of each example in order; only kind `bad` has a reason."""
 
     def look(start: int) -> list[tuple[str, str, str]]:
         indices = range(start, min(start + _CHUNK, len(records)))
@@ -46,7 +46,7 @@ def look_through(records: Records, max_pixels: int) -> Iterator[tuple[str, str, 
 
     starts = iter(range(0, len(records), _CHUNK))
     with ThreadPoolExecutor(num_cores()) as pool:
-        # A part at a time, so that what was found is told in the course of it.
+        # A part at a time, so that findings are printed as they are made.
         while part := list(itertools.islice(starts, 8 * num_cores())):
             for found in pool.map(look, part):
                 yield from found
@@ -58,7 +58,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns 0, 1 where records are bad, 2 for a mistake, 130 for Ctrl-C."""
+    """Runs the command; returns 0, 1 if records are bad, 2 for a mistake, 130 for Ctrl-C."""
     try:
         return _run(_parse(arguments))
     except UserError as error:
@@ -94,7 +94,8 @@ def _run(asked: argparse.Namespace) -> int:
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = _Parser(
         prog="python -m lamb_tpu.data.images.check", description=__doc__.partition("\n")[0],
-        epilog="A line for each picture that is CMYK, PNG or bad, with what is wrong; then counts.",
+        epilog="Prints a line for each picture that is CMYK, PNG or bad, with the reason; then "
+        "counts.",
         allow_abbrev=False,
     )
     add = parser.add_argument

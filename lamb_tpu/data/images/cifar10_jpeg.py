@@ -1,9 +1,9 @@
-"""CIFAR-10 as one file of JPEGs, for machines that the original archive does not reach.
+"""CIFAR-10 as one file of JPEGs, for machines that cannot download the original archive.
 
-The file, `cifar10_jpeg_q75.npz`, holds for each of `train` (50,000) and `test` (10,000), in the
-original order: `_jpeg`, uint8, all JPEG files end to end; `_offsets`, int64 (n + 1,), of picture i
-the bytes from [i] to [i + 1]; `_labels`, uint8 (n,). JPEG of quality 75 is not what the originals
-are, which costs some accuracy.
+The file, `cifar10_jpeg_q75.npz`, has for each of `train` (50,000) and `test` (10,000), in the
+original order: `_jpeg`, uint8, all JPEG files end to end; `_offsets`, int64 (n + 1,), with picture
+i in the bytes from [i] to [i + 1]; `_labels`, uint8 (n,). The originals are not compressed; JPEG of
+quality 75 costs some accuracy.
 """
 
 import pathlib
@@ -24,11 +24,11 @@ _CHUNK = 500  # pictures that a thread takes at a time
 
 
 def load_cifar10_jpeg(split: str, folder: str | None) -> ArraySource:
-    """A split, decoded into memory: `image` uint8 (n, 32, 32, 3), `label` int32 (n,).
+    """Loads a split, decoded into memory: `image` uint8 (n, 32, 32, 3), `label` int32 (n,).
 
     Args:
-      split: in TFDS syntax over `train` and `test`.
-      folder: where the file lies.
+      split: TFDS split syntax over `train` and `test`.
+      folder: folder of the file.
 
     Raises:
       UserError: the split or the file is not as described.

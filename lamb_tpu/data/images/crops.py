@@ -1,4 +1,4 @@
-"""Which part of a picture is used: a random box in training, the centre in evaluation."""
+"""Crops of pictures: a random box in training, the centre in evaluation."""
 
 import math
 from typing import NamedTuple
@@ -26,24 +26,24 @@ def inception_box(
     min_area: float = 0.08,
     min_covered: float = 0.1,
 ) -> Box | None:
-    """A random box of `min_area` to all of the picture's area, 3/4 to 4/3 as wide as high.
+    """Draws a box of `min_area` to all of the picture's area, 3/4 to 4/3 as wide as high.
 
-    As `tf.image.sample_distorted_bounding_box`, which the ResNet and EfficientNet code for TPUs
-    calls with ten attempts: the aspect ratio is uniform, the height is uniform among those that
-    give an allowed area and fit, and so is the place; a box that covers less than `min_covered` of
-    the picture is drawn again. (TensorFlow never draws the last row and column of places; here
-    they are as likely as all others.) Szegedy et al., "Going Deeper with
-    Convolutions", CVPR 2015, describe the idea.
+    It follows `tf.image.sample_distorted_bounding_box`, which the ResNet and EfficientNet code for
+    TPUs calls with ten attempts. The aspect ratio is uniform, and the height is uniform among those
+    with an allowed area that fit, as is the place. A box that covers less than `min_covered` of the
+    picture is drawn again. (TensorFlow never draws the last row and column of places; here they are
+    as likely as all others.) The idea is from Szegedy et al., "Going Deeper with Convolutions",
+    CVPR 2015.
 
     Args:
-      height, width: of the picture, at least 1.
-      rng: three numbers of it are used in an attempt that succeeds.
-      min_area: share of the picture, in (0, 1], from which on heights are drawn.
-      min_covered: TensorFlow's `min_object_covered`, whose object is the whole picture here: a
-        share of it, in [0, 1].
+      height, width: size of the picture, at least 1.
+      rng: random generator; a successful attempt draws three numbers.
+      min_area: the smallest area from which heights are drawn, as a share of the picture in (0, 1].
+      min_covered: TensorFlow's `min_object_covered`, with the whole picture as the object: a share
+        of it, in [0, 1].
 
     Returns:
-      The box, or None where no attempt gave one, as for a picture 20 times as wide as high.
+      The box, or None if all attempts failed, such as for a picture 20 times as wide as high.
     """
     least, most = min_area * height * width, height * width
     for _ in range(_ATTEMPTS):
@@ -52,7 +52,7 @@ def inception_box(
         low = min(high, round(math.sqrt(least / ratio)))
         box_height = low + int(rng.random() * (high - low + 1))
         box_width = round(box_height * ratio)
-        if box_height * box_width < least:  # by rounding alone: one row more
+        if box_height * box_width < least:  # only because of rounding: add one row
             box_height += 1
             box_width = round(box_height * ratio)
         if not (1 <= box_height <= height and 1 <= box_width <= width):
@@ -68,15 +68,15 @@ def inception_box(
 
 
 def central_box(height: int, width: int, fraction: float) -> Box:
-    """The square in the middle whose side is `fraction` of the shorter side, at least a pixel.
+    """Returns the central square whose side is `fraction` of the shorter side, at least a pixel.
 
-    To scale the shorter side to 256 and cut out the central 224 pixels is to take 224/256 = 0.875
-    of it.
+    Scaling the shorter side to 256 and cropping the central 224 pixels corresponds to 224/256 =
+    0.875.
     """
     side = max(1, int(fraction * min(height, width)))
     return Box((height - side + 1) // 2, (width - side + 1) // 2, side, side)
 
 
 def tpu_fraction(size: int) -> float:
-    """The fraction of the TPU code for pictures of `size` pixels: 0.875 at 224, 0.934 at 456."""
+    """Returns the TPU code's fraction for pictures of `size` pixels: 0.875 at 224, 0.934 at 456."""
     return size / (size + _PADDING)

@@ -21,29 +21,29 @@ _SHOWN = 5  # names in a message
 
 
 class FolderRecords:
-    """`Records` of files.
+    """`Records` of files in a folder.
 
-    Where DIR/labels.tsv exists, it lists the examples in their order: a line of column names
-    first, then a line an example, between tabs; `file` (below DIR) and `label` (class index) have
-    to be there, `split` may, other columns are passed over. A list without splits is one, `train`.
-    A list may come from anywhere, so a file that it names has to lie in DIR, links followed.
+    If DIR/labels.tsv exists, it lists the examples in order: a line of column names, then a line
+    for each example, separated by tabs. The columns `file` (below DIR) and `label` (class index)
+    are required, `split` is optional, and others are ignored. Without the column `split` all
+    examples are in the split `train`. A list may be untrusted, so every file must lie in DIR after
+    links are followed.
 
-    Otherwise the folders in DIR are the splits, the folders in these are the classes (where none
-    holds a folder they are the classes themselves, of one split, `train`), and their indices follow
-    the order of the names over all splits together, so that a class that one split lacks moves no
-    label in it. Files are those that end in .JPEG, .jpg or .png, upper or lower case, in the order
-    of their names.
+    Otherwise the folders in DIR are the splits, and their folders are the classes. If they have no
+    folders, they are the classes of the only split, `train`. Class indices follow the sorted names
+    over all splits together, so that labels do not shift in a split that lacks a class. Files are
+    those that end in .JPEG, .jpg or .png, in upper or lower case, sorted by name.
 
     Args:
       root: the folder DIR.
-      split: in TFDS syntax, such as `train` or `train[:10%]`.
-      num_classes: how many classes there are; 0 counts those that are found (in labels.tsv: the
-        greatest label and one).
-      skip: leave out what is wrong, with a note, instead of refusing it: labels out of range,
-        classes without a file.
-      holdout: share of the split, in [0, 1), that is kept from training and evaluated; 0 keeps
-        nothing from either. Which pictures these are follows from their names alone.
-      training: whether the split is trained on.
+      split: TFDS split syntax, such as `train` or `train[:10%]`.
+      num_classes: number of classes; 0 counts those that are found (in labels.tsv: the largest
+        label plus one).
+      skip: leave out labels out of range and classes without a file, with a note, instead of
+        refusing them.
+      holdout: share of the split, in [0, 1), that is excluded from training and evaluated; 0
+        excludes nothing. The choice depends on the names only.
+      training: whether the split is for training.
 
     Raises:
       UserError: the folder, the split or the list is not as described.
@@ -89,11 +89,11 @@ class FolderRecords:
         return len(self._paths)
 
     def read(self, indices: Sequence[int]) -> list[Record]:
-        """As in `Records`; a file that cannot be read is a record with a problem."""
+        """Reads examples, see `Records`; a file that cannot be read is a record with a problem."""
         return [self._read(self._paths[index], int(self._labels[index])) for index in indices]
 
     def name(self, index: int) -> str:
-        """The file's path."""
+        """Returns the file's path."""
         return str(self._root / self._paths[index])
 
     def _read(self, path: str, label: int) -> Record:
@@ -121,8 +121,8 @@ class FolderRecords:
             if label < 0 or (num_classes and label >= num_classes):
                 wrong.append(f"{row['file']} has {text!r}")
                 continue
-            # Links among the files themselves are followed when they are read: a list can have a
-            # million files, in a few folders.
+            # Only folders are checked here, because a list can have a million files in a few
+            # folders. Links among the files are checked when they are read.
             if not is_inside(os.path.dirname(row["file"])) or "\0" in row["file"]:
                 outside.append(repr(row["file"]))
                 continue
@@ -144,7 +144,7 @@ class FolderRecords:
     def _is_inside(self, folder: str) -> bool:
         try:
             return self._holds(os.path.realpath(os.path.join(self._root, folder)))
-        except (OSError, ValueError):  # a name with a NUL, or too long
+        except (OSError, ValueError):  # a name with a NUL, or too long a name
             return False
 
     def _holds(self, path: str) -> bool:
@@ -153,7 +153,7 @@ class FolderRecords:
     def _list_folders(
         self, split: str, num_classes: int
     ) -> tuple[dict[str, list[tuple[str, int]]], int]:
-        # Only the splits that are asked for are listed whole: ImageNet has over a million files.
+        # Only requested splits are listed completely: ImageNet has over a million files.
         names = [part.partition("[")[0].strip() for part in split.split("+")]
         found, folders = _splits(self._root)
         missing = [name for name in names if name not in found]
@@ -188,7 +188,7 @@ class FolderRecords:
         return splits, num_classes or len(classes)
 
     def _object(self, wrong: list[str], told: str, consequence: str) -> None:
-        """Refuses what is wrong, or notes it, where anything is."""
+        """Refuses wrong entries, or with `skip` notes them; does nothing if there are none."""
         if not wrong:
             return
         more = f" and {len(wrong) - _SHOWN:,} more" if len(wrong) > _SHOWN else ""
@@ -201,10 +201,10 @@ class FolderRecords:
 
 
 def split_names(root: str | os.PathLike[str]) -> list[str]:
-    """The splits of a folder such as `FolderRecords` reads, in the order of its list or of names.
+    """Returns the splits of a folder for `FolderRecords`, in the order of its list or of names.
 
     Raises:
-      UserError: as `FolderRecords`, about its labels.tsv.
+      UserError: labels.tsv is malformed, see `FolderRecords`.
     """
     path = pathlib.Path(root)
     if not (path / LABELS).exists():
@@ -213,7 +213,7 @@ def split_names(root: str | os.PathLike[str]) -> list[str]:
 
 
 def _splits(root: pathlib.Path) -> tuple[dict[str, list[str]], dict[str, pathlib.Path]]:
-    """Split -> names of its folders of classes, and split -> where these lie."""
+    """Returns split -> names of its class folders, and split -> the folder that has them."""
     found = {name: _folders(root / name) for name in _folders(root)}
     if not any(found.values()) and any(_files(root / name) for name in found):
         return {_WHOLE: list(found)}, {_WHOLE: root}
@@ -221,7 +221,7 @@ def _splits(root: pathlib.Path) -> tuple[dict[str, list[str]], dict[str, pathlib
 
 
 def _rows(path: pathlib.Path) -> list[dict[str, str]]:
-    """Column -> text of each line of a labels.tsv."""
+    """Returns column -> text for each line of a labels.tsv."""
     try:
         lines = reading.read_text(path, errors="replace").splitlines()
     except ValueError as error:
@@ -247,7 +247,7 @@ def _rows(path: pathlib.Path) -> list[dict[str, str]]:
 
 
 def _place(path: str) -> float:
-    """A number in [0, 1) that follows from a name, and is as good as random."""
+    """Returns a pseudo-random number in [0, 1) that depends on the name only."""
     return int.from_bytes(hashlib.sha256(os.fsencode(path)).digest()[:6], "big") / 2**48
 
 

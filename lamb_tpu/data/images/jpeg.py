@@ -1,17 +1,17 @@
-"""Encoded pictures to pixels of one size: only what the crop needs is decoded.
+"""Decoding of pictures to one size, limited to the parts that the crop needs.
 
-Three things save time over decoding a photograph whole. The entropy-coded rows below the crop are
-left alone: the height in the JPEG's header is lowered to where the crop ends, and the decoder stops
+Three things save time over decoding a whole photograph. The entropy-coded rows below the crop are
+skipped: the height in the JPEG's header is reduced to the end of the crop, and the decoder stops
 there. A crop of twice the wanted size or more is decoded at a half, quarter or eighth of its scale,
-which leaves out most of the inverse cosine transform and averages what would otherwise alias
-(resized by 'bicubic' it is decoded whole, for that must equal TensorFlow's). The decoder,
-libjpeg-turbo in `simplejpeg`, and the resizing, of OpenCV, run without Python's lock.
+which skips most of the inverse cosine transform and averages pixels against aliasing (for 'bicubic'
+it is decoded at full scale, because the result must equal TensorFlow's). The decoder, libjpeg-turbo
+in `simplejpeg`, and OpenCV's resizing run without Python's global lock.
 
-What is no ordinary JPEG is decoded by Pillow. An orientation told by EXIF is not followed, as in
-TensorFlow and torchvision. Of 16 bits a channel the upper eight are kept, as in TensorFlow.
+Pillow decodes everything that is not an ordinary JPEG. EXIF orientation is ignored, as in
+TensorFlow and torchvision. Of channels with 16 bits the upper eight are kept, as in TensorFlow.
 
-A file of a few bytes may claim to be a picture of billions of pixels, so its header is read before
-memory is taken, and too many are refused.
+A file of a few bytes may claim billions of pixels, so the header is read before memory is
+allocated, and too large pictures are refused.
 """
 
 import io
@@ -32,37 +32,37 @@ from lamb_tpu.data.images.crops import Box
 
 Resize = Literal["bilinear", "bicubic"]
 Kind = Literal["rgb", "grey", "cmyk", "png"]
-MAX_PIXELS = 100_000_000  # of a picture, by default: 300 MB decoded
+MAX_PIXELS = 100_000_000  # default limit of a picture: 300 MB decoded
 
-# A picture is the work of one thread; OpenCV's own would only get in the way of the others.
+# One thread processes a picture; OpenCV's own threads would only disturb the others.
 cv2.setNumThreads(1)
 
-# Memory of each thread for the pixels it decodes: new pages for every picture cost a twentieth of
-# its time.
+# Each thread's buffer for decoded pixels: new pages for every picture would cost a twentieth of the
+# time.
 _SCRATCH = threading.local()
 
 _START_OF_SCAN = 0xDA
 _NOT_FRAMES = (0xC4, 0xC8, 0xCC)  # of the markers 0xC0 to 0xCF, those that are no frame headers
 _END = b"\xff\xd9"
-# Rows that are left alone look like this. libjpeg tells the first of its warnings only, so there
-# was none in the rows that were decoded.
+# The warning for skipped rows. libjpeg reports only its first warning, so the decoded rows had
+# none.
 _LEFT_OVER = re.compile(r"Corrupt JPEG data: \d+ extraneous bytes before marker")
 _PNG = b"\x89PNG\r\n\x1a\n"
 _HARMLESS = re.compile(r"Warning: unknown JFIF revision|Unknown Adobe color transform")
 
 
 class BadImage(Exception):
-    """Why these bytes are no picture that can be used."""
+    """The content is not a usable picture; the message has the reason."""
 
 
 class _Frame(NamedTuple):
-    """What a JPEG's frame header tells."""
+    """Content of a JPEG's frame header."""
 
     height: int
     width: int
     components: int
-    height_at: int  # where the two bytes of the height are
-    unit: int  # rows that are coded together
+    height_at: int  # offset of the two bytes of the height
+    unit: int  # number of rows that are coded together
 
 
 def decode_crop(
@@ -72,24 +72,24 @@ def decode_crop(
     max_pixels: int = MAX_PIXELS,
     resize: Resize = "bilinear",
 ) -> tuple[np.ndarray, Kind]:
-    """A part of an encoded picture, resized.
+    """Decodes and resizes a part of an encoded picture.
 
     Args:
-      content: a JPEG (grey, RGB, CMYK) or a PNG, whatever its file is called.
-      choose_box: (height, width) of the picture -> the part of it.
-      size: of the result, at least 8.
-      max_pixels: of the whole picture.
-      resize: 'bilinear', where a crop of twice the size or more is averaged first, and its edges
-        are rounded to whole pixels of that scale; or 'bicubic', that of TensorFlow 1, rounded,
-        where a large crop is not averaged, which takes nearly twice the time in all.
+      content: a JPEG (grey, RGB, CMYK) or a PNG, whatever its file name is.
+      choose_box: function from (height, width) of the picture to the part.
+      size: height and width of the result, at least 8.
+      max_pixels: the largest number of pixels of the whole picture.
+      resize: 'bilinear': a crop of twice the size or more is averaged first, and its edges are
+        rounded to whole pixels of that scale. 'bicubic': that of TensorFlow 1, rounded; large crops
+        are not averaged, which takes nearly twice the time in all.
 
     Returns:
-      uint8 (size, size, 3) in RGB, and what the picture was.
+      uint8 (size, size, 3) in RGB, and the kind of the picture.
 
     Raises:
-      BadImage: the content is no picture, has too many pixels, or ends too early, or libjpeg
-        objects to the part that had to be decoded. JPEGs have no checksum: damage below the crop
-        is not seen, nor what happens to make sense.
+      BadImage: the content is not a picture, has too many pixels, or ends too early, or libjpeg
+        warns about the decoded part. JPEGs have no checksum: damage below the crop is not noticed,
+        nor damage that decodes without a warning.
     """
     frame = _read_frame(content, max_pixels)
     if frame is None:
@@ -107,10 +107,10 @@ def decode_crop(
 
 
 def decode_whole(content: bytes, max_pixels: int = MAX_PIXELS) -> tuple[np.ndarray, Kind]:
-    """All of an encoded picture, uint8 (height, width, 3), in RGB, and what the picture was.
+    """Decodes a whole picture to uint8 (height, width, 3) in RGB; returns it and its kind.
 
     Raises:
-      BadImage: as `decode_crop`, and where bytes are left over, which is how most damage shows.
+      BadImage: see `decode_crop`; also if bytes are left over, which shows most damage.
     """
     frame = _read_frame(content, max_pixels)
     if frame is None:
@@ -122,10 +122,10 @@ def decode_whole(content: bytes, max_pixels: int = MAX_PIXELS) -> tuple[np.ndarr
 
 
 def picture_size(content: bytes) -> tuple[int, int]:
-    """The (height, width) that the header of a JPEG or PNG tells; nothing is decoded.
+    """Returns (height, width) from the header of a JPEG or PNG, without decoding.
 
     Raises:
-      BadImage: the content is no picture.
+      BadImage: the content is not a picture.
     """
     frame = _read_frame(content, sys.maxsize)
     if frame is not None:
@@ -136,7 +136,7 @@ def picture_size(content: bytes) -> tuple[int, int]:
 
 
 def _read_frame(content: bytes, max_pixels: int) -> _Frame | None:
-    """The frame header of a JPEG that has its end; None of what is no JPEG."""
+    """Returns the frame header of a complete JPEG; None if the content is not a JPEG."""
     if not content:
         raise BadImage("the file is empty")
     if content[:2] != b"\xff\xd8":
@@ -151,7 +151,7 @@ def _read_frame(content: bytes, max_pixels: int) -> _Frame | None:
         if marker == _START_OF_SCAN:
             if frame is None:
                 break
-            # From here on: a thumbnail in a segment has an end marker of its own.
+            # Searched from here on, because a thumbnail in a segment has its own end marker.
             if content.rfind(_END, at) < 0:
                 raise BadImage("it ends before its end marker")
             _check_size(frame.height, frame.width, max_pixels)
@@ -162,7 +162,7 @@ def _read_frame(content: bytes, max_pixels: int) -> _Frame | None:
             width = int.from_bytes(content[at + 7 : at + 9], "big")
             if not (height and width):
                 raise BadImage("its header tells no size")
-            # Three bytes a component, of which the second holds its share of the rows.
+            # Three bytes for each component; the second has its sampling factors.
             shares = [value & 15 for value in content[at + 11 : at + 2 + length : 3]]
             frame = _Frame(height, width, content[at + 9], at + 5, 8 * max([1, *shares]))
         at += 2 + length
@@ -170,7 +170,7 @@ def _read_frame(content: bytes, max_pixels: int) -> _Frame | None:
 
 
 def _decode_box(content: bytes, frame: _Frame, box: Box, shrink: int) -> np.ndarray:
-    """The box, at a scale of 1 / `shrink`."""
+    """Decodes the box at a scale of 1 / `shrink`."""
     bottom = box.top + box.height
     # Where colour has fewer rows than light, the last row needs some of the next one's.
     needed = bottom + (frame.unit > 8)
@@ -189,12 +189,12 @@ def _decode_box(content: bytes, frame: _Frame, box: Box, shrink: int) -> np.ndar
 def _decode_rows(
     content: bytes | bytearray, height: int, width: int, left_over: bool = True
 ) -> np.ndarray:
-    """A JPEG at the scale that gives this size, until this thread decodes the next.
+    """Decodes a JPEG at the scale that gives this size, into the thread's buffer.
 
     Args:
       content: the JPEG.
-      height, width: of the result.
-      left_over: whether bytes may be.
+      height, width: size of the result, which is valid until the thread decodes again.
+      left_over: whether undecoded bytes may remain.
     """
     num_bytes = height * width * 3
     if getattr(_SCRATCH, "pixels", np.empty(0)).size < num_bytes:
@@ -216,14 +216,14 @@ def _decode_other(
     if reader is PngImageFile and not content.startswith(_PNG):
         raise BadImage("it is no JPEG and no PNG")
     try:
-        # Not by Image.open, which has a limit of its own that is the whole process's.
+        # Image.open is avoided: it has a size limit of its own, for the whole process.
         with reader(io.BytesIO(content)) as picture:
             _check_size(picture.height, picture.width, max_pixels)
             if picture.mode.startswith("I"):  # grey of 16 bits, which Pillow's convert would clip
                 grey = (np.asarray(picture) >> 8).astype(np.uint8)
                 return np.repeat(grey[..., None], 3, -1)
             return np.asarray(picture.convert("RGB"))
-    # Pillow's readers raise several kinds for damaged content.
+    # Pillow's readers raise several types of errors for damaged content.
     except (OSError, ValueError, SyntaxError, EOFError) as error:
         raise BadImage(" ".join(str(error).split())) from None
 
@@ -241,12 +241,12 @@ def _cut(pixels: np.ndarray, box: Box) -> np.ndarray:
 
 
 def _resize(pixels: np.ndarray, size: int, resize: Resize) -> np.ndarray:
-    pixels = pixels.copy()  # OpenCV takes longer over rows with gaps than copying them does
+    pixels = pixels.copy()  # copying is faster than OpenCV on rows with gaps
     height, width = pixels.shape[:2]
     if (height, width) == (size, size):
         return pixels
     if resize == "bicubic":
-        # OpenCV's resize has the same cubic (a = -0.75), but counts from a pixel's centre, where
+        # OpenCV's resize has the same cubic (a = -0.75), but counts from a pixel's centre;
         # TensorFlow 1 counts from its corner.
         return cv2.warpAffine(
             pixels, np.array([[width / size, 0, 0], [0, height / size, 0]]), (size, size),

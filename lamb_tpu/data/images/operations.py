@@ -1,11 +1,11 @@
 """The elementary operations of AutoAugment and RandAugment.
 
-Each takes an image, uint8 (height, width, 3) in the order RGB, and gives a new one of the same
-shape; the one it is given stays as it is. They are defined as in Pillow, which the operations of
-TensorFlow's TPU code for EfficientNet are meant to equal, but for two things. Values that a factor
-makes are rounded, where both of those cut them off: a grey level at most. And shears are
-TensorFlow's, which leaves the first row or column in its place: Pillow counts from the corner of
-the image, which moves all by half of `share` more. What was outside a moved image is 128.
+Each takes an image, uint8 (height, width, 3) in the order RGB, and returns a new one of the same
+shape. They are defined as in Pillow, which TensorFlow's TPU code for EfficientNet is meant to
+equal, with two exceptions. Values that are multiplied by a factor are rounded; both of those
+truncate them, a difference of at most one grey level. Shears are TensorFlow's, which leave the
+first row or column in place; Pillow counts from the corner of the image, which moves everything by
+half of `share` more. Pixels from outside the image are 128.
 
 References:
   tensorflow/tpu, models/official/efficientnet/autoaugment.py.
@@ -19,14 +19,14 @@ import numpy as np
 
 FILL = 128
 _LEVELS = np.arange(256)
-_GREY = np.array([0.299, 0.587, 0.114])  # of red, green and blue in a grey level
+_GREY = np.array([0.299, 0.587, 0.114])  # weights of red, green and blue in a grey level
 _SMOOTH = np.array([[1, 1, 1], [1, 5, 1], [1, 1, 1]], np.float32) / 13
 
 
 def autocontrast(image: np.ndarray) -> np.ndarray:
     """Stretches each channel so that its darkest value becomes 0 and its brightest 255.
 
-    A channel of one value stays.
+    A channel with a single value stays as it is.
     """
     low, high = (edge.astype(np.float64) for edge in (image.min((0, 1)), image.max((0, 1))))
     scale, levels = 255 / np.maximum(high - low, 1), _LEVELS[:, None]
@@ -47,7 +47,7 @@ def equalize(image: np.ndarray) -> np.ndarray:
 
 
 def invert(image: np.ndarray) -> np.ndarray:
-    """255 minus each value."""
+    """Replaces each value by 255 minus it."""
     return 255 - image
 
 
@@ -56,13 +56,13 @@ def posterize(image: np.ndarray, bits: int) -> np.ndarray:
 
     Args:
       image: uint8 (height, width, 3).
-      bits: 0 to 8. Of 0 one is kept: TensorFlow shifts a byte by 7 at most, and so does this.
+      bits: 0 to 8. 0 counts as 1, because TensorFlow shifts a byte by at most 7.
     """
     return image & np.uint8(0xFF << (8 - max(bits, 1)) & 0xFF)
 
 
 def solarize(image: np.ndarray, threshold: int) -> np.ndarray:
-    """Inverts the values that are not below the threshold, 0 to 256."""
+    """Inverts values at or above the threshold, 0 to 256."""
     return _looked_up(image, np.where(_LEVELS < threshold, _LEVELS, 255 - _LEVELS))
 
 
@@ -73,27 +73,30 @@ def solarize_add(image: np.ndarray, addition: int) -> np.ndarray:
 
 
 def color(image: np.ndarray, factor: float) -> np.ndarray:
-    """Moves from the grey image, factor 0, to the image itself, 1, and beyond."""
+    """Interpolates from the grey image, factor 0, to the image, factor 1, and beyond."""
     return cv2.transform(image, factor * np.eye(3) + (1 - factor) * _GREY)
 
 
 def contrast(image: np.ndarray, factor: float) -> np.ndarray:
-    """The same from the mean grey level of the image.
+    """Interpolates from the image's mean grey level, factor 0, to the image, factor 1, and beyond.
 
-    The TPU code starts from a 256th of the number of pixels, at most 255, and thereby 196 for all
-    images of 224 x 224 pixels; it says that it means the mean.
+    The TPU code uses a 256th of the number of pixels, at most 255, instead of the mean, although
+    its comment says mean: 196 for all images of 224 x 224 pixels.
     """
     mean = math.floor(cv2.cvtColor(image, cv2.COLOR_RGB2GRAY).mean() + 0.5)
     return _looked_up(image, np.clip(np.rint(mean + factor * (_LEVELS - mean)), 0, 255))
 
 
 def brightness(image: np.ndarray, factor: float) -> np.ndarray:
-    """The same from black."""
+    """Interpolates from black, factor 0, to the image, factor 1, and beyond."""
     return _looked_up(image, np.minimum(np.rint(factor * _LEVELS), 255))
 
 
 def sharpness(image: np.ndarray, factor: float) -> np.ndarray:
-    """The same from the image smoothed by a 3 x 3 filter; the outermost pixels stay."""
+    """Interpolates from the image smoothed by a 3 x 3 filter, factor 0, to the image, and beyond.
+
+    The outermost pixels stay as they are.
+    """
     smooth = cv2.filter2D(image, -1, _SMOOTH)
     smooth[[0, -1]] = image[[0, -1]]
     smooth[:, [0, -1]] = image[:, [0, -1]]
@@ -101,7 +104,7 @@ def sharpness(image: np.ndarray, factor: float) -> np.ndarray:
 
 
 def rotate(image: np.ndarray, degrees: float) -> np.ndarray:
-    """Turns the image about its centre, counter-clockwise as it is looked at."""
+    """Rotates the image about its centre, counter-clockwise."""
     height, width = image.shape[:2]
     x, y = (width - 1) / 2, (height - 1) / 2
     cos, sin = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
@@ -129,19 +132,19 @@ def translate_y(image: np.ndarray, pixels: float) -> np.ndarray:
 
 
 def cutout(image: np.ndarray, half: int, row: int, column: int) -> np.ndarray:
-    """Fills a square of 2 `half` pixels a side about a place with 128, as far as it is inside."""
+    """Fills a square of side 2 `half` around a pixel with 128, cut off at the image's edges."""
     image = image.copy()
     image[max(row - half, 0) : row + half, max(column - half, 0) : column + half] = FILL
     return image
 
 
 def _looked_up(image: np.ndarray, table: np.ndarray) -> np.ndarray:
-    """The image with each value v replaced by table[v], or by table[v, channel]; cut to uint8."""
+    """Replaces each value v by table[v] or table[v, channel], clipped to uint8."""
     return cv2.LUT(image, table.astype(np.uint8).reshape(1, 256, -1))
 
 
 def _moved(image: np.ndarray, x: Sequence[float], y: Sequence[float]) -> np.ndarray:
-    """Each pixel taken from the nearest to where a linear function of (x, y, 1) points."""
+    """Takes each pixel from the place that linear functions of (x, y, 1) give, rounded."""
     height, width = image.shape[:2]
     return cv2.warpAffine(
         image, np.array([x, y], np.float64), (width, height),

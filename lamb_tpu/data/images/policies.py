@@ -1,7 +1,7 @@
 """AutoAugment, RandAugment and random erasing, on uint8 images.
 
-All chance comes from the generator that is given, so an image's augmentation is a function of that
-generator's state. An image that is given is never written into.
+All randomness comes from the given generator, so an image's augmentation is a function of its
+state. Input images are never changed.
 
 References:
   Cubuk et al., AutoAugment: Learning Augmentation Policies from Data, 2018.
@@ -25,12 +25,13 @@ MAX_LEVEL = 10.0
 
 
 class Operation(NamedTuple):
-    """An operation, and what the levels 0 to 10 of a policy are to it.
+    """An operation, and its argument at the levels 0 to 10 of a policy.
 
     Attributes:
-      apply: makes an image of an image and of the argument, if it has one.
-      kind: of the argument: 'none'; 'number'; 'signed', negated every other time; 'whole', cut to a
-        whole number; 'placed', the same, followed by the row and column of a random pixel.
+      apply: function from an image, and the argument if there is one, to an image.
+      kind: kind of the argument: 'none'; 'number'; 'signed', negated with probability 1/2; 'whole',
+        truncated to a whole number; 'placed', as 'whole', followed by row and column of a random
+        pixel.
       low, high: the argument at levels 0 and 10; it is linear between them.
     """
 
@@ -58,13 +59,13 @@ OPERATIONS = {
     "Cutout": Operation(operations.cutout, "placed", 0, 40),
     "SolarizeAdd": Operation(operations.solarize_add, "whole", 0, 110),
 }
-# In AutoAugment a translation reaches further. It is pixels there too, whatever the image's size.
+# In AutoAugment translations are larger. They are in pixels too, whatever the image's size.
 AUTOAUGMENT_OPERATIONS = OPERATIONS | {
     "TranslateY": Operation(operations.translate_y, "signed", 0, 250)
 }
 
-# The policy v0: a line is drawn for each image, and its steps (operation, probability, level) are
-# taken one after the other.
+# The policy v0: for each image one line is drawn, and its steps (operation, probability, level) are
+# applied one after the other.
 AUTOAUGMENT = (
     (("Equalize", 0.8, 1), ("ShearY", 0.8, 4)),
     (("Color", 0.4, 9), ("Equalize", 0.6, 3)),
@@ -95,16 +96,16 @@ AUTOAUGMENT = (
 
 
 def make_policy(name: str, num_layers: int, magnitude: float) -> Policy:
-    """The named policy, a function of an image, uint8 (height, width, 3), and a generator.
+    """Returns the named policy, a function of an image, uint8 (height, width, 3), and a generator.
 
     Args:
-      name: 'autoaugment', the ImageNet policy v0, which the numbers below say nothing to; or
+      name: 'autoaugment', the ImageNet policy v0, which ignores the other arguments; or
         'randaugment'.
-      num_layers: operations that RandAugment draws for an image, each from all 16.
-      magnitude: their level, 0 to 10.
+      num_layers: number of operations that RandAugment draws for an image, each from all 16.
+      magnitude: level of RandAugment's operations, 0 to 10.
 
     Raises:
-      ValueError: an unknown name, or a number out of range.
+      ValueError: the name is unknown, or a number is out of range.
     """
     if name == "autoaugment":
         return autoaugment
@@ -124,7 +125,7 @@ def make_policy(name: str, num_layers: int, magnitude: float) -> Policy:
 
 
 def autoaugment(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """AutoAugment's ImageNet policy v0 on a uint8 image (height, width, 3)."""
+    """Applies AutoAugment's ImageNet policy v0 to a uint8 image (height, width, 3)."""
     for name, probability, level in AUTOAUGMENT[rng.integers(len(AUTOAUGMENT))]:
         if rng.random() < probability:
             image = _apply(AUTOAUGMENT_OPERATIONS[name], level, image, rng)
@@ -143,13 +144,13 @@ def _randaugment(
 def random_erasing(image: np.ndarray, rng: np.random.Generator, probability: float) -> np.ndarray:
     """Fills a rectangle of the image with random values, with some probability.
 
-    Its share of the image is drawn from 0.02 to 0.4 and its height over its width from 0.3 to 1 /
-    0.3, again where it does not fit into the image (100 times, then it is left), as the paper has
-    it for its variant with random values.
+    As in the paper's variant with random values, its share of the image is drawn from 0.02 to 0.4,
+    and its height / width from 0.3 to 1 / 0.3. A rectangle that does not fit into the image is
+    drawn again, up to 100 times; after that the image stays as it is.
 
     Args:
       image: uint8 (height, width, 3).
-      rng: where chance comes from.
+      rng: random generator.
       probability: 0 to 1.
     """
     if rng.random() >= probability:
@@ -171,7 +172,7 @@ def random_erasing(image: np.ndarray, rng: np.random.Generator, probability: flo
 def _apply(
     operation: Operation, level: float, image: np.ndarray, rng: np.random.Generator
 ) -> np.ndarray:
-    """The operation at a level, its sign and place drawn."""
+    """Applies an operation at a level, with random sign and place."""
     return operation.apply(image, *_arguments(operation, level, image.shape, rng))
 
 

@@ -1,4 +1,4 @@
-"""Encoded pictures with their labels, by index: what an `ImageSource` reads."""
+"""Encoded pictures with labels, read by index, for `ImageSource`."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
@@ -12,7 +12,7 @@ class Record(NamedTuple):
     Attributes:
       content: the encoded picture.
       label: class index.
-      problem: why the record cannot be used; empty where nothing is known against it.
+      problem: why the record cannot be used; '' if no reason is known.
     """
 
     content: bytes
@@ -25,7 +25,7 @@ class Records(Protocol):
 
     Attributes:
       num_classes: labels are 0 to `num_classes - 1`.
-      notes: as `Source.notes`.
+      notes: see `Source.notes`.
     """
 
     num_classes: int
@@ -34,11 +34,11 @@ class Records(Protocol):
     def __len__(self) -> int: ...
 
     def read(self, indices: Sequence[int]) -> list[Record]:
-        """The examples at `indices`, in this order."""
+        """Returns the examples at `indices`, in this order."""
         ...
 
     def name(self, index: int) -> str:
-        """What to call an example, such as the path of its file."""
+        """Returns the name of an example for messages, such as the path of its file."""
         ...
 
 
@@ -46,10 +46,10 @@ class TfdsRecords:
     """Records of a set prepared by TFDS, with fields `image` (bytes) and `label`.
 
     Args:
-      source: a TFDS data source that leaves images encoded; read in batches, which is twice as
-        fast as one by one.
-      num_classes: as in `Records`.
-      folder: where its files lie, for errors.
+      source: a TFDS data source that leaves images encoded. It is read in batches, which is twice
+        as fast as one by one.
+      num_classes: see `Records`.
+      folder: folder of the files, for error messages.
     """
 
     notes: tuple[str, ...] = ()
@@ -63,14 +63,14 @@ class TfdsRecords:
         return len(self._source)
 
     def read(self, indices: Sequence[int]) -> list[Record]:
-        """As in `Records`. Raises UserError where the files are damaged."""
+        """Reads examples, see `Records`. Raises UserError if the files are damaged."""
         return [
             Record(record["image"], int(record["label"]))
             for record in self._records(list(indices))
         ]
 
     def name(self, index: int) -> str:
-        """The original file's name where TFDS has kept it, otherwise the number."""
+        """Returns the original file's name if TFDS has kept it, otherwise the number."""
         (record,) = self._records([index])
         kept = record.get("file_name") or record.get("image/filename")
         number = f"example {index}"

@@ -22,40 +22,41 @@ from lamb_tpu.errors import UserError
 
 CROPS = ("inception", "pad", "none")
 RESIZES = get_args(Resize)
-_PAD = 4  # pixels at each side, of the crop "pad"
+_PAD = 4  # pixels that the crop "pad" adds at each side
 _CHUNK = 16  # examples that a thread takes at a time
-_MOST_IN_A_ROW = 100  # bad records, after which the set is taken to be no set of pictures
+_MOST_IN_A_ROW = 100  # bad records in a row, after which the set does not count as pictures
 
 
 @dataclass(frozen=True)
 class Options:
-    """What becomes of a picture.
+    """Options of crops, augmentation and bad records.
 
     Attributes:
       size: height and width of the result, in pixels.
-      crop: in training, 'inception' takes a random box (`crops.inception_box`; where there is none,
-        or it is the whole picture, the centre, as in the TPU code); 'pad' the centre, moved by up
-        to 4 pixels either way over black, as is usual for pictures of few pixels; 'none' the
+      crop: crop in training. 'inception': a random box (`crops.inception_box`; if there is none, or
+        it is the whole picture, the centre, as in the TPU code). 'pad': the centre, shifted by up
+        to 4 pixels in each direction over black, as is usual for small pictures. 'none': the
         centre. Evaluation always takes the centre.
-      min_area: share of the picture from which on boxes of 'inception' are drawn.
-      min_covered: least share of it in a box; smaller ones are drawn again, up to ten times.
-      resize: 'bilinear', of large pictures after averaging, or 'bicubic', that of the TPU code:
-        see `jpeg.decode_crop`.
-      flip: mirror every other picture in training.
-      central_fraction: side of the centre, of the shorter side; 0 takes size / (size + 32), as the
-        ResNet and EfficientNet code for TPUs.
-      policy: in training, '' | 'autoaugment' | 'randaugment'.
-      policy_layers, policy_magnitude: of 'randaugment'.
-      erasing: probability that a random rectangle is filled with noise, in training.
-      on_bad_record: 'error' ends the run where a record is bad; 'skip' counts and names it, and in
-        training puts the next good example in its place; an evaluation leaves it out.
-      max_megapixels: a picture whose header claims more millions of pixels is bad, whatever they
-        are; decoded whole a million takes 3 MB.
-      holdout: of a folder whose pictures are no split of their own to evaluate: the share of them
-        that is kept from training and evaluated.
-      num_classes: labels are 0 to `num_classes - 1`; 0 is what the set tells, of a folder the
-        classes that are in it, of which it may not have all that a network knows.
-      threads: that decode at the same time; 0 is one a core.
+      min_area: the smallest area of a box of 'inception', as a share of the picture.
+      min_covered: the least share of the picture in a box; smaller boxes are drawn again, up to ten
+        times.
+      resize: 'bilinear', with averaging of large pictures, or 'bicubic', as in the TPU code; see
+        `jpeg.decode_crop`.
+      flip: mirror half of the pictures in training, at random.
+      central_fraction: side of the centre as a share of the shorter side; 0 takes
+        size / (size + 32), as in the ResNet and EfficientNet code for TPUs.
+      policy: augmentation in training: '', 'autoaugment' or 'randaugment'.
+      policy_layers, policy_magnitude: arguments of 'randaugment'.
+      erasing: probability that a random rectangle is filled with noise in training.
+      on_bad_record: 'error': a bad record ends the run. 'skip': it is counted and named; training
+        takes the next good example instead, evaluation leaves it out.
+      max_megapixels: a picture with more millions of pixels in its header is bad. A decoded million
+        takes 3 MB.
+      holdout: for a folder without a split for evaluation, the share of its pictures that is
+        excluded from training and evaluated.
+      num_classes: labels are 0 to `num_classes - 1`. 0 takes the number from the set; a folder may
+        not have all classes that a network knows.
+      threads: number of threads that decode at the same time; 0 is one for each core.
     """
 
     size: int = 224
@@ -129,8 +130,8 @@ class ImageSource:
 
     Attributes, besides those of `Source`:
       records: the encoded pictures.
-      max_pixels: of a picture that is decoded.
-      tally: counts of what was met that is out of the ordinary.
+      max_pixels: the largest number of pixels of a picture that is decoded.
+      tally: counts of odd and damaged pictures.
     """
 
     in_memory = False
@@ -140,14 +141,14 @@ class ImageSource:
     def __init__(
         self, name: str, records: Records, options: Options, seed: int = 0, training: bool = True
     ) -> None:
-        """Reads nothing yet.
+        """Stores the arguments; nothing is read yet.
 
         Args:
-          name: as in `Source`.
+          name: see `Source`.
           records: the encoded pictures.
-          options: what becomes of them.
-          seed: of what is drawn at random, 0 to 2**64 - 1.
-          training: whether crops and augmentation are random, or the centre is taken.
+          options: crops, augmentation and treatment of bad records.
+          seed: seed of the random choices, 0 to 2**64 - 1.
+          training: whether crops and augmentation are random; otherwise the centre is taken.
         """
         self.name = name
         self.num_classes = records.num_classes
@@ -176,10 +177,10 @@ class ImageSource:
         return len(self.records)
 
     def gather(self, indices: np.ndarray, epochs: np.ndarray | int = 0) -> Batch:
-        """As in `Source`; in evaluation with `mask`, which is 0 for a bad record.
+        """Gathers examples, see `Source`; in evaluation with `mask`, which is 0 for a bad record.
 
         Raises:
-          UserError: a record is bad, and the options do not say to skip it, or all are.
+          UserError: a record is bad and the options do not skip it, or too many in a row are bad.
         """
         indices = np.asarray(indices, np.int64)
         seeds = words(self._seed, np.broadcast_to(epochs, indices.shape), indices)
@@ -193,14 +194,14 @@ class ImageSource:
                 seed = int(seeds[place])
                 images[place], labels[place], mask[place] = self._example(index, record, seed)
 
-        # In their order, so that of several bad records it is always the first that is told.
+        # In order, so that of several bad records the first is always the one reported.
         for _ in self._pool.map(fill, range(0, len(indices), _CHUNK)):
             pass
         batch: Batch = {"image": images, "label": labels}
         return batch if self._training else batch | {"mask": mask}
 
     def _example(self, index: int, record: Record, seed: int) -> tuple[np.ndarray, int, bool]:
-        """The example, or the next one that is good; and whether it is the example itself."""
+        """Returns the example or the next good one, and whether it is the example itself."""
         for attempt in range(1, _MOST_IN_A_ROW + 1):
             try:
                 if record.problem:
@@ -225,7 +226,7 @@ class ImageSource:
         )
 
     def _image(self, index: int, content: bytes, seed: int) -> np.ndarray:
-        # SFC64 is made in a fifth of the time that NumPy's default generator takes.
+        # Creating SFC64 takes a fifth of the time of NumPy's default generator.
         rng = np.random.Generator(np.random.SFC64(seed)) if self._training else None
         options = self._options
         image, kind = decode_crop(
@@ -255,7 +256,7 @@ class ImageSource:
             top, left = (int(rng.random() * (2 * _PAD + 1)) for _ in range(2))
             image = padded[top : top + options.size, left : left + options.size]
         if options.flip and rng.random() < 0.5:
-            image = cv2.flip(image, 1)  # NumPy takes many times as long to turn pixels round
+            image = cv2.flip(image, 1)  # many times as fast as NumPy
         if self._policy is not None:
             image = self._policy(np.ascontiguousarray(image), rng)
         if options.erasing:
@@ -264,7 +265,7 @@ class ImageSource:
 
 
 def num_cores() -> int:
-    """Cores that this process may use."""
+    """Returns the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

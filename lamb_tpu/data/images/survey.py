@@ -9,7 +9,7 @@ from lamb_tpu.data.images.folder import FolderRecords, split_names
 from lamb_tpu.data.images.jpeg import BadImage, picture_size
 from lamb_tpu.errors import UserError
 
-# What people call the pictures that a network is measured on, the likelier first.
+# Common names of splits for training and for evaluation, the likelier first.
 _EVALUATED = ("val", "valid", "validation", "eval", "dev", "test", "testing")
 _TRAINED = ("train", "training")
 _LOOKED_AT = 200  # pictures whose size is read
@@ -19,11 +19,11 @@ class Survey(NamedTuple):
     """A folder of pictures.
 
     Attributes:
-      train_split: the name of the split to train on.
-      eval_split: of that to evaluate; the same where there is one split alone.
-      num_examples: pictures of the first.
-      num_classes: as `folder.FolderRecords` counts them.
-      side: the median length of the shorter sides of its pictures, in pixels.
+      train_split: name of the split for training.
+      eval_split: name of the split for evaluation; the same if there is only one split.
+      num_examples: number of pictures in the split for training.
+      num_classes: number of classes, as `folder.FolderRecords` counts them.
+      side: median of the pictures' shorter sides, in pixels.
     """
 
     train_split: str
@@ -34,11 +34,11 @@ class Survey(NamedTuple):
 
 
 def survey(root: str | os.PathLike[str]) -> Survey:
-    """Looks at a folder such as `folder.FolderRecords` reads.
+    """Surveys a folder of pictures for `folder.FolderRecords`.
 
     Raises:
-      UserError: it is none, it does not tell which split is to be trained on, or which of several
-        others is to be evaluated, or none of the pictures looked at is one.
+      UserError: it is not such a folder, the split for training or evaluation cannot be chosen by
+        name, or none of the sampled pictures can be read.
     """
     names = split_names(root)
     train = _chosen(names, _TRAINED) or (names[0] if len(names) == 1 else "")
@@ -56,7 +56,7 @@ def survey(root: str | os.PathLike[str]) -> Survey:
         try:
             sides.append(min(picture_size(record.content)))
         except BadImage:
-            continue  # the run tells it, by its name
+            continue  # the run will report it by name
     if not sides:
         raise UserError(f"{root} has no picture in {train} that can be read")
     side = int(np.median(sides))

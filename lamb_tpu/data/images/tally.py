@@ -1,8 +1,8 @@
-"""What was met among the pictures that is out of the ordinary: counted, and named where it is bad.
+"""Counts of odd and damaged pictures that are read in a run.
 
-A set of a million pictures is not looked through before a run, so this comes to light in the course
-of it. What had to be left out is told at once, through Python's `logging`, so that it reaches the
-terminal of whichever process has read it; the counts are told at the end of a run.
+A set of a million pictures is not checked before a run, so these are found while it runs. Skipped
+records are reported at once, through Python's `logging`, so that the message reaches the terminal
+of the process that read them. The counts are reported at the end of a run.
 """
 
 import logging
@@ -10,7 +10,7 @@ import threading
 
 # Kind of picture -> what it is called.
 KINDS = {"grey": "grey", "cmyk": "CMYK", "png": "PNG", "bad": "bad"}
-_NAMED = 20  # bad records told one by one; of further ones only their number, at each doubling
+_NAMED = 20  # bad records reported by name; after that only their number, at each doubling
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -18,9 +18,8 @@ class Tally:
     """Counts of examples by kind, each example once; several threads may count at once.
 
     Args:
-      source: what the set is called.
-      training: whether it is trained on, so that the next example takes the place of a bad record;
-        in evaluation nothing does.
+      source: name of the set, for messages.
+      training: whether the next example replaces a bad record, as in training.
     """
 
     def __init__(self, source: str, training: bool = True) -> None:
@@ -30,7 +29,7 @@ class Tally:
         self._found: dict[str, set[int]] = {}
 
     def add(self, kind: str, index: int) -> int:
-        """Counts an example; returns how many there are of its kind, 0 if it was known."""
+        """Counts an example; returns the count of its kind, or 0 if it was counted before."""
         with self._lock:
             found = self._found.setdefault(kind, set())
             if index in found:
@@ -39,7 +38,7 @@ class Tally:
             return len(found)
 
     def skip(self, index: int, name: str, reason: str) -> None:
-        """Counts a bad record that is left out, and tells it."""
+        """Counts and reports a bad record that is skipped."""
         count = self.add("bad", index)
         consequence = "the next one stands in for it" if self._training else "does not count"
         if 0 < count <= _NAMED:
@@ -51,12 +50,12 @@ class Tally:
             _LOGGER.warning("data set %s: %d records are left out", self._source, count)
 
     def counts(self) -> dict[str, int]:
-        """Kind -> number of examples met so far, of the `KINDS` that were met."""
+        """Returns kind -> number of examples so far, for the `KINDS` that occurred."""
         with self._lock:
             return {kind: len(self._found[kind]) for kind in KINDS if kind in self._found}
 
     def describe(self) -> str:
-        """The counts as a line for the terminal; '' where there are none."""
+        """Returns the counts as a line for the terminal; '' if there are none."""
         counts = self.counts()
         if not counts:
             return ""

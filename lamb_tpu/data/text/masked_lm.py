@@ -1,4 +1,4 @@
-"""Pre-training examples of BERT, made from prepared text while it is read."""
+"""BERT's pre-training examples, made from prepared text while it is read."""
 
 from dataclasses import dataclass
 
@@ -14,19 +14,20 @@ from lamb_tpu.errors import UserError
 
 @dataclass(frozen=True)
 class Options:
-    """How examples are made.
+    """Options of the examples.
 
     Attributes:
-      sequence_length: tokens of an example, special ones and padding included.
-      max_predictions: places for predictions; the papers have 20 at 128 tokens, 80 at 512.
-      next_sentence: pairs of segments with next-sentence prediction, as BERT; otherwise full
-        sentences without it, as RoBERTa.
+      sequence_length: tokens of an example, including special tokens and padding.
+      max_predictions: the largest number of predictions in an example; the papers have 20 at 128
+        tokens, 80 at 512.
+      next_sentence: True for pairs of segments with next-sentence prediction, as in BERT; False for
+        full sentences without it, as in RoBERTa.
       whole_words: predict all tokens of a word or none.
       dupe_factor: 0 masks anew in every epoch. k >= 1 is the original's static data: k copies of
-        the text, each packed and masked once and for all.
+        the text, each packed and masked once.
       short_probability: share of pairs with a shorter target length.
       mask_probability: share of the tokens that are predicted.
-      seed: of packing and masking, 0 to 2**64 - 1.
+      seed: seed of packing and masking, 0 to 2**64 - 1.
     """
 
     sequence_length: int = 128
@@ -42,22 +43,22 @@ class Options:
 class MaskedLmSource:
     """A `Source` whose examples are a function of (options, text, epoch, index).
 
-    Its name is of the text alone; the options are part of the config, which has to stay the same
-    where a run is resumed.
+    Its name depends on the text only; the options are part of the config, which must stay the same
+    when a run is resumed.
 
     Fields of an example, with sequence length L and P places for predictions:
       input_ids: int32 (L,): [CLS] A [SEP] B [SEP] [PAD] ..., masked; or [CLS], sentences, [SEP].
       token_type_ids: int32 (L,): 1 for B and its [SEP], otherwise 0.
       attention_mask: bool (L,): False for padding.
-      masked_positions, masked_ids: int32 (P,): where is predicted, ascending, and what stood
-        there; 0 where nothing is.
-      masked_weights: float32 (P,): 1 for a prediction, 0 for an empty place.
-      next_sentence_label: int32 (): 0 where B follows A, 1 where it is from another document.
-        Only with `next_sentence`.
+      masked_positions, masked_ids: int32 (P,): positions to predict, ascending, and the original
+        ids; 0 in unused places.
+      masked_weights: float32 (P,): 1 for a prediction, 0 for an unused place.
+      next_sentence_label: int32 (): 0 if B follows A, 1 if it is from another document. Only with
+        `next_sentence`.
     """
 
     num_classes = None
-    in_memory = False  # also where the ids are: masking is work that should overlap with the step
+    in_memory = False  # even if the ids are: masking is work that should overlap with the step
     notes: tuple[str, ...] = ()
     tally = None
 
@@ -101,9 +102,9 @@ class MaskedLmSource:
         return self._length
 
     def gather(self, indices: np.ndarray, epochs: np.ndarray | int = 0) -> Batch:
-        """The examples at `indices` (int, (n,)), masked as in `epochs` (n,) or one for all.
+        """Returns the examples at `indices` (int, (n,)), masked for `epochs`, (n,) or one number.
 
-        Evaluation leaves `epochs` out and so sees the same masks every time.
+        Evaluation leaves `epochs` out and so gets the same masks every time.
         """
         indices = np.asarray(indices, np.int64)
         options, vocabulary = self._options, self._shards.vocabulary
@@ -158,7 +159,7 @@ class MaskedLmSource:
         rows = np.repeat(np.arange(len(indices)), length)
         within = np.arange(length.sum()) - np.repeat(np.cumsum(length) - length, length)
         places = start[rows] + within
-        # Each document that has ended since the example began has left a separator.
+        # Each document that ended since the example began adds a separator.
         document = np.searchsorted(self._shards.document_token_starts, places, side="right")
         first = np.searchsorted(self._shards.document_token_starts, start, side="right")
         last = np.searchsorted(self._shards.document_token_starts, start + length - 1, side="right")
@@ -171,7 +172,7 @@ class MaskedLmSource:
         return ids, is_text, lengths, {"token_type_ids": np.zeros(ids.shape, np.int32)}
 
     def _special_ids(self, lengths: np.ndarray) -> np.ndarray:
-        """[CLS], then a separator wherever no text is going to be, then padding."""
+        """Returns rows of [CLS], separators in all places before the padding, and padding."""
         vocabulary = self._shards.vocabulary
         columns = np.arange(self._options.sequence_length)
         separators = columns < lengths[:, None]

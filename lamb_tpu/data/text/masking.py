@@ -1,10 +1,10 @@
-"""Masked language modelling: which tokens of an example are predicted, and what stands there."""
+"""Masking for masked language modelling: the tokens to predict, and their replacements."""
 
 import numpy as np
 
 from lamb_tpu.data.hashing import below, uniform, words
 
-_ORDER, _KIND, _TOKEN = range(3)  # what a random word is for
+_ORDER, _KIND, _TOKEN = range(3)  # purposes of a random word
 _KEEP_BELOW, _RANDOM_BELOW = 0.1, 0.2  # 10 % stay, 10 % become random, the rest the mask
 
 
@@ -21,20 +21,20 @@ def mask_tokens(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Masks examples as `create_pretraining_data.py` of BERT does.
 
-    Of an example of n tokens, special ones counted, `round(n * probability)` are predicted, at
-    least one and at most `max_predictions`. Words, or single tokens, are taken in random order;
-    a word of more tokens than are still wanted is passed over. A token that is predicted becomes
-    [MASK] in 80 %, stays in 10 %, and becomes any token of the vocabulary in 10 %.
+    Of an example of n tokens, including special ones, `round(n * probability)` are predicted, at
+    least one and at most `max_predictions`. Words, or single tokens, are taken in random order; a
+    word with too many tokens for the remaining number is skipped. A predicted token becomes [MASK]
+    in 80 % of the cases, stays in 10 %, and becomes a random token of the vocabulary in 10 %.
 
     Args:
       ids: int32 (examples, length), special tokens and padding included.
       is_text: bool, same shape: neither special nor padding.
-      is_head: bool, same shape: the token begins a word; its other tokens follow it. True
-        everywhere masks single tokens. The first of each run of text is a head by itself.
+      is_head: bool, same shape: the token begins a word, and the word's other tokens follow it.
+        True everywhere masks single tokens. The first token of each run of text is always a head.
       keys: uint64 (examples,): the masking of an example is a function of its key.
-      mask_id: of [MASK].
-      vocabulary_size: for the random tokens.
-      max_predictions: places for predictions.
+      mask_id: id of [MASK].
+      vocabulary_size: number of tokens from which random tokens are drawn.
+      max_predictions: number of places for predictions.
       probability: share of the tokens that are predicted.
 
     Returns:

@@ -1,7 +1,7 @@
-"""Which tokens stand together in a pre-training example: pairs of segments, or full sentences.
+"""Packing of text into pre-training examples: pairs of segments, or full sentences.
 
-A plan is made once, from the bounds of sentences alone; it holds ranges of the row of all tokens
-(`text.shards.TokenShards`), not tokens. It is a function of (seed, bounds).
+A plan is made once, from the bounds of sentences only. It holds ranges in the row of all tokens
+(`text.shards.TokenShards`), not the tokens. It is a function of (seed, bounds).
 """
 
 from typing import NamedTuple
@@ -10,12 +10,12 @@ import numpy as np
 
 from lamb_tpu.data.hashing import below, uniform, words
 
-# Which random number of an example a word is for.
+# Purposes of an example's random words.
 _TARGET, _LENGTH, _CUT, _RANDOM, _DOCUMENT, _START, _FRONT_A, _FRONT_B = range(8)
 
 
 class Pairs(NamedTuple):
-    """Segments A and B of each example: tokens `start` to `start + length - 1`, (examples,)."""
+    """Segments A and B of each example, as tokens `start` to `start + length - 1`, (examples,)."""
 
     a_start: np.ndarray  # int64
     a_length: np.ndarray  # int32
@@ -25,7 +25,7 @@ class Pairs(NamedTuple):
 
 
 class Spans(NamedTuple):
-    """The tokens of each example, `start` to `start + length - 1`, (examples,)."""
+    """The tokens of each example, from `start` to `start + length - 1`, (examples,)."""
 
     start: np.ndarray  # int64
     length: np.ndarray  # int32
@@ -39,32 +39,32 @@ def pack_pairs(
     copy: int = 0,
     short_probability: float = 0.1,
 ) -> Pairs:
-    """Segments for next-sentence prediction, as `create_pretraining_data.py` of BERT makes them.
+    """Packs segments for next-sentence prediction, as `create_pretraining_data.py` of BERT does.
 
-    Sentences are taken until they reach a target length: `max_tokens`, or with
-    `short_probability` a random one of 2 ... `max_tokens`. A is a random number of them from the
-    first on. B is the rest, or with probability 1/2, and always where there is no rest, as many
-    sentences from a random place of a random other document; the rest is then used again. A pair
-    that is too long loses tokens of the longer segment, each from a random end.
+    Sentences are collected until they reach a target length: `max_tokens`, or with
+    `short_probability` a random length of 2 ... `max_tokens`. A is a random number of these
+    sentences from the first on. B is the rest; or, with probability 1/2 and always if there is no
+    rest, sentences from a random place of another random document, and the rest is used again. A
+    pair that is too long loses tokens of the longer segment, each from a random end.
 
-    One thing differs: the original draws one target for a whole document. A document as long as
-    a book would then give thousands of examples of a few tokens; here each example draws its own.
+    One thing differs: the original draws one target for a whole document. A document as long as a
+    book could then give thousands of examples of a few tokens. Here each example draws its own.
 
-    All documents advance together, an example at a time, so that the work is done on vectors.
+    All documents advance together, an example at a time, so that the work is vectorised.
 
     Args:
-      sentence_starts: int64 (sentences + 1,), as in `TokenShards`.
-      document_starts: int64 (documents + 1,), as in `TokenShards`.
-      max_tokens: of both segments together, special tokens not counted; at least 2.
+      sentence_starts: int64 (sentences + 1,), see `TokenShards`.
+      document_starts: int64 (documents + 1,), see `TokenShards`.
+      max_tokens: tokens of both segments together, without special tokens; at least 2.
       seed: 0 to 2**64 - 1.
-      copy: number of the duplicate; another one is packed at random again.
+      copy: number of the copy of the text; each copy is packed at random anew.
       short_probability: see above.
 
     Returns:
       The examples in the order of the documents.
 
     Raises:
-      ValueError: fewer than two documents, or `max_tokens` below 2.
+      ValueError: there are fewer than two documents, or `max_tokens` is below 2.
     """
     num_documents = len(document_starts) - 1
     if num_documents < 2 or max_tokens < 2:
@@ -116,14 +116,15 @@ def pack_pairs(
 def pack_sentences(
     sentence_starts: np.ndarray, document_starts: np.ndarray, max_tokens: int
 ) -> Spans:
-    """Full sentences one after the other, across documents, as RoBERTa's FULL-SENTENCES.
+    """Packs full sentences one after the other, across documents, as RoBERTa's FULL-SENTENCES.
 
-    An example holds as many sentences as fit, with one place for a separator behind each document
-    that ends in it. A sentence that fits no example is cut. Liu et al., arXiv:1907.11692.
+    An example holds as many sentences as fit, with one place for a separator after each document
+    that ends within it. A sentence too long for an example is cut. Liu et al., arXiv:1907.11692.
 
     Args:
-      sentence_starts, document_starts: as in `pack_pairs`.
-      max_tokens: of an example, separators between documents counted, those at its ends not.
+      sentence_starts, document_starts: see `pack_pairs`.
+      max_tokens: tokens of an example, including separators between documents but not those at its
+        ends.
 
     Raises:
       ValueError: `max_tokens` is below 1.
@@ -135,8 +136,8 @@ def pack_sentences(
     within = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
     begins = np.repeat(sentence_starts[:-1], pieces) + within * max_tokens
     begins = np.append(begins, sentence_starts[-1])
-    # Tokens and separators before each piece: one separator for each document that has ended. The
-    # one of a document that ends right there is not needed where an example ends there too.
+    # Tokens and separators before each piece, with one separator for each ended document. If an
+    # example ends with a document, that document's separator is not needed.
     document_stops = sentence_starts[document_starts[1:]]
     as_start = begins + np.searchsorted(document_stops, begins, side="right")
     as_stop = begins + np.searchsorted(document_stops, begins, side="left")
@@ -151,7 +152,7 @@ def pack_sentences(
 
 
 def _truncate(a: np.ndarray, b: np.ndarray, total: int) -> tuple[np.ndarray, np.ndarray]:
-    """Lengths after single tokens are taken from the longer one, from B where both are equal."""
+    """Returns lengths after cutting single tokens from the longer segment, from B if equal."""
     fits, both = a + b <= total, np.minimum(a, b) > total // 2
     a_cut = np.where(both, (total + 1) // 2, np.where(a > b, total - b, a))
     b_cut = np.where(both, total // 2, np.where(a > b, b, total - a))
@@ -159,7 +160,7 @@ def _truncate(a: np.ndarray, b: np.ndarray, total: int) -> tuple[np.ndarray, np.
 
 
 def _binomial(random_words: np.ndarray, trials: np.ndarray) -> np.ndarray:
-    """How many of `trials` fair coins fall one way: the ones among as many random bits."""
+    """Draws binomial numbers of `trials` fair coins: the ones among as many random bits."""
     ones = np.zeros(len(trials), np.int64)
     for number in range(-(-int(trials.max(initial=0)) // 64)):
         bits = np.clip(trials - 64 * number, 0, 64)

@@ -1,4 +1,4 @@
-"""Text in, shards of token ids out: in parallel, and continued where it was killed."""
+"""Preparation of text into shards of token ids, in parallel and resumable after a kill."""
 
 import concurrent.futures
 import concurrent.futures.process
@@ -36,26 +36,26 @@ from lamb_tpu.data.text.wordpiece import make_tokenizer, train_vocabulary
 from lamb_tpu.errors import UserError
 from lamb_tpu.files import writing
 
-_SETTINGS = "settings.json"  # there until the manifest is
+_SETTINGS = "settings.json"  # exists until the manifest is written
 _LOCK = ".preparing"
 _COUNTS = (
     "documents", "empty_documents", "sentences", "cut_sentences", "tokens", "unknown_tokens",
     "broken_lines",
 )
-_BATCH = 1000  # sentences tokenized together
+_BATCH = 1000  # number of sentences that are tokenized together
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the output depends on, besides the inputs.
+    """Settings that, together with the inputs, determine the output.
 
     Attributes:
-      vocab: path of a `vocab.txt`; None trains one.
+      vocab: path of a `vocab.txt`; None trains a vocabulary.
       train_vocab: number of tokens of the vocabulary to train; None reads `vocab`.
       cased: keep case and accents.
-      documents: what a document is, one of `reader.DOCUMENT_RULES`.
-      sentences: what a sentence is, one of `sentences.SENTENCE_RULES`.
-      shard_bytes: text a shard, about.
+      documents: rule for documents, one of `reader.DOCUMENT_RULES`.
+      sentences: rule for sentences, one of `sentences.SENTENCE_RULES`.
+      shard_bytes: approximate text in a shard, in bytes.
       data_dir: folder of prepared TFDS sets; None is TFDS's own.
     """
 
@@ -70,7 +70,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a preparation is: bytes of text, of which `resumed` were done by an earlier run."""
+    """Progress in bytes of text; `resumed` bytes were done by an earlier run."""
 
     done: int
     resumed: int
@@ -86,22 +86,22 @@ def prepare_text(
 ) -> dict[str, Any]:
     """Prepares text once, or returns the manifest of an output that is complete.
 
-    The output is the same, byte for byte, for every number of processes, and when a killed run is
-    started again: a shard is a function of the inputs and settings, is written under another
-    name and renamed when it is whole.
+    The output is the same, byte for byte, for every number of processes, and after a killed run is
+    started again. A shard is a function of the inputs and settings; it is written under another
+    name and renamed when it is complete.
 
     Args:
       inputs: patterns of files, or one `tfds:NAME[/CONFIG][:SPLIT]`.
       output: the folder of shards, vocabulary and manifest.
-      settings: see there.
-      processes: at work together; None for as many as there are cores.
+      settings: see `Settings`.
+      processes: number of processes; None for the number of cores.
       report: called with the progress at the start and after each shard.
 
     Returns:
       The manifest: `settings`, `inputs` and `shards` with their sha256, `vocabulary`, `counts`.
 
     Raises:
-      UserError: bad settings or inputs, or `output` holds something else or is damaged.
+      UserError: settings or inputs are wrong, or `output` holds something else or is damaged.
     """
     _check(settings, processes)
     if "://" in str(output):
@@ -160,12 +160,12 @@ def _check(settings: Settings, processes: int | None) -> None:
         if number is not None and number >= 2**31:
             raise UserError(f"--{flag}={number} must be below {2**31}")
     if settings.vocab is not None:
-        # before a mistake becomes what the output was begun with
+        # Read before the settings are stored, so that a mistake is not stored with the output.
         _given_vocabulary(settings.vocab, settings.cased)
 
 
 def _plan(inputs: Sequence[str], settings: Settings) -> tuple[list[Piece], dict[str, str]]:
-    """The pieces of all inputs, and their files: name in the manifest -> path."""
+    """Returns the pieces of all inputs, and their files: name in the manifest -> path."""
     sets = [item for item in inputs if item.startswith(TFDS_PREFIX)]
     if sets and len(inputs) > 1:
         raise UserError(f"--input={sets[0]} must be the only input")
@@ -176,7 +176,7 @@ def _plan(inputs: Sequence[str], settings: Settings) -> tuple[list[Piece], dict[
     else:
         paths = find_files(inputs)
         pieces = cut_files(paths, settings.documents, settings.shard_bytes)
-    # Without what lies above all of them, so that a manifest is the same on every machine.
+    # Without the common parent folders, so that a manifest is the same on every machine.
     root = os.path.dirname(paths[0]) if len(paths) == 1 else os.path.commonpath(paths)
     return pieces, {os.path.relpath(path, root): path for path in paths}
 
@@ -201,7 +201,7 @@ def _compare(folder: pathlib.Path, found: dict[str, Any], identity: dict[str, An
     for key, value in settings.items():
         if found_settings.get(key) != value:
             what = f"{key} = {found_settings.get(key)!r}, this command has {value!r}"
-            if key == "vocab":  # its sha256 tells nobody anything
+            if key == "vocab":  # its sha256 would not help a reader
                 what = "another vocabulary"
             raise UserError(
                 f"--output={folder} was begun with {what}; delete the folder or give another"
@@ -243,7 +243,7 @@ def _vocabulary(
         assert settings.train_vocab is not None  # one of the two is given
         try:
             vocabulary = train_vocabulary(read, settings.train_vocab, settings.cased)
-        except UserError:  # nothing is prepared yet, so the output is not begun with this mistake
+        except UserError:  # nothing is prepared yet, so this mistake must not stay in the output
             (folder / _SETTINGS).unlink()
             raise
     part = folder / f".{shards.VOCABULARY}.part"
@@ -308,19 +308,19 @@ def _work(
 
 
 def _start_worker() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends the others
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends the workers
     parent = multiprocessing.parent_process()
     assert parent is not None  # this is a worker
 
     def follow() -> None:
         parent.join()
-        os._exit(1)  # it was killed: nobody waits for this process any more
+        os._exit(1)  # the first process was killed, so nobody waits for this one
 
     threading.Thread(target=follow, daemon=True).start()
 
 
 def _prepare_shard(path: pathlib.Path, pieces: list[Piece], settings: Settings) -> None:
-    """Writes one shard and, beside it, what it holds: the second says that the first is whole."""
+    """Writes one shard and then a file with its counts, which shows that the shard is complete."""
     vocabulary = Vocabulary.read(path.parent / shards.VOCABULARY)
     counts = Counter[str]()
     part = path.with_name(f".{path.name}.part")
@@ -347,7 +347,7 @@ def _tokenize(
             batch = texts[start : start + _BATCH]
             for encoded in tokenizer.encode_batch_fast(batch, add_special_tokens=False):
                 ids = encoded.ids
-                if ids:  # nothing is left of, say, control characters
+                if ids:  # a sentence of control characters only, for example, has no ids
                     document.append(ids)
                     counts["tokens"] += len(ids)
                     counts["unknown_tokens"] += ids.count(vocabulary.unknown_id)
@@ -390,7 +390,7 @@ def _manifest(
 
 @contextlib.contextmanager
 def _locked(folder: pathlib.Path) -> Iterator[None]:
-    """Holds a lock in the folder, which the system frees even if the process is killed."""
+    """Holds a lock in the folder; the system frees it even if the process is killed."""
     with writing.checked(folder, "--output"):
         folder.mkdir(parents=True, exist_ok=True)
         lock = open(folder / _LOCK, "w")
@@ -407,7 +407,7 @@ def _done(path: pathlib.Path) -> pathlib.Path:
 
 
 def _is_whole(path: pathlib.Path) -> bool:
-    """Whether a shard is done. A machine that lost its power may have left empty files."""
+    """Returns whether a shard is complete; after a power failure files may be empty."""
     try:
         return json.loads(_done(path).read_text())["bytes"] == path.stat().st_size
     except (OSError, ValueError):

@@ -1,7 +1,8 @@
-"""Text that every Python brings along, for tests and smoke runs: the topics of its own help.
+"""Text from Python's own help topics, for tests and smoke runs.
 
-Masked language modelling over them, a topic a document, and questions made from them in SQuAD's
-form. Topics differ a little from version to version of Python.
+It serves masked language modelling, with a document for each topic, and question answering, with
+questions made from the topics in SQuAD's form. The topics differ slightly between versions of
+Python.
 """
 
 import functools
@@ -25,40 +26,48 @@ from lamb_tpu.data.text.squad_source import SquadSource, Windows
 from lamb_tpu.errors import UserError
 
 SPLITS = ("train", "test")
-_TEST_EVERY = 5  # of the topics, in their order, one goes to the test split
+_TEST_EVERY = 5  # one of this many topics, in their order, goes to the test split
 _LEAST_VOCABULARY = 512  # the characters of the text need about 200
-_LEAST_WORDS = 8  # of a paragraph, and of a sentence that is made a question
-_GAP = "_"  # stands in a question for the words that were taken out
+_LEAST_WORDS = 8  # in a paragraph, and in a sentence that becomes a question
+_GAP = "_"  # replaces the words of the answer in a question
 
 
 @dataclass(frozen=True)
 class Options(masked_lm.Options):
-    """Those of masked language modelling, and the size of the vocabulary."""
+    """Options of masked language modelling, and the size of the vocabulary."""
 
     vocab_size: int = 2048
 
 
 @dataclass(frozen=True)
 class ClozeOptions(Windows):
-    """Those of SQuAD's windows, and the size of the vocabulary."""
+    """Options of SQuAD's windows, and the size of the vocabulary."""
 
     vocab_size: int = 2048
 
 
 def load_python_docs(split: str, options: Options) -> MaskedLmSource:
-    """A split for masked language modelling. Raises UserError: a bad split or option."""
+    """Loads a split for masked language modelling.
+
+    Raises:
+      UserError: the split or an option is wrong.
+    """
     return MaskedLmSource(_shards(options.vocab_size)[_check(split)], options)
 
 
 def load_python_docs_cloze(split: str, options: ClozeOptions, training: bool) -> SquadSource:
-    """A split as questions. Raises UserError: a bad split or option."""
+    """Loads a split as questions.
+
+    Raises:
+      UserError: the split or an option is wrong.
+    """
     vocabulary = _shards(options.vocab_size)[_check(split)].vocabulary
     name = f"python_docs_cloze:{split}"
     return SquadSource(name, cloze_questions(split), vocabulary, False, options, training)
 
 
 def documents(split: str) -> dict[str, list[str]]:
-    """Topic -> its paragraphs of prose, each in one line; a paragraph of two topics stands once."""
+    """Returns topic -> paragraphs of prose, each in one line and in one topic only."""
     found: dict[str, list[str]] = {}
     seen = set[str]()
     for topic, text in sorted(topics.topics.items()):
@@ -74,9 +83,9 @@ def documents(split: str) -> dict[str, list[str]]:
 
 
 def cloze_questions(split: str) -> list[Question]:
-    """One to three words of a sentence are the answer, the rest of it the question.
+    """Makes questions: one to three words of a sentence are the answer, the rest is the question.
 
-    The context is the paragraph, of at least two sentences.
+    The context is the paragraph, which has at least two sentences.
     """
     questions: list[Question] = []
     for topic, paragraphs in documents(split).items():
@@ -102,7 +111,7 @@ def cloze_questions(split: str) -> list[Question]:
 
 @functools.cache
 def _shards(vocab_size: int) -> dict[str, TokenShards]:
-    """Both splits in memory; the vocabulary is trained on the first."""
+    """Returns both splits in memory; the vocabulary is trained on the first."""
     if vocab_size < _LEAST_VOCABULARY:
         raise UserError(
             f"config.data.options.vocab_size is {vocab_size}; it must be at least "
@@ -135,7 +144,7 @@ def _check(split: str) -> str:
 
 
 def _prose(block: str) -> str:
-    """A block of lines as one line without markup, or '' where it is code, a table or a title."""
+    """Returns a block of lines as one line without markup; '' for code, a table or a title."""
     text = " ".join(block.split())
     text = re.sub(r"^(?:\* |[0-9]+\. )", "", text)
     text = re.sub(r"\*+(\w[^*]*)\*+", r"\1", text)  # emphasis

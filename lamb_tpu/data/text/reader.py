@@ -1,4 +1,4 @@
-"""Raw text: which files there are, how they are cut into pieces, and the documents of a piece."""
+"""Raw text: finding files, cutting them into pieces, and the documents of a piece."""
 
 import glob
 import os
@@ -19,7 +19,7 @@ _TITLE = re.compile(r"= (?!=).*[^=] =")  # of an article in WikiText; a section 
 
 
 class Piece(NamedTuple):
-    """A part of one input: bytes `start` to `stop` of a file, or that range of TFDS records."""
+    """A part of one input: bytes `start` to `stop` of a file, or a range of TFDS records."""
 
     path: str
     start: int
@@ -28,7 +28,7 @@ class Piece(NamedTuple):
 
 
 def find_files(patterns: Sequence[str]) -> list[str]:
-    """The files that match any of the patterns (`**` matches folders), sorted, each once.
+    """Returns the files that match any of the patterns (`**` matches folders), sorted, each once.
 
     Raises:
       UserError: a pattern matches no file.
@@ -45,10 +45,10 @@ def find_files(patterns: Sequence[str]) -> list[str]:
 
 
 def cut_files(paths: Sequence[str], rule: str, max_bytes: int) -> list[Piece]:
-    """Pieces of at most `max_bytes`, in order; under the rule `file` every file is one piece.
+    """Cuts files into pieces of at most `max_bytes`; under the rule `file` a piece is a file.
 
     Raises:
-      UserError: a file is too large for one document, which has to fit into memory.
+      UserError: a file is too large for one document, which must fit into memory.
     """
     pieces = []
     for path in paths:
@@ -66,31 +66,31 @@ def cut_files(paths: Sequence[str], rule: str, max_bytes: int) -> list[Piece]:
 
 
 def read_piece(piece: Piece, rule: str, counts: Counter[str]) -> Iterator[list[str]]:
-    """The documents that begin in a piece of a file, each as its lines without the blank ones.
+    """Yields the documents that begin in a piece of a file, each as a list of its non-blank lines.
 
-    A document is a `file`; or what stands between `blank-lines`; or what follows a line
-    `= Title =` behind a blank one, as in WikiText (`titles`). It belongs to the piece in which the
-    blank line before it begins. So all pieces of a file together hold each document once,
-    wherever the file was cut.
+    A document is a `file`, the text between `blank-lines`, or the text after a line `= Title =`
+    that follows a blank line, as in WikiText (`titles`). It belongs to the piece in which the blank
+    line before it begins. So all pieces of a file together have each document once, wherever the
+    file was cut.
 
     Args:
-      piece: of a file.
+      piece: a piece of a file.
       rule: one of `DOCUMENT_RULES`.
-      counts: `documents`, `empty_documents` (files without text) and `broken_lines` (not UTF-8:
-        what cannot be read becomes U+FFFD, which BERT's normaliser deletes) are added to it.
+      counts: receives the numbers of `documents`, `empty_documents` (files without text) and
+        `broken_lines` (not UTF-8: unreadable bytes become U+FFFD, which BERT's normaliser deletes).
 
     Raises:
-      UserError: a line holds a NUL byte, so that the file is no text, or a document is too large.
+      UserError: a line has a NUL byte, so that the file is not text, or a document is too large.
     """
-    # Lines of the document in hand, None before the first one of this piece.
+    # Lines of the current document; None before the first document of this piece.
     lines: list[str] | None = [] if piece.start == 0 else None
-    # Where the blank line just before this line begins, if that is one; the file's start counts.
+    # Start of the blank line just before this line, if there is one; the file's start counts too.
     blank = 0 if piece.start == 0 else None
-    num_bytes = 0  # of the document in hand
+    num_bytes = 0  # size of the current document
     with open(piece.path, "rb") as file:
         if piece.start:
             file.seek(piece.start - 1)
-            file.readline()  # of the line that began in the piece before
+            file.readline()  # the rest of a line that began in the previous piece
         position = file.tell()
         for content in file:
             text, broken = _decode(piece.path, position, content)
@@ -123,11 +123,11 @@ def read_piece(piece: Piece, rule: str, counts: Counter[str]) -> Iterator[list[s
 
 
 def tfds_builder(name: str, data_dir: str | None) -> tuple[tfds.core.DatasetBuilder, str]:
-    """The prepared TFDS set and the split of an input such as `tfds:wikipedia/20230601.en:train`.
+    """Returns the prepared TFDS set and split of an input, `tfds:wikipedia/20230601.en:train`.
 
     Raises:
-      UserError: TFDS does not know the set, it is not prepared, or in a format that cannot be
-        read by index, or it has no such split or no text.
+      UserError: TFDS does not know the set; it is not prepared, or in a format that cannot be read
+        by index; or it has no such split or no text.
     """
     set_name, _, split = name.removeprefix(TFDS_PREFIX).partition(":")
     try:
@@ -163,7 +163,7 @@ def tfds_builder(name: str, data_dir: str | None) -> tuple[tfds.core.DatasetBuil
 
 
 def cut_tfds(name: str, data_dir: str | None, max_bytes: int) -> list[Piece]:
-    """Pieces of about `max_bytes` each of a prepared set's records. Raises as `tfds_builder`."""
+    """Cuts a prepared set's records into pieces of about `max_bytes`. Raises as `tfds_builder`."""
     builder, split = tfds_builder(name, data_dir)
     info = builder.info.splits[split]
     bytes_each = max(1, info.num_bytes // max(1, info.num_examples))
@@ -176,10 +176,10 @@ def cut_tfds(name: str, data_dir: str | None, max_bytes: int) -> list[Piece]:
 
 
 def read_tfds(piece: Piece, data_dir: str | None, counts: Counter[str]) -> Iterator[list[str]]:
-    """The documents of a piece of a TFDS set, one a record; counts as in `read_piece`.
+    """Yields the documents of a piece of a TFDS set, one for each record; counts as `read_piece`.
 
     Raises:
-      UserError: as `tfds_builder`, or a record is damaged or holds a NUL byte.
+      UserError: a record is damaged or has a NUL byte; see also `tfds_builder`.
     """
     builder, split = tfds_builder(piece.path, data_dir)
     records = builder.as_data_source(split=split)
@@ -203,7 +203,7 @@ def read_tfds(piece: Piece, data_dir: str | None, counts: Counter[str]) -> Itera
 
 
 def _begins_document(text: str, rule: str) -> bool:
-    """Whether a line behind a blank one begins a document."""
+    """Returns whether a line after a blank line begins a document."""
     return rule == "blank-lines" or (rule == "titles" and _TITLE.fullmatch(text) is not None)
 
 

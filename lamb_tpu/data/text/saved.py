@@ -1,4 +1,4 @@
-"""The vocabulary beside saved weights, and whether it keeps case: what other text needs of them."""
+"""The vocabulary beside saved weights, and whether it keeps case."""
 
 import json
 import pathlib
@@ -19,14 +19,14 @@ def save(folder: str | pathlib.Path, vocabulary: Vocabulary, cased: bool) -> Non
 
 
 def read(path: str | pathlib.Path) -> tuple[Vocabulary, bool | None]:
-    """The vocabulary, and whether it keeps case and accents; None where nothing tells.
+    """Reads the vocabulary, and whether it keeps case and accents (None if unknown).
 
     Args:
-      path: of a `vocab.txt`, or of its folder: a workdir, or one that the transformers of Hugging
-        Face wrote.
+      path: path of a `vocab.txt`, or of its folder: a workdir, or a folder of Hugging Face's
+        transformers.
 
     Raises:
-      UserError: there is no vocabulary, or what stands beside it cannot be read.
+      UserError: there is no vocabulary, or the file with its case cannot be read.
     """
     path = pathlib.Path(path).expanduser()
     file = path / VOCABULARY if path.is_dir() else path

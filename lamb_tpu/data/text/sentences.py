@@ -1,11 +1,11 @@
-"""Lines of text to sentences, by rules."""
+"""Splitting of lines of text into sentences, by rules."""
 
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
 SENTENCE_RULES = ("split", "lines")
-MAX_CHARACTERS = 2000  # of a sentence; more is no sentence, and costs the tokenizer much memory
+MAX_CHARACTERS = 2000  # length of a sentence; longer ones cost the tokenizer much memory
 
 _CLOSING = "\"'”’»)\\]"
 _OPENING = "\"'“‘«([_*"
@@ -21,19 +21,19 @@ _ABBREVIATIONS = frozenset(
 
 
 def sentences(lines: Iterable[str], rule: str, counts: Counter[str]) -> Iterator[str]:
-    """The sentences of a document, none of them empty.
+    """Yields the sentences of a document, none of them empty.
 
-    A sentence never goes beyond its line. Under the rule `split` a line is cut after `.`, `!`,
-    `?` or an ellipsis, with the quotes and brackets that close behind it, where white space and
-    then a capital letter or a digit follow, except after initials and common English
-    abbreviations; and after the full stops of Chinese and Japanese. Under `lines` a line is a
-    sentence, as the original BERT code has its input.
+    A sentence never crosses lines. Under the rule `split` a line is cut after `.`, `!`, `?` or an
+    ellipsis, and the quotes and brackets that close after it, if white space and a capital letter
+    or a digit follow; but not after initials and common English abbreviations. It is also cut after
+    the full stops of Chinese and Japanese. Under `lines` a line is a sentence, as in the original
+    BERT code.
 
     Args:
-      lines: of a document.
+      lines: lines of a document.
       rule: one of `SENTENCE_RULES`.
-      counts: `cut_sentences` is raised by one for each sentence of more than `MAX_CHARACTERS`,
-        which is cut at white space, or where it has none at that length.
+      counts: `cut_sentences` is increased for each sentence of more than `MAX_CHARACTERS`. Such a
+        sentence is cut at white space, or at that length if it has none.
     """
     for line in lines:
         for sentence in _split(line) if rule == "split" else [line.strip()]:

@@ -1,9 +1,9 @@
-"""Shards of token ids with the bounds of documents and sentences: how they are written and read.
+"""Shards of token ids with the bounds of documents and sentences: writing and reading.
 
-A record is a part of one document: little-endian uint32 `continues` (1 where the part continues
-the document of the record before), uint32 number of sentences, their uint32 lengths in tokens,
-then the ids, uint16 where the vocabulary allows. Parts are short, so that an example read by
-index costs little also where documents are books.
+A record is a part of one document: little-endian uint32 `continues` (1 if the part continues the
+document of the previous record), uint32 number of sentences, their uint32 lengths in tokens, then
+the ids, uint16 if the vocabulary is small enough. Parts are short, so that reading an example by
+index is cheap even if documents are books.
 """
 
 import functools
@@ -28,24 +28,24 @@ FORMAT = 1
 IN_MEMORY_BYTES = 2**30  # token ids up to this size are held in memory by default
 _RECORD_TOKENS = 8192
 _READ_CHUNK = 256  # records read together when shards are opened
-_OTHER_FILES = 256  # that a process may have open besides shards
+_OTHER_FILES = 256  # number of files that a process may have open besides shards
 _AGAIN = "delete the folder and prepare the text again"
-# One record a group is what makes reading by index fast; level 1 is a fifth smaller than none.
+# Groups of one record make reading by index fast; compression level 1 saves a fifth of the size.
 _WRITER_OPTIONS = "group_size:1,zstd:1"
 
 
 def id_dtype(vocabulary_size: int) -> np.dtype:
-    """The dtype of ids in a record."""
+    """Returns the dtype of ids in a record."""
     return np.dtype("<u2" if vocabulary_size <= 2**16 else "<u4")
 
 
 def write_shard(
     path: str | pathlib.Path, documents: Iterable[Sequence[Sequence[int]]], dtype: np.dtype
 ) -> None:
-    """Writes documents, each its sentences' ids, none of them empty, to one ArrayRecord file.
+    """Writes documents, as ids of their non-empty sentences, to one ArrayRecord file.
 
     Raises:
-      UserError: the file cannot be written, as on a full disk.
+      UserError: the file cannot be written, such as on a full disk.
     """
     try:
         writer = ArrayRecordWriter(str(path), _WRITER_OPTIONS)
@@ -66,14 +66,14 @@ def write_shard(
 
 
 class TokenShards:
-    """All tokens of a prepared folder, in one row: documents one after the other.
+    """All tokens of a prepared folder in one row, documents one after the other.
 
     Attributes:
-      folder: where they lie.
-      manifest: its manifest, as written by the preparation.
-      fingerprint: 12 hexadecimal digits of the manifest, the same wherever the folder lies.
-      vocabulary: of the folder.
-      cased: whether its tokens keep case and accents.
+      folder: the prepared folder.
+      manifest: the folder's manifest, as written by the preparation.
+      fingerprint: 12 hexadecimal digits of the manifest's hash, which do not depend on the path.
+      vocabulary: the folder's vocabulary.
+      cased: whether the tokens keep case and accents.
       sentence_starts: int64 (sentences + 1,): the token at which each sentence begins; the last
         one is the number of tokens.
       document_starts: int64 (documents + 1,): the sentence at which each document begins.
@@ -84,7 +84,7 @@ class TokenShards:
 
         Args:
           folder: the output of the preparation.
-          in_memory: hold all ids in memory; None does so up to `IN_MEMORY_BYTES`.
+          in_memory: whether to hold all ids in memory; None does so up to `IN_MEMORY_BYTES`.
 
         Raises:
           UserError: the folder is not prepared, a file of it is missing, extra or damaged, or it
@@ -140,7 +140,7 @@ class TokenShards:
         return self.sentence_starts[self.document_starts]
 
     def read(self, places: np.ndarray) -> np.ndarray:
-        """The ids, int32, at `places` (int64, any shape) of the row of all tokens.
+        """Returns the ids, int32, at `places` (int64, any shape) of the row of all tokens.
 
         Raises:
           UserError: a record is damaged.
@@ -193,10 +193,10 @@ def _read(folder: pathlib.Path) -> bytes:
 
 
 def check_files(folder: pathlib.Path, manifest: dict) -> list[pathlib.Path]:
-    """The shards of a prepared folder, in their order.
+    """Returns the shards of a prepared folder, in order, after checking its files.
 
     Raises:
-      UserError: a file is missing, extra, or of another size than its manifest says.
+      UserError: a file is missing or extra, or has another size than the manifest says.
     """
     listed = {item["name"]: item for item in manifest["shards"]}
     present = {path.name: path for path in folder.glob("*.array_record")}
@@ -237,7 +237,7 @@ def _unreadable(path: pathlib.Path, error: RuntimeError) -> UserError:
 
 
 def _allow_open(folder: pathlib.Path, num_shards: int) -> None:
-    """Makes room for the shards, which stay open; often a process may open 1,024 files only."""
+    """Raises the limit of open files for the shards, which stay open; it is often 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and num_shards + _OTHER_FILES > hard:
         raise UserError(

@@ -1,4 +1,4 @@
-"""SQuAD: its JSON files, and features of fixed length with windows over long contexts.
+"""SQuAD: its JSON files, and features of fixed length, with windows over long contexts.
 
 Rajpurkar et al., arXiv:1606.05250 (v1.1) and arXiv:1806.03822 (v2, with questions that have no
 answer). The features are those of `run_squad.py` of BERT.
@@ -27,11 +27,12 @@ class Question:
     """A question about a context.
 
     Attributes:
-      id: of the data set; predictions are named by it.
+      id: id in the data set, which names the prediction.
       text: the question.
-      context: the paragraph that holds the answer.
-      answers: (text, place of its first character in the context) of each; none in test files.
-      impossible: v2: the context has no answer.
+      context: the paragraph with the answer.
+      answers: (text, index of its first character in the context) of each answer; none in test
+        files.
+      impossible: v2: whether the context has no answer.
     """
 
     id: str
@@ -46,16 +47,16 @@ class Features:
     """Windows over questions and their contexts: [CLS] question [SEP] context [SEP] [PAD] ...
 
     Attributes:
-      arrays: (features, length): `input_ids` and `token_type_ids` int32, `attention_mask` bool;
-        where made for training also `start_position` and `end_position`, int32 (features,): the
-        tokens the answer begins and ends with, 0 for both where it is not in the window.
-      question: int32 (features,): which question each window is of, in ascending order.
-      char_start, char_stop: int32 (features, length): which characters of the context a token is;
-        -1 for tokens that are not of the context.
-      best_window: bool (features, length): of all windows over a token of the context, this one
-        has the most around it. Answers begin at such tokens only, so that each counts once.
-      unmappable: ids of questions left out of training: the text of their answer does not stand
-        where they say, or no token is of it.
+      arrays: (features, length): `input_ids` and `token_type_ids` int32, `attention_mask` bool; for
+        training also `start_position` and `end_position`, int32 (features,): the first and last
+        token of the answer, both 0 if it is not in the window.
+      question: int32 (features,): index of each window's question, ascending.
+      char_start, char_stop: int32 (features, length): range of each token's characters in the
+        context; -1 for tokens outside the context.
+      best_window: bool (features, length): whether this window has the most context around the
+        token, of all windows with it. Answers begin at such tokens only, so that each counts once.
+      unmappable: ids of questions left out of training, because the text of their answer is not
+        where the file says, or has no token.
     """
 
     arrays: dict[str, np.ndarray]
@@ -67,11 +68,11 @@ class Features:
 
 
 def read_questions(path: str | pathlib.Path) -> list[Question]:
-    """All questions of a SQuAD file, in its order.
+    """Reads all questions of a SQuAD file, in order.
 
     Raises:
-      UserError: there is no such file, it is no SQuAD file, has no question, an id twice, or a
-        value of another kind, such as null for a text.
+      UserError: there is no such file, it is not a SQuAD file, it has no question or an id twice,
+        or a value has another type, such as null for a text.
     """
     try:
         articles = reading.read_json(path)["data"]
@@ -108,20 +109,20 @@ def make_features(
     document_stride: int = 128,
     max_query: int = 64,
 ) -> Features:
-    """Windows of `max_length` tokens over each context, `document_stride` tokens apart.
+    """Makes windows of `max_length` tokens over each context, `document_stride` tokens apart.
 
     Args:
-      questions: as read.
-      vocabulary: for the ids.
-      cased: keep case and accents, as the vocabulary does.
+      questions: the questions.
+      vocabulary: the vocabulary.
+      cased: whether the vocabulary keeps case and accents.
       training: add the positions of each question's first answer, and leave out the questions
         whose answer cannot be found.
-      max_length: tokens of a feature, special ones and padding included.
+      max_length: tokens of a feature, including special tokens and padding.
       document_stride: tokens of the context from the start of a window to that of the next.
-      max_query: tokens of the question that are kept.
+      max_query: number of the question's tokens that are kept.
 
     Raises:
-      UserError: the lengths leave no room, a question to train on has no answer, or no question
+      UserError: the lengths leave no room, a question for training has no answer, or no question
         is left.
     """
     room = max_length - max_query - 3
@@ -171,7 +172,7 @@ def make_features(
 
 
 class _Context:
-    """The tokens of a context: ids, and the characters each of them is."""
+    """The tokens of a context: their ids and their ranges of characters."""
 
     def __init__(self, encoded: Encoding) -> None:
         self.ids = np.array(encoded.ids, np.int32)
@@ -199,14 +200,14 @@ def _question(item: dict[str, Any], context: Any) -> Question:
 
 
 def _of_kind(value: Any, kind: type[KindT], what: str) -> KindT:
-    """The value, or ValueError where it is of another kind; a bool is no number."""
+    """Returns the value, or raises ValueError if it has another type; a bool is not a number."""
     if type(value) is not kind:
         raise ValueError(f"{what} is {json.dumps(value)[:40]}, which must be {_KINDS[kind]}")
     return value
 
 
 def _answer_span(question: Question, context: _Context) -> tuple[int, int] | None:
-    """The first and last token of the context that are of the first answer, or None."""
+    """Returns the context's first and last token of the first answer, or None."""
     if not question.answers:
         raise UserError(f"question {question.id} has no answer to train on")
     text, start = question.answers[0]
@@ -221,7 +222,7 @@ def _answer_span(question: Question, context: _Context) -> tuple[int, int] | Non
 def _positions(
     span: tuple[int, int] | None, first: int, size: int, offset: int
 ) -> dict[str, int]:
-    """Where the answer begins and ends in a window over tokens `first` ... `first + size - 1`."""
+    """Returns the answer's positions in a window over tokens `first` ... `first + size - 1`."""
     if span is None or span[0] < first or span[1] >= first + size:
         return {"start_position": 0, "end_position": 0}
     return {
@@ -269,10 +270,10 @@ def _windows(
 
 
 def _best_windows(firsts: np.ndarray, sizes: np.ndarray, num_tokens: int) -> np.ndarray:
-    """Which window has, for each token, the most context on its poorer side."""
+    """Returns for each token the window with the most context on the token's shorter side."""
     tokens = np.arange(num_tokens)
     left = tokens - firsts[:, None]
     right = (firsts + sizes)[:, None] - 1 - tokens
-    # The original's hundredth of the window's size, worth up to three tokens against short ones.
+    # As in the original, a hundredth of the window's size is added, which favours long windows.
     score = np.minimum(left, right) + 0.01 * sizes[:, None]
     return np.where((left < 0) | (right < 0), -1.0, score).argmax(0)

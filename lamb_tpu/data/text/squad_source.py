@@ -1,4 +1,4 @@
-"""SQuAD as a set to train on and to be scored on."""
+"""SQuAD as a data set for training and for scoring."""
 
 import hashlib
 import pathlib
@@ -14,7 +14,7 @@ from lamb_tpu.errors import UserError
 
 @dataclass(frozen=True)
 class Windows:
-    """How contexts are cut: see `squad.make_features`."""
+    """Options of the windows over contexts, see `squad.make_features`."""
 
     max_length: int = 384
     document_stride: int = 128
@@ -23,11 +23,11 @@ class Windows:
 
 @dataclass(frozen=True)
 class Options(Windows):
-    """And how text becomes tokens.
+    """Options of the windows and of the tokenizer.
 
     Attributes:
-      vocab: path of a `vocab.txt`, or of the folder that has one.
-      cased: keep case and accents, as the vocabulary does.
+      vocab: path of a `vocab.txt`, or of a folder with one.
+      cased: whether the vocabulary keeps case and accents.
     """
 
     vocab: str = ""
@@ -38,12 +38,12 @@ class SquadSource(ArraySource):
     """The windows over questions and their contexts, in the order of the questions.
 
     Fields of an example, with length L: `input_ids` and `token_type_ids` int32 (L,),
-    `attention_mask` bool (L,); in training `start_position` and `end_position` int32 (), the
-    tokens the answer begins and ends with, 0 for both where the window does not hold it.
+    `attention_mask` bool (L,); in training `start_position` and `end_position` int32 (), the first
+    and last token of the answer, both 0 if the window does not have it.
 
     Attributes:
-      questions: all of them, also those that were left out of training.
-      features: their windows, with what leads from tokens back to text.
+      questions: all questions, including those that are left out of training.
+      features: the windows of the questions, with the way from tokens back to text.
     """
 
     def __init__(
@@ -55,16 +55,16 @@ class SquadSource(ArraySource):
         windows: Windows,
         training: bool,
     ) -> None:
-        """Makes the windows. Notes the questions that cannot be trained on, or scored as others.
+        """Makes the windows, and notes about questions that cannot be trained on or scored.
 
         Raises:
-          UserError: as `squad.make_features`.
+          UserError: see `squad.make_features`.
         """
         features = make_features(
             questions, vocabulary, cased=cased, training=training, max_length=windows.max_length,
             document_stride=windows.document_stride, max_query=windows.max_query,
         )
-        # The content is in the name, because the vocabulary may lie elsewhere on resume.
+        # The name has a hash of the content, because the vocabulary may move before a resume.
         digest = hashlib.sha256()
         for array in features.arrays.values():
             digest.update(array.tobytes())
@@ -88,11 +88,11 @@ class SquadSource(ArraySource):
 
 
 def load_squad(split: str, folder: str | None, options: Options, training: bool) -> SquadSource:
-    """The questions of the file `split` in `folder`.
+    """Loads the questions of the file `split` in `folder`.
 
     Raises:
-      UserError: a file is missing or is none of SQuAD, the vocabulary keeps case otherwise than
-        the options say, or as `SquadSource`.
+      UserError: a file is missing or is not of SQuAD, the vocabulary's case differs from the
+        options, or `SquadSource` raises.
     """
     if folder is None:
         raise UserError(

@@ -1,4 +1,4 @@
-"""The tokens of a WordPiece vocabulary and their ids: all that training needs to know of text."""
+"""A WordPiece vocabulary: tokens and their ids."""
 
 import pathlib
 from collections.abc import Sequence
@@ -9,21 +9,21 @@ from lamb_tpu.errors import UserError
 from lamb_tpu.files import reading
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-CONTINUES = "##"  # before a token that is the rest of a word
+CONTINUES = "##"  # prefix of a token that continues a word
 
 
 class Vocabulary:
-    """The tokens of a `vocab.txt`, one a line; the number of the line, from 0, is the id.
+    """The tokens of a `vocab.txt`, one in each line; the id is the line's number, from 0.
 
     Attributes:
-      tokens: all of them, in the order of their ids.
+      tokens: all tokens, in the order of their ids.
       ids: token -> id.
-      continues: bool (size,): the token is the rest of a word, written with `##`.
-      pad_id, unknown_id, cls_id, sep_id, mask_id: of the special tokens.
+      continues: bool (size,): whether the token continues a word, written with `##`.
+      pad_id, unknown_id, cls_id, sep_id, mask_id: ids of the special tokens.
     """
 
     def __init__(self, tokens: Sequence[str], path: str = "the vocabulary") -> None:
-        """Raises UserError, naming `path`: a special token is missing, or a token stands twice."""
+        """Raises UserError with `path` if a special token is missing or a token occurs twice."""
         self.tokens = list(tokens)
         self.ids = {token: number for number, token in enumerate(self.tokens)}
         missing = [token for token in SPECIAL_TOKENS if token not in self.ids]
@@ -41,7 +41,7 @@ class Vocabulary:
 
     @classmethod
     def read(cls, path: str | pathlib.Path) -> "Vocabulary":
-        """Reads a `vocab.txt`. Raises UserError as the constructor, and where there is no file."""
+        """Reads a `vocab.txt`. Raises UserError as the constructor, and if there is no file."""
         try:
             text = reading.read_text(path)
         except OSError as error:
@@ -50,7 +50,7 @@ class Vocabulary:
             raise UserError(f"the vocabulary {path} is not UTF-8 ({error})") from error
         except ValueError as error:
             raise UserError(f"the vocabulary {path} cannot be read ({error})") from error
-        # Only "\n" ends a line: a token may be another of Unicode's white space characters.
+        # Only "\n" ends a line: a token may be another of Unicode's line separators.
         return cls([line.rstrip("\r") for line in text.removesuffix("\n").split("\n")], str(path))
 
     def write(self, path: str | pathlib.Path) -> None:

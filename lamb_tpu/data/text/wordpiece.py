@@ -9,17 +9,17 @@ from lamb_tpu.data.text.vocabulary import CONTINUES, SPECIAL_TOKENS, Vocabulary
 from lamb_tpu.errors import UserError
 
 _MAX_WORD_CHARACTERS = 200  # longer words become [UNK], as in the original code
-_MAX_CHARACTERS = 1000  # of a vocabulary that is trained; rarer ones become [UNK]
-_MAX_WORDS = 2**20  # different ones counted before their characters are; a large text has millions
+_MAX_CHARACTERS = 1000  # in a trained vocabulary; rarer characters become [UNK]
+_MAX_WORDS = 2**20  # distinct words held before their characters are counted, to bound memory
 
 
 def make_tokenizer(vocabulary: Vocabulary, cased: bool) -> Tokenizer:
-    """A tokenizer that splits as the original BERT code does and adds no special tokens.
+    """Returns a tokenizer that splits as the original BERT code and adds no special tokens.
 
-    Text that reads `[MASK]` is punctuation around a word, as it is in the original.
+    The text `[MASK]` is punctuation around a word, as in the original.
 
     Args:
-      vocabulary: the ids.
+      vocabulary: the vocabulary.
       cased: keep case and accents; otherwise both are removed.
     """
     model = models.WordPiece(
@@ -37,16 +37,16 @@ def make_tokenizer(vocabulary: Vocabulary, cased: bool) -> Tokenizer:
 def train_vocabulary(
     read: Callable[[], Iterable[str]], size: int, cased: bool
 ) -> Vocabulary:
-    """A vocabulary of at most `size` tokens for a text: special tokens, characters, then pieces.
+    """Trains a vocabulary of at most `size` tokens: special tokens, characters, then pieces.
 
-    The trainer of `tokenizers` numbers the characters in an order that changes from run to run,
-    and its choice among pieces of equal count with it. Here the characters are given to it
-    already numbered, so that the same text gives the same vocabulary.
+    The trainer of `tokenizers` numbers the characters in an order that changes from run to run, and
+    so does its choice among pieces of equal count. Here it gets the characters already numbered, so
+    that the same text gives the same vocabulary.
 
     Args:
-      read: gives the text, in parts; called twice.
+      read: yields the text, in parts; called twice.
       size: number of tokens.
-      cased: as in `make_tokenizer`.
+      cased: see `make_tokenizer`.
 
     Raises:
       UserError: `size` has no room for the special tokens and the characters of the text.
@@ -67,7 +67,7 @@ def train_vocabulary(
 
 
 def _characters(parts: Iterable[str], tokenizer: Tokenizer) -> list[str]:
-    """The most frequent characters of a text, and `##` with those that stand within words."""
+    """Returns the most frequent characters of a text, and `##` with those within words."""
     words, frequencies, within = Counter[str](), Counter[str](), set[str]()
 
     def count_characters() -> None:
