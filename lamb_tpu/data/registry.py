@@ -62,7 +62,7 @@ def load(
         they are read: `image_folder`, `imagenet2012` (prepared by TFDS), and any TFDS set whose
         images differ in size; and `cifar10_jpeg`, one file. Text: `masked_lm` (prepared by
         `lamb_tpu.data.prepare_text`), `squad`, and, embedded, `python_docs` and
-        `python_docs_cloze`, which resemble these two. 'package.module:Name' is a user's own set, see
+        `python_docs_cloze`, which resemble these two. 'package.module:Name' is a user's own, see
         README.md of this folder.
       split: in TFDS syntax, such as `train`, `train[:1000]` or `test[50%:]`. `masked_lm`: a
         prepared folder in `source_dir`; `squad`: a file in it; the embedded text: train or test;

@@ -81,7 +81,7 @@ def title(source: Source) -> str:
 
 
 class BaseSource:
-    """Defaults of the attributes that a set may leave out; `name` and `element_spec` it has itself."""
+    """Defaults of the attributes that a set may leave out: all but `name` and `element_spec`."""
 
     num_classes: int | None = None
     in_memory = False
