@@ -175,7 +175,7 @@ def check(
     for key, value in given.items():
         if key not in known:
             listed = ", ".join(known) or "none"
-            raise UserError(f"{section}.{key} is no field of {noun} {name!r}; known: {listed}")
+            raise UserError(f"{section}.{key} is not a field of {noun} {name!r}; known: {listed}")
         kind: Any = known[key].type
         if not _fits(value, known[key]):
             raise UserError(f"{section}.{key} is {value!r}; it must be {_KINDS[kind]}")

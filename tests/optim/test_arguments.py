@@ -114,6 +114,7 @@ NEEDED = {
 RIGHT = {
     ("clip_global_norm", "max_norm"): {"inf"},  # never clips
     ("optimal_timescale", "exponent"): {"negative"},
+    ("own_arguments", "name"): {"callable"},
     ("step_decay", "boundaries"): {"list", "array"},
     ("refined_schedule", "gradient_norms"): {"array"},
     ("*", "clip_global_norm"): {"inf"},
