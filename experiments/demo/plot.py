@@ -79,14 +79,14 @@ def draw(rows: Mapping[str, Sequence[Record]], path: pathlib.Path, title: str) -
 
 
 def _means(records: Sequence[Record]) -> dict[int, float]:
-    """Mean accuracy in percent for each batch size; none where a run diverged."""
+    """Returns the mean accuracy in percent, by ascending batch size; none where a run diverged."""
     accuracies: dict[int, list[float]] = {}
     for record in records:
         accuracy = math.nan if record["accuracy"] is None else 100 * record["accuracy"]
         accuracies.setdefault(record["batch_size"], []).append(accuracy)
     return {
         batch_size: statistics.fmean(values)
-        for batch_size, values in accuracies.items()
+        for batch_size, values in sorted(accuracies.items())
         if not math.isnan(sum(values))
     }
 

@@ -9,7 +9,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from experiments.demo import batch_scaling, page, tune, tuned
+from experiments.demo import batch_scaling, page, plot, tune, tuned
 from experiments.demo.plot import draw
 from experiments.demo.study import cell, run_trials
 from lamb_tpu import style
@@ -130,6 +130,17 @@ def test_a_diverged_run_is_told_and_the_study_goes_on(study, tmp_path, capsys):
     assert cell([diverged, finished]) == "1 of 2 diverged"
     draw({"momentum": [diverged]}, tmp_path / "plot.png", "digits")
     assert matplotlib.image.imread(tmp_path / "plot.png").size > 0
+
+
+def test_means_ascend_whatever_the_order_of_the_records():
+    """Else the line of a plot goes back and forth."""
+    records = [
+        {"batch_size": size, "accuracy": accuracy}
+        for size, accuracy in ((128, 0.9), (32, 0.8), (512, None), (1437, 0.7), (128, 0.8))
+    ]
+    means = plot._means(records)
+    assert list(means) == [32, 128, 1437] and means[128] == pytest.approx(85.0)
+
 
 
 def test_last_column_is_the_true_full_batch(monkeypatch):

@@ -80,7 +80,7 @@ def unsharded(name, split=False):
     return train(jax.jit(step_of(tx)), params, tx.init(params), shapes)
 
 
-def assert_close(found, expected, rtol=1e-6):
+def assert_close(found, expected, rtol=1e-5):
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(
             a, b, rtol=rtol, atol=rtol * float(jnp.max(jnp.abs(b), initial=0.0))),
