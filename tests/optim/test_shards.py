@@ -126,7 +126,7 @@ def sharded(name, axis_name=None):
     return train(sharded_step(tx, params, specs), params, tx.init(params))
 
 
-def assert_close(found, expected, rtol=1e-6):
+def assert_close(found, expected, rtol=1e-5):
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(
             a, b, rtol=rtol, atol=rtol * float(jnp.max(jnp.abs(b), initial=0.0))),
