@@ -1,4 +1,4 @@
-"""What the TPU compiler expects of the update: ours beside Optax's, on BERT-Large's parameters.
+"""The TPU compiler's estimate of the update: ours beside Optax's, on BERT-Large's parameters.
 
   python -m experiments.bench.update_tpu --write
 
@@ -35,7 +35,7 @@ class Contender(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """What the compiler says of one."""
+    """The compiler's figures for one update."""
 
     milliseconds: float
     gigabytes: float
@@ -104,7 +104,7 @@ def table(estimates: dict[str, Estimate], num_layers: int, width: int) -> str:
 
 
 def targets(estimates: dict[str, Estimate]) -> list[Target]:
-    """What a LAMB of two passes, written by hand for this tree, reaches; for BERT-Large only."""
+    """Returns the targets: figures of a LAMB of two passes, hand-written for BERT-Large."""
     scalars = (
         "each leaf's ratio is arithmetic on scalars, which the compiler does not fuse, and for "
         "each of them it counts a tile of 1 KB"

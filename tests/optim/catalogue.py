@@ -43,7 +43,7 @@ PLAIN: dict[str, Build] = {
 
 
 def takes(name: str, argument: str) -> bool:
-    """Whether one of `PLAIN` has an argument."""
+    """Returns whether one of `PLAIN` has an argument."""
     return argument in inspect.signature(PLAIN[name]).parameters
 
 
