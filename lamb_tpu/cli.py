@@ -14,7 +14,7 @@ from typing import NoReturn
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
-from lamb_tpu import terminal
+from lamb_tpu import own, terminal
 from lamb_tpu.config import check_keys, check_values, recipe_folder, recipe_path
 from lamb_tpu.errors import Interrupted, Preempted, UserError
 
@@ -294,7 +294,7 @@ def _sentence(error: Exception) -> str | None:
         )
     if isinstance(error, OSError) and error.strerror and error.filename:
         return f"{error.filename!r}: {error.strerror}"
-    return None
+    return own.blame(error)
 
 
 def _print_config() -> None:

@@ -4,6 +4,7 @@
 """
 
 import ast
+import os
 import pathlib
 import runpy
 import sys
@@ -34,6 +35,8 @@ def main() -> None:
               file=sys.stderr)
         sys.exit(2)
     del sys.argv[1]
+    if not sys.flags.safe_path:
+        sys.path.insert(0, os.getcwd())  # as `python -m` does, for modules of the user's own
     try:
         runpy.run_module(MODULES[name], run_name="__main__", alter_sys=True)
     except ModuleNotFoundError as error:

@@ -29,8 +29,9 @@ def base_config() -> ConfigDict:
     """Returns a config with every key and its default; a recipe changes values.
 
     A duration is one string: '30 epochs', '1000 steps', '50000 examples' or '5 percent' (of the
-    run). Model, task and optimizer have fields of their own beside `name`; assign a new
-    `ConfigDict` to replace one. The result is locked: assigning a misspelt key raises an error.
+    run). Model, task, optimizer and data set have fields of their own beside `name`; assign a new
+    `ConfigDict` to replace one. A name such as 'my_package.my_module:Name' is a user's own. The
+    result is locked: assigning a misspelt key raises an error.
     """
     config = ConfigDict()
     config.seed = 0

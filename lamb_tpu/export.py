@@ -8,6 +8,9 @@ folder of a ResNet (as resnet18 ... resnet152) or EfficientNet (as tf_efficientn
 
   timm.create_model('local-dir:FOLDER', pretrained=True)
 
+A network of your own, config.model.name='my_package.my_module:Name', is written with its fields in
+config.json and its arrays by their paths, such as params/output/kernel; config.init_from reads it.
+
 The weights are those of the newest readable checkpoint, or of --step; averages are not exported.
 """
 
@@ -27,9 +30,11 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
-from lamb_tpu import models
+from lamb_tpu import models, own
 from lamb_tpu.data.images.crops import tpu_fraction
 from lamb_tpu.data.text import saved
 from lamb_tpu.errors import UserError
@@ -74,10 +79,12 @@ def export(
             _bert(weights, folder)
         elif weights.model["name"] in theirs:
             _of_timm(weights, theirs[weights.model["name"]], folder)
+        elif own.is_own(weights.model["name"]):
+            _own(weights, folder)
         else:
             raise UserError(
                 f"--workdir {weights.folder} has the model {weights.model['name']!r}; those that "
-                f"can be written are bert, {', '.join(theirs)}"
+                f"can be written are bert, {', '.join(theirs)}, and your own"
             )
     return f"{weights.describe()} is written to {folder}"
 
@@ -110,6 +117,18 @@ def _of_timm(weights: Weights, name: str, folder: pathlib.Path) -> None:
     settings = {"architecture": name, "num_classes": classes}
     settings["pretrained_cfg"] = {"num_classes": classes, **_preprocessing(weights)}
     write_folder(folder, settings, tensors)
+
+
+def _own(weights: Weights, folder: pathlib.Path) -> None:
+    leaves, _ = jax.tree_util.tree_flatten_with_path(weights.variables())
+    tensors = {
+        # safetensors has no bfloat16 for NumPy; what is read back takes the parameter's dtype.
+        jax.tree_util.keystr(path, simple=True, separator="/"): np.array(
+            leaf, np.float32 if leaf.dtype == jnp.bfloat16 else leaf.dtype, order="C"
+        )
+        for path, leaf in leaves
+    }
+    write_folder(folder, {"model": dict(weights.model)}, tensors)
 
 
 def _preprocessing(weights: Weights) -> dict[str, Any]:

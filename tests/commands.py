@@ -1,8 +1,8 @@
 """Runs many command lines, each in a fork of one process that has imported what they need.
 
 `python -m tests.commands FILE` reads a list of [module, argument, ...] from FILE, runs each as
-`python -m module argument ...` and writes {status, stderr, seconds} of each into FILE. Starting
-Python and JAX anew would take two seconds a line.
+`python -m module argument ...` and writes {status, stdout, stderr, seconds} of each into FILE.
+Starting Python and JAX anew would take two seconds a line.
 """
 
 import json
@@ -34,9 +34,11 @@ def main(path: pathlib.Path) -> list[str] | None:
             if not ended:
                 os.kill(child, 9)
                 _, status = os.waitpid(child, 0)
+            out.seek(0)
             err.seek(0)
             found.append({
                 "status": os.waitstatus_to_exitcode(status),
+                "stdout": out.read().decode(errors="replace"),
                 "stderr": err.read().decode(errors="replace"),
                 "seconds": time.monotonic() - began,
             })

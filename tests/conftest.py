@@ -3,6 +3,7 @@
 import os
 import pathlib
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 
@@ -13,6 +14,8 @@ import pytest
 os.environ["NPROC"] = "32"
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
+# Most of the time of the tests is compiling; without LLVM's optimizations it is half as long.
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
 
 # Programs that an earlier test compiled, or a run that a test started, are not compiled again. Each
 # test process has a folder of its own: JAX does not write these files in one piece.
@@ -56,3 +59,16 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pathlib.Pat
 def copy(trained: pathlib.Path, tmp_path: pathlib.Path) -> pathlib.Path:
     """A copy of that workdir."""
     return pathlib.Path(shutil.copytree(trained, tmp_path / "copy"))
+
+
+@pytest.fixture
+def own_folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
+    """Where modules of a user's own lie, see `own_modules`; Python looks there."""
+    from tests import own_modules
+
+    own_modules.write(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in sys.modules if name.startswith("my_")]:
+        monkeypatch.delitem(sys.modules, name)
+    return tmp_path

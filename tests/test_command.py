@@ -1,7 +1,10 @@
 """The command `lamb_tpu`, and how soon every command answers --help."""
 
+import os
 import pathlib
 import resource
+import subprocess
+import sys
 
 import pytest
 
@@ -58,6 +61,27 @@ def test_command_is_the_module() -> None:
     assert (done.returncode, done.stderr) == (0, "") and done.stdout == module.stdout
     done = run("train", "--config=digits")
     assert (done.returncode, done.stderr) == (2, "error: --workdir is missing; see --help\n")
+
+
+def test_current_folder_is_searched_for_modules(tmp_path: pathlib.Path) -> None:
+    """As by `python -m`, where the command is a script in another folder."""
+    script = tmp_path / "bin" / "lamb_tpu"
+    script.parent.mkdir()
+    script.write_text("from lamb_tpu.command import main\n\nmain()\n")
+    (tmp_path / "my_net.py").write_text("def net(width: int = 7): ...\n")
+
+    def printed(**environment: str) -> subprocess.CompletedProcess:
+        return subprocess.run(
+            [sys.executable, str(script), "train", "--config=digits", "--print_config",
+             "--config.model={'name': 'my_net:net'}"], cwd=tmp_path, capture_output=True, text=True,
+            env={**os.environ, "PYTHONPATH": str(tiny.ROOT), **environment},
+        )
+
+    done = printed()
+    assert done.returncode == 0, done.stderr
+    assert "config.model.width = 7  # default of my_net:net\n" in done.stdout
+    done = printed(PYTHONSAFEPATH="1")  # asks for the opposite
+    assert done.returncode == 2 and "finds no module 'my_net' from" in done.stderr
 
 
 def test_mistakes() -> None:

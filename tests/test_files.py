@@ -14,10 +14,11 @@ TESTED_ELSEWHERE = {
     "lamb_tpu/errors.py": "without code; tests of mistakes and of preemption raise them",
     "lamb_tpu/models/__main__.py": "tests/models/test_costs.py runs it",
     "lamb_tpu/models/bert_network.py": "tests/models/test_bert.py, by the names of bert.py",
+    "lamb_tpu/parallel/layout.py": "tests/parallel/test_state.py and test_step.py lay out with it",
     "lamb_tpu/optim/muon.py": "tests/optim/test_baselines.py compares it with Optax's",
+    "lamb_tpu/optim/placement.py": "tests/optim/test_sharding.py asks for it by its former name",
     "lamb_tpu/optim/schedule_free.py": "tests/optim/test_baselines.py, and in runs "
         "tests/test_schedule_free.py",
-    "lamb_tpu/optim/wrapping.py": "tests/optim/test_baselines.py and test_factors.py go through it",
     "lamb_tpu/parallel/backends.py": "tests/parallel/test_step.py compares the two of them",
     "lamb_tpu/data/stream.py": "tests/data/test_loader.py and test_evaluation.py read through it",
     "lamb_tpu/data/splits.py": "tests/data/test_digits.py and test_registry.py slice with it",

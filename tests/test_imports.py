@@ -53,7 +53,7 @@ ROOMS: dict[str, set[str]] = {
         "files", "cost", "cluster", "optim", "models", "data", "tasks", "parallel", "store", "run",
     },
 }
-SERVES_ALL = {"cli", "config", "errors", "style", "terminal", "__version__"}
+SERVES_ALL = {"cli", "config", "errors", "own", "style", "terminal", "__version__"}
 
 
 def rooms_of(path: pathlib.Path) -> set[str]:
@@ -95,6 +95,13 @@ def test_commands_are_imported_by_none() -> None:
         f"lamb_tpu.{name}" for name in ("train", "evaluate", "predict", "export", "plan", "launch")
     )
     assert not offenders("", commands)
+
+
+def test_finding_a_users_own_part_needs_no_room() -> None:
+    names = imported(ROOT / "lamb_tpu" / "own.py")
+    assert {name for name in names if name.startswith("lamb_tpu")} == {
+        "lamb_tpu.errors", "lamb_tpu.errors.UserError"
+    }
 
 
 def test_steps_know_no_network() -> None:

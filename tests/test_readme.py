@@ -82,7 +82,7 @@ def test_files_that_a_page_links_to_exist(page):
     assert links or page.startswith("lamb_tpu/")
     for link in links:
         path, _, anchor = link.partition("#")
-        target = (ROOT / page).parent / path
+        target = (ROOT / page).parent / path if path else ROOT / page
         assert target.exists(), link
         if anchor:
             heads = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)

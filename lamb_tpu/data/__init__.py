@@ -10,7 +10,9 @@ _MODULES = {
     "loader": ("TrainLoader",),
     "order": ("example_order", "global_indices"),
     "registry": ("DATASETS", "check_same_text", "load"),
-    "source": ("ArraySource", "Batch", "FieldSpec", "RecordSource", "Source", "title"),
+    "source": (
+        "ArraySource", "BaseSource", "Batch", "FieldSpec", "RecordSource", "Source", "title",
+    ),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

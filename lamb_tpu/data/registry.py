@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import tensorflow_datasets as tfds
 
+from lamb_tpu import own
+from lamb_tpu.data import own_source
 from lamb_tpu.data.builders import BUILDERS
 from lamb_tpu.data.digits import load_digits
 from lamb_tpu.data.images.arrays import ArrayOptions, AugmentedArraySource
@@ -60,7 +62,8 @@ def load(
         they are read: `image_folder`, `imagenet2012` (prepared by TFDS), and any TFDS set whose
         images differ in size; and `cifar10_jpeg`, one file. Text: `masked_lm` (prepared by
         `lamb_tpu.data.prepare_text`), `squad`, and, embedded, `python_docs` and
-        `python_docs_cloze`, which resemble these two.
+        `python_docs_cloze`, which resemble these two. 'package.module:Name' is a user's own, see
+        README.md of this folder.
       split: in TFDS syntax, such as `train`, `train[:1000]` or `test[50%:]`. `masked_lm`: a
         prepared folder in `source_dir`; `squad`: a file in it; the embedded text: train or test;
         `image_folder`: slices of a folder in it too, or as `images.folder.FolderRecords` has it.
@@ -94,6 +97,8 @@ def load(
     )
     if name.startswith(_TFDS_PREFIX):
         return _load_tfds(request)
+    if own.is_own(name):
+        return own_source.load(name, request.given, request._asdict())
     _check_name(name)
     return DATASETS[name](request)
 
@@ -106,6 +111,8 @@ def option_fields(name: str) -> dict[str, dataclasses.Field]:
     Raises:
       UserError: the name is unknown.
     """
+    if own.is_own(name) and not name.startswith(_TFDS_PREFIX):
+        return own_source.option_fields(name)
     _check_name(name)
     # `seed` is the run's.
     return {f.name: f for f in dataclasses.fields(_options_type(name)) if f.name != "seed"}

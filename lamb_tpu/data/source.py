@@ -80,14 +80,21 @@ def title(source: Source) -> str:
     return re.sub(":[0-9a-f]{12}$", "", source.name)
 
 
-class ArraySource:
-    """A set in memory, one array for each field, gathered by fancy indexing."""
+class BaseSource:
+    """Defaults of the attributes that a set may leave out: all but `name` and `element_spec`."""
 
-    in_memory = True
+    num_classes: int | None = None
+    in_memory = False
     vocabulary: Vocabulary | None = None
     cased = False
     notes: tuple[str, ...] = ()
     tally: Tally | None = None
+
+
+class ArraySource(BaseSource):
+    """A set held in memory as one array a field, gathered by fancy indexing."""
+
+    in_memory = True
 
     def __init__(self, name: str, arrays: Mapping[str, np.ndarray], num_classes: int | None):
         lengths = {field: len(array) for field, array in arrays.items()}
@@ -109,7 +116,7 @@ class ArraySource:
         return {field: array[indices] for field, array in self.arrays.items()}
 
 
-class RecordSource:
+class RecordSource(BaseSource):
     """A set that is read from its records by index, for sets too large for memory.
 
     Text fields are left out, because a batch goes to devices. Class labels become int32.
@@ -124,12 +131,6 @@ class RecordSource:
     Raises:
       UserError: the first record cannot be read, or has no field of numbers.
     """
-
-    in_memory = False
-    vocabulary: Vocabulary | None = None
-    cased = False
-    notes: tuple[str, ...] = ()
-    tally: Tally | None = None
 
     def __init__(
         self,

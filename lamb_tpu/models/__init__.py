@@ -5,12 +5,15 @@ and plain JAX all fit: `linen` adapts a Linen module, and `Model(init, apply)` t
 """
 
 import dataclasses
+import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 
+from lamb_tpu import own
 from lamb_tpu.errors import UserError
 from lamb_tpu.models import efficientnet, resnet
 from lamb_tpu.models.bert_network import DTYPES, BertConfig
@@ -18,6 +21,7 @@ from lamb_tpu.models.davidnet import DavidNet
 from lamb_tpu.models.groups import describe_groups
 from lamb_tpu.models.lenet import LeNet, LeNet5
 from lamb_tpu.models.mlp import MLP
+from lamb_tpu.models.norm import MOMENTS
 
 Variables = Mapping[str, Any]
 
@@ -100,7 +104,8 @@ def build(name: str, axis_name: Sequence[str] = (), **fields: Any) -> Model:
     """Builds the named network, for example `build('lenet', num_classes=10)`.
 
     Args:
-      name: one of `MODULES`.
+      name: one of `MODULES`, or 'package.module:Name' of a Linen or NNX module or of a function
+        that returns a `Model`, see README.md of this folder.
       axis_name: inside shard_map or pmap, the mesh axes that split the batch, outermost first, for
         layers with explicit collectives.
       **fields: fields of the network, as in config.model.
@@ -108,7 +113,9 @@ def build(name: str, axis_name: Sequence[str] = (), **fields: Any) -> Model:
     Raises:
       UserError: the name or a field is unknown; the message lists the known ones.
     """
-    module = _module(name, fields)
+    module = _module(name, fields, axis_name)
+    if isinstance(module, Model):
+        return module
     if axis_name and hasattr(module, "axis_name"):
         module = module.clone(axis_name=tuple(axis_name))
     model, config = linen(module), getattr(module, "config", None)
@@ -139,6 +146,8 @@ def batch_norm_groups(config: Mapping[str, Any], batch: int, devices: int) -> tu
     """
     fields = dict(config)
     module = _module(fields.pop("name"), fields)
+    if isinstance(module, Model):
+        return 1, ""
     if not hasattr(module, "group_size") or not getattr(module, "batch_norm", True):
         return 1, ""
     return describe_groups(module.group_size, batch, devices)
@@ -150,16 +159,23 @@ def own_fields(name: str) -> dict[str, dataclasses.Field]:
     Raises:
       UserError: the name is unknown; the message lists the known ones.
     """
-    if name not in MODULES:
-        raise UserError(f"config.model.name is {name!r}; known models: {', '.join(MODULES)}")
     # The trainer sets axis_name, by the mesh.
     hidden = ("parent", "name", "axis_name")
+    if own.is_own(name):
+        return own.fields(own.find(name, "config.model.name"), (*hidden, "rngs"))
+    if name not in MODULES:
+        raise UserError(f"config.model.name is {name!r}; known models: {', '.join(MODULES)}")
     return {f.name: f for f in dataclasses.fields(MODULES[name]) if f.name not in hidden}
 
 
-def _module(name: str, fields: Mapping[str, Any]) -> nn.Module:
+def _module(
+    name: str, fields: Mapping[str, Any], axis_name: Sequence[str] = ()
+) -> nn.Module | Model:
     """Returns the named module with its fields set and checked."""
     known = own_fields(name)
+    if own.is_own(name):
+        own.check("config.model", "model", name, known, fields)
+        return _own_module(name, dict(fields), axis_name)
     module = MODULES[name]
     for key in fields:
         if key not in known:
@@ -177,3 +193,57 @@ def _module(name: str, fields: Mapping[str, Any]) -> nn.Module:
         )
     made = module(**fields)
     return made.module() if isinstance(made, BertConfig) else made
+
+
+def _own_module(
+    name: str, fields: dict[str, Any], axis_name: Sequence[str]
+) -> nn.Module | Model:
+    """A user's own network: a Linen module, or the functions of any other."""
+    make: Any = own.find(name, "config.model.name")
+    told = f"config.model.name is {name!r}"
+    takes = {parameter.name for parameter in own.parameters(make)}
+    with own.making(name, "config.model.name"):
+        if isinstance(make, type) and issubclass(make, nn.Module):
+            if "train" not in inspect.signature(make.__call__).parameters:
+                raise UserError(f"{told}, whose __call__ has no argument 'train'; it must take one")
+            return make(**fields)
+        if axis_name and "axis_name" in takes:
+            fields["axis_name"] = tuple(axis_name)
+        if "rngs" in takes:
+            from lamb_tpu.models import nnx
+
+            return Model(*nnx.functions(functools.partial(make, **fields)))
+        made = make(**fields)
+    if isinstance(made, tuple) and len(made) >= 2 and callable(made[0]) and callable(made[1]):
+        return _checked(Model(*made), told)
+    raise UserError(
+        f"{told}, which makes {made!r}; it must be a Linen module, an NNX module (with the "
+        "argument rngs), or a function that returns lamb_tpu.models.Model(init, apply)"
+    )
+
+
+def _checked(model: Model, told: str) -> Model:
+    """The model, of which what `init` and `apply` return is checked when they are traced."""
+
+    def init(key: jax.Array, inputs: Any) -> Variables:
+        variables = model.init(key, inputs)
+        if not isinstance(variables, Mapping) or "params" not in variables:
+            raise UserError(f"{told}, whose init must return a mapping with the key 'params'")
+        return variables
+
+    def apply(
+        variables: Variables, inputs: Any, *, train: bool, key: jax.Array | None = None
+    ) -> tuple[Any, Variables]:
+        found = model.apply(variables, inputs, train=train, key=key)
+        kept = set(variables) - {"params", MOMENTS}
+        if not (
+            isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping)
+            and set(found[1]) - {MOMENTS} == kept
+        ):
+            raise UserError(
+                f"{told}, whose apply must return (outputs, state), where state has the keys of "
+                f"the variables but 'params': {', '.join(sorted(kept)) or 'none'}"
+            )
+        return found
+
+    return model._replace(init=init, apply=apply)

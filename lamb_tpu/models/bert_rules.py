@@ -2,7 +2,7 @@
 
 from typing import Any
 
-# For config.optimizer.rules: the exclusions of the preset 'bert' (biases and LayerNorm neither
+# For config.optimizer.rules: the exclusions of the named rules 'bert' (biases and LayerNorm neither
 # decay nor adapt), and for `scan_layers` the axis that stacks layers, so that every layer has its
 # own trust ratio.
 PARAMETERS: tuple[tuple[str, dict[str, Any]], ...] = (

@@ -66,7 +66,7 @@ def from_timm(
     known = _known(name)
     where = "the state dict"
     if isinstance(tensors, str | os.PathLike):
-        where, tensors = str(tensors), _load(pathlib.Path(tensors))
+        where, tensors = str(tensors), load_tensors(pathlib.Path(tensors))
     output = "fc.bias" if known.startswith("resnet") else "classifier.bias"
     # A tensor that is missing or has no axis is reported below.
     num_classes = (*np.shape(tensors.get(output, ())), 0)[0] or 1000
@@ -141,7 +141,12 @@ def _describe(leaf: Any) -> str:
     return "missing" if leaf is None else f"of shape {tuple(np.shape(leaf))}"
 
 
-def _load(file: pathlib.Path) -> dict[str, np.ndarray]:
+def load_tensors(file: pathlib.Path) -> dict[str, np.ndarray]:
+    """Arrays of a .safetensors file by name.
+
+    Raises:
+      UserError: there is none, or it is damaged.
+    """
     if not file.is_file():
         raise UserError(f"there is no file {file}")
     try:

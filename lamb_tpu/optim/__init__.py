@@ -15,7 +15,9 @@
 """
 
 from lamb_tpu.optim import (
+    chains,
     clipping,
+    directions,
     durations,
     factory,
     leafwise,
@@ -25,12 +27,21 @@ from lamb_tpu.optim import (
     readings,
     scaling,
     schedules,
+    sharding,
+    splits,
     trust_ratio,
 )
 from lamb_tpu.optim.adagrad_norm import AdagradNormState, adagrad_norm
 from lamb_tpu.optim.apollo import ApolloState, apollo
+from lamb_tpu.optim.chains import add_decayed_weights, in_float32, scale_by_rate_factors
 from lamb_tpu.optim.clipping import clip_global_norm
 from lamb_tpu.optim.diffgrad import DiffgradState, diffgrad
+from lamb_tpu.optim.directions import (
+    ScaleByLambState,
+    ScaleByLarsState,
+    scale_by_lamb,
+    scale_by_lars,
+)
 from lamb_tpu.optim.durations import Duration
 from lamb_tpu.optim.factory import make_optimizer
 from lamb_tpu.optim.l2 import add_l2
@@ -46,17 +57,20 @@ from lamb_tpu.optim.rounding import StochasticRoundingState, stochastic_rounding
 from lamb_tpu.optim.scaling import legw, scale_learning_rate
 from lamb_tpu.optim.schedule_free import evaluation_params
 from lamb_tpu.optim.schedules import exponential_decay, phases, step_decay, warmup
+from lamb_tpu.optim.sharding import state_sharding
 from lamb_tpu.optim.trust_ratio import TrustRatioState, scale_by_trust_ratio
 
 hush_libtpu()
 
 __all__ = [
     "AdagradNormState", "ApolloState", "DiffgradState", "Duration", "LambState", "LarsState",
-    "NovogradState", "ParameterFacts", "RmspropTfState", "StochasticRoundingState",
-    "TrustRatioState", "adagrad_norm", "add_l2", "apollo", "clip_global_norm", "clipping",
-    "diffgrad", "durations", "evaluation_params", "exponential_decay", "factory", "lamb", "lars",
-    "leafwise", "legw", "make_optimizer", "novograd", "parameters", "phases", "placement",
-    "preset", "presets", "readings", "refined_schedule", "rmsprop_tf", "scale_by_trust_ratio",
-    "scale_learning_rate", "scaling", "schedules", "step_decay", "stochastic_rounding",
-    "trust_ratio", "warmup",
+    "NovogradState", "ParameterFacts", "RmspropTfState", "ScaleByLambState", "ScaleByLarsState",
+    "StochasticRoundingState", "TrustRatioState", "adagrad_norm", "add_decayed_weights", "add_l2",
+    "apollo", "chains", "clip_global_norm", "clipping", "diffgrad", "directions", "durations",
+    "evaluation_params", "exponential_decay", "factory", "in_float32", "lamb", "lars", "leafwise",
+    "legw", "make_optimizer", "novograd", "parameters", "phases", "placement", "preset", "presets",
+    "readings", "refined_schedule", "rmsprop_tf", "scale_by_lamb", "scale_by_lars",
+    "scale_by_rate_factors", "scale_by_trust_ratio", "scale_learning_rate", "scaling", "schedules",
+    "sharding", "splits", "state_sharding", "step_decay", "stochastic_rounding", "trust_ratio",
+    "warmup",
 ]

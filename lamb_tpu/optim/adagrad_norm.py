@@ -9,7 +9,8 @@ import optax
 from lamb_tpu.optim import checks, clipping, leafwise, parameters, trust_ratio
 from lamb_tpu.optim.leafwise import Leaf, Step
 from lamb_tpu.optim.parameters import ParameterFacts, Rules
-from lamb_tpu.optim.trust_ratio import AxisName, MeshAxes, Readings
+from lamb_tpu.optim.splits import Split
+from lamb_tpu.optim.trust_ratio import AxisName, Readings
 
 
 class AdagradNormState(NamedTuple):
@@ -86,9 +87,9 @@ def adagrad_norm(
         real = trust_ratio.real_dtype(grad)
         return grad + leafwise.decay_at(weight_decay, facts, completed, real) * weights
 
-    def init_leaf(param: jax.Array, facts: ParameterFacts, axes: MeshAxes) -> tuple[Any, ...]:
+    def init_leaf(param: jax.Array, facts: ParameterFacts, split: Split) -> tuple[Any, ...]:
         # The norm gives its shape, and on a mesh its place.
-        norm = trust_ratio.leaf_norm(param, facts, axis_name=axes)
+        norm = trust_ratio.leaf_norm(param, facts, axis_name=split.axis_name)
         return (jnp.full_like(norm, initial_norm**2),)
 
     def step_leaf(leaf: Leaf, total: jax.Array) -> Step:

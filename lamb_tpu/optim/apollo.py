@@ -19,7 +19,8 @@ import optax
 from lamb_tpu.optim import checks, leafwise, parameters, trust_ratio
 from lamb_tpu.optim.leafwise import Leaf, Step, one_minus_power
 from lamb_tpu.optim.parameters import ParameterFacts, Rules
-from lamb_tpu.optim.trust_ratio import AxisName, MeshAxes, Readings
+from lamb_tpu.optim.splits import Split
+from lamb_tpu.optim.trust_ratio import AxisName, Readings
 
 SCALINGS = ("channel", "tensor")
 
@@ -76,15 +77,15 @@ def apollo(
     Every other leaf takes AdamW, as it is in that code: :math:`\tilde R_t` with :math:`P` the
     identity, in place of :math:`\sqrt\alpha U_t`. Those are leaves that are no matrix, have
     a side of at most `rank`, or do not adapt by the rules; the authors' code projects the
-    matrices that it is told to. A kernel of three axes, such as Flax's attention has, is no matrix
-    unless one of them is a layer axis; matrices stacked along layer axes are each projected, scaled
-    and limited on their own.
+    matrices that it is told to. What is a matrix is a fact of the rules, `matrix_axes`: without it
+    a kernel of three axes, such as Flax's attention has, is none unless one of them is a layer
+    axis. Matrices stacked along layer axes are each projected, scaled and limited on their own.
 
     Projections are made again at every update from `seed`, the leaf's place in the tree, and the
-    count; they are in no state. They are the same under `jit` whatever the shardings, but stacked
-    layers draw others than layers on their own would. Inside `shard_map` a program cannot tell
-    which side of a matrix is split, so matrices that adapt must be whole there, as where gradients
-    are averaged over replicas; other leaves may be split.
+    count; they are in no state. They are the same whatever the shardings, but stacked layers draw
+    others than layers on their own would. Inside `shard_map` a matrix that adapts may be split
+    along any of its axes where `axis_name` gives its `PartitionSpec`: every device draws the whole
+    projection and takes its part. A mere name does not tell which side is split, and is refused.
 
     >>> tx = apollo(0.01, rank=1, scale=128.0, scaling='tensor')
     >>> params = {'kernel': jnp.ones((4, 8)), 'bias': jnp.ones(8)}
@@ -99,8 +100,9 @@ def apollo(
         quarter of the width for smaller ones, and 1 for APOLLO-Mini.
       scale: :math:`\alpha`; 1 in APOLLO, 128 in APOLLO-Mini.
       scaling: 'channel' for a factor :math:`s_j` for each of the :math:`n` columns, 'tensor' for
-        one. Of a square matrix the first axis is projected: in PyTorch, where weights are the
-        transposes of Flax's kernels, the authors project the second.
+        one. Of a square matrix the rows are projected, that is the first axis unless
+        `matrix_axes` says otherwise: in PyTorch, where weights are the transposes of Flax's
+        kernels, the authors project the second.
       update_gap: updates for which a projection is kept, at least 1; 200 in the authors' examples.
       b1: :math:`\beta_1`; 0.9 in the authors' code.
       b2: :math:`\beta_2`; 0.999 in the authors' code.
@@ -115,7 +117,8 @@ def apollo(
       rules: which leaves decay, which are projected, which axes stack layers, see
         `parameters.resolve`.
       axis_name: the mesh axes over which leaves are split inside `shard_map` or `pmap`, see
-        `trust_ratio.scale_by_trust_ratio`; none for matrices that adapt. None under `jit`.
+        `trust_ratio.scale_by_trust_ratio`; for matrices that adapt a `PartitionSpec`. None under
+        `jit`.
       collect: keep `trust_ratio.Readings` in the state; there is no trust ratio, so ratios are 1.
 
     Returns:
@@ -124,7 +127,7 @@ def apollo(
 
     Raises:
       ValueError: for an argument that is out of range, naming it; from `update`, for a matrix that
-        adapts and is split.
+        adapts and is split over mesh axes that are given without a `PartitionSpec`.
     """
     checks.check_choice("scaling", scaling, SCALINGS)
     checks.check_flag("scale_front", scale_front)
@@ -144,39 +147,44 @@ def apollo(
         if not isinstance(growth_limit, jax.core.Tracer) and growth_limit < 1.0:
             raise ValueError(f"growth_limit must be at least 1, or None, not {growth_limit!r}")
 
-    def init_leaf(
-        param: jax.Array, facts: ParameterFacts, axes: MeshAxes
-    ) -> tuple[jax.Array, ...]:
+    def init_leaf(param: jax.Array, facts: ParameterFacts, split: Split) -> tuple[Any, ...]:
         zeros, real = leafwise.zeros_like(param), trust_ratio.real_dtype(param)
-        norm = trust_ratio.leaf_norm(zeros, facts, axis_name=axes)
-        axis = projected_axis(zeros.shape, facts, rank)
-        if axis is not None:
+        norm = trust_ratio.leaf_norm(zeros, facts, axis_name=split.axis_name)
+        side = projected_side(split.shape or zeros.shape, facts, rank)
+        if side is not None:
             # The zeros go through a projection to be placed as projected gradients will be.
-            shape = projection_shape(zeros.shape, facts, axis, rank)
-            zeros = project(zeros, jnp.zeros(shape, real), facts, axis)
+            shape = projection_shape(zeros.shape, facts, side, rank)
+            zeros = project(zeros, jnp.zeros(shape, real), facts, side, split)
         # Two arrays: a state in which one stands twice cannot be donated.
         return zeros, jnp.copy(zeros.real), norm
 
     def step_leaf(leaf: Leaf, mu: jax.Array, nu: jax.Array, norm: jax.Array) -> Step:
-        grad, facts, real = leaf.grad, leaf.facts, leaf.rate.dtype
-        # The whole shape of a matrix that is split is not known here, nor whether to project it.
-        if leaf.axis_name and projected_axis(grad.shape, facts, rank=0) is not None:
+        grad, facts, split, real = leaf.grad, leaf.facts, leaf.split, leaf.rate.dtype
+        if split.shape is None and facts.adapt and facts.matrix(grad.ndim):
             raise ValueError(
-                f"apollo needs whole matrices: axis_name must be None for {leaf.path!r}, not "
-                f"{leaf.axis_name!r}"
+                f"apollo must know along which axis the matrix {leaf.path!r} is split: axis_name "
+                f"must give a PartitionSpec for it, not {leaf.axis_name!r}"
             )
-        axis = projected_axis(grad.shape, facts, rank)
+        whole = split.shape or grad.shape
+        side = projected_side(whole, facts, rank)
         low = grad
-        if axis is not None:
+        if side is not None:
             key = jax.random.fold_in(jax.random.key(seed), leaf.index)
             key = jax.random.fold_in(key, leaf.completed // update_gap)
-            shape = projection_shape(grad.shape, facts, axis, rank)
-            low = project(grad, projection(key, shape, real), facts, axis)
+            if whole[side[-1]] == rank and split.names(side[-1:]):
+                raise ValueError(
+                    f"apollo cannot place the moments of {leaf.path!r}, which is split along an "
+                    f"axis as long as its rank {rank}: give another rank"
+                )
+            drawn = projection(key, projection_shape(whole, facts, side, rank), real)
+            low = project(
+                grad, split.part(drawn, (*facts.layer_axes, *side)), facts, side, split)
         mu = b1 * mu + (1 - b1) * low
         nu = b2 * nu + trust_ratio.real_product((1 - b2) * low, low)
         direction = mu / (trust_ratio.root(nu) + eps)
-        if axis is not None:
-            direction, norm = limited(grad * factor(direction, low, facts, axis), norm, facts)
+        if side is not None:
+            scaled = grad * factor(direction, low, facts, side, split)
+            direction, norm = limited(scaled, norm, facts, split)
         count = leaf.count
         step_size = leaf.rate * (
             jnp.sqrt(one_minus_power(b2, count, real)) / one_minus_power(b1, count, real)
@@ -188,19 +196,27 @@ def apollo(
         return change, (mu, nu, norm), None
 
     def factor(
-        direction: jax.Array, low: jax.Array, facts: ParameterFacts, axis: int
+        direction: jax.Array,
+        low: jax.Array,
+        facts: ParameterFacts,
+        side: tuple[int, ...],
+        split: Split,
     ) -> jax.Array:
+        others = tuple(axis for axis in range(low.ndim) if axis not in side)
+        # What is projected is whole on every device; the other side may be split.
+        axes = split.names(tuple(axis for axis in others if axis not in facts.layer_axes))
         if scaling == "channel":
-            facts = ParameterFacts(layer_axes=tuple(a for a in range(low.ndim) if a != axis))
-        return trust_ratio.leaf_norm(direction, facts) / (trust_ratio.leaf_norm(low, facts) + 1e-8)
+            facts, axes = ParameterFacts(layer_axes=others), ()
+        norm = trust_ratio.leaf_norm(low, facts, axis_name=axes)
+        return trust_ratio.leaf_norm(direction, facts, axis_name=axes) / (norm + 1e-8)
 
     def limited(
-        scaled: jax.Array, previous: jax.Array, facts: ParameterFacts
+        scaled: jax.Array, previous: jax.Array, facts: ParameterFacts, split: Split
     ) -> tuple[jax.Array, jax.Array]:
         root = jnp.sqrt(jnp.asarray(scale, trust_ratio.real_dtype(scaled)))
         if scale_front:
             scaled = root * scaled
-        norm = trust_ratio.leaf_norm(scaled, facts)
+        norm = trust_ratio.leaf_norm(scaled, facts, axis_name=split.axis_name)
         if growth_limit is not None:
             growth = jnp.maximum(norm / (previous + 1e-8), growth_limit) / growth_limit
             growth = jnp.where(previous > 0.0, growth, 1.0)
@@ -213,19 +229,29 @@ def apollo(
     )
 
 
-def projected_axis(shape: tuple[int, ...], facts: ParameterFacts, rank: int) -> int | None:
-    """The short side of a leaf that is projected; None for a leaf that takes AdamW."""
-    sides = [axis for axis in range(len(shape)) if axis not in facts.layer_axes]
-    if not facts.adapt or len(sides) != 2 or min(shape[axis] for axis in sides) <= rank:
+def projected_side(
+    shape: tuple[int, ...], facts: ParameterFacts, rank: int
+) -> tuple[int, ...] | None:
+    """The axes of a matrix's short side, which is projected; None for a leaf that takes AdamW.
+
+    The last one is to hold the rank. `sharding.state_sharding` knows an axis by its size, so it is
+    one of another size than the rank where there is any.
+    """
+    sides = facts.matrix(len(shape)) if facts.adapt else None
+    if sides is None:
         return None
-    return min(sides, key=lambda axis: shape[axis])
+    lengths = [math.prod(shape[axis] for axis in side) for side in sides]
+    if min(lengths) <= rank:
+        return None
+    side = sides[lengths.index(min(lengths))]
+    return tuple(sorted(side, key=lambda axis: shape[axis] != rank))
 
 
 def projection_shape(
-    shape: tuple[int, ...], facts: ParameterFacts, axis: int, rank: int
+    shape: tuple[int, ...], facts: ParameterFacts, side: tuple[int, ...], rank: int
 ) -> tuple[int, ...]:
-    """(*layers, short side, rank): a projection for each stacked matrix."""
-    return (*(shape[layer] for layer in facts.layer_axes), shape[axis], rank)
+    """(*layers, *short side, rank): a projection for each stacked matrix."""
+    return (*(shape[axis] for axis in (*facts.layer_axes, *side)), rank)
 
 
 def projection(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
@@ -234,13 +260,19 @@ def projection(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
 
 
 def project(
-    grad: jax.Array, matrix: jax.Array, facts: ParameterFacts, axis: int
+    grad: jax.Array,
+    matrix: jax.Array,
+    facts: ParameterFacts,
+    side: tuple[int, ...],
+    split: Split,
 ) -> jax.Array:
-    """The gradient with `axis` replaced by the rank, the order of the axes kept.
+    """The gradient with the side's last axis replaced by the rank and its others of size 1.
 
     Full float32: an accelerator's default product would round both factors to bfloat16.
     """
     axes = list(range(grad.ndim))
-    drawn = [*facts.layer_axes, axis, grad.ndim]
-    kept = [grad.ndim if a == axis else a for a in axes]
-    return jnp.einsum(grad, axes, matrix, drawn, kept, precision=jax.lax.Precision.HIGHEST)
+    drawn = [*facts.layer_axes, *side, grad.ndim]
+    kept = [grad.ndim if a == side[-1] else a for a in axes if a not in side[:-1]]
+    low = jnp.einsum(grad, axes, matrix, drawn, kept, precision=jax.lax.Precision.HIGHEST)
+    low = jnp.expand_dims(low, side[:-1])
+    return trust_ratio.over(jax.lax.psum, low, split.names(side))

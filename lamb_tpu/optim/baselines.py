@@ -9,16 +9,16 @@ import jax
 import optax
 
 from lamb_tpu.optim import checks, parameters, trust_ratio
-from lamb_tpu.optim.parameters import Rules
-from lamb_tpu.optim.trust_ratio import AxisName
-from lamb_tpu.optim.wrapping import (
+from lamb_tpu.optim.chains import (
+    add_decayed_weights,
     check_numbers,
-    decayed_weights,
     in_float32,
-    rate_factors,
     refuse_leaves,
+    scale_by_rate_factors,
     under_rules,
 )
+from lamb_tpu.optim.parameters import Rules
+from lamb_tpu.optim.trust_ratio import AxisName
 
 
 def sgd(
@@ -171,8 +171,8 @@ def adafactor(
     )
     # Optax adds the decay last, before the sign is turned.
     inner = in_float32(optax.chain(
-        stepped, rate_factors(rules), optax.scale(-1.0), decayed_weights(weight_decay, rules),
-        optax.scale(-1.0),
+        stepped, scale_by_rate_factors(rules), optax.scale(-1.0),
+        add_decayed_weights(weight_decay, rules), optax.scale(-1.0),
     ))
 
     def init_fn(params: optax.Params) -> optax.OptState:
@@ -200,7 +200,7 @@ def adafactor(
 def _with_l2(
     inner: optax.GradientTransformation, weight_decay: optax.ScalarOrSchedule, rules: Rules
 ) -> optax.GradientTransformation:
-    return under_rules(optax.chain(decayed_weights(weight_decay, rules), inner), rules)
+    return under_rules(optax.chain(add_decayed_weights(weight_decay, rules), inner), rules)
 
 
 def _decoupled(
@@ -211,5 +211,5 @@ def _decoupled(
 ) -> optax.GradientTransformation:
     steps = optax.scale_by_learning_rate(learning_rate)
     return under_rules(
-        optax.chain(direction, decayed_weights(weight_decay, rules), steps), rules
+        optax.chain(direction, add_decayed_weights(weight_decay, rules), steps), rules
     )

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 
 def is_number(value: Any) -> bool:
@@ -61,7 +62,7 @@ def check_range(name: str, value: Any, upper: float = math.inf) -> None:
     """Raises ValueError unless 0 <= value < upper, or when an array is narrower than float32.
 
     `optax.inject_hyperparams` turns numbers into arrays of the parameters' dtype; in bfloat16
-    0.999 is 1.0, and 1 - b2 is lost. A value that is traced is not looked at.
+    0.999 is 1.0, and 1 - b2 is lost. Traced values pass.
     """
     number = is_number(value)
     if number and isinstance(value, jax.Array):
@@ -102,17 +103,16 @@ def check_whole(name: str, value: Any, lowest: int = 0) -> None:
 
 
 def check_axis_name(axis_name: Any) -> None:
-    """Raises ValueError unless it is a mesh axis, a tuple of them, a function of a path, or None.
+    """Raises ValueError unless it is a mesh axis, a tuple of them, a spec, a function, or None.
 
     What a function gives is checked where it is called, leaf by leaf.
     """
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
-    if axis_name is not None and not callable(axis_name) and not all(
-        isinstance(name, str) for name in names
-    ):
+    given = axis_name is None or callable(axis_name) or isinstance(axis_name, PartitionSpec)
+    if not given and not all(isinstance(name, str) for name in names):
         raise ValueError(
-            "axis_name must be a mesh axis, a tuple of them, a function of a leaf's path to "
-            f"either, or None, not {axis_name!r}"
+            "axis_name must be a mesh axis, a tuple of them, a PartitionSpec, a function of a "
+            f"leaf's path to one of these, or None, not {axis_name!r}"
         )
 
 
@@ -123,7 +123,7 @@ def check_transform(name: str, tx: Any) -> None:
 
 
 def check_state(state: Any, kind: type) -> None:
-    """Raises ValueError for a state that is of no such NamedTuple, as another optimizer's is."""
+    """Raises ValueError unless the state is of that type; another optimizer's is not."""
     if not isinstance(state, kind):
         raise ValueError(
             f"state must be the {kind.__name__} that this transform's init made, "
@@ -132,7 +132,7 @@ def check_state(state: Any, kind: type) -> None:
 
 
 def check_opt_state(opt_state: Any) -> None:
-    """Raises ValueError for what is no state of any transform: None, or one leaf and no array."""
+    """Raises ValueError for None and for a single leaf that is no array: no transform's state."""
     bare = jax.tree_util.all_leaves([opt_state]) and not _is_array(opt_state)
     if opt_state is None or bare:
         raise ValueError(f"opt_state must be an optimizer's state, not {opt_state!r}")
@@ -189,6 +189,6 @@ def _is_array(leaf: Any) -> bool:
 
 
 def short(value: Any) -> str:
-    """The value as it is printed, cut off after 200 characters."""
+    """Returns the value's `repr`, cut off after 200 characters."""
     text = repr(value)
     return text if len(text) <= 200 else f"{text[:200]}..."

@@ -9,7 +9,8 @@ import optax
 from lamb_tpu.optim import checks, leafwise, parameters, trust_ratio
 from lamb_tpu.optim.leafwise import Leaf, Step, one_minus_power
 from lamb_tpu.optim.parameters import ParameterFacts, Rules
-from lamb_tpu.optim.trust_ratio import AxisName, MeshAxes, Readings
+from lamb_tpu.optim.splits import Split
+from lamb_tpu.optim.trust_ratio import AxisName, Readings
 
 
 class DiffgradState(NamedTuple):
@@ -97,8 +98,8 @@ def diffgrad(
     checks.check_dtype("mu_dtype", mu_dtype)
     checks.check_dtype("nu_dtype", nu_dtype, squares=True)
 
-    def init_leaf(param: jax.Array, facts: ParameterFacts, axes: MeshAxes) -> tuple[Any, ...]:
-        del facts, axes
+    def init_leaf(param: jax.Array, facts: ParameterFacts, split: Split) -> tuple[Any, ...]:
+        del facts, split
         mu, nu = leafwise.zeros_like(param, mu_dtype), leafwise.zero_squares(param, nu_dtype)
         return mu, nu, leafwise.zeros_like(param)
 

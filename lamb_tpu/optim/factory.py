@@ -1,4 +1,4 @@
-"""An optimizer from a config: `{'name': 'lamb', 'weight_decay': 0.01, 'rules': ...}`."""
+"""Builds an optimizer from a config: `{'name': 'lamb', 'weight_decay': 0.01, 'rules': ...}`."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from lamb_tpu.optim import baselines, clipping, parameters, presets, rounding
+from lamb_tpu.optim import baselines, checks, clipping, parameters, presets, rounding
 from lamb_tpu.optim.adagrad_norm import adagrad_norm
 from lamb_tpu.optim.apollo import apollo
 from lamb_tpu.optim.diffgrad import diffgrad
@@ -44,8 +44,9 @@ def make_optimizer(
     >>> tx = make_optimizer({'name': 'lars', 'preset': 'lamb_paper', 'weight_decay': 0.1}, 1e-3)
 
     Args:
-      config: 'name', one of `OPTIMIZERS`, and arguments of that function. Every optimizer takes:
-        'rules': the name of a preset in `parameters.RULES` or a list of
+      config: 'name', one of `OPTIMIZERS` or a function like them, such as those of Optax, and
+        arguments of that function. Every optimizer takes:
+        'rules': a name in `parameters.RULES` or a list of
           (regex, {'decay': ..., 'adapt': ..., 'layer_axes': ...}), so that one table serves all.
         'clip_global_norm': the l2 norm of all gradients together above which they are scaled down
           to it before anything else; the LAMB authors' code has 1.0. None for none.
@@ -71,16 +72,21 @@ def make_optimizer(
     preset = arguments.pop("preset", None)
     if preset is not None:
         arguments = presets.preset(name, preset) | arguments
-    build = OPTIMIZERS[name]
-    known = [key for key in inspect.signature(build).parameters if key != "learning_rate"]
+    build = name if callable(name) else OPTIMIZERS[name]
+    known = [key for key in _parameters(build) if key != "learning_rate"]
     common = {
         key: arguments.get(key) if key in known else arguments.pop(key, None)
         for key in _COMMON
     }
     for key in arguments:
         if key not in known:
-            raise ValueError(f"{name} has no argument {key!r}; known: {', '.join(every)}")
-    tx = build(learning_rate, **arguments)
+            raise ValueError(
+                f"{_title(name)} has no argument {key!r}; known: {', '.join(every)}"
+            )
+    tx = build(learning_rate=learning_rate, **arguments)
+    if callable(name):
+        checks.check_transform(f"what {_title(name)} returns", tx)
+        tx = optax.with_extra_args_support(tx)
     if params is not None:
         parameters.resolve(params, arguments.get("rules", parameters.DEFAULT_RULES))
     if common["clip_global_norm"] is not None and "clip_global_norm" not in known:
@@ -109,9 +115,9 @@ def make_optimizer(
 
 
 def own_arguments(name: Any) -> dict[str, inspect.Parameter]:
-    """What `make_optimizer` takes for the named optimizer, with types and defaults.
+    """Returns the arguments of an optimizer, a name or a function, with types and defaults.
 
-    These are its function's arguments without the learning rate, then those that all have.
+    First those of its function, without the learning rate, then those that all optimizers take.
 
     >>> own_arguments("sgd")["weight_decay"].default
     0.0
@@ -119,14 +125,35 @@ def own_arguments(name: Any) -> dict[str, inspect.Parameter]:
     ['clip_global_norm', 'axis_name', 'l2', 'l2_rules', 'stochastic_rounding', 'preset']
 
     Raises:
-      ValueError: an unknown name.
+      ValueError: an unknown name, or a function without the argument `learning_rate`.
     """
-    if not isinstance(name, str) or name not in OPTIMIZERS:
+    if not callable(name) and (not isinstance(name, str) or name not in OPTIMIZERS):
         known = ", ".join(OPTIMIZERS)
         raise ValueError(f"the optimizer's name {name!r} is unknown; known: {known}")
-    own = dict(inspect.signature(OPTIMIZERS[name]).parameters)
+    own = _parameters(name if callable(name) else OPTIMIZERS[name])
+    if "learning_rate" not in own:
+        raise ValueError(f"{_title(name)} has no argument 'learning_rate'; it must take one")
     del own["learning_rate"]
     return own | {key: value for key, value in _COMMON.items() if key not in own}
+
+
+def _parameters(build: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """The function's named parameters, their annotations as types where these can be resolved."""
+    try:
+        signature = inspect.signature(build, eval_str=True)
+    except (AttributeError, NameError, SyntaxError, TypeError):
+        signature = inspect.signature(build)
+    return {
+        key: parameter for key, parameter in signature.parameters.items()
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    }
+
+
+def _title(name: Any) -> str:
+    """The name of an optimizer, or of a function in its module."""
+    if not callable(name):
+        return str(name)
+    return f"{name.__module__}:{getattr(name, '__qualname__', type(name).__name__)}"
 
 
 OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {

@@ -13,13 +13,13 @@ import jax.numpy as jnp
 import optax
 
 from lamb_tpu.optim import checks, leafwise, parameters, trust_ratio
+from lamb_tpu.optim.directions import AdamDirection
 from lamb_tpu.optim.leafwise import Leaf, Step, one_minus_power
-from lamb_tpu.optim.parameters import ParameterFacts, Rules
-from lamb_tpu.optim.trust_ratio import AxisName, MeshAxes, Readings
+from lamb_tpu.optim.parameters import Rules
+from lamb_tpu.optim.trust_ratio import AxisName, Readings
 
 BIAS_CORRECTIONS = ("moments", "none", "step")
 DECAYS = ("direction", "decoupled", "gradient")
-NESTEROVS = ("none", "first", "both")
 
 
 class LambState(NamedTuple):
@@ -137,73 +137,27 @@ def lamb(
       You et al., Large Batch Optimization for Deep Learning: Training BERT in 76 minutes,
       arXiv:1904.00962, Algorithm 2 and, for N-LAMB and NN-LAMB, the appendix.
     """
-    checks.check_range("b1", b1, upper=1.0)
-    checks.check_range("b2", b2, upper=1.0)
-    checks.check_schedule("weight_decay", weight_decay)
-    trust_ratio.check(
-        norm,
-        phi_bounds,
-        {"eps": eps, "eps_root": eps_root, "ratio_eps": ratio_eps, "zero_ratio": zero_ratio},
+    adam = AdamDirection(
+        b1, b2, eps, bias_correction == "moments", eps_root, grad_averaging, nesterov, cautious,
+        mu_dtype, nu_dtype,
     )
+    checks.check_schedule("weight_decay", weight_decay)
+    trust_ratio.check(norm, phi_bounds, {"ratio_eps": ratio_eps, "zero_ratio": zero_ratio})
     checks.check_bounds("ratio_bounds", ratio_bounds)
     checks.check_choice("bias_correction", bias_correction, BIAS_CORRECTIONS)
     checks.check_choice("decay", decay, DECAYS)
-    checks.check_choice("nesterov", nesterov, NESTEROVS)
-    for name, flag in (("grad_averaging", grad_averaging), ("cautious", cautious)):
-        checks.check_flag(name, flag)
-    checks.check_dtype("mu_dtype", mu_dtype)
-    checks.check_dtype("nu_dtype", nu_dtype, squares=True)
-
-    def init_leaf(param: jax.Array, facts: ParameterFacts, axes: MeshAxes) -> tuple[Any, ...]:
-        del facts, axes
-        return leafwise.zeros_like(param, mu_dtype), leafwise.zero_squares(param, nu_dtype)
 
     def step_leaf(leaf: Leaf, mu: jax.Array, nu: jax.Array) -> Step:
-        grad, weights, facts = leaf.grad, leaf.weights, leaf.facts
-        dtype, real = weights.dtype, leaf.rate.dtype
+        weights, facts, real = leaf.weights, leaf.facts, leaf.rate.dtype
         decays = decay if facts.decay else None
         decayed = leafwise.decay_at(weight_decay, facts, leaf.completed, real) * weights
         if decays == "gradient":
-            grad = grad + decayed
-        newest = 1 - b1 if grad_averaging else 1
-        mu = (b1 * mu.astype(dtype) + newest * grad).astype(mu.dtype)
-        square = trust_ratio.real_product((1 - b2) * grad, grad)
-        nu = (b2 * nu.astype(real) + square).astype(nu.dtype)
-
-        def shares(base: float, newest: float, ahead: bool) -> tuple[Any, Any]:
-            """What the moment and its newest term count for in the moment's estimate."""
-            now: float | jax.Array = 1.0
-            coming: float | jax.Array = 1.0
-            if bias_correction == "moments":
-                now = 1 / one_minus_power(base, leaf.count, real)
-            if not ahead:
-                return now, None
-            if bias_correction == "moments":
-                coming = 1 / one_minus_power(base, optax.safe_increment(leaf.count), real)
-            return base * coming, newest * now
-
-        of_mu, of_grad = shares(b1, newest, nesterov != "none")
-        of_nu, of_square = shares(b2, 1 - b2, nesterov == "both")
-        if nesterov == "first":
-            of_nu = b2 * of_nu
-
-        def adam(mu: jax.Array, nu: jax.Array) -> jax.Array:
-            mean, square = of_mu * mu.astype(dtype), of_nu * nu.astype(real)
-            if of_grad is not None:
-                mean = mean + of_grad * grad
-            if of_square is not None:
-                square = square + trust_ratio.real_product(of_square * grad, grad)
-            return mean / (trust_ratio.root(square + eps_root) + eps)
-
-        kept = None
-        if cautious:
-            same_sign = (adam(mu, nu) * grad > 0).astype(dtype)
-            kept = jnp.maximum(trust_ratio.leaf_mean(same_sign, facts, leaf.axis_name), 1e-3)
+            leaf = leaf._replace(grad=leaf.grad + decayed)
+        mu, nu = adam.moments(leaf, mu, nu)
+        undecayed = adam.direction(leaf, mu, nu)
 
         def direction(mu: jax.Array, nu: jax.Array) -> jax.Array:
-            value = adam(mu, nu)
-            if kept is not None:
-                value = value * ((value * grad > 0).astype(dtype) / kept)
+            value = undecayed(mu, nu)
             return value + decayed if decays == "direction" else value
 
         ratio = None
@@ -231,7 +185,7 @@ def lamb(
         return update, (mu, nu), ratio
 
     return leafwise.transform(
-        LambState, init_leaf, step_leaf, learning_rate, rules,
+        LambState, adam.init_leaf, step_leaf, learning_rate, rules,
         clip_global_norm=clip_global_norm, axis_name=axis_name, collect=collect,
-        real_only="cautious" if cautious else None,
+        real_only=adam.real_only,
     )

@@ -14,9 +14,10 @@ import jax.numpy as jnp
 import optax
 
 from lamb_tpu.optim import checks, leafwise, parameters, trust_ratio
+from lamb_tpu.optim.directions import Momentum
 from lamb_tpu.optim.leafwise import Leaf, Step
-from lamb_tpu.optim.parameters import ParameterFacts, Rules
-from lamb_tpu.optim.trust_ratio import AxisName, MeshAxes, Readings
+from lamb_tpu.optim.parameters import Rules
+from lamb_tpu.optim.trust_ratio import AxisName, Readings
 
 DENOMINATORS = ("gradient", "decayed", "momentum")
 ACCUMULATES = ("steps", "adapted", "gradients")
@@ -130,8 +131,7 @@ def lars(
       You, Gitman and Ginsburg, Large Batch Training of Convolutional Networks, arXiv:1708.03888.
       You et al., Large Batch Optimization for Deep Learning, arXiv:1904.00962, Algorithm 1.
     """
-    for name, value in (("momentum", momentum), ("dampening", dampening)):
-        checks.check_range(name, value, upper=1.0)
+    heavy_ball = Momentum(momentum, nesterov, dampening, dampen_first, momentum_dtype)
     checks.check_schedule("weight_decay", weight_decay)
     trust_ratio.check(
         norm, phi_bounds, {"coefficient": coefficient, "eps": eps, "zero_ratio": zero_ratio}
@@ -139,11 +139,9 @@ def lars(
     checks.check_choice("denominator", denominator, DENOMINATORS)
     checks.check_choice("accumulate", accumulate, ACCUMULATES)
     for name, flag in (
-        ("nesterov", nesterov), ("dampen_first", dampen_first), ("l2_in_loss", l2_in_loss),
-        ("trust_clip", trust_clip), ("skip_zero", skip_zero),
+        ("l2_in_loss", l2_in_loss), ("trust_clip", trust_clip), ("skip_zero", skip_zero),
     ):
         checks.check_flag(name, flag)
-    checks.check_dtype("momentum_dtype", momentum_dtype)
     if denominator == "momentum" and accumulate != "gradients":
         raise ValueError(
             "denominator 'momentum' needs accumulate 'gradients', as the ratio is known only after "
@@ -152,10 +150,6 @@ def lars(
     for name, flag in (("l2_in_loss", l2_in_loss), ("skip_zero", skip_zero)):
         if flag and denominator != "gradient":
             raise ValueError(f"{name} needs denominator 'gradient', not {denominator!r}")
-
-    def init_leaf(param: jax.Array, facts: ParameterFacts, axes: MeshAxes) -> tuple[Any, ...]:
-        del facts, axes
-        return (leafwise.zeros_like(param, momentum_dtype),)
 
     def layer_ratio(
         leaf: Leaf, divisor: jax.Array, decay: float | jax.Array
@@ -175,14 +169,14 @@ def lars(
             ratio = jnp.where(nonzero, factor, ratio) if skip_zero else factor
         return ratio, nonzero
 
-    def scaled(factor: float | jax.Array, ratio: jax.Array | None) -> float | jax.Array:
+    def scaled(factor: Any, ratio: jax.Array | None) -> Any:
         return factor if ratio is None else factor * ratio
 
     def step_leaf(leaf: Leaf, buffer: jax.Array) -> Step:
-        facts, dtype, real = leaf.facts, leaf.weights.dtype, leaf.rate.dtype
+        facts = leaf.facts
         decay: float | jax.Array = 0.0
         if facts.decay:
-            decay = leafwise.decay_at(weight_decay, facts, leaf.completed, real)
+            decay = leafwise.decay_at(weight_decay, facts, leaf.completed, leaf.rate.dtype)
         ratio = None
         if facts.adapt and denominator == "gradient":
             ratio, nonzero = layer_ratio(leaf, leaf.grad, decay)
@@ -198,12 +192,7 @@ def lars(
             summand = scaled(leaf.rate, ratio) * summand
         elif accumulate == "adapted":
             summand = scaled(1.0, ratio) * summand
-        share: float | jax.Array = 1 - dampening
-        if not dampen_first:
-            share = jnp.where(leaf.completed == 0, 1.0, share).astype(real)
-        summand = share * summand
-        total = momentum * buffer.astype(dtype) + summand
-        direction = momentum * total + summand if nesterov else total
+        direction, buffer = heavy_ball.step(leaf, buffer, summand)
 
         if facts.adapt and denominator == "momentum":
             ratio, _ = layer_ratio(leaf, direction, 0.0)
@@ -211,9 +200,9 @@ def lars(
             direction = leaf.rate * direction
         elif accumulate == "gradients":
             direction = scaled(leaf.rate, ratio) * direction
-        return -direction, (total.astype(buffer.dtype),), ratio
+        return -direction, (buffer,), ratio
 
     return leafwise.transform(
-        LarsState, init_leaf, step_leaf, learning_rate, rules,
+        LarsState, heavy_ball.init_leaf, step_leaf, learning_rate, rules,
         clip_global_norm=clip_global_norm, axis_name=axis_name, collect=collect,
     )

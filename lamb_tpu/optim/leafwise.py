@@ -1,4 +1,4 @@
-"""The walk over a tree's leaves that every optimizer here shares.
+"""Builds a transform from functions of one leaf, for every optimizer here.
 
 An optimizer is two functions of one leaf: its initial buffers, and its step in float32. This file
 gives each leaf its facts and its learning rate, widens narrow dtypes and narrows the update again,
@@ -18,13 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from lamb_tpu.optim import checks, clipping, parameters, trust_ratio
+from lamb_tpu.optim import checks, clipping, parameters, splits, trust_ratio
 from lamb_tpu.optim.parameters import ParameterFacts, Rules
+from lamb_tpu.optim.splits import Split
 from lamb_tpu.optim.trust_ratio import AxisName, MeshAxes, Readings
 
 
 class Leaf(NamedTuple):
-    """What a step sees of one leaf. Arrays are float32 at least (float64 for float64 leaves).
+    """One leaf as a step gets it, in float32 at least (float64 for float64 leaves).
 
     The gradient and the weights of a complex leaf are complex; all else is real.
     """
@@ -37,11 +38,16 @@ class Leaf(NamedTuple):
     index: int  # type: ignore[assignment]  # the leaf's place in jax.tree.leaves(params)
     count: jax.Array  # type: ignore[assignment]  # int32, (): updates with this one
     path: str  # its keys joined by '/'
-    axis_name: MeshAxes  # over which it is split, for norms and means
+    split: Split  # its whole shape, and over which mesh axes it is split along which of its axes
+
+    @property
+    def axis_name(self) -> MeshAxes:
+        """The mesh axes over which the leaf is split, for norms and means."""
+        return self.split.axis_name
 
 
-# (leaf, its facts, the bound mesh axes over which it is split) -> buffers
-InitLeaf = Callable[[jax.Array, ParameterFacts, MeshAxes], tuple[Any, ...]]
+# (leaf, its facts, how it is split over mesh axes that are bound) -> buffers
+InitLeaf = Callable[[jax.Array, ParameterFacts, Split], tuple[Any, ...]]
 # (leaf, *buffers) -> (update, buffers, the trust ratio, or None where there is none)
 Step = tuple[jax.Array, tuple[Any, ...], jax.Array | None]
 StepLeaf = Callable[..., Step]
@@ -59,11 +65,11 @@ def transform(
     collect: bool = False,
     real_only: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """A transform from functions of one leaf; its `update` ignores extra arguments.
+    """Returns a transform made of functions of one leaf; `update` ignores extra arguments.
 
     Args:
       state_type: a NamedTuple with the fields `count`, one for each buffer in the order in which
-        `init_leaf` gives them, and `readings`.
+        `init_leaf` gives them, and last, where it collects any, `readings`.
       init_leaf: the buffers of a leaf before the first update.
       step_leaf: the leaf's update, new buffers with the shapes and dtypes of the old, and ratio.
       learning_rate: a number, or a schedule of the count of completed updates.
@@ -84,7 +90,8 @@ def transform(
     checks.check_axis_name(axis_name)
     if clip_global_norm is not None:
         clipping.check_max_norm(clip_global_norm)
-    num_buffers = len(state_type._fields) - 2
+    reads = state_type._fields[-1] == "readings"  # links of chains have none
+    num_buffers = len(state_type._fields) - 1 - reads
 
     def columns(treedef: Any, rows: list[tuple], width: int) -> list[Any]:
         return [treedef.unflatten(c) for c in (zip(*rows) if rows else ((),) * width)]
@@ -102,12 +109,15 @@ def transform(
                     f"{path!r} is {jnp.result_type(param)}"
                 )
             axes = trust_ratio.axes_of(axis_name, path)
-            # Outside shard_map, as where `placement.partition` asks for shapes, none is bound.
-            bound = axes if axes and trust_ratio.is_bound(axes) else None
-            rows.append(init_leaf(param, fact, bound))
+            # Outside shard_map, as where `sharding.state_sharding` asks for shapes, none is bound.
+            split = splits.whole(jnp.shape(param))
+            if axes and trust_ratio.is_bound(axes):
+                split = splits.split_of(axis_name, path, jnp.shape(param), fact)
+            rows.append(init_leaf(param, fact, split))
         buffers = columns(treedef, rows, num_buffers)
         readings = trust_ratio.initial_readings(params, facts) if collect else None
-        return state_type._make((jnp.zeros((), jnp.int32), *buffers, readings))
+        return state_type._make(
+            (jnp.zeros((), jnp.int32), *buffers, *((readings,) if reads else ())))
 
     def update_fn(
         updates: optax.Updates, state: Any, params: optax.Params = None, **extra_args: Any
@@ -120,10 +130,10 @@ def transform(
         if clip_global_norm is not None:
             scale = clipping.global_scale(treedef.unflatten(grads), clip_global_norm, axis_name)
         try:
-            buffers = [treedef.flatten_up_to(tree) for tree in state[1:-1]]
+            buffers = [treedef.flatten_up_to(tree) for tree in state[1 : 1 + num_buffers]]
         except ValueError as error:
             raise ValueError(f"state is that of another tree than params: {error}") from None
-        step_size, count = at(learning_rate, state.count), optax.safe_increment(state.count)
+        step_size, count = value_at(learning_rate, state.count), optax.safe_increment(state.count)
         rows, read = [], []
         for index, (path, param, grad, facts, *old) in enumerate(zip(
             parameters.leaf_paths(params), jax.tree.leaves(params), grads,
@@ -136,23 +146,24 @@ def transform(
             rate = jnp.asarray(step_size, real)
             if facts.rate_factor != 1.0:
                 rate = rate * facts.rate_factor
-            axes = trust_ratio.axes_of(axis_name, path)
-            leaf = Leaf(grad, weights, facts, rate, state.count, index, count, path, axes)
+            split = splits.split_of(axis_name, path, weights.shape, facts)
+            leaf = Leaf(grad, weights, facts, rate, state.count, index, count, path, split)
             update, new, ratio = step_leaf(leaf, *old)
             rows.append((update.astype(jnp.result_type(param)), *new))
             if collect:
-                read.append(trust_ratio.leaf_readings(ratio, update, weights, facts, axes))
+                read.append(
+                    trust_ratio.leaf_readings(ratio, update, weights, facts, split.axis_name))
         steps, *new_buffers = columns(treedef, rows, 1 + num_buffers)
         readings: Readings | None = None
         if collect:
             readings = trust_ratio.readings_of(treedef, read)
-        return steps, state_type._make((count, *new_buffers, readings))
+        return steps, state_type._make((count, *new_buffers, *((readings,) if reads else ())))
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def at(value: optax.ScalarOrSchedule, completed: jax.Array) -> Any:
-    """A hyper-parameter that may be a schedule, at an update."""
+def value_at(value: optax.ScalarOrSchedule, completed: jax.Array) -> Any:
+    """The value at an update of a hyper-parameter that may be a schedule."""
     return value(completed) if callable(value) else value
 
 
@@ -160,7 +171,7 @@ def decay_at(
     weight_decay: optax.ScalarOrSchedule, facts: ParameterFacts, completed: jax.Array, dtype: Any
 ) -> jax.Array:
     """A leaf's weight decay at an update: the number or the schedule's, times its factor."""
-    decay = jnp.asarray(at(weight_decay, completed), dtype)
+    decay = jnp.asarray(value_at(weight_decay, completed), dtype)
     return decay if facts.decay_factor == 1.0 else decay * facts.decay_factor
 
 
@@ -180,7 +191,7 @@ def zero_squares(param: jax.Array, dtype: Any = None) -> jax.Array:
 
 
 def widen(tree: Any) -> Any:
-    """The tree in the dtypes of its arithmetic: leaves narrower than float32 become float32."""
+    """Casts leaves to the dtypes of their arithmetic: narrower ones become float32."""
     return jax.tree.map(lambda x: jnp.asarray(x, trust_ratio.compute_dtype(x)), tree)
 
 

@@ -8,9 +8,9 @@ from optax.contrib import MuonDimensionNumbers, scale_by_muon
 from optax.contrib._muon import scale_by_shape  # not among what optax.contrib gives
 
 from lamb_tpu.optim import checks, parameters, trust_ratio
+from lamb_tpu.optim.chains import add_decayed_weights, check_numbers, refuse_leaves, under_rules
 from lamb_tpu.optim.parameters import ParameterFacts, Rules
 from lamb_tpu.optim.trust_ratio import AxisName
-from lamb_tpu.optim.wrapping import check_numbers, decayed_weights, refuse_leaves, under_rules
 
 
 def muon(
@@ -28,12 +28,14 @@ def muon(
 ) -> optax.GradientTransformationExtraArgs:
     """Muon for matrices, Adam for every other leaf; decay outside both, times the learning rate.
 
-    A matrix is a leaf that adapts by the rules and has two axes beside its layer axes; matrices
-    that are stacked along layer axes are each orthogonalised on their own. Muon's authors leave
+    A matrix is a leaf that adapts by the rules and has rows and columns by them, see
+    `parameters.ParameterFacts.matrix_axes`: without that fact, one with two axes beside its layer
+    axes. Matrices that are stacked along layer axes are each orthogonalised on their own, and a
+    kernel of more axes as the matrix that its rows and columns make. Muon's authors leave
     embeddings and the last layer to Adam: give those a rule with `adapt=False`, and one with a
     `rate_factor` where Adam is to have a rate of its own.
 
-    The first of a matrix's axes is its input, as in Flax, which matters for the factor
+    A matrix's rows are its inputs, as in Flax, which matters for the factor
     sqrt(max(1, outputs / inputs)) of a step. Optax corrects the momentum for its start at 0; the
     authors' code does not. Inside `shard_map` and on an Explicit mesh matrices must be whole;
     under `jit` on an Auto mesh they may be split in any way.
@@ -88,7 +90,7 @@ def muon(
     inner = under_rules(
         optax.chain(
             optax.partition({"muon": orthogonal, "adam": adam}, labels),
-            decayed_weights(weight_decay, rules),
+            add_decayed_weights(weight_decay, rules),
             optax.scale_by_learning_rate(learning_rate),
         ),
         rules,
@@ -108,7 +110,8 @@ def muon(
         refuse_leaves(
             params, rules,
             lambda path, leaf, facts: any(
-                jax.typeof(leaf).sharding.spec[axis] for axis in _sides(leaf, facts)
+                jax.typeof(leaf).sharding.spec[axis]
+                for side in _sides(leaf, facts) for axis in side
             ),
             "muon needs whole matrices on an Explicit mesh: {path!r} is split",
         )
@@ -117,7 +120,6 @@ def muon(
     return optax.GradientTransformationExtraArgs(inner.init, update_fn)
 
 
-def _sides(leaf: Any, facts: ParameterFacts) -> tuple[int, ...]:
-    """The input and the output axis of a matrix that adapts; nothing for any other leaf."""
-    sides = tuple(axis for axis in range(leaf.ndim) if axis not in facts.layer_axes)
-    return sides if facts.adapt and len(sides) == 2 else ()
+def _sides(leaf: Any, facts: ParameterFacts) -> parameters.MatrixAxes | tuple[()]:
+    """The rows and the columns of a matrix that adapts; nothing for any other leaf."""
+    return facts.matrix(leaf.ndim) or () if facts.adapt else ()

@@ -14,7 +14,8 @@ import optax
 from lamb_tpu.optim import checks, leafwise, parameters, trust_ratio
 from lamb_tpu.optim.leafwise import Leaf, Step, one_minus_power
 from lamb_tpu.optim.parameters import ParameterFacts, Rules
-from lamb_tpu.optim.trust_ratio import AxisName, MeshAxes, Readings
+from lamb_tpu.optim.splits import Split
+from lamb_tpu.optim.trust_ratio import AxisName, Readings
 
 NORMS = ("l2", "linf")
 AVERAGINGS = ("none", "all", "after_first")
@@ -156,12 +157,13 @@ def novograd(
     checks.check_dtype("mu_dtype", mu_dtype)
     checks.check_dtype("nu_dtype", nu_dtype, squares=True)
 
-    def init_leaf(param: jax.Array, facts: ParameterFacts, axes: MeshAxes) -> tuple[Any, ...]:
+    def init_leaf(param: jax.Array, facts: ParameterFacts, split: Split) -> tuple[Any, ...]:
         mu = leafwise.zeros_like(param, mu_dtype)
         if not facts.adapt:
             return mu, None, None
         # The norm gives its shape, and on a mesh its place.
-        nu = jnp.zeros_like(trust_ratio.leaf_norm(param, facts, axis_name=axes), dtype=nu_dtype)
+        norm = trust_ratio.leaf_norm(param, facts, axis_name=split.axis_name)
+        nu = jnp.zeros_like(norm, dtype=nu_dtype)
         # Two arrays: a state in which one stands twice cannot be donated.
         return mu, nu, jnp.copy(nu) if amsgrad else None
 
@@ -173,7 +175,7 @@ def novograd(
         return (average if init_zero else jnp.where(nu == 0, newest, average)).astype(nu.dtype)
 
     def factor(nu: jax.Array, count: jax.Array, dtype: Any) -> jax.Array:
-        """What a layer is multiplied by; 1 while its gradients have all been 0."""
+        """The factor of each layer's gradient; 1 while its gradients have all been 0."""
         nu = leafwise.widen(nu)
         if norm == "l2":
             root = trust_ratio.root(nu + eps_root)

@@ -1,8 +1,8 @@
-"""Which leaves decay, which adapt and which axes stack layers: one table for the three.
+"""Parameter facts: which leaves decay, which adapt, which axes stack layers, in one table.
 
 A rule is a pair `(regex, facts)`. The regex is searched (`re.search`) in a leaf's path, its keys
 joined by '/', as in 'encoder/layer_0/bias'; the first rule that matches decides. Rules are given
-as the name of a preset in `RULES`, or as a sequence of pairs whose second element is a
+as a name in `RULES`, or as a sequence of pairs whose second element is a
 `ParameterFacts` or a mapping of its fields:
 
 >>> import jax, jax.numpy as jnp
@@ -38,10 +38,12 @@ import optax
 
 from lamb_tpu.optim import checks
 
+MatrixAxes = tuple[tuple[int, ...], tuple[int, ...]]  # (rows, columns)
+
 
 @dataclasses.dataclass(frozen=True)
 class ParameterFacts:
-    """What an optimizer must know of one leaf.
+    """Facts that an optimizer needs of one leaf; a rule gives them.
 
     Attributes:
       decay: weight decay is applied to it.
@@ -53,6 +55,11 @@ class ParameterFacts:
         it. Trust ratios do not, but where they read the rate (LARC's clip, LAMB's 'decoupled'
         decay); nor does a norm over all leaves, as in clipping.
       decay_factor: its weight decay is the optimizer's times this.
+      matrix_axes: for optimizers of matrices, as `apollo` and `muon`: the axes that are a matrix's
+        rows (inputs) and those that are its columns (outputs), several of them read as one, as
+        ((0, 1, 2), (3,)) for the kernel of a convolution in Flax. () where the leaf is no matrix,
+        as a table of embeddings. With the layer axes they are all axes. None, where no rule says
+        it: the two axes of a leaf that has two beside its layer axes; any other is no matrix.
     """
 
     decay: bool = True
@@ -60,16 +67,17 @@ class ParameterFacts:
     layer_axes: tuple[int, ...] = ()
     rate_factor: float = 1.0
     decay_factor: float = 1.0
+    matrix_axes: MatrixAxes | tuple[()] | None = None
 
     def __post_init__(self) -> None:
         for name in ("decay", "adapt"):
             checks.check_flag(name, getattr(self, name))
         axes = self.layer_axes
-        if not isinstance(axes, (tuple, list)) or not all(
-            type(axis) is int and axis >= 0 for axis in axes
-        ) or len(set(axes)) != len(axes):
+        if not _are_axes(axes):
             raise ValueError(f"layer_axes must be distinct axes counted from 0, not {axes!r}")
         object.__setattr__(self, "layer_axes", tuple(sorted(axes)))
+        if self.matrix_axes is not None:
+            object.__setattr__(self, "matrix_axes", _matrix_axes(self.matrix_axes, axes))
         for name in ("rate_factor", "decay_factor"):
             value = getattr(self, name)
             number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -83,11 +91,43 @@ class ParameterFacts:
             )
 
 
+    def matrix(self, num_axes: int) -> MatrixAxes | None:
+        """The rows and the columns of a leaf with so many axes; None where it is no matrix."""
+        if self.matrix_axes is not None:
+            return self.matrix_axes or None
+        sides = [axis for axis in range(num_axes) if axis not in self.layer_axes]
+        return ((sides[0],), (sides[1],)) if len(sides) == 2 else None
+
+
+def _are_axes(value: Any) -> bool:
+    if not isinstance(value, (tuple, list)):
+        return False
+    return all(type(axis) is int and axis >= 0 for axis in value) and len({*value}) == len(value)
+
+
+def _matrix_axes(given: Any, layer_axes: Sequence[int]) -> MatrixAxes | tuple[()]:
+    sides = given if isinstance(given, (tuple, list)) else None
+    if sides is not None and not sides:
+        return ()
+    if sides is None or len(sides) != 2 or not all(_are_axes(side) and side for side in sides):
+        raise ValueError(
+            "matrix_axes must be the axes of a matrix's rows and those of its columns, as "
+            f"((0, 1), (2,)), or () for no matrix, not {given!r}"
+        )
+    rows, columns = map(tuple, sides)
+    if not _are_axes([*rows, *columns, *layer_axes]):
+        raise ValueError(
+            f"matrix_axes {(rows, columns)} and layer_axes {tuple(layer_axes)} must name no axis "
+            "twice"
+        )
+    return rows, columns
+
+
 Rules = str | Sequence[tuple[str, ParameterFacts | Mapping[str, Any]]]
 
 
 def _without(pattern: str, *, adapt: bool = False) -> tuple[tuple[str, ParameterFacts], ...]:
-    """Rules by which what the pattern finds does not decay, nor adapt unless it is said."""
+    """Rules that exempt what the pattern finds from decay, and from adaptation by default."""
     return (pattern, ParameterFacts(decay=False, adapt=adapt)), ("", ParameterFacts())
 
 
@@ -102,7 +142,7 @@ _OF_NORMS = r"(^|/)(scale|gamma|beta|offset)(/value)?$"
 _LEAVES = rf"{_BIASES}|{_OF_NORMS}|{_NORM}(weight|g)(/value)?$"
 _NORMS = rf"{_NORM}|{_OF_NORMS}"
 
-# Presets fit any model, so a rule of theirs may match nothing.
+# Named rules fit any model, so one of them may match nothing.
 RULES: dict[str, tuple[tuple[str, ParameterFacts], ...]] = {
     # LAMB's Algorithm 2 and LARS as printed: every tensor decays and adapts.
     "all": (("", ParameterFacts()),),
@@ -126,20 +166,21 @@ DEFAULT_RULES = "all"
 
 
 def resolve(params: Any, rules: Rules) -> Any:
-    """The facts of every leaf.
+    """Returns the facts of every leaf.
 
     Args:
       params: any pytree whose leaves have a shape: arrays or `jax.ShapeDtypeStruct`s.
-      rules: a preset's name, or a sequence of `(regex, facts)`, of which the first match decides.
+      rules: a name in `RULES`, or a sequence of `(regex, facts)`, of which the first match decides.
 
     Returns:
       A pytree of `ParameterFacts` with the structure of `params`.
 
     Raises:
       ValueError: a leaf that no rule matches; a rule that decides no leaf, because it matches
-        none, or because rules before it take all that it matches (not checked for presets, nor in
-        a tree without leaves, nor for a last rule that matches every leaf); a layer axis that the
-        leaf does not have; rules that are not rules.
+        none, or because rules before it take all that it matches (not checked for named rules, nor
+        in a tree without leaves, nor for a last rule that matches every leaf); a layer axis that
+        the leaf does not have; matrix axes that, with the layer axes, are not all of the leaf's;
+        rules that are not rules.
 
     Warns:
       UserWarning: instead of that error for a rule that decides nothing, where `params` are a part
@@ -163,6 +204,13 @@ def resolve(params: Any, rules: Rules) -> Any:
                 f"layer_axes {match.layer_axes} do not exist in the parameter {path!r}, "
                 f"which has {num_axes} axes"
             )
+        if match.matrix_axes:
+            named = {*match.layer_axes, *match.matrix_axes[0], *match.matrix_axes[1]}
+            if named != set(range(num_axes)):
+                raise ValueError(
+                    f"matrix_axes {match.matrix_axes} and layer_axes {match.layer_axes} are not "
+                    f"all axes of the parameter {path!r}, which has {num_axes}"
+                )
         facts.append(match)
     if paths and not isinstance(rules, str):
         hidden = _hidden_paths(params)
@@ -177,7 +225,7 @@ def resolve(params: Any, rules: Rules) -> Any:
 
 
 def _hidden_paths(params: Any) -> list[str]:
-    """Where a mask hides a leaf, or a subtree whose leaves are not known."""
+    """Paths of the leaves that a mask hides, and of hidden subtrees, whose leaves are unknown."""
 
     def is_hidden(node: Any) -> bool:
         return isinstance(node, optax.MaskedNode)
@@ -187,7 +235,7 @@ def _hidden_paths(params: Any) -> list[str]:
 
 
 def _idle_rules(regexes: list[re.Pattern], paths: list[str]) -> Iterator[str]:
-    """A sentence for each rule by which no path is taken."""
+    """Yields a sentence for each rule that decides no path."""
     takers = [next((i for i, regex in enumerate(regexes) if regex.search(p)), None) for p in paths]
     for index, regex in enumerate(regexes):
         matched = [i for i, path in enumerate(paths) if regex.search(path)]
@@ -210,7 +258,7 @@ def _idle_rules(regexes: list[re.Pattern], paths: list[str]) -> Iterator[str]:
 
 
 def check_rules(rules: Rules) -> None:
-    """Raises ValueError for an unknown preset, a rule that is none, or a regex that comes twice."""
+    """Raises ValueError for an unknown name, an invalid rule, or a regex that comes twice."""
     _compile(rules)
 
 
@@ -234,9 +282,10 @@ def table(params: Any, rules: Rules) -> str:
         name for name in ("rate_factor", "decay_factor")
         if any(getattr(fact, name) != 1.0 for fact in facts)
     ]
+    matrices = any(fact.matrix_axes is not None for fact in facts)
     rows = [(
         "path", "shape", "dtype", "count", "decay", "adapt", "layer axes",
-        *(name.replace("_", " ") for name in factors),
+        *(name.replace("_", " ") for name in factors), *(["matrix axes"] if matrices else []),
     )]
     totals = {"total": [0, 0], "decay": [0, 0], "adapt": [0, 0]}
     for path, leaf, fact in sorted(
@@ -249,6 +298,7 @@ def table(params: Any, rules: Rules) -> str:
             "yes" if fact.decay else "no", "yes" if fact.adapt else "no",
             _axes(fact.layer_axes) if fact.layer_axes else "-",
             *(f"{getattr(fact, name):.6g}" for name in factors),
+            *([_matrix_text(fact.matrix_axes)] if matrices else []),
         ))
         for name, counted in (("total", True), ("decay", fact.decay), ("adapt", fact.adapt)):
             totals[name][0] += counted
@@ -272,6 +322,12 @@ def _axes(values: Sequence[int]) -> str:
     return f"({','.join(map(str, values))})"
 
 
+def _matrix_text(axes: MatrixAxes | tuple[()] | None) -> str:
+    if not axes:
+        return "-" if axes is None else "none"
+    return " x ".join(map(_axes, axes))
+
+
 def _dtype(leaf: Any) -> Any:
     return leaf.dtype if hasattr(leaf, "dtype") else np.result_type(leaf)
 
@@ -279,11 +335,11 @@ def _dtype(leaf: Any) -> Any:
 def _compile(rules: Rules) -> list[tuple[re.Pattern, ParameterFacts]]:
     if isinstance(rules, str):
         if rules not in RULES:
-            raise ValueError(f"rules {rules!r} is no preset; the presets are {', '.join(RULES)}")
+            raise ValueError(f"rules {rules!r} are unknown; the named rules are {', '.join(RULES)}")
         rules = RULES[rules]
     if isinstance(rules, Mapping) or not isinstance(rules, Sequence):
         raise ValueError(
-            f"rules must be a preset's name or a list of (regex, facts), not {rules!r}"
+            f"rules must be a name of rules or a list of (regex, facts), not {rules!r}"
         )
     compiled = [_compile_rule(rule) for rule in rules]
     patterns = [regex.pattern for regex, _ in compiled]
@@ -300,7 +356,9 @@ def _compile_rule(rule: Any) -> tuple[re.Pattern, ParameterFacts]:
     try:
         regex = re.compile(pattern)
     except re.error as error:
-        raise ValueError(f"the rule {pattern!r} is no regular expression: {error}") from error
+        raise ValueError(
+            f"the rule {pattern!r} is not a valid regular expression: {error}"
+        ) from error
     if isinstance(facts, ParameterFacts):
         return regex, facts
     known = [field.name for field in dataclasses.fields(ParameterFacts)]

@@ -1,4 +1,4 @@
-"""The arguments with which an optimizer here repeats a published implementation of it."""
+"""Presets: the arguments with which an optimizer repeats a published implementation of it."""
 
 from typing import Any
 
@@ -128,7 +128,7 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
 
 
 def preset(optimizer: str, name: str) -> dict[str, Any]:
-    """A copy of the arguments of one preset, to be passed on, overridden or printed.
+    """Returns a copy of one preset's arguments, to be passed on, overridden or printed.
 
     >>> preset('lars', 'optax') | {'weight_decay': 1e-4}
     {'denominator': 'decayed', 'accumulate': 'steps', 'coefficient': 0.001, 'momentum': 0.9, \

@@ -1,10 +1,10 @@
-"""Silence where libtpu is installed and there is no TPU."""
+"""Keeps libtpu quiet on a machine without a TPU."""
 
 import os
 
 
 def hush_libtpu() -> None:
-    """Spares a machine without a TPU libtpu's complaints; call after `import jax`, before its use.
+    """Silences libtpu on a machine without a TPU; call after `import jax` and before its use.
 
     JAX tries every library that is installed, so where libtpu is there as a compiler, as for
     planning, its first use prints lines about a TPU that it cannot find. They ask for these

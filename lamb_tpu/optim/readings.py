@@ -78,7 +78,7 @@ def summary(opt_state: optax.OptState, facts: Any) -> dict[str, float]:
 
 
 def scalars(opt_state: optax.OptState) -> dict[str, float]:
-    """The same as one flat dict, for a log: 'ratios/dense/kernel', or '.../kernel[3]' in a stack.
+    """Flattens `read` into one dict, for a log: 'ratios/dense/kernel', '.../kernel[3]' in a stack.
 
     The fourth layer of a stack has the index 3; two layer axes give 'kernel[3,0]'.
     """
@@ -92,7 +92,7 @@ def scalars(opt_state: optax.OptState) -> dict[str, float]:
 
 
 def in_order(values: Mapping[str, float], paths: Sequence[str]) -> dict[str, float]:
-    """What `scalars` gives, quantity by quantity in the order of the parameters' paths.
+    """Sorts what `scalars` gives: by quantity, then in the order of the parameters' paths.
 
     Parameters that stack the same layers and follow one another are taken layer by layer.
 

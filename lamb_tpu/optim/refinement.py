@@ -39,7 +39,7 @@ def refined_schedule(
     norm: str = "l2",
     smoothing: float = 0.1,
 ) -> optax.Schedule:
-    """The schedule that a run's gradient norms ask for.
+    """Returns a schedule computed from the gradient norms of a finished run.
 
     Norms of 4 that fall to 1, then stay: the rate starts low, rises and goes to zero in a line.
 

@@ -9,7 +9,8 @@ import optax
 from lamb_tpu.optim import checks, leafwise, parameters, trust_ratio
 from lamb_tpu.optim.leafwise import Leaf, Step, one_minus_power
 from lamb_tpu.optim.parameters import ParameterFacts, Rules
-from lamb_tpu.optim.trust_ratio import AxisName, MeshAxes, Readings
+from lamb_tpu.optim.splits import Split
+from lamb_tpu.optim.trust_ratio import AxisName, Readings
 
 DECAYS = ("gradient", "decoupled")
 
@@ -129,8 +130,8 @@ def rmsprop_tf(
     checks.check_dtype("nu_dtype", nu_dtype, squares=True)
     keeps_momentum = isinstance(momentum, jax.Array) or momentum != 0
 
-    def init_leaf(param: jax.Array, facts: ParameterFacts, axes: MeshAxes) -> tuple[Any, ...]:
-        del facts, axes
+    def init_leaf(param: jax.Array, facts: ParameterFacts, split: Split) -> tuple[Any, ...]:
+        del facts, split
         nu = leafwise.zero_squares(param, nu_dtype)
         mean = leafwise.zeros_like(param) if centered else None
         buffer = leafwise.zeros_like(param, momentum_dtype) if keeps_momentum else None

@@ -126,7 +126,7 @@ def stochastic_rounding(
 
 
 def round_to_bfloat16(key: jax.Array, values: jax.Array) -> jax.Array:
-    """Float32 values, each one of its two neighbours in bfloat16, of which the mean is the value.
+    """Rounds each float32 value to one of its two neighbours in bfloat16, exact in the mean.
 
     A bfloat16 number is the upper half of a float32 one. Noise that is uniform over the lower half
     carries into the upper as often as the lower is large.

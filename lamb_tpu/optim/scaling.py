@@ -1,4 +1,4 @@
-"""How a tuned learning rate, warm-up or weight decay is carried to another batch size."""
+"""Rules that carry a tuned learning rate, warm-up or weight decay to another batch size."""
 
 import math
 from collections.abc import Callable
@@ -25,7 +25,7 @@ RANDOM_MATRIX_RULES: dict[str, str] = {
 
 
 class ScaledWarmup(NamedTuple):
-    """What LEGW gives for a batch size."""
+    """Peak learning rate and length of warm-up that LEGW gives for a batch size."""
 
     learning_rate: float  # the peak
     warmup_epochs: float

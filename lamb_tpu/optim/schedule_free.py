@@ -8,8 +8,8 @@ import optax
 from optax.contrib import ScheduleFreeState, schedule_free
 
 from lamb_tpu.optim import checks, parameters
+from lamb_tpu.optim.chains import add_decayed_weights, check_numbers, in_float32, under_rules
 from lamb_tpu.optim.parameters import Rules
-from lamb_tpu.optim.wrapping import check_numbers, decayed_weights, in_float32, under_rules
 
 
 def schedule_free_adamw(
@@ -60,7 +60,7 @@ def schedule_free_adamw(
 
     base = optax.chain(
         optax.scale_by_rms(b2, eps, eps_in_sqrt=False, bias_correction=True),
-        decayed_weights(weight_decay, rules),
+        add_decayed_weights(weight_decay, rules),
         optax.scale_by_learning_rate(learning_rate),
     )
     averaged = schedule_free(under_rules(base, rules), rate, b1, weight_lr_power)
@@ -68,7 +68,7 @@ def schedule_free_adamw(
 
 
 def keeps_evaluation_params(opt_state: Any) -> bool:
-    """True for a state, or its shapes, by which `evaluation_params` are not the parameters."""
+    """Returns True for a state, or its shapes, that gives weights of its own to evaluate."""
     return bool(_averaging(opt_state))
 
 

@@ -1,4 +1,4 @@
-"""Learning rates over a run: how they warm up, hold and decay, and phases one after another.
+"""Learning-rate schedules: warm-up, hold, decay, and phases one after another.
 
 A schedule is a function of the count of completed updates, as in Optax: the first update of a run
 reads it at 0 and the last of `total_steps` updates at `total_steps - 1`.

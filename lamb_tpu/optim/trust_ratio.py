@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AxisType
+from jax.sharding import AxisType, PartitionSpec
 
 from lamb_tpu.optim import checks, parameters
 from lamb_tpu.optim.parameters import ParameterFacts, Rules
@@ -39,12 +39,13 @@ NORMS = ("l2", "l1", "linf")
 # The mesh axes over which one leaf is split; None for a leaf that is whole on each device.
 MeshAxes = str | tuple[str, ...] | None
 # The same of every leaf: those axes where all have the same, or a function of the leaf's path, its
-# keys joined by '/' as rules see them. Axes that split the layers of a stack are not among them.
-AxisName = MeshAxes | Callable[[str], MeshAxes]
+# keys joined by '/' as rules see them. A `PartitionSpec` in their place also says along which of
+# the leaf's axes; without one, axes that split the layers of a stack are not among the names.
+AxisName = MeshAxes | PartitionSpec | Callable[[str], MeshAxes | PartitionSpec]
 
 
 class Readings(NamedTuple):
-    """What `collect` keeps of the last update, each a tree shaped like the parameters.
+    """Trust ratios and norms of the last update, each a tree shaped like the parameters.
 
     Every leaf is float32 and shaped by the leaf's layer axes: (), or (num_layers,).
     """
@@ -93,7 +94,9 @@ def scale_by_trust_ratio(
         `jit`. A name, or a tuple of them, holds for every leaf. Where some are whole on each
         device, or leaves are split over different axes, give a function of a leaf's path, its keys
         joined by '/', to a name, a tuple or None. Never name an axis that splits the layers of a
-        stack. Under `optax.inject_hyperparams` a function must be among the `static_args`.
+        stack. A `PartitionSpec` in place of names says along which axes of the leaf, so it may
+        split layers, and matrices of `apollo`. Under `optax.inject_hyperparams` a function must be
+        among the `static_args`.
       collect: keep each layer's ratio and norms in the state, see `readings.read`.
 
     Returns:
@@ -130,7 +133,7 @@ def scale_by_trust_ratio(
             parameters.leaf_paths(params),
             strict=True,
         ):
-            axes, value = axes_of(axis_name, path), None
+            axes, value = axes_of(axis_name, path, facts.layer_axes), None
             if facts.adapt:
                 value = trust_ratio(
                     leaf_norm(param, facts, norm, axes),
@@ -152,19 +155,26 @@ def scale_by_trust_ratio(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def axes_of(axis_name: AxisName, path: str) -> MeshAxes:
-    """The mesh axes over which the leaf of a path is split.
+def axes_of(axis_name: AxisName, path: str, layer_axes: Sequence[int] = ()) -> MeshAxes:
+    """The mesh axes over which the leaf of a path is split, beside its layer axes.
 
-    Raises ValueError for anything else than a name, a tuple of names or None.
+    Only a `PartitionSpec` tells which those are; of names, none may split layers.
+
+    Raises ValueError for anything else than a name, a tuple of names, a spec or None.
     """
     axes = axis_name(path) if callable(axis_name) else axis_name
-    names = axes if isinstance(axes, tuple) else () if axes is None else (axes,)
+    names: Any = axes if isinstance(axes, tuple) else () if axes is None else (axes,)
+    if isinstance(axes, PartitionSpec):
+        names = tuple(
+            name for axis, entry in enumerate(axes) if axis not in layer_axes
+            for name in (entry if isinstance(entry, tuple) else () if entry is None else (entry,))
+        )
     if not all(isinstance(name, str) for name in names):
         raise ValueError(
-            f"axis_name must give a mesh axis, a tuple of them or None for the parameter {path!r}, "
-            f"not {axes!r}"
+            "axis_name must give a mesh axis, a tuple of them, a PartitionSpec or None for the "
+            f"parameter {path!r}, not {axes!r}"
         )
-    return axes
+    return names or None if isinstance(axes, PartitionSpec) else axes
 
 
 def leaf_norm(
@@ -335,9 +345,9 @@ def leaf_readings(
 def _whole(reading: jax.Array) -> jax.Array:
     # A reading would follow a layer axis that is split, and `jit` compile the next update anew for
     # a state that is placed, or on an Explicit mesh typed, otherwise than this one was. It is whole
-    # on each device, as `placement.partition` has it.
+    # on each device, as `sharding.state_sharding` has it.
     sharding = jax.typeof(reading).sharding
-    whole = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
+    whole = jax.sharding.NamedSharding(sharding.mesh, PartitionSpec())
     if any(sharding.spec):
         reading = jax.sharding.reshard(reading, whole)
     if AxisType.Auto in sharding.mesh.axis_types and isinstance(reading, jax.core.Tracer):
@@ -367,7 +377,7 @@ def real_dtype(leaf: Any) -> jnp.dtype:
 
 
 def check(norm: str, phi_bounds: tuple[float, float], nonnegative: dict[str, Any]) -> None:
-    """Raises ValueError for arguments out of range; values that are traced are not looked at."""
+    """Raises ValueError for arguments out of range; traced values pass."""
     checks.check_choice("norm", norm, NORMS)
     checks.check_bounds("phi_bounds", phi_bounds)
     for name, value in nonnegative.items():

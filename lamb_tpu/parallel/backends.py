@@ -17,7 +17,8 @@ from jax.sharding import NamedSharding
 from lamb_tpu.optim import clipping
 from lamb_tpu.parallel import collectives
 from lamb_tpu.parallel import mesh as mesh_lib
-from lamb_tpu.parallel.state import Layout
+from lamb_tpu.parallel.exchange import Exchange
+from lamb_tpu.parallel.layout import Layout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,9 +53,13 @@ class JitBackend:
         """Sums over all examples, from those of the rows that the step sees."""
         return sums
 
-    def reduce(self, grads: Any) -> Any:
-        """Gradients summed over all examples, placed as the optimizer's state."""
-        return lax.with_sharding_constraint(grads, self.layout.moments)
+    def reduce(self, grads: Any, residual: Any) -> tuple[Any, Any]:
+        """Gradients summed over all examples, placed as the optimizer's state.
+
+        Returns them with the residual that the exchange keeps, see `exchange`; under jit the
+        compiler sends the gradients, and the residual is as it was.
+        """
+        return lax.with_sharding_constraint(grads, self.layout.moments), residual
 
     def parts(self, params: Any) -> Any:
         """Parameters placed as the optimizer's state."""
@@ -73,16 +78,13 @@ class JitBackend:
 class ShardMapBackend:
     """The step calls its collectives, inside shard_map over the batch axes of the mesh.
 
-    Leaves that are split travel together in a few flat buckets, see `collectives`. Leaves that
-    every device holds whole are summed together.
-
     Attributes:
       layout: where parameters and moments live; they are split over the state axis at most.
-      gradient_dtype: the dtype in which gradients are sent and added; None: their own.
+      exchange: sums the gradients.
     """
 
     layout: Layout
-    gradient_dtype: Any = None
+    exchange: Exchange
     num_shards: int = 1
     batch_sharding: NamedSharding | None = None
 
@@ -108,26 +110,13 @@ class ShardMapBackend:
                 return leaf
             return lax.all_gather(leaf, self._state_axis, axis=axis, tiled=True)
 
-        return jax.tree.map(gather, params, self._split(self.layout.params))
+        return jax.tree.map(gather, params, self.layout.split_axes(self.layout.params))
 
     def add(self, sums: Any) -> Any:
         return collectives.all_reduce(sums, self._axes)
 
-    def reduce(self, grads: Any) -> Any:
-        leaves, treedef = jax.tree.flatten(grads)
-        axes = jax.tree.leaves(self._split(self.layout.moments))
-        split = [index for index, axis in enumerate(axes) if axis >= 0]
-        whole = [index for index, axis in enumerate(axes) if axis < 0]
-        parts = collectives.reduce_scatter(
-            [leaves[i] for i in split], [axes[i] for i in split], self._state_axis,
-            self.gradient_dtype,
-        )
-        outer = self._axes[:-1]
-        if outer:
-            parts = collectives.all_reduce(parts, outer, self.gradient_dtype)
-        sums = collectives.all_reduce([leaves[i] for i in whole], self._axes, self.gradient_dtype)
-        placed = dict(zip(split + whole, parts + sums, strict=True))
-        return treedef.unflatten([placed[i] for i in range(len(leaves))])
+    def reduce(self, grads: Any, residual: Any) -> tuple[Any, Any]:
+        return self.exchange.reduce(grads, residual)
 
     def parts(self, params: Any) -> Any:
         def part(leaf: jax.Array, axis: int, held: int) -> jax.Array:
@@ -135,14 +124,15 @@ class ShardMapBackend:
                 return leaf
             return collectives.local_part(leaf, axis, self._state_axis)
 
+        split_axes = self.layout.split_axes
         return jax.tree.map(
-            part, params, self._split(self.layout.moments), self._split(self.layout.params)
+            part, params, split_axes(self.layout.moments), split_axes(self.layout.params)
         )
 
     def from_parts(self, params: Any) -> Any:
         leaves, treedef = jax.tree.flatten(params)
-        axes = jax.tree.leaves(self._split(self.layout.moments))
-        held = jax.tree.leaves(self._split(self.layout.params))
+        axes = jax.tree.leaves(self.layout.split_axes(self.layout.moments))
+        held = jax.tree.leaves(self.layout.split_axes(self.layout.params))
         missing = [i for i in range(len(leaves)) if axes[i] >= 0 and held[i] < 0]
         gathered = collectives.all_gather(
             [leaves[i] for i in missing], [axes[i] for i in missing], self._state_axis
@@ -153,12 +143,3 @@ class ShardMapBackend:
 
     def norm(self, tree: Any) -> jax.Array:
         return clipping.global_norm(tree, self.layout.axis_name)
-
-    def _split(self, shardings: Any) -> Any:
-        """The axis along which each leaf is split over the state axis; -1 where it is whole."""
-        return jax.tree.map(
-            lambda sharding: next(
-                (i for i, entry in enumerate(sharding.spec) if entry == self._state_axis), -1
-            ),
-            shardings,
-        )

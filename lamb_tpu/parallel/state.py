@@ -4,21 +4,30 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
+from jax.tree_util import GetAttrKey
 
-from lamb_tpu.optim import parameters, placement
+from lamb_tpu.optim import parameters, sharding
 from lamb_tpu.parallel import mesh as mesh_lib
-from lamb_tpu.parallel import rules as rules_lib
+from lamb_tpu.parallel.layout import Layout
+from lamb_tpu.parallel.parts import Averages, Skipped, StatePart
 from lamb_tpu.tasks import Task
 
+# The parts of a state for which nothing else is asked.
+PARTS: tuple[StatePart, ...] = (Averages(), Skipped())
+_FIELDS = ("step", "params", "model_state", "opt_state", "key")
 
-@flax.struct.dataclass
+
+@jax.tree_util.register_pytree_with_keys_class
+@dataclasses.dataclass(frozen=True)
 class TrainState:
     """Everything that an update changes; a checkpoint holds all of it.
+
+    Each part is an attribute too: `state.ema` is `state.parts['ema']`. As a pytree, and so in a
+    checkpoint, parts stand beside the other attributes.
 
     Attributes:
       step: number of completed updates, int32 scalar.
@@ -26,9 +35,7 @@ class TrainState:
       model_state: its other collections, such as BatchNorm's running averages.
       opt_state: the optimizer's state.
       key: typed random key, constant; update t draws from `fold_in(key, t)`.
-      ema: moving averages of parameters and model state, as a pair, in float32 at least; None in a
-        run without averages.
-      skipped: number of updates skipped because their gradient was not finite, int32 scalar.
+      parts: further parts by their names, see `parallel.parts`.
     """
 
     step: jax.Array
@@ -36,74 +43,42 @@ class TrainState:
     model_state: Any
     opt_state: optax.OptState
     key: jax.Array
-    ema: tuple[Any, Any] | None
-    skipped: jax.Array
+    parts: Mapping[str, Any]
 
+    @property
+    def ema(self) -> tuple[Any, Any] | None:
+        """Moving averages of parameters and model state; None in a run without averages."""
+        return self.parts["ema"]
 
-@dataclasses.dataclass(frozen=True)
-class Layout:
-    """Shardings of the parameters and of the state that belongs to each parameter.
+    @property
+    def skipped(self) -> jax.Array:
+        """Number of updates skipped because their gradient was not finite, int32 scalar."""
+        return self.parts["skipped"]
 
-    Attributes:
-      mesh: the mesh over all devices.
-      params: a `NamedSharding` for every parameter.
-      moments: a `NamedSharding` for every parameter's moments and moving average; under ZeRO-1
-        they are split further than the parameter itself.
-    """
+    def replace(self, **changes: Any) -> "TrainState":
+        """Returns the state with other attributes or parts."""
+        own = {name: changes.pop(name) for name in _FIELDS if name in changes}
+        if strangers := changes.keys() - self.parts.keys():
+            raise TypeError(f"a train state has no {', '.join(sorted(strangers))}")
+        return dataclasses.replace(self, parts={**self.parts, **changes}, **own)
 
-    mesh: Mesh
-    params: Any
-    moments: Any
-    _split: dict[str, str | None] = dataclasses.field(init=False, repr=False, compare=False)
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], tuple[str, ...]]:
+        names = tuple(self.parts)
+        pairs = [(GetAttrKey(name), getattr(self, name)) for name in _FIELDS]
+        return pairs + [(GetAttrKey(name), self.parts[name]) for name in names], names
 
-    def axis_name(self, path: str) -> str | None:
-        """The mesh axis over which the update of the parameter at a '/'-joined path is split."""
-        return self._split[path]
-
-    def __post_init__(self) -> None:
-        state = mesh_lib.state_axis(self.mesh)
-        split = {
-            path: state if state in sharding.spec else None
-            for path, sharding in zip(
-                parameters.leaf_paths(self.moments), jax.tree.leaves(self.moments), strict=True
-            )
-        }
-        object.__setattr__(self, "_split", split)
-
-
-def make_layout(
-    params: Any,
-    mesh: Mesh,
-    facts: Any,
-    rules: Sequence[rules_lib.Rule] = (),
-    optimizer_state: str = "replicated",
-    activation_axes: Sequence[str] = (),
-) -> Layout:
-    """Returns the layout by the partition rules and the choice for the optimizer's state.
-
-    Args:
-      params: arrays or `jax.ShapeDtypeStruct`s.
-      mesh: the mesh over all devices.
-      facts: the parameters' `ParameterFacts`.
-      rules: see `rules.partition_params`.
-      optimizer_state: 'replicated' (moments are placed as their parameters) or 'zero1'.
-      activation_axes: see `rules.partition_params`.
-
-    Raises:
-      UserError: a rule does not fit the parameters or the mesh.
-    """
-    shardings = rules_lib.partition_params(params, rules, mesh, facts, activation_axes)
-    moments = shardings
-    if optimizer_state == "zero1":
-        moments = rules_lib.zero1(params, shardings, mesh, facts)
-    return Layout(mesh, shardings, moments)
+    @classmethod
+    def tree_unflatten(cls, names: tuple[str, ...], values: Sequence[Any]) -> "TrainState":
+        step, params, model_state, opt_state, key, *parts = values
+        parts_by_name = dict(zip(names, parts, strict=True))
+        return cls(step, params, model_state, opt_state, key, parts_by_name)
 
 
 def make_init(
     task: Task,
     tx: optax.GradientTransformation,
     batch: Mapping[str, Any],
-    average: bool = False,
+    parts: Sequence[StatePart] = PARTS,
     prng: str = "threefry2x32",
 ) -> Callable[..., TrainState]:
     """Returns `init(key, given=None)`, which makes the initial state.
@@ -116,7 +91,7 @@ def make_init(
       task: the learning problem.
       tx: the optimizer.
       batch: arrays with the shapes and dtypes of a batch.
-      average: whether to keep a moving average of the weights.
+      parts: of the state.
       prng: generator of the key in the state. Initial weights are drawn from `init`'s own key.
     """
 
@@ -135,23 +110,19 @@ def make_init(
         model_state = dict(task.init(init_key, zeros))
         params = filled("params", model_state.pop("params"))
         model_state = filled("model_state", model_state)
-        ema = jax.tree.map(_widened, (params, model_state)) if average else None
         opt_state = filled("opt_state", tx.init(params))
         zero = jnp.zeros((), jnp.int32)
-        return TrainState(zero, params, model_state, opt_state, train_key, ema, zero)
+        begun = {part.name: part.init(params, model_state) for part in parts}
+        return TrainState(zero, params, model_state, opt_state, train_key, begun)
 
     return init
 
 
-def _widened(leaf: jax.Array) -> jax.Array:
-    # An average of bfloat16 weights that is kept in bfloat16 never moves at 0.9999.
-    if not jnp.issubdtype(leaf.dtype, jnp.floating):
-        return leaf
-    return leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
-
-
 def state_shardings(
-    abstract: TrainState, tx: optax.GradientTransformation, layout: Layout
+    abstract: TrainState,
+    tx: optax.GradientTransformation,
+    layout: Layout,
+    parts: Sequence[StatePart] = PARTS,
 ) -> TrainState:
     """Returns a sharding for every array of the state.
 
@@ -159,24 +130,23 @@ def state_shardings(
       abstract: the state, or its shapes and dtypes.
       tx: the optimizer.
       layout: the shardings of parameters and moments.
+      parts: of the state.
     """
     whole = mesh_lib.replicated(layout.mesh)
 
     def everywhere(tree: Any) -> Any:
         return jax.tree.map(lambda _: whole, tree)
 
-    ema = None
-    if abstract.ema is not None:
-        ema = (layout.moments, everywhere(abstract.model_state))
     leaf: Any = whole  # shardings stand where the state has its arrays
     return TrainState(
         step=leaf,
         params=layout.params,
         model_state=everywhere(abstract.model_state),
-        opt_state=placement.partition(tx, abstract.params, layout.moments),
+        opt_state=sharding.state_sharding(tx, abstract.params, layout.moments),
         key=leaf,
-        ema=ema,
-        skipped=leaf,
+        parts={
+            part.name: part.shardings(abstract.parts[part.name], layout) for part in parts
+        },
     )
 
 
@@ -186,13 +156,13 @@ def check_update(
     """Traces the optimizer inside shard_map, so that it raises if it cannot update split tensors.
 
     Args:
-      tx: the optimizer, with `axis_name=layout.axis_name`.
+      tx: the optimizer, with `axis_name=layout.update_spec`.
       params: the parameters' shapes and dtypes.
       opt_state: the optimizer state's shapes and dtypes.
       layout: the shardings of parameters and moments.
     """
     parts = jax.tree.map(lambda sharding: sharding.spec, layout.moments)
-    specs = placement.partition(tx, params, parts)
+    specs = sharding.state_sharding(tx, params, parts)
     update = jax.shard_map(
         lambda params, state: tx.update(params, state, params),
         mesh=layout.mesh, in_specs=(parts, specs), out_specs=(parts, specs), check_vma=False,

@@ -1,7 +1,7 @@
 """The training step, written once for jit, shard_map and pmap, and the steps of an evaluation."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,12 +10,15 @@ import optax
 from jax.sharding import Mesh, PartitionSpec
 
 from lamb_tpu.parallel import accumulation, backends
+from lamb_tpu.parallel.exchange import make_exchange
+from lamb_tpu.parallel.layout import Layout
 from lamb_tpu.parallel.mesh import batch_axes, batch_sharding, replicated
-from lamb_tpu.parallel.state import Layout, TrainState
+from lamb_tpu.parallel.parts import StatePart, Update
+from lamb_tpu.parallel.state import PARTS, TrainState
 from lamb_tpu.tasks import HostScored, Sums, Task
 
 Batch = Mapping[str, jax.Array]
-Update = Callable[[TrainState, Batch], tuple[TrainState, Sums]]
+Step = Callable[[TrainState, Batch], tuple[TrainState, Sums]]
 
 
 def make_update(
@@ -24,9 +27,9 @@ def make_update(
     backend: backends.JitBackend | backends.ShardMapBackend,
     *,
     accumulation_steps: int = 1,
-    ema_decay: float = 0.0,
+    parts: Sequence[StatePart] = PARTS,
     skip_nonfinite: bool = False,
-) -> Update:
+) -> Step:
     """Returns one update as a function `(state, batch) -> (state, sums)`.
 
     The batch is the rows that a program sees: all under jit, one device's inside shard_map.
@@ -40,13 +43,11 @@ def make_update(
     Args:
       task: the learning problem. Inside shard_map its model's BatchNorm names the batch axes, and
         no layer keeps statistics of its own, see `statistics.check_statistics`.
-      tx: the optimizer. Inside shard_map with `axis_name=layout.axis_name`.
+      tx: the optimizer. Inside shard_map with `axis_name=layout.update_spec`.
       backend: sums, scatters and gathers, by the compiler or explicit.
       accumulation_steps: number of microbatches that each device's rows are cut into. The rows of a
         batch are in the order of `mesh.microbatch_order`.
-      ema_decay: d of the moving average e <- d_t e + (1 - d_t) x of parameters and model state,
-        with d_t = min(d, (1 + t) / (10 + t)) after t updates as in TensorFlow, whose EfficientNet
-        recipes have 0.9999.
+      parts: of the state.
       skip_nonfinite: skip an update whose gradient is not finite. Parameters, model state, average
         and the optimizer's floating-point state stay. The optimizer's counts and the step advance,
         so that all clocks agree. The metrics of a skipped update are pairs of 0. Adds the metric
@@ -67,7 +68,7 @@ def make_update(
             backend.num_shards,
             backend.batch_sharding,
         )
-        grads = backend.reduce(grads)
+        grads, _ = backend.reduce(grads, ())  # no exchange keeps a residual yet
         loss, sums = backend.add((loss, sums))
         grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
         old = backend.parts(state.params)
@@ -80,41 +81,32 @@ def make_update(
             "grad_norm": (norm, one),
             "param_norm": (backend.norm(params), one),
         }
-        ema = state.ema
-        if ema is not None:
-            ema = _average(ema_decay, state.step, ema, (params, model_state))
-        skipped = state.skipped
-        if skip_nonfinite:
-            finite = jnp.isfinite(norm)
-
-            def kept(new: jax.Array, before: jax.Array) -> jax.Array:
-                floating = jnp.issubdtype(new.dtype, jnp.floating)
-                return jnp.where(finite, new, before) if floating else new
-
-            params, model_state, opt_state, ema = jax.tree.map(
-                kept,
-                (params, model_state, opt_state, ema),
-                (old, state.model_state, state.opt_state, state.ema),
+        finite = jnp.isfinite(norm) if skip_nonfinite else None
+        moved = Update(state.step, params, model_state, finite)
+        after = {part.name: part.updated(state.parts[part.name], moved) for part in parts}
+        if finite is not None:
+            params, model_state, opt_state, after = _where(
+                finite,
+                (params, model_state, opt_state, after),
+                (old, state.model_state, state.opt_state, dict(state.parts)),
             )
             sums = jax.tree.map(lambda x: jnp.where(finite, x, jnp.zeros_like(x)), sums)
             sums["skipped"] = (1 - finite.astype(jnp.float32), one)
-            skipped = skipped + 1 - finite.astype(jnp.int32)
         params = backend.from_parts(params)
-        new = TrainState(state.step + 1, params, model_state, opt_state, state.key, ema, skipped)
+        new = TrainState(state.step + 1, params, model_state, opt_state, state.key, after)
         return new, sums
 
     return train_step
 
 
-def _average(highest: float, step: jax.Array, ema: Any, values: Any) -> Any:
-    decay = jnp.minimum(highest, (1.0 + step) / (10.0 + step))
+def _where(finite: jax.Array, new: Any, before: Any) -> Any:
+    """Returns `new`, with its floating-point arrays as they were before where not finite."""
 
-    def moved(average: jax.Array, value: jax.Array) -> jax.Array:
-        if not jnp.issubdtype(value.dtype, jnp.floating):
-            return value
-        return average + (1 - decay).astype(average.dtype) * (value.astype(average.dtype) - average)
+    def kept(new: jax.Array, before: jax.Array) -> jax.Array:
+        floating = jnp.issubdtype(new.dtype, jnp.floating)
+        return jnp.where(finite, new, before) if floating else new
 
-    return jax.tree.map(moved, ema, values)
+    return jax.tree.map(kept, new, before)
 
 
 def make_train_step(
@@ -142,7 +134,7 @@ def make_train_step(
     if backend == "jit":
         update = _in_mesh(mesh, make_update(task, tx, backends.JitBackend(layout), **options))
     else:
-        explicit = backends.ShardMapBackend(layout, gradient_dtype)
+        explicit = backends.ShardMapBackend(layout, make_exchange(layout, gradient_dtype))
         specs = jax.tree.map(lambda sharding: sharding.spec, shardings)
         # check_vma would sum the gradients of replicated parameters by itself, with one all-reduce
         # for each leaf and in its own dtype, and BatchNorm could not split an axis into groups.

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from lamb_tpu import config as config_lib
-from lamb_tpu import data, models, tasks
+from lamb_tpu import data, models, own, tasks
 from lamb_tpu.cost import flops, topology
 from lamb_tpu.data.text import saved
 from lamb_tpu.errors import UserError
@@ -26,6 +26,8 @@ from lamb_tpu.parallel import mesh as mesh_lib
 from lamb_tpu.parallel import rules as rules_lib
 from lamb_tpu.parallel import state as state_lib
 from lamb_tpu.parallel import step as step_lib
+from lamb_tpu.parallel.layout import Layout, make_layout
+from lamb_tpu.parallel.parts import Averages, Skipped, StatePart
 from lamb_tpu.run import checks, initial, memory
 from lamb_tpu.run.initial import Start
 from lamb_tpu.run.recipe import Recipe, naming, resolve, resolve_optimizer
@@ -61,7 +63,7 @@ class Run:
     eval_set: data.Source
     recipe: Recipe
     tx: optax.GradientTransformation
-    layout: state_lib.Layout
+    layout: Layout
     init: Callable[[jax.Array], state_lib.TrainState]
     abstract_state: state_lib.TrainState
     facts: Any
@@ -115,7 +117,9 @@ class Run:
                     paths.append(f"{path}{name}")
 
         def init(key: jax.Array, batch: Any) -> None:
-            walk(self.task.init(key, batch)["params"])
+            params = self.task.init(key, batch)["params"]
+            if isinstance(params, Mapping):  # a user's own may be a list
+                walk(params)
 
         jax.eval_shape(init, jax.random.key(0), batch)
         known = parameters.leaf_paths(self.abstract_state.params)
@@ -161,7 +165,7 @@ class Run:
             parallel.backend,
             parallel.gradient_dtype,
             accumulation_steps=config.accumulation_steps,
-            ema_decay=config.ema.decay,
+            parts=state_parts(config),
             skip_nonfinite=config.guards.max_skipped > 0,
         )
 
@@ -194,6 +198,11 @@ class Run:
             name: jax.ShapeDtypeStruct((rows, *value.shape), value.dtype, sharding=sharding)
             for name, value in spec.items()
         }
+
+
+def state_parts(config: ConfigDict) -> tuple[StatePart, ...]:
+    """Returns the parts of a run's state beside parameters, model state and optimizer state."""
+    return Averages(config.ema.decay), Skipped()
 
 
 def prepare(
@@ -285,16 +294,20 @@ def prepare(
     activation_axes: tuple[str, ...] = ()
     if heads is not None:
         activation_axes = rules_lib.sequence_axes(mesh, heads, example["input_ids"].shape[1])
-    layout = state_lib.make_layout(
+    layout = make_layout(
         params, mesh, facts, config.parallel.rules, config.parallel.optimizer_state, activation_axes
     )
     if named:
         rules_lib.check_named(layout.params, mesh, facts)
-    tx, _ = resolve_optimizer(config, recipe, params, layout.axis_name if named else None)
-    init = state_lib.make_init(task, tx, example, config.ema.decay > 0, config.prng)
+        checks.check_split(config, params, layout.axis_name)
+    # A user's own optimizer is told the axes alone, ours also along which dimension they split.
+    split = layout.axis_name if own.is_own(config.optimizer.name) else layout.update_spec
+    tx, _ = resolve_optimizer(config, recipe, params, split if named else None)
+    parts = state_parts(config)
+    init = state_lib.make_init(task, tx, example, parts, config.prng)
     with naming("config.optimizer"):
         abstract = jax.eval_shape(init, jax.random.key(0))
-    places = state_lib.state_shardings(abstract, tx, layout)
+    places = state_lib.state_shardings(abstract, tx, layout, parts)
     placed = state_lib.with_shardings(abstract, places)
     rows = config.batch_size if training else 1
     memory.check_memory(placed, mesh, rows // jax.process_count(), train_set.element_spec)

@@ -1,19 +1,20 @@
 """Checks of a config against the mesh, the task and the model that it names."""
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from lamb_tpu import data, models, tasks
+from lamb_tpu import data, models, own, tasks
 from lamb_tpu.errors import UserError
 from lamb_tpu.optim import parameters
 from lamb_tpu.parallel import mesh as mesh_lib
 from lamb_tpu.parallel import state as state_lib
 from lamb_tpu.parallel import statistics
-from lamb_tpu.run.recipe import naming
+from lamb_tpu.run.recipe import naming, optimizer_of
 
 
 def check_batch(config: ConfigDict, mesh: Mesh) -> tuple[int, str]:
@@ -82,3 +83,27 @@ def check_stacked(stacked: str | None, facts: Any) -> None:
                 "lamb_tpu.models.bert_rules.PARAMETERS_SCANNED (configs/bert_pretrain.py has them "
                 "by its argument scan), or set config.model.scan_layers=False"
             )
+
+
+def check_split(config: ConfigDict, params: Any, axis_name: Callable[[str], Any]) -> None:
+    """Refuses a user's own optimizer that would take part of a tensor for the whole of it.
+
+    Args:
+      config: of the run.
+      params: the parameters, or their shapes.
+      axis_name: inside shard_map the mesh axes over which the update of a path's leaf is split.
+
+    Raises:
+      UserError: it has no argument axis_name, and a leaf is split.
+    """
+    name = config.optimizer.name
+    split = [path for path in parameters.leaf_paths(params) if axis_name(path)]
+    if not own.is_own(name) or not split:
+        return
+    taken = {parameter.name for parameter in own.parameters(optimizer_of(name))}
+    if "axis_name" not in taken:
+        raise UserError(
+            f"config.optimizer.name is {name!r}, which has no argument 'axis_name', and inside "
+            f"shard_map it sees parts of tensors, as of {split[0]!r}: norms and means have to be "
+            "summed over that axis; add the argument, or take config.parallel.backend='jit'"
+        )

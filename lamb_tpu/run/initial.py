@@ -15,7 +15,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import flax.traverse_util
 import jax
 import numpy as np
 from ml_collections import ConfigDict
@@ -110,7 +109,7 @@ class Start:
         wanted = {path: here[path] for path in self.match.taken}
         if self.match.convert is not None:
             return _converted(self.weights, self.match.convert, wanted)
-        nested = flax.traverse_util.unflatten_dict(wanted, sep="/")
+        nested = _as_there(self.weights.shapes, wanted)
         if self.record["optimizer_state"] == "keep":
             ours = _flat({"opt_state": abstract.opt_state})
             kept = {"opt_state": self.weights.shapes["opt_state"]}
@@ -358,6 +357,26 @@ def _conversion(there: Any, here: Any) -> Callable[[Any], Any] | None:
     if has(there, "layers") and has(here, "layer_0"):
         return unstack_layers
     return None
+
+
+def _as_there(there: Any, wanted: Mapping[str, Any], path: str = "") -> Any:
+    """What is wanted by its path, in containers as they are there; None where nothing is.
+
+    Raises:
+      UserError: only a part of a list is wanted.
+    """
+    if isinstance(there, Mapping):
+        items = {key: _as_there(value, wanted, f"{path}{key}/") for key, value in there.items()}
+        return {key: value for key, value in items.items() if value is not None} or None
+    if not isinstance(there, (list, tuple)):
+        return wanted.get(path.removesuffix("/"))
+    found = [_as_there(value, wanted, f"{path}{index}/") for index, value in enumerate(there)]
+    if any(value is None for value in found) and any(value is not None for value in found):
+        raise UserError(
+            f"config.init_from: {path.removesuffix('/')} is a list, of which only a part fits; "
+            "such parameters must be in a dictionary"
+        )
+    return None if all(value is None for value in found) else found
 
 
 def _flat(tree: Any) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from lamb_tpu import models, tasks
 from lamb_tpu.data.registry import option_fields
 from lamb_tpu.errors import UserError
 from lamb_tpu.optim import factory, presets
-from lamb_tpu.run.recipe import naming
+from lamb_tpu.run.recipe import naming, optimizer_of
 
 SECTIONS = ("optimizer", "model", "task", "data.options")
 _FLAG = re.compile(
@@ -119,7 +119,7 @@ def own_fields(section: str, name: Any) -> dict[str, Field]:
     """
     with naming(f"config.{section}"):
         if section == "optimizer":
-            arguments = factory.own_arguments(name)
+            arguments = factory.own_arguments(optimizer_of(name))
             del arguments["axis_name"]  # config.parallel decides it
             found = {key: Field(p.annotation, p.default) for key, p in arguments.items()}
             return {"learning_rate": Field(float, inspect.Parameter.empty), **found}

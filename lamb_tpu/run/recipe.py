@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -12,6 +12,7 @@ import numpy as np
 import optax
 from ml_collections import ConfigDict
 
+from lamb_tpu import own
 from lamb_tpu.config import base_config
 from lamb_tpu.errors import UserError
 from lamb_tpu.optim import durations, factory, parameters, scaling, schedules
@@ -29,6 +30,8 @@ DECAY_KEYS = {
 }
 
 
+# The facts of parameters under a user's own optimizer that takes no rules.
+_NO_RULES = (("", {"decay": False, "adapt": False}),)
 # The largest number of updates: all learning rates are kept in one array. At 1,000 updates a second
 # it is a day.
 _MOST_UPDATES = 10**8
@@ -298,10 +301,31 @@ def resolve_optimizer(
     with naming("config.optimizer"):
         if fields.get("axis_name") is not None:
             raise UserError("axis_name has no meaning in a config: config.parallel decides it")
+        fields["name"] = optimizer_of(fields.get("name"))
+        rules = _rules(fields)
+        if callable(fields["name"]):
+            known = own.fields(fields["name"], ("learning_rate", "axis_name"))
+            given = {key: value for key, value in fields.items() if key in known}
+            own.check("config.optimizer", "optimizer", config.optimizer.name, known, given)
         if axis_name is not None:
             fields["axis_name"] = axis_name
         tx = factory.make_optimizer(fields, learning_rate, params)
-    return tx, fields.get("rules", parameters.DEFAULT_RULES)
+    return tx, rules
+
+
+def optimizer_of(name: Any) -> Any:
+    """config.optimizer.name as `factory.make_optimizer` takes it: of a user's own the function."""
+    return own.find(name, "config.optimizer.name") if own.is_own(name) else name
+
+
+def _rules(fields: Mapping[str, Any]) -> parameters.Rules:
+    """The rules by which the optimizer works, also where the config leaves them at its default."""
+    if "rules" in fields:
+        return fields["rules"]
+    if not callable(fields["name"]):
+        return parameters.DEFAULT_RULES
+    own_rules = factory.own_arguments(fields["name"]).get("rules")
+    return _NO_RULES if own_rules is None else own_rules.default
 
 
 @contextlib.contextmanager

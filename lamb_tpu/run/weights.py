@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from lamb_tpu import own
 from lamb_tpu.data.text import saved
 from lamb_tpu.data.text.vocabulary import Vocabulary
 from lamb_tpu.errors import UserError
@@ -17,7 +18,7 @@ from lamb_tpu.files import reading
 from lamb_tpu.models import bert_huggingface
 from lamb_tpu.models.bert import BertConfig
 from lamb_tpu.models.bert_huggingface import CONFIG, WEIGHTS
-from lamb_tpu.models.convert import NETWORKS, from_timm
+from lamb_tpu.models.convert import NETWORKS, from_timm, load_tensors
 from lamb_tpu.optim import parameters, schedule_free
 from lamb_tpu.store.checkpoint import Checkpoints
 from lamb_tpu.store.workdir import Workdir
@@ -172,6 +173,9 @@ def _of_published(
         except ValueError as error:
             raise UserError(f"{path / CONFIG} is not JSON ({error})") from None
     name, taken = None, ""
+    model = settings.get("model") if isinstance(settings, dict) else None
+    if isinstance(model, dict) and own.is_own(model.get("name")):
+        return _of_own(path, file, model)
     if isinstance(settings, dict):
         name = settings.get("architecture")  # timm's word; transformers' is in the plural
     if not name and not settings and network in _OF_NETWORK:
@@ -185,6 +189,16 @@ def _of_published(
             f"{', '.join(_OF_NETWORK)}, not {network!r}; give a folder that has a {CONFIG} too"
         )
     return _of_huggingface(path)
+
+
+def _of_own(path: pathlib.Path, file: pathlib.Path, model: Mapping[str, Any]) -> Weights:
+    """Of a user's own network, as `lamb_tpu.export` writes it."""
+
+    def load() -> dict[str, Any]:
+        variables = flax.traverse_util.unflatten_dict(load_tensors(file), sep="/")
+        return {"params": variables.pop("params", {}), "model_state": variables}
+
+    return Weights(path, None, model, _shapes(load()), 0, _reader(load))
 
 
 def _of_timm(

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from lamb_tpu import __version__
+from lamb_tpu import __version__, own
 from lamb_tpu.config import FREE_KEYS, differences, flatten
 from lamb_tpu.data import Source, title
 from lamb_tpu.data.text import saved
@@ -268,11 +268,16 @@ class Workdir:
             "device": jax.devices()[0].device_kind,
             "devices": jax.device_count(),
             "processes": jax.process_count(),
+            **({"own": found} if (found := own.receipt(_names(config))) else {}),
             **facts,
         }
         lines = writing.LineFile(self.run)
         lines.write(json.dumps(record))
         lines.close()
+
+
+def _names(config: ConfigDict) -> list[Any]:
+    return [config[section].name for section in ("model", "task", "data", "optimizer")]
 
 
 def _commit() -> str | None:

@@ -7,6 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import numpy as np
 
+from lamb_tpu import own
 from lamb_tpu.data import Source
 from lamb_tpu.errors import UserError
 from lamb_tpu.models import Model
@@ -91,18 +92,22 @@ def own_fields(name: str) -> dict[str, dataclasses.Field]:
     Raises:
       UserError: the name is unknown; the message lists the known ones.
     """
+    if own.is_own(name):
+        return own.fields(own.find(name, "config.task.name"), ("model",))
     if name not in TASKS:
         raise UserError(f"config.task.name is {name!r}; known tasks: {', '.join(TASKS)}")
     return {f.name: f for f in dataclasses.fields(TASKS[name]) if f.name != "model"}
 
 
 def build(name: str, model: Model, **fields: Any) -> Task:
-    """Builds the named task around `model`.
+    """Builds the named task around `model`; 'package.module:Name' is a user's own, see README.md.
 
     Raises:
       UserError: the name or a field is unknown; the message lists the known ones.
     """
     known = own_fields(name)
+    if own.is_own(name):
+        return _build_own(name, model, known, fields)
     for key in fields:
         if key not in known:
             raise UserError(
@@ -110,3 +115,22 @@ def build(name: str, model: Model, **fields: Any) -> Task:
                 f"{', '.join(known) or 'none'}"
             )
     return TASKS[name](model, **fields)
+
+
+_METHODS = ("check", "init", "weights", "loss", "evaluate")
+
+
+def _build_own(
+    name: str, model: Model, known: Mapping[str, dataclasses.Field], fields: Mapping[str, Any]
+) -> Task:
+    key = "config.task.name"
+    own.check("config.task", "task", name, known, fields)
+    with own.making(name, key):
+        task = own.find(name, key)(model=model, **fields)
+    missing = [part for part in ("model", *_METHODS) if not hasattr(task, part)]
+    if missing:
+        raise UserError(
+            f"{key} is {name!r}, which makes {task!r} without {', '.join(missing)}; a task has "
+            f"model and the methods {', '.join(_METHODS)}"
+        )
+    return task

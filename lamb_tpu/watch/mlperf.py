@@ -32,6 +32,7 @@ import jax
 from lamb_tpu.files import writing
 from lamb_tpu.optim import factory, presets
 from lamb_tpu.run.build import Run
+from lamb_tpu.run.recipe import optimizer_of
 from lamb_tpu.watch.observer import Observer, Start
 from lamb_tpu.watch.target import Target
 
@@ -114,7 +115,7 @@ def _arguments(run: Run) -> dict[str, Any]:
     """Returns every argument of the optimizer, including those left at their defaults."""
     fields = run.config.optimizer.to_dict()
     name, preset = fields.pop("name"), fields.pop("preset", None)
-    signature = inspect.signature(factory.OPTIMIZERS[name])
+    signature = inspect.signature(factory.OPTIMIZERS.get(name) or optimizer_of(name))
     arguments = {key: parameter.default for key, parameter in signature.parameters.items()}
     arguments |= presets.preset(name, preset) if preset else {}
     arguments |= fields

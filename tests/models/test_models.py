@@ -1,6 +1,8 @@
 """Models by name, and Linen modules as two functions."""
 
 import re
+import sys
+import types
 from typing import Any
 
 import flax.linen as nn
@@ -22,7 +24,7 @@ from lamb_tpu.errors import UserError
         ("lennet", {}, "config.model.name is 'lennet'; known models: bert, dav.*resnet152$"),
         ("mlp", {"depth": 3}, "config.model.depth is not a field .*; known: num_classes, "),
         ("mlp", {"parent": None}, "config.model.parent is not a field"),
-        ("lenet", {"group_size": 8}, "config.model.group_size is not a field .*known: num_cl"),
+        ("lenet", {"group_size": 8}, "config.model.group_size is not a field .*: num_classes, "),
         ("bert", {"layers": 3}, "config.model.layers is not a field .*; known: hidden_size, "),
         ("bert", {"num_layers": 0}, "config.model.num_layers is 0; it must be a whole number"),
         ("mlp", {"num_classes": 2.0}, "config.model.num_classes is 2.0; it must be a whole number"),
@@ -95,6 +97,34 @@ def test_groups_of_a_config_that_do_not_fit() -> None:
     config = {"name": "mlp", "batch_norm": True, "group_size": 12}
     with pytest.raises(ValueError, match="group_size is 12, .*; 8 or 16 would"):
         models.batch_norm_groups(config, 64, 8)
+
+
+def test_a_network_of_ones_own_gets_the_axes(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Grouped(nn.Module):
+        group_size: int | None = None
+        axis_name: tuple[str, ...] | None = None
+
+        @nn.compact
+        def __call__(self, inputs: jax.Array, train: bool) -> jax.Array:
+            return inputs
+
+    given = []
+
+    def functions(width: int = 3, axis_name: tuple[str, ...] | None = None) -> models.Model:
+        given.append(axis_name)
+        return models.Model(lambda key, x: {"params": {}}, lambda *a, **k: (0, {}), width)
+
+    module = types.ModuleType("my_networks")
+    module.Grouped, module.functions = Grouped, functions
+    monkeypatch.setitem(sys.modules, "my_networks", module)
+    assert models.build("my_networks:functions", ("data",), width=5).vocab_size == 5
+    models.build("my_networks:functions")
+    assert given == [("data",), None]
+    assert set(models.own_fields("my_networks:functions")) == {"width"}
+    assert set(models.own_fields("my_networks:Grouped")) == {"group_size"}
+    config = {"name": "my_networks:Grouped", "group_size": 16}
+    assert models.batch_norm_groups(config, 64, 8)[0] == 2
+    assert models.batch_norm_groups({"name": "my_networks:functions"}, 64, 8) == (1, "")
 
 
 @pytest.mark.parametrize("batch_norm", [False, True])

@@ -21,6 +21,34 @@ def _trust_ratio_chain(learning_rate, rules="all", axis_name=None, collect=False
     )
 
 
+def _lamb_of_links(learning_rate, rules="all", axis_name=None, collect=False):
+    return optim.in_float32(optax.chain(
+        optim.scale_by_lamb(rules=rules, axis_name=axis_name),
+        optim.add_decayed_weights(0.01, rules),
+        optim.scale_by_trust_ratio(rules, axis_name=axis_name, collect=collect),
+        optax.scale_by_learning_rate(learning_rate),
+    ))
+
+
+def _lars_of_links(learning_rate, rules="all", axis_name=None, collect=False):
+    return optim.in_float32(optax.chain(
+        optim.add_decayed_weights(1e-4, rules),
+        optim.scale_by_trust_ratio(
+            rules, coefficient=0.001, axis_name=axis_name, collect=collect),
+        optim.scale_by_lars(0.9),
+        optax.scale_by_learning_rate(learning_rate),
+    ))
+
+
+def _ratio_on_adam(learning_rate, rules="all", axis_name=None, collect=False):
+    return optim.in_float32(optax.chain(
+        optax.scale_by_adam(),
+        optim.scale_by_trust_ratio(rules, axis_name=axis_name, collect=collect),
+        optax.scale_by_learning_rate(learning_rate),
+        optim.scale_by_rate_factors(rules),
+    ))
+
+
 def _clipped_lamb(learning_rate, rules="all", axis_name=None):
     return optax.chain(
         clipping.clip_global_norm(1.0, axis_name),
@@ -37,17 +65,20 @@ def _rounded_lamb(learning_rate, rules="all", axis_name=None):
 PLAIN: dict[str, Build] = {
     **OPTIMIZERS,
     "scale_by_trust_ratio": _trust_ratio_chain,
+    "scale_by_lamb, scale_by_trust_ratio": _lamb_of_links,
+    "scale_by_trust_ratio, scale_by_lars": _lars_of_links,
+    "scale_by_adam, scale_by_trust_ratio": _ratio_on_adam,
     "clip_global_norm, lamb": _clipped_lamb,
     "stochastic_rounding(lamb)": _rounded_lamb,
 }
 
 
 def takes(name: str, argument: str) -> bool:
-    """Returns whether one of `PLAIN` has an argument."""
+    """Returns whether the transform of that name in `PLAIN` takes the argument."""
     return argument in inspect.signature(PLAIN[name]).parameters
 
 
-# Those that need whole matrices, or whole leaves, inside shard_map.
+# These need whole matrices or leaves inside shard_map; of a split one APOLLO needs the spec.
 WHOLE = ("apollo", "muon", "adafactor")
 # Those that take leaves split inside shard_map, whichever they are.
 SPLITTING = [name for name in PLAIN if takes(name, "axis_name") and name not in WHOLE]

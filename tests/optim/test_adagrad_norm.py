@@ -108,7 +108,7 @@ def test_narrow_parameters_keep_a_float32_accumulator():
     ({"per_layer": "yes"}, "per_layer must be True or False, not 'yes'"),
     ({"weight_decay": -0.1}, "weight_decay .* not -0.1"),
     ({"learning_rate": -0.1}, "learning_rate .* not -0.1"),
-    ({"rules": "none"}, "rules 'none' is no preset"),
+    ({"rules": "none"}, "rules 'none' are unknown"),
 ])
 def test_bad_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):

@@ -9,7 +9,7 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from lamb_tpu.optim import factory, placement
+from lamb_tpu.optim import factory, sharding
 from lamb_tpu.optim.apollo import apollo
 from lamb_tpu.optim.presets import preset
 
@@ -259,7 +259,7 @@ def test_sharded_equals_whole(axis_type, spec, arguments):
     with jax.set_mesh(mesh):
         split = NamedSharding(mesh, spec)
         params = jax.device_put(jnp.asarray(weights, jnp.float32), split)
-        shardings = placement.partition(tx, params, split)
+        shardings = sharding.state_sharding(tx, params, split)
         sharded_state = jax.jit(tx.init, out_shardings=shardings)(params)
         update = jax.jit(tx.update, out_shardings=(split, shardings))
         for t, grad in enumerate(grads):
@@ -326,7 +326,7 @@ def test_inject_hyperparams():
     ({"growth_limit": 0.9}, "growth_limit must be at least 1, or None, not 0.9"),
     ({"seed": -1}, "seed must be a whole number of at least 0, not -1"),
     ({"learning_rate": -1.0}, "learning_rate must be at least 0, not -1.0"),
-    ({"rules": "none"}, "rules 'none' is no preset"),
+    ({"rules": "none"}, "rules 'none' are unknown"),
 ])
 def test_bad_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
@@ -340,7 +340,98 @@ def test_from_a_config():
         assert state.mu.shape == (rank, 400)
 
 
-def test_split_matrices_are_refused():
+@pytest.mark.parametrize("arguments", [{"rank": 2}, MINI])
+@pytest.mark.parametrize("shape, sides", [
+    ((3, 2, 4, 5), ((0, 1, 2), (3,))),  # a convolution's kernel
+    ((12, 3, 4), ((0,), (1, 2))), ((3, 4, 20), ((0, 1), (2,))),  # of attention: into heads, and out
+    ((6, 5), ((1,), (0,))),
+    ((2, 20, 3), ((2, 0), (1,))),
+])
+def test_rows_and_columns_of_several_axes_are_a_matrix(shape, sides, arguments, monkeypatch):
+    """Steps are those of the matrix that the axes make, its projection shaped likewise."""
+    rng = np.random.default_rng(3)
+    weights, *grads = (jnp.asarray(rng.standard_normal(shape)) for _ in range(4))
+    lengths = [int(np.prod([shape[axis] for axis in side])) for side in sides]
+    short = sides[int(lengths[1] < lengths[0])]
+    drawn = rng.standard_normal((min(lengths), arguments["rank"]))
+
+    def as_matrix(array):
+        return jnp.transpose(array, (*sides[0], *sides[1])).reshape(lengths)
+
+    def leaf_projection(key, leaf_shape, dtype):
+        # The optimizer may take the axes of the side in another order than the rule has them.
+        rank = leaf_shape[-1]
+        order = sorted(short, key=lambda axis: shape[axis] != rank)
+        value = drawn.reshape(*(shape[axis] for axis in short), rank)
+        return jnp.asarray(
+            value.transpose(*(short.index(axis) for axis in order), len(short)), dtype)
+
+    rules = [("", {"matrix_axes": sides})]
+    monkeypatch.setattr(module, "projection", leaf_projection)
+    path, state = _run(apollo(0.1, weight_decay=0.1, rules=rules, **arguments), weights, grads)
+    monkeypatch.setattr(module, "projection", lambda *_: jnp.asarray(drawn, jnp.float32))
+    expected, matrix_state = _run(
+        apollo(0.1, weight_decay=0.1, **arguments), as_matrix(weights), list(map(as_matrix, grads)))
+    for found, wanted in zip(path, expected, strict=True):
+        np.testing.assert_allclose(as_matrix(found), wanted, rtol=0, atol=3e-6)
+    assert state.mu.size == matrix_state.mu.size and state.mu.ndim == len(shape)
+
+
+def test_no_matrix_takes_adamw():
+    weights, grads = _normal((4, 7), 3)
+    rules = [("table", {"matrix_axes": ()}), ("", {})]
+    params = {"table": jnp.asarray(weights), "kernel": jnp.asarray(weights)}
+    path, state = _run(apollo(0.01, rank=2, rules=rules), params, [
+        {"table": jnp.asarray(g), "kernel": jnp.asarray(g)} for g in grads])
+    expected = _loop(weights, grads, lambda _: None)
+    np.testing.assert_allclose(path[-1]["table"], expected[-1], rtol=0, atol=2e-6)
+    assert state.mu["table"].shape == (4, 7) and state.mu["kernel"].shape == (2, 7)
+
+
+@pytest.mark.parametrize("arguments", [{"rank": 2}, MINI])
+@pytest.mark.parametrize("shape, spec, facts", [
+    ((16, 24), PartitionSpec("x"), {}),  # the side that is projected
+    ((16, 24), PartitionSpec(None, "x"), {}),
+    ((24, 8), PartitionSpec("x"), {}),
+    ((8, 5, 6), PartitionSpec("x"), {"layer_axes": (0,)}),
+    ((3, 8, 2, 5), PartitionSpec(None, "x"), {"matrix_axes": ((0, 1, 2), (3,))}),
+    ((3, 1, 2, 48), PartitionSpec(None, None, None, "x"), {"matrix_axes": ((0, 1, 2), (3,))}),
+])
+def test_parts_inside_shard_map_equal_the_whole(shape, spec, facts, arguments):
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    weights, grads = _normal(shape, 4)
+    params, grads = jnp.float32(weights), [jnp.float32(g) for g in grads]
+    arguments = {"update_gap": 2, "weight_decay": 0.1, "rules": [("", facts)], **arguments}
+    expected, whole = _run(apollo(0.1, **arguments), params, grads)
+
+    tx = apollo(0.1, axis_name=spec, **arguments)
+    specs = sharding.state_sharding(tx, params, spec)
+
+    def train(params, grads):
+        state = tx.init(params)
+        for grad in grads:
+            updates, state = tx.update(grad, state, params)
+            params = optax.apply_updates(params, updates)
+        return params, state
+
+    found, state = jax.jit(jax.shard_map(  # with check_vma: what is replicated is seen to be
+        train, mesh=mesh, in_specs=(spec, spec), out_specs=(spec, specs)))(params, grads)
+    np.testing.assert_allclose(found, expected[-1], rtol=0, atol=3e-6)
+    for name in ("mu", "nu", "norms"):
+        np.testing.assert_allclose(getattr(state, name), getattr(whole, name), rtol=2e-5, atol=2e-6)
+    assert state.mu.addressable_shards[0].data.size in (whole.mu.size // 8, whole.mu.size)
+
+
+def test_a_rank_that_hides_the_axis_that_is_split_is_refused():
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    spec, params = PartitionSpec(None, "x"), jnp.ones((8, 8, 70))
+    tx = apollo(0.1, rank=8, axis_name=spec, rules=[("", {"matrix_axes": ((0, 1), (2,))})])
+    with pytest.raises(ValueError, match="split along an axis as long as its rank 8: give another"):
+        jax.shard_map(lambda p: tx.update(p, tx.init(p), p)[0], mesh=mesh, in_specs=spec,
+                      out_specs=spec)(params)
+
+
+def test_matrices_that_are_split_over_a_name_alone_are_refused():
     # A shard may be too narrow to be projected where the matrix is not, so every one is refused.
     rules = [("left", {"adapt": False}), ("layers", {"layer_axes": (0,)}), ("", {})]
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
@@ -357,5 +448,7 @@ def test_split_matrices_are_refused():
     updates = update(others | {"w": {}}, "x")  # elementwise, so nothing needs to be whole
     np.testing.assert_allclose(updates["bias"], -0.1, rtol=1e-4)
     for shape in ((16, 16), (64, 8)):
-        with pytest.raises(ValueError, match="needs whole matrices: .* None for 'w', not 'x'"):
+        with pytest.raises(ValueError, match=(
+            "apollo must know along which axis the matrix 'w' is split: .*PartitionSpec .* not 'x'"
+        )):
             update(others | {"w": jnp.ones(shape)}, lambda path: "x")

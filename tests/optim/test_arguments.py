@@ -31,9 +31,11 @@ PARAMS = {"kernel": jnp.ones((4, 3)), "bias": jnp.ones(3)}
 
 # Modules, and functions of arrays inside an update, that serve the package itself.
 INNER = {
-    "checks", "leafwise", "wrapping", "parameters.leaf_paths", "clipping.check_max_norm",
+    "checks", "leafwise", "chains.check_numbers", "chains.refuse_leaves", "chains.under_rules",
+    "splits", "directions.AdamDirection", "directions.Momentum",
+    "parameters.leaf_paths", "clipping.check_max_norm",
     "clipping.global_norm", "clipping.global_scale", "rounding.round_to_bfloat16",
-    "apollo.project", "apollo.projected_axis", "apollo.projection", "apollo.projection_shape",
+    "apollo.project", "apollo.projected_side", "apollo.projection", "apollo.projection_shape",
     *(f"trust_ratio.{name}" for name, value in vars(trust_ratio).items()
       if inspect.isfunction(value) and name != "scale_by_trust_ratio"),
 }
@@ -82,6 +84,7 @@ NEEDED = {
     "epochs": dict(batch_size=8, num_examples=100),
     "evaluation_params": dict(opt_state=optax.EmptyState(), params=PARAMS),
     "exponential_decay": dict(factor=0.5, every_steps=10.0),
+    "in_float32": dict(inner=optax.sgd(0.1)),
     "in_order": dict(values={"ratios/a": 1.0}, paths=["a"]),
     "keeps_evaluation_params": dict(opt_state=optax.EmptyState()),
     "legw": dict(base_learning_rate=0.1, base_warmup_epochs=1.0, base_batch_size=8, batch_size=16),
@@ -90,15 +93,16 @@ NEEDED = {
     "one_phase": dict(part=(lambda count: 0.1, 3)),
     "optimal_timescale": dict(tokens_per_parameter=20.0, coefficient=1.0, exponent=-0.5),
     "parse": dict(text="3 epochs"),
-    "partition": dict(tx=optax.sgd(0.1), params=PARAMS, params_sharding=PartitionSpec()),
     "preset": dict(optimizer="lamb", name="paper"),
     "random_matrix_rule": dict(optimizer="lamb"),
     "read": dict(opt_state=optax.EmptyState()),
     "refined_schedule": dict(gradient_norms=[2.0, 1.0], peak=0.1),
     "resolve": dict(params=PARAMS, rules="all"),
     "scalars": dict(opt_state=optax.EmptyState()),
+    "scale_by_rate_factors": dict(rules="all"),
     "scale_learning_rate": dict(
         rule="sqrt", base_learning_rate=0.1, base_batch_size=8, batch_size=16),
+    "state_sharding": dict(tx=optax.sgd(0.1), params=PARAMS, params_sharding=PartitionSpec()),
     "step_decay": dict(boundaries=[1.0], factor=0.5),
     "stochastic_rounding": dict(inner=optax.sgd(0.1)),
     "summary": dict(opt_state=optax.EmptyState(), facts=parameters.resolve(PARAMS, "all")),

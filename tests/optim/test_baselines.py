@@ -168,3 +168,19 @@ def test_evaluation_params_of_what_a_checkpoint_gives_back():
     adam = optax.adam(0.1).init(params)
     assert not schedule_free.keeps_evaluation_params(adam)
     assert optim.evaluation_params(adam, params) == params
+
+
+def test_muon_takes_a_kernel_for_the_matrix_that_its_rows_and_columns_make():
+    rng = np.random.default_rng(5)
+    table = jnp.float32(rng.standard_normal((6, 5)))
+    kernel, *grads = (jnp.float32(rng.standard_normal((3, 2, 4, 7))) for _ in range(3))
+    rules = [("kernel", {"matrix_axes": ((0, 1, 2), (3,))}), ("", {"matrix_axes": ()})]
+    found, _ = runs.after(
+        make_optimizer({"name": "muon", "rules": rules}, 0.1), {"kernel": kernel, "table": table},
+        [{"kernel": grad, "table": table} for grad in grads])
+    expected, _ = runs.after(
+        make_optimizer({"name": "muon"}, 0.1), kernel.reshape(24, 7),
+        [grad.reshape(24, 7) for grad in grads])
+    np.testing.assert_allclose(found["kernel"].reshape(24, 7), expected, rtol=1e-6, atol=1e-6)
+    adam, _ = runs.after(optax.nadam(0.1), table, [table] * 2)
+    np.testing.assert_allclose(found["table"], adam, rtol=1e-5, atol=1e-6)

@@ -19,6 +19,7 @@ from lamb_tpu.optim.parameters import ParameterFacts
 from tests.optim.catalogue import PLAIN, TRANSFORMS, takes
 
 OPTAX = [name for name in OPTIMIZERS if not takes(name, "collect")]
+OPTAX += ["scale_by_adam, scale_by_trust_ratio"]  # whose Adam is
 OURS = {
     **{name: build for name, build in PLAIN.items() if name not in OPTAX},
     "lars, larc": TRANSFORMS["lars larc"],

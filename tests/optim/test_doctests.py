@@ -11,7 +11,8 @@ import pytest
     (".novograd", 6), (".diffgrad", 5), (".rmsprop_tf", 5), (".adagrad_norm", 8),
     (".apollo", 4), (".rounding", 7),
     (".schedules", 14), (".scaling", 8), (".refinement", 2), (".durations", 5), (".factory", 2),
-    (".placement", 3), (".clipping", 3), (".presets", 1), (".readings", 6),
+    (".sharding", 3), (".chains", 6), (".directions", 13), (".clipping", 3),
+    (".presets", 1), (".readings", 6),
 ])
 def test_docstrings(name, fewest):
     module = importlib.import_module("lamb_tpu.optim" + name)

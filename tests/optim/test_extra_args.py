@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 from lamb_tpu import optim
-from lamb_tpu.optim import rounding, wrapping
+from lamb_tpu.optim import chains, rounding
 from tests.optim.catalogue import PLAIN, TRANSFORMS
 
 PARAMS = {"kernel": jnp.arange(12.0).reshape(4, 3), "bias": jnp.ones(3)}
@@ -49,12 +49,13 @@ def test_nnx_passes_them(name):
 
 @pytest.mark.parametrize("wrapped", [
     rounding.stochastic_rounding(by_value()),
-    wrapping.in_float32(by_value()),
-    wrapping.under_rules(by_value(), "all"),
-    optax.chain(wrapping.decayed_weights(0.1, "all"), by_value()),
+    chains.in_float32(by_value()),
+    chains.under_rules(by_value(), "all"),
+    optax.chain(chains.add_decayed_weights(0.1, "all"), by_value()),
     optim.add_l2(by_value(), 0.1, "all"),
     optax.chain(optim.clip_global_norm(1.0), optim.scale_by_trust_ratio(), by_value()),
-], ids=["stochastic_rounding", "in_float32", "under_rules", "decayed_weights", "add_l2", "chain"])
+], ids=[
+    "stochastic_rounding", "in_float32", "under_rules", "add_decayed_weights", "add_l2", "chain"])
 def test_what_wraps_a_transform_passes_them_on(wrapped):
     updates, _ = wrapped.update(GRADS, wrapped.init(PARAMS), PARAMS, value=jnp.float32(3.0))
     jax.tree.map(lambda u: np.testing.assert_array_equal(u, -3.0), updates)

@@ -134,7 +134,7 @@ def test_rules_are_resolved_at_once_where_parameters_are_given():
      "the preset name 'papers' is unknown; lamb has: paper, author"),
     ({"name": "adam", "clip_global_norm": -1.0}, "clip_global_norm must be above 0.*not -1.0"),
     ({"name": "adam", "stochastic_rounding": -1}, "stochastic_rounding must be .* not -1"),
-    ({"name": "momentum", "rules": "none"}, "'none' is no preset"),
+    ({"name": "momentum", "rules": "none"}, "'none' are unknown"),
     ({"name": "momentum", "rules": [("a", {}), ("a", {})]}, "the rule 'a' is given twice"),
 ])
 def test_bad_configs(config, message):

@@ -321,7 +321,7 @@ def test_the_direction_is_computed_again_and_not_stored():
     ({"clip_global_norm": 0.0}, "clip_global_norm must be above 0, .* not 0.0"),
     ({"mu_dtype": jnp.int8}, "mu_dtype must be a floating-point dtype or None, not .*int8"),
     ({"nu_dtype": "float23"}, "nu_dtype .* not 'float23'"),
-    ({"rules": "none"}, "'none' is no preset; the presets are all, "),
+    ({"rules": "none"}, "'none' are unknown; the named rules are all, "),
 ])
 def test_bad_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):

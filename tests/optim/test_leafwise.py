@@ -140,7 +140,7 @@ def test_a_tree_without_leaves():
 
 @pytest.mark.parametrize("arguments, message", [
     ({"learning_rate": -1.0}, "learning_rate must be at least 0, not -1.0"),
-    ({"rules": "some"}, "rules 'some' is no preset"),
+    ({"rules": "some"}, "rules 'some' are unknown"),
     ({"clip_global_norm": -2.0}, "clip_global_norm must be above 0, .* not -2.0"),
 ])
 def test_bad_arguments(arguments, message):

@@ -1,4 +1,4 @@
-"""The presets of rules find the biases and norms of small networks of each library."""
+"""Named rules find the biases and norms of small networks of each library."""
 
 import equinox as eqx
 import haiku as hk
@@ -99,11 +99,11 @@ NORMS = ("norm", "bn", "gn", "rms", "ln_")
 
 
 @pytest.mark.parametrize("library", NETS)
-@pytest.mark.parametrize("preset", parameters.RULES)
-def test_biases_and_norms_of_each_library_are_found(library, preset):
+@pytest.mark.parametrize("rules", parameters.RULES)
+def test_biases_and_norms_of_each_library_are_found(library, rules):
     params = NETS[library]()
     paths = parameters.leaf_paths(params)
-    facts = dict(zip(paths, jax.tree.leaves(parameters.resolve(params, preset)), strict=True))
+    facts = dict(zip(paths, jax.tree.leaves(parameters.resolve(params, rules)), strict=True))
     others = {path for path in paths if not path.endswith(MATRICES[library])}
     norms = {path for path in others
              if any(name in part for name in NORMS for part in path.split("/")[:-1])}
@@ -111,7 +111,7 @@ def test_biases_and_norms_of_each_library_are_found(library, preset):
     exempt = {"all": set(), "resnet": norms, "lstm": {
         path for path in others
         if path.removesuffix("/value").rsplit("/")[-1] in ("bias", "bias_n", "b")
-    }}.get(preset, others)
+    }}.get(rules, others)
     assert {path for path in paths if not facts[path].decay} == exempt
 
 

@@ -196,7 +196,7 @@ def test_an_axis_that_is_not_bound_is_an_error():
     ({"normalise": "momentum"}, "normalise 'momentum' needs decay 'decoupled'.* not 'momentum'"),
     ({"mu_dtype": "int8"}, "mu_dtype must be .* not 'int8'"),
     ({"nu_dtype": "int8"}, "nu_dtype must be .* not 'int8'"),
-    ({"rules": "none"}, "rules 'none' is no preset"),
+    ({"rules": "none"}, "rules 'none' are unknown"),
 ])
 def test_bad_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 from flax import nnx
 from flax.core import freeze
 
@@ -63,7 +64,7 @@ def test_nnx_state():
     assert "dense/kernel/value" in table(state, "no_bias_no_norm")
 
 
-def test_the_preset_tells_a_bias_from_a_name_that_holds_one():
+def test_named_rules_tell_a_bias_from_a_name_that_holds_one():
     names = ["bias", "scale", "debias/kernel", "scaled/kernel", "bias/kernel"]
     facts = resolve(dict.fromkeys(names, SHAPE), "no_bias_no_norm")
     assert [name for name in names if facts[name] == NONE] == ["bias", "scale"]
@@ -123,8 +124,8 @@ NORMS = {name for name in NAMES if "orm" in name or "/bn" in name or name.starts
 BIASES = {name for name in NAMES if name.endswith("/bias")}
 
 
-# Of each preset: what does not decay, and whether that adapts.
-PRESETS = {
+# Of each of the named rules: what does not decay, and whether that adapts.
+NAMED = {
     "all": (set(), True),
     "no_bias_no_norm": (NORMS | BIASES, False),
     "no_bias_no_norm_decay": (NORMS | BIASES, True),
@@ -136,26 +137,26 @@ PRESETS = {
 
 
 @pytest.mark.parametrize("suffix", ["", "/value"])
-@pytest.mark.parametrize("preset", RULES)
-def test_presets(preset, suffix):
-    exempt, adapt = PRESETS[preset]
-    facts = resolve({name + suffix: SHAPE for name in NAMES}, preset)
-    assert {name for name in NAMES if not facts[name + suffix].decay} == exempt
-    assert {name for name in NAMES if not facts[name + suffix].adapt} == (
+@pytest.mark.parametrize("name", RULES)
+def test_named_rules(name, suffix):
+    exempt, adapt = NAMED[name]
+    facts = resolve({path + suffix: SHAPE for path in NAMES}, name)
+    assert {path for path in NAMES if not facts[path + suffix].decay} == exempt
+    assert {path for path in NAMES if not facts[path + suffix].adapt} == (
         set() if adapt else exempt)
 
 
-def test_a_preset_may_match_nothing():
+def test_named_rules_may_match_nothing():
     assert resolve({"kernel": SHAPE}, "no_bias_no_norm") == {"kernel": ParameterFacts()}
 
 
 @pytest.mark.parametrize("rules, message", [
-    ("default", "'default' is no preset; the presets are all, no_bias_no_norm"),
-    ({"bias": NONE}, "rules must be a preset's name or a list"),
-    (None, "rules must be a preset's name or a list"),
+    ("default", "'default' are unknown; the named rules are all, no_bias_no_norm"),
+    ({"bias": NONE}, "rules must be a name of rules or a list"),
+    (None, "rules must be a name of rules or a list"),
     ([("bias",)], r"a rule must be a pair \(regex, facts\), not \('bias',\)"),
     (["bias"], "a rule must be a pair"),
-    ([("(", NONE)], r"the rule '\(' is no regular expression"),
+    ([("(", NONE)], r"the rule '\(' is not a valid regular expression"),
     ([("bias", {"decays": False})], "unknown fact 'decays'; known: decay, adapt, layer_axes, rate"),
     ([("bias", False)], "the facts of the rule 'bias' must be a mapping"),
     ([("bias", {"decay": 0.1})], "decay must be True or False, not 0.1"),
@@ -167,6 +168,13 @@ def test_a_preset_may_match_nothing():
     ([("bias", {"rate_factor": "0.5"})], "rate_factor must be a finite number .* not '0.5'"),
     ([("bias", {"decay_factor": float("inf")})], "decay_factor must be a finite number .* not inf"),
     ([("bias", {"decay_factor": float("nan")})], "decay_factor must be a finite number .* not nan"),
+    ([("bias", {"matrix_axes": (0, 1)})], r"matrix_axes must be the axes of .* not \(0, 1\)"),
+    ([("bias", {"matrix_axes": ((0,), ())})], r"matrix_axes must be the axes of a matrix's rows"),
+    ([("bias", {"matrix_axes": ((0,), (-1,))})], r"or \(\) for no matrix, not \(\(0,\), \(-1,\)"),
+    ([("bias", {"matrix_axes": "rows"})], "or \\(\\) for no matrix, not 'rows'"),
+    ([("bias", {"matrix_axes": ((0,), (0, 1))})], "must name no axis twice"),
+    ([("bias", {"matrix_axes": ((0,), (1,)), "layer_axes": (1,)})],
+     r"matrix_axes \(\(0,\), \(1,\)\) and layer_axes \(1,\) must name no axis twice"),
     ([("bias", {"decay": False, "decay_factor": 0.5})],
      "decay_factor 0.5 has no meaning for what does not decay"),
 ])
@@ -199,6 +207,70 @@ def test_factors_are_shown_where_not_all_are_one():
         ["0.512", "1"], ["1", "1"], ["0", "2"]]
     only = table(params, [("a", {"decay_factor": 0.5}), ("", {})])
     assert "decay factor" in only and "rate factor" not in only
+
+
+@pytest.mark.parametrize("facts, num_axes, expected", [
+    ({}, 2, ((0,), (1,))),
+    ({"layer_axes": (0,)}, 3, ((1,), (2,))),
+    ({"layer_axes": (1,)}, 3, ((0,), (2,))),
+    ({}, 3, None), ({}, 1, None), ({"layer_axes": (0,)}, 2, None),
+    ({"matrix_axes": ()}, 2, None),
+    ({"matrix_axes": [[1], [0]]}, 2, ((1,), (0,))),  # as a config may have them
+    ({"matrix_axes": ((1, 2, 3), (4,)), "layer_axes": (0,)}, 5, ((1, 2, 3), (4,))),
+])
+def test_rows_and_columns(facts, num_axes, expected):
+    assert ParameterFacts(**facts).matrix(num_axes) == expected
+
+
+def test_matrix_axes_have_to_be_all_that_stack_no_layers():
+    for facts in ({"matrix_axes": ((0,), (1,))}, {"matrix_axes": ((0, 1), (2, 3))}):
+        with pytest.raises(ValueError, match=(
+            r"matrix_axes .* and layer_axes \(\) are not all axes of the parameter 'w', .* has 3"
+        )):
+            resolve({"w": jnp.ones((2, 3, 4))}, [("", facts)])
+
+
+def test_rows_and_columns_of_linens_kernels():
+    """The axes that the documentation gives make of each kernel the matrix of its linear map."""
+    conv, attention = nn.Conv(5, (3, 2), use_bias=False), nn.MultiHeadDotProductAttention(4)
+    image, tokens = jnp.ones((1, 3, 2, 7)), jnp.ones((1, 3, 8))
+    params = {
+        "conv": conv.init(jax.random.key(0), image)["params"],
+        "attention": attention.init(jax.random.key(0), tokens)["params"],
+    }
+    rules = [
+        ("conv/kernel$", {"matrix_axes": ((0, 1, 2), (3,))}),
+        ("(query|key|value)/kernel$", {"matrix_axes": ((0,), (1, 2))}),
+        ("out/kernel$", {"matrix_axes": ((0, 1), (2,))}),
+        ("", {}),
+    ]
+    facts = resolve(params, rules)
+
+    def shape_of(*names):
+        leaf, fact = params, facts
+        for name in names:
+            leaf, fact = leaf[name], fact[name]
+        return tuple(
+            int(np.prod([leaf.shape[axis] for axis in side])) for side in fact.matrix(leaf.ndim))
+
+    assert shape_of("conv", "kernel") == (3 * 2 * 7, 5)
+    assert shape_of("attention", "query", "kernel") == (8, 8)
+    assert shape_of("attention", "out", "kernel") == (8, 8)
+    # One window: the convolution is the product with that matrix.
+    kernel = params["conv"]["kernel"]
+    found = nn.Conv(5, (3, 2), use_bias=False, padding="VALID").apply(
+        {"params": {"kernel": kernel}}, image * jnp.arange(42.0).reshape(1, 3, 2, 7))
+    np.testing.assert_allclose(
+        found.ravel(), jnp.arange(42.0) @ kernel.reshape(42, 5), rtol=1e-5)
+
+
+def test_matrix_axes_are_shown_where_a_rule_says_them():
+    params = {"conv": jnp.ones((3, 3, 2, 4)), "table": jnp.ones((9, 2)), "w": jnp.ones((2, 3))}
+    rules = [("conv", {"matrix_axes": ((0, 1, 2), (3,))}), ("table", {"matrix_axes": ()}), ("", {})]
+    lines = table(params, rules).splitlines()
+    assert lines[0].endswith("layer axes  matrix axes")
+    assert [line.split("  ")[-1].strip() for line in lines[1:4]] == ["(0,1,2) x (3)", "none", "-"]
+    assert "matrix axes" not in table(params, "all")
 
 
 TREE = {"dense": {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}, "head": jnp.ones(2)}

@@ -16,7 +16,8 @@ from jax.sharding import AxisType, PartitionSpec
 
 from lamb_tpu import optim
 from lamb_tpu.optim.factory import OPTIMIZERS
-from lamb_tpu.optim.placement import partition
+from lamb_tpu.optim.sharding import state_sharding
+from lamb_tpu.optim.trust_ratio import Readings
 from tests.optim.catalogue import PLAIN, takes
 
 P = PartitionSpec
@@ -39,6 +40,7 @@ def of_leaves(function):
 
 SPECS = of_leaves(lambda leaf: leaf[1])
 WHOLE_MATRICES = of_leaves(lambda leaf: leaf[1] if len(leaf[0]) == 1 else P())
+LAYERS_SPLIT = SPECS | {"layers": P("data", "model")}
 
 
 def draw(seed):
@@ -53,6 +55,13 @@ def axes_by_path(specs):
         names = [name for entry in spec if entry for name in np.atleast_1d(entry).tolist()]
         table["/".join(key.key for key in path)] = tuple(names) or None
     return table.__getitem__
+
+
+def specs_by_path(specs):
+    """The same with the axes of each leaf."""
+    paths = ["/".join(key.key for key in path) for path, _ in
+             jax.tree_util.tree_leaves_with_path(specs)]
+    return dict(zip(paths, jax.tree.leaves(specs), strict=True)).__getitem__
 
 
 def configured(name, **arguments):
@@ -71,6 +80,7 @@ BUILDS = {
     **{name: functools.partial(build, RATE, rules=RULES)
        for name, build in PLAIN.items() if name not in OPTIMIZERS},
     "apollo": configured("apollo", rank=2, clip_global_norm=1.0),  # projecting
+    "apollo, mini": configured("apollo", preset="apollo_mini", update_gap=2),
     "lamb, linf": configured("lamb", norm="linf", decay="decoupled"),
     "lamb, phi": configured("lamb", norm="l1", phi_bounds=(5.0, 20.0), ratio_eps=1.0),
     "lamb, cautious": configured("lamb", cautious=True),
@@ -105,13 +115,13 @@ def unsharded(name):
 
 
 def sharded_step(tx, params, specs):
-    specs = (specs, partition(tx, params, specs))
+    specs = (specs, state_sharding(tx, params, specs))
     return jax.jit(jax.shard_map(
         step_of(tx), mesh=MESH, in_specs=(*specs, specs[0]), out_specs=specs, check_vma=False))
 
 
 def sharded(name, axis_name=None):
-    specs = WHOLE_MATRICES if name in ("apollo", "muon") else SPECS
+    specs = (WHOLE_MATRICES if name.startswith(("apollo", "muon")) else SPECS)
     tx, params = BUILDS[name](axis_name=axis_name or axes_by_path(specs)), draw(0)
     return train(sharded_step(tx, params, specs), params, tx.init(params))
 
@@ -136,6 +146,28 @@ def assert_replicas_are_equal(tree):
 def test_five_updates_equal_those_of_one_device(name):
     found = sharded(name)
     assert_close(found, unsharded(name))
+    assert_replicas_are_equal(found)
+
+
+@pytest.mark.parametrize("specs", [SPECS, LAYERS_SPLIT], ids=["layers whole", "layers split"])
+@pytest.mark.parametrize("name", [
+    "lamb", "lamb, cautious", "lars", "novograd, linf", "rmsprop_tf, cautious", "adagrad_norm",
+    "apollo", "apollo, mini", "scale_by_lamb, scale_by_trust_ratio", "stochastic_rounding(lamb)",
+])
+def test_specs_tell_which_axes_of_a_leaf_are_split(name, specs):
+    """With them layers of a stack may be split, and matrices of APOLLO."""
+    tx, params = BUILDS[name](axis_name=specs_by_path(specs)), draw(0)
+    state_specs = state_sharding(tx, params, specs)
+    if specs is LAYERS_SPLIT:  # readings of such a stack need a spec of their own
+        state_specs = jax.tree.map(
+            lambda node: Readings(*({**tree, "layers": P("data")} for tree in node))
+            if isinstance(node, Readings) else node,
+            state_specs, is_leaf=lambda node: isinstance(node, Readings))
+    step = jax.jit(jax.shard_map(
+        step_of(tx), mesh=MESH, in_specs=(specs, state_specs, specs),
+        out_specs=(specs, state_specs), check_vma=False))
+    found = train(step, params, tx.init(params))
+    assert_close(found, unsharded(name), rtol=2e-6 if name.startswith("apollo") else 1e-6)
     assert_replicas_are_equal(found)
 
 
@@ -168,7 +200,7 @@ def test_init_inside_shard_map_makes_the_state_that_is_made_outside(name):
         state = tx.init(params)
         return state, step_of(tx)(params, state, grads)[0]
 
-    state_specs = partition(tx, params, specs)
+    state_specs = state_sharding(tx, params, specs)
     inside = jax.jit(jax.shard_map(  # with check_vma, which has to see that norms are whole
         init_and_step, mesh=MESH, in_specs=(specs, specs), out_specs=(state_specs, specs)))
     state, found = inside(params, draw(1))
@@ -198,7 +230,7 @@ def test_collecting_a_stack_split_by_layers_compiles_once(name, axis_type):
     }
     params = jax.device_put({"stack": jnp.ones((8, 4, 6)), "bias": jnp.ones(3)}, shardings)
     tx = PLAIN[name](0.1, rules=[("stack", {"layer_axes": (0,)}), ("", {})], collect=True)
-    placed = partition(tx, params, shardings)
+    placed = state_sharding(tx, params, shardings)
     state = jax.jit(tx.init, out_shardings=placed)(params)
     update = jax.jit(tx.update)
     for _ in range(3):

@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from lamb_tpu import optim
-from lamb_tpu.optim.placement import partition
+from lamb_tpu.optim.sharding import state_sharding
 from tests.optim.catalogue import PLAIN, TRANSFORMS
 
 RATE = optim.warmup(0.1, 10, 2)
@@ -105,7 +105,7 @@ def test_shardings_stay_without_being_asked_to(name):
                  "scale": NamedSharding(mesh, PartitionSpec())}
     params = jax.device_put({"kernel": jnp.ones((4, 16)), "scale": jnp.ones(3)}, shardings)
     tx = PLAIN[name](0.1)
-    state_shardings = partition(tx, params, shardings)
+    state_shardings = state_sharding(tx, params, shardings)
     state = jax.jit(tx.init, out_shardings=state_shardings)(params)
     update = jax.jit(tx.update)
     for _ in range(2):

@@ -284,7 +284,7 @@ def test_ratios_cost_nothing_when_they_are_not_collected():
     ({"ratio_bounds": (2.0, 1.0)}, r"ratio_bounds .* 0 <= lower <= upper, not \(2.0, 1.0\)"),
     ({"ratio_bounds": None}, "ratio_bounds .* not None"),
     ({"coefficient": "big"}, "coefficient must be at least 0, not 'big'"),
-    ({"rules": [("(", {})]}, r"the rule '\(' is no regular expression"),
+    ({"rules": [("(", {})]}, r"the rule '\(' is not a valid regular expression"),
 ])
 def test_bad_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 from ml_collections import ConfigDict
 
 from lamb_tpu.errors import UserError
@@ -14,6 +15,7 @@ from lamb_tpu.optim import parameters
 from lamb_tpu.parallel import mesh as mesh_lib
 from lamb_tpu.parallel import rules as rules_lib
 from lamb_tpu.parallel import state as state_lib
+from lamb_tpu.parallel.layout import make_layout
 from lamb_tpu.run.build import Run, prepare
 from tests import tiny
 
@@ -72,11 +74,12 @@ def test_axis_of_each_update() -> None:
     assert set(names.values()) == {"data"} and "hidden0/kernel" in names
     inner = run_of(8, mesh__data=2, mesh__fsdp=4, **ZERO1)
     assert inner.layout.axis_name("hidden0/kernel") == "fsdp"
+    assert inner.layout.update_spec("hidden0/kernel") == PartitionSpec("fsdp")
     mesh = mesh_lib.make_mesh({"data": -1})
     params = run.abstract_state.params
     facts = parameters.resolve(params, "all")
-    layout = state_lib.make_layout(params, mesh, facts)
-    assert layout.axis_name("hidden0/kernel") is None
+    layout = make_layout(params, mesh, facts)
+    assert layout.axis_name("hidden0/kernel") is layout.update_spec("hidden0/kernel") is None
 
 
 def test_state_does_not_depend_on_where_it_lives() -> None:
@@ -94,10 +97,10 @@ def test_fields_of_64_bits_make_no_warning() -> None:
 
 
 def test_optimizer_that_needs_whole_matrices() -> None:
-    optimizer = ConfigDict({"name": "apollo", "learning_rate": 0.01, "rank": 4})
+    optimizer = ConfigDict({"name": "muon", "learning_rate": 0.01})
     run_of(8, optimizer=optimizer, **ZERO1)
     run_of(8, optimizer=optimizer, parallel__backend="shard_map")
-    with pytest.raises(UserError, match="config.optimizer: apollo .*hidden0/kernel"):
+    with pytest.raises(UserError, match="config.optimizer: muon .*hidden0/kernel"):
         run_of(8, optimizer=optimizer, parallel__backend="shard_map", **ZERO1)
 
 

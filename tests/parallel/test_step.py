@@ -16,6 +16,9 @@ from lamb_tpu.parallel import backends
 from lamb_tpu.parallel import mesh as mesh_lib
 from lamb_tpu.parallel import state as state_lib
 from lamb_tpu.parallel import step as step_lib
+from lamb_tpu.parallel.exchange import make_exchange
+from lamb_tpu.parallel.layout import make_layout
+from lamb_tpu.parallel.parts import Averages, Skipped
 from lamb_tpu.run.build import prepare
 from tests import tiny
 from tests.parallel.nets import (
@@ -27,6 +30,8 @@ from tests.parallel.nets import (
     difference,
     trained,
 )
+
+AVERAGED = (Averages(0.999), Skipped())
 
 NUM_STEPS = 20
 NETS = {"batch_norm": BATCH_NORM, "dropout": DROPOUT}
@@ -106,9 +111,12 @@ def test_the_same_function_runs_under_pmap(on_one: Any, net: str) -> None:
     config = run.config
     task = tasks.build(model=models.build(axis_name=("data",), **config.model), **config.task)
     facts = parameters.resolve(run.abstract_state.params, "no_bias_no_norm")
-    layout = state_lib.make_layout(run.abstract_state.params, mesh, facts)
+    layout = make_layout(run.abstract_state.params, mesh, facts)
     update = jax.pmap(
-        step_lib.make_update(task, run.tx, backends.ShardMapBackend(layout)), axis_name="data"
+        step_lib.make_update(
+            task, run.tx, backends.ShardMapBackend(layout, make_exchange(layout))
+        ),
+        axis_name="data",
     )
     state = jax.jit(run.init)(jax.random.key(run.config.seed))
     state = jax.tree.map(lambda x: jnp.broadcast_to(x, (8, *x.shape)), state)
@@ -218,13 +226,13 @@ def test_average_of_narrow_weights_moves() -> None:
     rows = {"y": jnp.full(8, 40.0), "w": jnp.ones(8), "v": jnp.zeros(8)}
     batch = {"x": jnp.ones((8, 4)), **rows}
     mesh, tx = mesh_lib.make_mesh({"data": -1}), optax.sgd(0.02)
-    init = state_lib.make_init(Narrow(), tx, batch, average=True)
+    init = state_lib.make_init(Narrow(), tx, batch, AVERAGED)
     abstract = jax.eval_shape(init, jax.random.key(0))
     facts = parameters.resolve(abstract.params, "all")
-    layout = state_lib.make_layout(abstract.params, mesh, facts, optimizer_state="zero1")
-    shardings = state_lib.state_shardings(abstract, tx, layout)
+    layout = make_layout(abstract.params, mesh, facts, optimizer_state="zero1")
+    shardings = state_lib.state_shardings(abstract, tx, layout, AVERAGED)
     step = step_lib.make_train_step(
-        Narrow(), tx, layout, shardings, "shard_map", jnp.float32, ema_decay=0.999
+        Narrow(), tx, layout, shardings, "shard_map", jnp.float32, parts=AVERAGED
     )
     state = jax.jit(init, out_shardings=shardings)(jax.random.key(0))
     expected = np.ones(4)
@@ -269,8 +277,9 @@ class Noise:
 def test_each_update_draws_from_its_own_key() -> None:
     mesh, tx, params = mesh_lib.make_mesh({"data": -1}), optax.sgd(0.0), {"w": jnp.zeros(2)}
     done, skipped, key = jnp.int32(5), jnp.int32(0), jax.random.key(3)
-    state = state_lib.TrainState(done, params, {}, tx.init(params), key, None, skipped)
-    layout = state_lib.make_layout(params, mesh, parameters.resolve(params, "all"))
+    parts = {"ema": None, "skipped": skipped}
+    state = state_lib.TrainState(done, params, {}, tx.init(params), key, parts)
+    layout = make_layout(params, mesh, parameters.resolve(params, "all"))
     shardings = state_lib.state_shardings(state, tx, layout)
     state = jax.device_put(state, shardings)
     step = step_lib.make_train_step(Noise(), tx, layout, shardings)

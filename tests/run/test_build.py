@@ -67,7 +67,7 @@ MISTAKES = [
     ("optimizer.collect", "yes", r"config\.optimizer: collect must be True or False, not 'yes'"),
     ("optimizer.mu_dtype", "bflt", r"config\.optimizer: mu_dtype must be a floating.*'bflt'"),
     ("optimizer.mu_dtype", jax.numpy.bfloat16, r"config\.optimizer\.mu_dtype .*'bfloat16'"),
-    ("optimizer.rules", "none", r"config\.optimizer: rules 'none' is no preset; the presets are"),
+    ("optimizer.rules", "none", r"config\.optimizer: rules 'none' are unknown; the named rules"),
     ("optimizer.rules", [("foo$", {}), ("", {})], r"config\.optimizer: .*'foo\$' matches no"),
     ("optimizer.rules", [("bias", {})], r"config\.optimizer: no rule matches .*hidden0/kernel"),
     ("optimizer", None, r"config\.optimizer is None; it must be a ConfigDict"),

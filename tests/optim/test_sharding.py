@@ -20,7 +20,7 @@ from jax.sharding import (
 )
 
 from lamb_tpu import optim
-from lamb_tpu.optim.placement import partition
+from lamb_tpu.optim.sharding import state_sharding
 from tests.optim.catalogue import PLAIN, SPLITTING, takes
 
 P = PartitionSpec
@@ -100,7 +100,7 @@ def named(mesh, specs):
 def test_under_jit(name):
     tx, shardings = build(name), named(mesh_of(AxisType.Auto), SPECS)
     params = jax.device_put(draw(SHAPES, 0), shardings)
-    state_shardings = partition(tx, params, shardings)
+    state_shardings = state_sharding(tx, params, shardings)
     state = jax.jit(tx.init, out_shardings=state_shardings)(params)
     step = jax.jit(step_of(tx), out_shardings=(shardings, state_shardings))
     params, state = train(step, params, state, SHAPES, place=lambda g: jax.device_put(g, shardings))
@@ -120,7 +120,7 @@ def test_inside_shard_map(name):
 
     def run(axis_name):
         tx, params = build(name, axis_name=axis_name), draw(SPLIT_SHAPES, 0)
-        specs = (SPLIT_SPECS, partition(tx, params, SPLIT_SPECS))
+        specs = (SPLIT_SPECS, state_sharding(tx, params, SPLIT_SPECS))
         step = jax.jit(jax.shard_map(
             step_of(tx), mesh=mesh, in_specs=(*specs, SPLIT_SPECS), out_specs=specs,
             # Without the axis each shard has norms of its own, which are then not replicated.
@@ -168,7 +168,7 @@ def test_on_an_explicit_mesh(name):
         state = tx.init(params)
         types = jax.tree.map(jax.typeof, state)
         assert jax.tree.map(jax.typeof, jax.jit(tx.init)(params)) == types
-        jax.tree.map(lambda x, s: _equivalent(x, s), state, partition(tx, params, shardings))
+        jax.tree.map(lambda x, s: _equivalent(x, s), state, state_sharding(tx, params, shardings))
         step = jax.jit(step_of(tx))
         params, state = train(
             step, params, state, SHAPES, place=lambda g: jax.device_put(g, shardings))
@@ -223,7 +223,7 @@ PARAMS_SPECS = {"dense": {"kernel": P("data"), "bias": P()}, "kernel": P(None, "
 
 def test_states_of_optax():
     tx = optax.MultiSteps(optax.inject_hyperparams(optax.adamw)(learning_rate=RATE), 2)
-    state = partition(tx, PARAMS, PARAMS_SPECS)
+    state = state_sharding(tx, PARAMS, PARAMS_SPECS)
     assert state.acc_grads == PARAMS_SPECS
     adam = state.inner_opt_state.inner_state[0]
     assert adam.mu == adam.nu == PARAMS_SPECS
@@ -236,7 +236,7 @@ def test_states_of_optax():
 def test_masked_and_partitioned_states():
     labels = {"dense": {"kernel": "a", "bias": "b"}, "kernel": "b"}
     tx = optax.partition({"a": optax.adam(0.1), "b": optax.sgd(0.1, 0.9)}, labels)
-    inner = partition(tx, PARAMS, PARAMS_SPECS).inner_states
+    inner = state_sharding(tx, PARAMS, PARAMS_SPECS).inner_states
     assert inner["a"].inner_state[0].mu["dense"]["kernel"] == P("data")
     assert inner["b"].inner_state[0].trace["kernel"] == P(None, "data")
     assert inner["b"].inner_state[0].trace["dense"]["bias"] == P()
@@ -244,9 +244,9 @@ def test_masked_and_partitioned_states():
 
 def test_factored_moments_are_replicated_and_reduced_ones_keep_what_they_share():
     shapes, specs = {"w": struct(256, 512)}, {"w": P("data", "model")}
-    factored = partition(optax.scale_by_factored_rms(), shapes, specs)
+    factored = state_sharding(optax.scale_by_factored_rms(), shapes, specs)
     assert set(jax.tree.leaves(factored)) == {P()}
-    adafactor = partition(optax.adafactor(0.1), shapes, specs)
+    adafactor = state_sharding(optax.adafactor(0.1), shapes, specs)
     assert jax.tree.structure(adafactor) == jax.tree.structure(
         jax.eval_shape(optax.adafactor(0.1).init, shapes))
 
@@ -255,13 +255,13 @@ def test_factored_moments_are_replicated_and_reduced_ones_keep_what_they_share()
                    for name, axis in (("rows", 1), ("columns", 0))},
         lambda u, s, p: (u, s),
     )
-    assert partition(reduced, shapes, specs) == {
+    assert state_sharding(reduced, shapes, specs) == {
         "rows": {"w": P("data")}, "columns": {"w": P(None, "model")}}
 
 
 def test_the_longest_path_decides():
     # The state's 'dense/kernel' also ends in 'kernel', which is another parameter.
-    state = partition(optax.trace(0.9), PARAMS, PARAMS_SPECS)
+    state = state_sharding(optax.trace(0.9), PARAMS, PARAMS_SPECS)
     assert state.trace == PARAMS_SPECS
 
 
@@ -270,24 +270,24 @@ def test_keys_are_compared_as_keys():
     state = (jnp.zeros(8), optax.ScaleByScheduleState(jnp.zeros(8)))
     for name, found in (("count", {"count": P("data")}), (0, {0: P("data")})):
         tx = optax.GradientTransformation(lambda p: (*state, p), lambda g, s, p=None: (g, s))
-        assert partition(tx, {name: struct(8)}, P("data")) == (
+        assert state_sharding(tx, {name: struct(8)}, P("data")) == (
             P(), optax.ScaleByScheduleState(P()), found)
 
 
 def test_named_shardings_of_one_mesh_keep_it_and_the_kind_of_memory():
     mesh = mesh_of(AxisType.Auto)
     sharding = NamedSharding(mesh, P("data"), memory_kind="unpinned_host")
-    state = partition(optax.adam(0.1), PARAMS, sharding)
+    state = state_sharding(optax.adam(0.1), PARAMS, sharding)
     assert state[0].mu["dense"]["bias"] is sharding
     assert state[0].count == NamedSharding(mesh, P(), memory_kind="unpinned_host")
 
 
 def test_arrays_on_one_device_and_bare_parameters():
     params = jnp.ones(3)
-    state = partition(optax.adam(0.1), params, params.sharding)
+    state = state_sharding(optax.adam(0.1), params, params.sharding)
     assert set(jax.tree.leaves(state)) == {SingleDeviceSharding(jax.devices()[0])}
-    assert partition(optax.trace(0.9), params, P("data")).trace == P("data")
-    assert partition(optax.adam(0.1), {}, P("data"))[0].count == P()
+    assert state_sharding(optax.trace(0.9), params, P("data")).trace == P("data")
+    assert state_sharding(optax.adam(0.1), {}, P("data"))[0].count == P()
 
 
 @pytest.mark.parametrize("sharding, message", [
@@ -301,10 +301,14 @@ def test_arrays_on_one_device_and_bare_parameters():
 ])
 def test_shardings_that_do_not_fit(sharding, message):
     with pytest.raises(ValueError, match=message):
-        partition(optax.adam(0.1), PARAMS, sharding)
+        state_sharding(optax.adam(0.1), PARAMS, sharding)
 
 
 def test_a_size_that_the_mesh_does_not_divide():
     sharding = NamedSharding(mesh_of(AxisType.Auto), P(("data", "model")))
     with pytest.raises(ValueError, match="the parameter 'kernel' cannot be split"):
-        partition(optax.adam(0.1), PARAMS, sharding)
+        state_sharding(optax.adam(0.1), PARAMS, sharding)
+
+
+def test_the_former_name_works():
+    assert optim.placement.partition is optim.state_sharding

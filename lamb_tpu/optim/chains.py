@@ -1,4 +1,7 @@
-"""Optax's own optimizers under a table of facts: decay, rates, and float32 for narrow leaves."""
+"""Links of chains under a table of facts: decay, rate factors, and float32 for narrow leaves.
+
+They stand in `optax.chain` beside Optax's own links; the baselines here are built of both.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -26,10 +29,29 @@ def check_numbers(
         checks.check_range(name, value)
 
 
-def decayed_weights(
-    weight_decay: optax.ScalarOrSchedule, rules: Rules
+def add_decayed_weights(
+    weight_decay: optax.ScalarOrSchedule = 0.0, rules: Rules = parameters.DEFAULT_RULES
 ) -> optax.GradientTransformationExtraArgs:
-    """Adds to each leaf that decays its weights times the weight decay and its decay factor."""
+    """Adds to each leaf that decays its weights times the weight decay and its decay factor.
+
+    >>> tx = add_decayed_weights(0.1, rules='no_bias_no_norm')
+    >>> params = {'kernel': jnp.array([3., 4.]), 'bias': jnp.ones(2)}
+    >>> updates, _ = tx.update(jax.tree.map(jnp.zeros_like, params), tx.init(params), params)
+    >>> print(updates['kernel'], updates['bias'])
+    [0.3 0.4] [0. 0.]
+
+    Args:
+      weight_decay: a number, or a schedule of the count of completed updates.
+      rules: which leaves decay, see `parameters.resolve`.
+
+    Returns:
+      A transform whose `update` needs `params`. Its state is that of
+      `optax.add_decayed_weights` with a mask.
+
+    Raises:
+      ValueError: a weight decay below 0, or rules that are not rules.
+    """
+    checks.check_schedule("weight_decay", weight_decay)
     parameters.check_rules(rules)
 
     def decays(tree: Any) -> Any:
@@ -38,7 +60,10 @@ def decayed_weights(
     added = optax.with_extra_args_support(optax.add_decayed_weights(weight_decay, mask=decays))
 
     def update_fn(
-        updates: optax.Updates, state: optax.OptState, params: optax.Params = None, **extra: Any
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+        **extra: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
         checks.gradient_leaves(updates, params)
         return added.update(updates, state, _times("decay_factor", params, rules), **extra)
@@ -46,13 +71,36 @@ def decayed_weights(
     return optax.GradientTransformationExtraArgs(added.init, update_fn)
 
 
-def rate_factors(rules: Rules) -> optax.GradientTransformation:
-    """Multiplies each leaf's update by its rate factor."""
+def scale_by_rate_factors(rules: Rules) -> optax.GradientTransformation:
+    """Multiplies each leaf's update by its rate factor: a link beside the learning rate.
+
+    >>> tx = optax.chain(optax.sgd(1.0), scale_by_rate_factors([('', {'rate_factor': 0.5})]))
+    >>> print(tx.update(jnp.ones(2), tx.init(jnp.ones(2)))[0])
+    [-0.5 -0.5]
+
+    Args:
+      rules: see `parameters.resolve`.
+
+    Raises:
+      ValueError: rules that are not rules.
+    """
+    parameters.check_rules(rules)
     return optax.stateless(lambda updates, _: _times("rate_factor", updates, rules))
 
 
 def in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Runs `inner` on float32 copies of narrower leaves, so that its moments are float32."""
+    """Runs `inner` on float32 copies of narrower leaves, so that its moments are float32.
+
+    Around a chain it also keeps what passes between the links in float32; the last updates are
+    rounded to the parameters' dtypes. The state is that of `inner`.
+
+    Args:
+      inner: any transform.
+
+    Raises:
+      ValueError: `inner` is no transform.
+    """
+    checks.check_transform("inner", inner)
     inner = optax.with_extra_args_support(inner)
 
     def init_fn(params: optax.Params) -> optax.OptState:
@@ -60,7 +108,10 @@ def in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformat
         return inner.init(leafwise.widen(params))
 
     def update_fn(
-        updates: optax.Updates, state: optax.OptState, params: optax.Params = None, **extra: Any
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+        **extra: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
         checks.gradient_leaves(updates, params)
         wide = leafwise.widen(params)
@@ -81,14 +132,17 @@ def in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformat
 def under_rules(
     inner: optax.GradientTransformation, rules: Rules
 ) -> optax.GradientTransformationExtraArgs:
-    """`inner`, which ends with the learning rate, with each leaf's rate factor and in float32.
+    """Runs `inner`, which ends with the learning rate, in float32 and with rate factors.
 
     The state is that of `inner`, as it is in checkpoints of runs from before there were factors.
     """
     inner = optax.with_extra_args_support(inner)
 
     def update_fn(
-        updates: optax.Updates, state: optax.OptState, params: optax.Params = None, **extra: Any
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+        **extra: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
         updates, state = inner.update(updates, state, params, **extra)
         return _times("rate_factor", updates, rules), state

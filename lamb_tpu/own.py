@@ -1,0 +1,247 @@
+"""A user's own model, task, data set or optimizer, which a config names 'package.module:Name'.
+
+The name is imported as Python imports it: from the current folder, from PYTHONPATH, or from what is
+installed. Its arguments become fields of the config like those of the shipped ones.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import importlib
+import inspect
+import os
+import pathlib
+import re
+import sys
+import sysconfig
+import traceback
+import types
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+from lamb_tpu.errors import UserError
+
+FORM = "'my_package.my_module:Name'"
+_FORM = re.compile(r"(?P<module>[^\W\d][\w.]*):(?P<attribute>[^\W\d][\w.]*)")
+_LISTED = 12  # names in a message
+_KINDS = {int: "a whole number", float: "a number", str: "text", bool: "True or False"}
+# Where code lies that is not a user's.
+_LIBRARIES = (
+    sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<frozen",
+    str(pathlib.Path(__file__).parent) + os.sep,
+)
+# Top-level packages of what was imported here, for `blame`.
+_imported: set[str] = set()
+
+
+def is_own(name: object) -> bool:
+    """Whether a name in a config is of this form rather than a shipped one."""
+    return isinstance(name, str) and ":" in name
+
+
+def find(name: str, key: str) -> Callable[..., Any]:
+    """The class or function that a name stands for.
+
+    Args:
+      name: such as 'my_package.my_module:Name'.
+      key: of the config, for errors.
+
+    Raises:
+      UserError: no such module or attribute, one that cannot be called, or a module whose import
+        fails.
+    """
+    match = _FORM.fullmatch(name)
+    if match is None:
+        raise UserError(f"{key} is {name!r}; one of your own has the form {FORM}")
+    found: Any = _import(match["module"], f"{key} is {name!r}")
+    for part in match["attribute"].split("."):
+        if not hasattr(found, part):
+            public = [
+                item for item, value in vars(found).items()
+                if callable(value) and not item.startswith("_")
+                and getattr(value, "__module__", None) == match["module"]
+            ]
+            listed = ", ".join(public[:_LISTED]) or "no class or function"
+            raise UserError(
+                f"{key} is {name!r}; {_title(found)} has no {part!r}, it has: {listed}"
+            )
+        found = getattr(found, part)
+    if not callable(found):
+        raise UserError(f"{key} is {name!r}, which is {found!r}; it must be a class or a function")
+    return found
+
+
+def _import(module: str, told: str) -> types.ModuleType:
+    _imported.add(module.partition(".")[0])
+    try:
+        return importlib.import_module(module)
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:  # a user's module can raise anything
+        absent = error.name if isinstance(error, ModuleNotFoundError) else None
+        if absent and f"{module}.".startswith(f"{absent}."):
+            raise UserError(
+                f"{told}; Python finds no module {absent!r} from the current folder, "
+                f"{os.getcwd()}; run in the folder that it lies in, or name that folder in "
+                "PYTHONPATH"
+            ) from None
+        raise UserError(f"{told}; importing {module} fails{_describe(error)}") from error
+
+
+def _title(found: Any) -> str:
+    if not isinstance(found, types.ModuleType):
+        return f"{found.__name__}" if hasattr(found, "__name__") else repr(found)
+    return f"the module {found.__name__} ({getattr(found, '__file__', 'built in')})"
+
+
+def fields(made: Callable[..., Any], hidden: Collection[str] = ()) -> dict[str, dataclasses.Field]:
+    """Arguments of a class or function, with their types and defaults.
+
+    Those of a dataclass, Linen modules among them, are its fields.
+
+    Args:
+      made: the class or function.
+      hidden: arguments that are not the config's to give.
+    """
+    read: list[tuple[str, Any, Any, Any]]
+    if isinstance(made, type) and dataclasses.is_dataclass(made):
+        found = [field for field in dataclasses.fields(made) if field.init]
+        read = [(f.name, f.type, f.default, f.default_factory) for f in found]
+    else:
+        read = [
+            (p.name, p.annotation, _or_missing(p.default), dataclasses.MISSING)
+            for p in parameters(made)
+        ]
+    table = {}
+    for name, kind, default, factory in read:
+        if name not in hidden:
+            field: Any = dataclasses.field(default=default)
+            if factory is not dataclasses.MISSING:
+                field = dataclasses.field(default_factory=factory)
+            field.name, field.type = name, _resolved(kind, made)
+            table[name] = field
+    return table
+
+
+def parameters(made: Callable[..., Any]) -> list[inspect.Parameter]:
+    """Named parameters of a function, or of a class' `__init__`."""
+    init = inspect.getattr_static(made, "__init__")
+    own_init = isinstance(made, type) and init is not object.__init__
+    # A class of NNX has a metaclass that hides the signature.
+    try:
+        listed = list(inspect.signature(init if own_init else made).parameters.values())
+    except (TypeError, ValueError):  # one that is not written in Python
+        return []
+    return [
+        parameter for parameter in listed[1 if own_init else 0:]
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    ]
+
+
+def _or_missing(default: Any) -> Any:
+    return dataclasses.MISSING if default is inspect.Parameter.empty else default
+
+
+def _resolved(kind: Any, made: Callable[..., Any]) -> Any:
+    """An annotation as a type, `Any` where there is none or it cannot be resolved."""
+    if isinstance(kind, str):  # as under `from __future__ import annotations`
+        module = sys.modules.get(getattr(made, "__module__", None) or "")
+        try:
+            kind = eval(kind, dict(vars(module)) if module else {})
+        except Exception:
+            return Any
+    return Any if kind is inspect.Parameter.empty else kind
+
+
+def check(
+    section: str,
+    noun: str,
+    name: str,
+    known: Mapping[str, dataclasses.Field],
+    given: Mapping[str, Any],
+) -> None:
+    """Refuses fields that a part does not have, required ones left out, and other types.
+
+    Args:
+      section: of the config, such as 'config.model'.
+      noun: what the part is, such as 'model'.
+      name: in the config.
+      known: its fields.
+      given: those of the config.
+
+    Raises:
+      UserError: naming the key.
+    """
+    for key, value in given.items():
+        if key not in known:
+            listed = ", ".join(known) or "none"
+            raise UserError(f"{section}.{key} is no field of {noun} {name!r}; known: {listed}")
+        kind: Any = known[key].type
+        if not _fits(value, known[key]):
+            raise UserError(f"{section}.{key} is {value!r}; it must be {_KINDS[kind]}")
+    for key, field in known.items():
+        missing = field.default is field.default_factory is dataclasses.MISSING
+        if missing and key not in given:
+            raise UserError(
+                f"{section}.{key} is missing; {noun} {name!r} has no default for it"
+            )
+
+
+def _fits(value: Any, field: dataclasses.Field) -> bool:
+    """Whether a value is of a plain type; other annotations are the part's own matter."""
+    kind: Any = field.type
+    if not isinstance(kind, type) or kind not in _KINDS or value is field.default is None:
+        return True
+    return type(value) in ((int, float) if kind is float else (kind,))
+
+
+@contextlib.contextmanager
+def making(name: str, key: str) -> Iterator[None]:
+    """Tells what a user's class or function raises while it is called, as a UserError.
+
+    Args:
+      name: in the config.
+      key: of the config.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{key} is {name!r}; making it fails{_describe(error)}") from error
+
+
+def blame(error: BaseException) -> str | None:
+    """A sentence that tells where in a user's own module an error was raised; None: in none.
+
+    What is installed, as in 'optax:adabelief', is nobody's own.
+    """
+    for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
+        name, file = str(frame.f_globals.get("__name__")), frame.f_code.co_filename
+        if name.partition(".")[0] in _imported and not file.startswith(_LIBRARIES):
+            return f"your own module {name} fails{_describe(error, file)}"
+    return None
+
+
+def _describe(error: BaseException, file: str | None = None) -> str:
+    """' at line 3 of FILE: TypeError: ...': the innermost line in a file, or in no library."""
+    place = ""
+    for frame in traceback.extract_tb(error.__traceback__):
+        if frame.filename == file or (file is None and not frame.filename.startswith(_LIBRARIES)):
+            place = f" at line {frame.lineno} of {frame.filename}"
+    if isinstance(error, SyntaxError) and error.filename:
+        place = f" at line {error.lineno} of {error.filename}"
+    text = " ".join(str(error.msg if isinstance(error, SyntaxError) else error).split())[:300]
+    return f"{place}: {type(error).__name__}{f': {text}' if text else ''}"
+
+
+def receipt(names: Collection[object]) -> dict[str, dict[str, str]]:
+    """File and SHA-256 of the module of each name that is a user's own."""
+    found = {}
+    for name in names:
+        module = sys.modules.get(str(name).partition(":")[0]) if is_own(name) else None
+        file = getattr(module, "__file__", None)
+        if file is not None and os.path.isfile(file):
+            digest = hashlib.sha256(pathlib.Path(file).read_bytes()).hexdigest()
+            found[str(name)] = {"file": file, "sha256": digest}
+    return found

@@ -1,0 +1,31 @@
+"""Exchanges: in what form gradients are sent between devices.
+
+An exchange is `init(params)` and `reduce(grads, residual) -> (grads, residual)` inside shard_map.
+The residual is what a device keeps of its own gradient until the next update, such as the error of
+a compression. `config.parallel.gradient_dtype` chooses one.
+"""
+
+from typing import Any, Protocol
+
+from lamb_tpu.parallel.exchange.cast import Cast
+from lamb_tpu.parallel.layout import Layout
+
+
+class Exchange(Protocol):
+    """The sum of the devices' gradients, sent in some form."""
+
+    def init(self, params: Any) -> Any:
+        """Returns the residual before the first update; () for an exchange that keeps none."""
+
+    def reduce(self, grads: Any, residual: Any) -> tuple[Any, Any]:
+        """Returns the sums over devices, placed as the optimizer's state, and the new residual.
+
+        Args:
+          grads: this device's gradients, whole.
+          residual: this device's own.
+        """
+
+
+def make_exchange(layout: Layout, gradient_dtype: Any = None) -> Exchange:
+    """Returns the exchange that sends gradients in `gradient_dtype`; None: in their own."""
+    return Cast(layout, gradient_dtype)

@@ -1,0 +1,138 @@
+"""Modules of a user's own that are wrong in one way each, and a config of four right ones."""
+
+import pathlib
+import textwrap
+
+from tests import own_pages
+
+# What can be wrong with a user's module, by its name.
+BROKEN = {
+    "my_failing": "import math\n\nmath.sqrt(-1)\n",
+    "my_importing": "import absent_library\n",
+    "my_exiting": "raise SystemExit(3)\n",
+    "my_misspelt": "def f(:\n",
+    "my_broken": """
+        import dataclasses
+
+        import flax.linen as nn
+        import jax
+        import jax.numpy as jnp
+        import numpy as np
+        import optax
+
+        from lamb_tpu.data import ArraySource, BaseSource, FieldSpec
+        from lamb_tpu.models import Model
+        from lamb_tpu.tasks.classification import Classification
+
+        NUMBER = 3
+
+        def returns_number(width: int = 3):
+            return width
+
+        def refuses(width: int):
+            raise ValueError("the width is odd")
+
+        def without_params():
+            return Model(lambda key, inputs: {"weights": jnp.ones(3)}, lambda *a, **k: None)
+
+        def without_state():
+            return Model(
+                lambda key, inputs: {"params": {"w": jnp.ones((64, 10))}},
+                lambda v, x, *, train, key=None: x.reshape(len(x), -1) @ v["params"]["w"],
+            )
+
+        def in_a_list():
+            def init(key, inputs):
+                return {"params": [
+                    (0.1 * jax.random.normal(key, (64, 10)), jnp.zeros(10, jnp.bfloat16)),
+                    {"scale": jnp.ones(())},
+                ], "calls": {"count": jnp.zeros((), jnp.int32)}}
+
+            def apply(variables, inputs, *, train, key=None):
+                (kernel, bias), last = variables["params"]
+                x = (inputs.reshape(len(inputs), -1) @ kernel + bias) * last["scale"]
+                return x, {"calls": {"count": variables["calls"]["count"] + train}}
+
+            return init, apply
+
+        class Untrained(nn.Module):
+            @nn.compact
+            def __call__(self, inputs):
+                return nn.Dense(10)(inputs)
+
+        class Fails(nn.Module):
+            width: int = 3
+
+            @nn.compact
+            def __call__(self, inputs, train):
+                return nn.Dense(self.widht)(inputs)
+
+        @dataclasses.dataclass
+        class Lossless:
+            model: Model
+
+            def check(self, source): ...
+
+        class Other(Classification):
+            def loss(self, params, model_state, batch, key):
+                raise KeyError("margin")
+
+        def without_split(size: int = 3):
+            return ArraySource("x", {"image": np.ones((size, 2))}, None)
+
+        def no_source(split):
+            return [1, 2, 3]
+
+        def empty(split):
+            return ArraySource("x", {"image": np.ones((0, 2))}, None)
+
+        class Shapes(BaseSource):
+            name = "shapes"
+            element_spec = {"image": FieldSpec((2,), np.dtype(np.float32))}
+
+            def __init__(self, split, source_dir=None, missing: int = 3): ...
+
+            def __len__(self):
+                return 3
+
+            def gather(self, indices, epochs=0):
+                return {"image": np.ones((len(indices), 3), np.float32)}
+
+        def rateless(b1: float = 0.9):
+            return optax.adam(0.1, b1)
+
+        def not_optax(learning_rate, b1: float = 0.9):
+            return 3
+
+        def whole(learning_rate, b1: float = 0.9):
+            return optax.adam(learning_rate, b1)
+    """,
+}
+
+# A config file with four parts of a user's own.
+MINE = """
+from ml_collections import ConfigDict
+
+from lamb_tpu.config import base_config
+
+def get_config(argument=None):
+    config = base_config()
+    config.data.name = "my_arrays:rings"
+    config.model = ConfigDict({"name": "my_jax:two_layers", "num_classes": 2})
+    config.task = ConfigDict({"name": "my_tasks:SquaredError", "scale": 1.0})
+    config.optimizer = ConfigDict(
+        {"name": "my_optimizers:sign_momentum", "learning_rate": 0.01}
+    )
+    config.duration, config.checkpoint.every = "8 steps", "4 steps"
+    config.log.tensorboard = False
+    return config
+"""
+
+
+def write(folder: pathlib.Path) -> None:
+    """Writes them, those of the pages, and the config mine.py."""
+    for room in ("models", "tasks", "data", "optim"):
+        own_pages.write_modules(own_pages.text(room), folder)
+    for name, code in BROKEN.items():
+        (folder / f"{name}.py").write_text(textwrap.dedent(code))
+    (folder / "mine.py").write_text(MINE)

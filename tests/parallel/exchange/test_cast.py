@@ -1,0 +1,57 @@
+"""Gradients sent in a dtype: the sums over devices, split and whole, and no residual."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from lamb_tpu.optim import parameters
+from lamb_tpu.parallel.exchange import make_exchange
+from lamb_tpu.parallel.layout import make_layout
+from lamb_tpu.parallel.mesh import make_mesh
+from tests import tiny
+
+DEVICES = 8
+SHAPES = {"kernel": (16, 24), "bias": (5,)}  # 5 is not divided over 8 devices
+
+
+def exchanged(dtype: Any, optimizer_state: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """What the exchange makes of every device's gradients, and their sums in float64."""
+    rng = np.random.default_rng(0)
+    grads = {
+        name: rng.normal(size=(DEVICES, *shape)).astype(np.float32)
+        for name, shape in SHAPES.items()
+    }
+    params = {name: jnp.zeros(shape) for name, shape in SHAPES.items()}
+    mesh = make_mesh(tiny.digits().mesh)
+    facts = parameters.resolve(params, "all")
+    layout = make_layout(params, mesh, facts, optimizer_state=optimizer_state)
+    exchange = make_exchange(layout, dtype)
+
+    def reduce(own: Any) -> Any:
+        residual = exchange.init(params)
+        sums, residual = exchange.reduce(jax.tree.map(lambda leaf: leaf[0], own), residual)
+        assert residual == ()
+        return sums
+
+    specs = jax.tree.map(lambda sharding: sharding.spec, layout.moments)
+    found = jax.jit(jax.shard_map(
+        reduce, mesh=mesh, in_specs=PartitionSpec("data"), out_specs=specs, check_vma=False
+    ))(grads)
+    return found, {name: np.float64(value).sum(0) for name, value in grads.items()}
+
+
+@pytest.mark.parametrize("optimizer_state", ["replicated", "zero1"])
+@pytest.mark.parametrize("dtype, rtol", [(None, 1e-6), (jnp.bfloat16, 2**-6)])
+def test_sums_over_devices(dtype: Any, rtol: float, optimizer_state: str) -> None:
+    found, expected = exchanged(dtype, optimizer_state)
+    for name, sums in expected.items():
+        assert found[name].shape == SHAPES[name] and found[name].dtype == jnp.float32
+        np.testing.assert_allclose(found[name], sums, rtol=rtol, atol=4 * rtol)
+    if optimizer_state == "zero1":
+        assert found["kernel"].sharding.spec != PartitionSpec()
+    if dtype is not None:  # it was sent in fewer bits
+        assert not np.allclose(found["kernel"], expected["kernel"], rtol=1e-6, atol=1e-6)

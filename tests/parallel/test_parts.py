@@ -1,0 +1,75 @@
+"""Parts of the train state: how they start, where they live, how an update changes them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lamb_tpu.optim import parameters
+from lamb_tpu.parallel.layout import make_layout
+from lamb_tpu.parallel.mesh import make_mesh
+from lamb_tpu.parallel.parts import Averages, Skipped, Update
+from lamb_tpu.parallel.state import TrainState
+from tests import tiny
+
+PARAMS = {"w": jnp.array([1.0, 2.0], jnp.bfloat16)}
+STATE = {"mean": jnp.array([4.0]), "count": jnp.array(3)}
+
+
+def update(step: int, finite: bool | None = None) -> Update:
+    params = {"w": jnp.array([3.0, 2.0], jnp.bfloat16)}
+    model_state = {"mean": jnp.array([8.0]), "count": jnp.array(5)}
+    return Update(
+        jnp.int32(step), params, model_state, None if finite is None else jnp.array(finite)
+    )
+
+
+def test_averages_move_by_the_smaller_of_decay_and_its_ramp() -> None:
+    part = Averages(0.25)
+    began = part.init(PARAMS, STATE)
+    assert began[0]["w"].dtype == jnp.float32
+    # After 0 updates d = min(0.25, 1 / 10); after 20 it is 0.25.
+    for step, decay in ((0, 0.1), (20, 0.25)):
+        params, state = part.updated(began, update(step))
+        np.testing.assert_allclose(params["w"], [1 + 2 * (1 - decay), 2.0], rtol=1e-6)
+        np.testing.assert_allclose(state["mean"], [4 + 4 * (1 - decay)], rtol=1e-6)
+        assert int(state["count"]) == 5  # has no average
+
+
+def test_run_without_averages() -> None:
+    part = Averages()
+    assert part.init(PARAMS, STATE) is None and part.updated(None, update(3)) is None
+    assert part.shardings(None, None) is None
+
+
+@pytest.mark.parametrize("finite, expected", [(None, 7), (True, 7), (False, 8)])
+def test_skipped_updates_are_counted(finite: bool | None, expected: int) -> None:
+    part = Skipped()
+    assert int(part.init(PARAMS, STATE)) == 0
+    assert int(part.updated(jnp.int32(7), update(3, finite))) == expected
+
+
+def test_averages_live_where_the_moments_do() -> None:
+    params = {"w": jnp.zeros((16, 8))}
+    mesh = make_mesh(tiny.digits().mesh)
+    layout = make_layout(
+        params, mesh, parameters.resolve(params, "all"), optimizer_state="zero1"
+    )
+    part = Averages(0.9)
+    of_params, of_state = part.shardings(part.init(params, STATE), layout)
+    assert of_params == layout.moments and of_params["w"].spec != layout.params["w"].spec
+    assert of_state["mean"].is_fully_replicated
+
+
+def test_parts_stand_beside_the_other_attributes() -> None:
+    """So that a checkpoint holds a part by its name alone."""
+    state = TrainState(*range(5), parts={"ema": None, "skipped": 6, "carry": {"h": 7}})
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+    assert paths == [
+        ".step", ".params", ".model_state", ".opt_state", ".key", ".skipped", ".carry['h']"
+    ]
+    assert jax.tree.map(lambda x: x, state) == state and state.skipped == 6 and state.ema is None
+    again = state.replace(step=9, skipped=8)
+    assert (again.step, again.skipped, again.parts["carry"]) == (9, 8, {"h": 7})
+    with pytest.raises(TypeError, match="a train state has no residual"):
+        state.replace(residual=1)

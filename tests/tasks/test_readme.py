@@ -1,0 +1,16 @@
+"""The page on tasks of a user's own, from a folder outside."""
+
+import json
+import pathlib
+
+from tests import own_pages
+
+
+def test_task_trains_and_is_evaluated(tmp_path: pathlib.Path) -> None:
+    lines = own_pages.run_page("tasks", tmp_path)
+    assert [line[0] for line in lines] == ["lamb_tpu.train", "lamb_tpu.evaluate"]
+    workdir = tmp_path / "runs" / "squares"
+    records = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    (last,) = [record for record in records if record["kind"] == "eval"]
+    assert set(last) >= {"error", "accuracy"} and last["error"] < 0.9  # all zeros have 1
+    assert json.loads((workdir / "config.json").read_text())["task.scale"] == 8.0
