@@ -57,11 +57,11 @@ MISTAKES = {
     "required": ("model", "my_broken:refuses", "config.model.width is missing; model 'my_broken:"),
     "field": (
         "model", {"name": "my_linen:TwoLayers", "widht": 3},
-        "config.model.widht is no field of model 'my_linen:TwoLayers'; known: num_classes, width, "
+        "config.model.widht is not a field of model 'my_linen:TwoLayers'; known: num_classes, width, "
         "dropout_rate$",
     ),
     "hidden field": (
-        "model", {"name": "my_nnx:TwoLayers", "rngs": 3}, "config.model.rngs is no field of model",
+        "model", {"name": "my_nnx:TwoLayers", "rngs": 3}, "config.model.rngs is not a field of model",
     ),
     "type": (
         "model", {"name": "my_nnx:TwoLayers", "width": "x"},
@@ -77,7 +77,7 @@ MISTAKES = {
     "methods": ("task", "my_broken:Lossless", "without init, weights, loss, evaluate; a task has"),
     "task's field": (
         "task", {"name": "my_tasks:SquaredError", "sclae": 1.0},
-        "config.task.sclae is no field of task 'my_tasks:SquaredError'; known: scale$",
+        "config.task.sclae is not a field of task 'my_tasks:SquaredError'; known: scale$",
     ),
     "split": ("data", "my_broken:without_split", "which has no argument 'split'; it must take one"),
     "source": (
@@ -94,7 +94,7 @@ MISTAKES = {
     ),
     "options": (
         "data", {"name": "my_arrays:rings", "options": {"nois": 1.0}},
-        "config.data.options.nois is no field of data set 'my_arrays:rings'; known: size, noise$",
+        "config.data.options.nois is not a field of data set 'my_arrays:rings'; known: size, noise$",
     ),
     "folder": (
         "data", {"name": "my_arrays:rings", "dir": "."},

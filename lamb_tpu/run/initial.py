@@ -360,7 +360,7 @@ def _conversion(there: Any, here: Any) -> Callable[[Any], Any] | None:
 
 
 def _as_there(there: Any, wanted: Mapping[str, Any], path: str = "") -> Any:
-    """What is wanted by its path, in containers as they are there; None where nothing is.
+    """Arranges wanted arrays, given by path, in the containers of the other weights; None if empty.
 
     Raises:
       UserError: only a part of a list is wanted.

@@ -1,4 +1,4 @@
-"""What a data set of a user's own is given, and what a batch of it is."""
+"""Arguments of a user's own data set, and its batches."""
 
 import sys
 import types
@@ -27,7 +27,7 @@ def little(split, size: int = 4) -> ArraySource:
 
 
 class Lazy(BaseSource):
-    """As little as a class may have."""
+    """A class with as little as it may have."""
 
     name = "lazy"
     element_spec = {"image": FieldSpec((2,), np.dtype(np.float32))}
@@ -75,7 +75,7 @@ def test_options_are_the_other_arguments() -> None:
         "size": (int, 4), "scale": (float, 1.0),
     }
     assert list(option_fields("my_sets:little")) == ["size"] and not option_fields("my_sets:Lazy")
-    with pytest.raises(UserError, match="config.data.options.seed is no field of data set"):
+    with pytest.raises(UserError, match="config.data.options.seed is not a field of data set"):
         data.load("my_sets:everything", "train", options={"seed": 3})
     with pytest.raises(UserError, match="'x', and 'my_sets:little' has no argument 'data_dir'"):
         data.load("my_sets:little", "train", data_dir="x")
