@@ -57,11 +57,11 @@ MISTAKES = {
     "required": ("model", "my_broken:refuses", "config.model.width is missing; model 'my_broken:"),
     "field": (
         "model", {"name": "my_linen:TwoLayers", "widht": 3},
-        "config.model.widht is not a field of model 'my_linen:TwoLayers'; known: num_classes, width, "
-        "dropout_rate$",
+        "config.model.widht is not a field of model 'my_linen:TwoLayers'; known: num_classes, "
+        "width, dropout_rate$",
     ),
     "hidden field": (
-        "model", {"name": "my_nnx:TwoLayers", "rngs": 3}, "config.model.rngs is not a field of model",
+        "model", {"name": "my_nnx:TwoLayers", "rngs": 3}, "config.model.rngs is not a field of",
     ),
     "type": (
         "model", {"name": "my_nnx:TwoLayers", "width": "x"},
@@ -94,7 +94,7 @@ MISTAKES = {
     ),
     "options": (
         "data", {"name": "my_arrays:rings", "options": {"nois": 1.0}},
-        "config.data.options.nois is not a field of data set 'my_arrays:rings'; known: size, noise$",
+        "config.data.options.nois is not a field of data set 'my_arrays:rings'; known: size, noi",
     ),
     "folder": (
         "data", {"name": "my_arrays:rings", "dir": "."},
