@@ -82,7 +82,7 @@ def train(
             folder.write_config(config)
         complete = sorted(config.phases)[: -len(due)]
         if complete and is_first and not quiet:
-            print(f"{', '.join(complete)}: complete, passed over", flush=True)
+            print(f"{', '.join(complete)}: complete, skipped", flush=True)
         for phase in due:
             if is_first and not quiet:
                 print(f"{phase.name} (phases: {', '.join(sorted(config.phases))})", flush=True)

@@ -3,8 +3,8 @@
   python -m experiments.bench.update_tpu --write
 
 No TPU is needed: the compiler is a library. It compiles `tx.update` together with
-`optax.apply_updates`, buffers donated, in float32, for one core of a TPU v3, and tells how long it
-expects that to take, what is read and written, and how much memory is needed on top.
+`optax.apply_updates`, buffers donated, in float32, for one core of a TPU v3. It estimates the time,
+the bytes that are read and written, and the memory needed in addition.
 """
 
 import importlib.metadata
