@@ -20,26 +20,26 @@ Then both phases, one after the other, the second from the weights of the first:
       --config.data.dir=DATA
 
 Hardware of the papers: recipe=paper 16 TPU v3 chips (batch 512) to 1,024 (32,768); wall times in
-the table. `phase=1` and `phase=2` are the phases alone, for evaluating, planning, or a second phase
-from elsewhere by --config.init_from=DIR.
+the table. `phase=1` and `phase=2` select one phase, for evaluating, planning, or a second phase
+from other weights by --config.init_from=DIR.
 
 Recipes (`recipe=`):
-  paper     the untuned rule: 5e-3 at 32,768, by its square root at other batches; warm-up over a
+  paper     the untuned rule: 5e-3 at 32,768, scaled by the square root of the batch; warm-up over a
             fifth of each phase at 32,768, as many updates at other batches (so 1/320 at 512).
             Phases of 90 and 10 % of the examples. Linear decay, counted from update 0, as in the
             published `create_optimizer` of google-research/bert's optimization.py and of the first
             author's LAMB (fastalgo/mnist_tpu, lamb/optimization.py): at the end of warm-up the rate
             falls from 5e-3 to 4e-3. The decay from the end of warm-up would sum to 19 % more.
-  mixed     65,536 for 7,038 updates, then 32,768 for 1,561. The paper does not tell its rates; here
+  mixed     65,536 for 7,038 updates, then 32,768 for 1,561. The paper does not give its rates; here
             they follow the same rule.
-  nvidia    NVIDIA's PyTorch example: 6e-3 and 4e-3, 28.43 and 12.8 % of warm-up, a decay by the
-            square root that counts from update 0 too, and a clock that starts at 1.
+  nvidia    NVIDIA's PyTorch example: 6e-3 and 4e-3, 28.43 and 12.8 % of warm-up, a square-root
+            decay that also counts from update 0, and a schedule that starts at step 1.
   deepspeed DeepSpeed's 44 minutes: DeepSpeedExamples/bing_bert, bert_large_lamb.json, the two
             scripts and deepspeed_train.py. 1e-3 plus 1.1e-2, then 2e-3; quadratic warm-up of 450
             updates (6 % of 7,500; bert-pretraining.md says 2 %) and 150, smooth exponential decay;
-            ratios within 0.01 and 0.3, of biases and LayerNorm too; eps 1e-8. Examples as in
-            bert-pretraining.md, the second phase to the last of its checkpoints. Their pooler is
-            not trained; here it is.
+            ratios between 0.01 and 0.3, for biases and LayerNorm too; eps 1e-8. Numbers of examples
+            as in bert-pretraining.md, with the second phase up to its last checkpoint. The pooler
+            is not trained there; here it is.
 """
 
 from typing import Any
@@ -62,7 +62,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": {"name": "adamw", "learning_rate": 1e-4, "b2": 0.999, "eps": 1e-6,
               "weight_decay": 0.01, "clip_global_norm": 1.0},
 }
-# 15,625 updates of 32,768: nine tenths at 128 tokens and one at 512.
+# 15,625 updates of 32,768: nine tenths at 128 tokens and one tenth at 512.
 _EXAMPLES = (14_063 * 32_768, 1_562 * 32_768)
 # create_optimizer of google-research/bert and of the LAMB authors: the decay counts from update 0.
 _LINEAR = {"decay": "polynomial", "power": 1.0, "decay_from": "zero"}
@@ -100,16 +100,16 @@ RECIPES = {
         _phase(32_768, "1563 steps", 4e-3, "12.8 percent", **_NVIDIA),
     ),
     "deepspeed": (
-        # --lr_offset 10e-4 is added to the whole schedule: where it starts, peaks and ends.
+        # --lr_offset 10e-4 is added to the whole schedule: to its start, peak and end.
         _phase(65_536, "403_000_000 examples", 1.1e-2 + 1e-3, "450 steps", **_DEEPSPEED,
                decay_every="250 steps", start_factor=1e-3 / 1.2e-2, end_factor=1e-3 / 1.2e-2),
         _phase(32_768, "22_000_000 examples", 2e-3, "150 steps", **_DEEPSPEED,
                decay_every="150 steps"),
     ),
 }
-# LAMB's own settings where they are not those of the paper's authors: NVIDIA's run has apex's
-# FusedLAMB, which corrects the moments' bias; DeepSpeed's are of deepspeed_bsz64k_lamb_config_
-# seq128.json, its eps is FusedLamb's, whose kernel adapts what does not decay too.
+# LAMB's settings that differ from the paper's authors'. NVIDIA's run has apex's FusedLAMB, which
+# corrects the moments' bias. DeepSpeed's are from deepspeed_bsz64k_lamb_config_seq128.json, and eps
+# from FusedLamb, whose kernel also adapts parameters that do not decay.
 _LAMB: dict[str, dict[str, Any]] = {
     "nvidia": {"preset": "apex"},
     "deepspeed": {

@@ -1,12 +1,12 @@
 r"""Question answering on SQuAD v1.1, from a pre-trained BERT.
 
-Source of the rates: the comment in the LAMB authors' code (github.com/fastalgo/davidnet-cifar): for
-AdamW 3e-5, 4e-5 or 5e-5 at SQuAD 1.1, for LAMB 3e-4, 4e-4 or 5e-4 at batch 64. Two epochs, windows
-of 384 tokens 128 apart, warm-up over a tenth: run_squad.py of google-research/bert; a linear decay
-that counts from update 0: `create_optimizer` in its optimization.py and in theirs. Paper of the
-set: arXiv:1606.05250. Quoted: BERT-Large reaches F1 91.475 after the LAMB paper's pre-training at
-32,768 (arXiv:1904.00962), not run here at that size; measured here: small networks, in
-experiments/bert.
+Source of the rates: a comment in the LAMB authors' code (github.com/fastalgo/davidnet-cifar): for
+AdamW 3e-5, 4e-5 or 5e-5 on SQuAD 1.1, for LAMB 3e-4, 4e-4 or 5e-4 at batch 64. Two epochs, windows
+of 384 tokens 128 apart, warm-up over a tenth: run_squad.py of google-research/bert. A linear decay
+that counts from update 0: `create_optimizer` in its optimization.py and in the LAMB authors'. Paper
+of the data set: arXiv:1606.05250. Quoted: BERT-Large reaches F1 91.475 after the LAMB paper's
+pre-training at 32,768 (arXiv:1904.00962), not run here at that size; measured here: small networks,
+in experiments/bert.
 
   python -m lamb_tpu.train --config=configs/bert_squad.py --workdir=DIR \
       --config.data.dir=SQUAD --config.init_from=PRETRAINED

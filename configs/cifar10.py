@@ -10,35 +10,36 @@ AdamW 0.9271, Adam 0.9225, Adagrad 0.9074; [recalled], not read in the paper. Al
       --workdir=DIR --config.data.dir=FOLDER
 
 data=cifar10 is the original archive, downloaded, or in a folder: --config.data.dir=FOLDER.
-data=cifar10_jpeg is the same pictures as JPEGs of quality 75 in one file in FOLDER, which costs
-some accuracy: say so beside a number of it. Hardware: any accelerator; the paper's runs were on
-cores of TPUs.
+data=cifar10_jpeg is the same pictures as JPEGs of quality 75 in one file in FOLDER. That costs some
+accuracy, and numbers from it should say so. Hardware: any accelerator; the paper's runs were on
+TPU cores.
 
-The network was made for momentum: github.com/davidcpage/cifar10-fast, dawn.py, has Nesterov's, 0.4
-after 5 epochs, weight decay 5e-4, pictures padded by 4, mirrored, a square of 8 cut out [seen].
-Those of the other optimizers are from the LAMB authors' logs and code of their search,
-github.com/fastalgo/davidnet-cifar [seen], where losses are summed, not averaged, over a batch:
+The network was made for momentum: github.com/davidcpage/cifar10-fast, dawn.py, has Nesterov's
+momentum, a peak of 0.4 after 5 epochs, weight decay 5e-4, pictures padded by 4 and mirrored, with a
+square of 8 cut out [seen]. The settings of the other optimizers are from logs and code of the LAMB
+authors' search, github.com/fastalgo/davidnet-cifar [seen], where losses are summed, not averaged,
+over a batch:
   lamb      their best run, 0.9409: "10.0", which their code divides by 512, weight decay 1.0,
             warm-up of 6 epochs, a triangle; no bias correction and, other than for BERT, no
             clipping; eps is divided by 512 as the gradients are.
-  adamw     their best, 0.9340 after 30 epochs: "5.0", which is divided by 512, warm-up 5. Their
-            decay of 1e-4 of the weights each update, if as in TensorFlow the rate does not multiply
-            it, is 0.02 times the rates of a triangle.
-  adam      adamw's rate. The code of their folder for Adam is LAMB's in the commit that is public,
-            so the rates in its log (0.02) are not Adam's.
+  adamw     their best, 0.9340 after 30 epochs: "5.0", which is divided by 512, warm-up 5. They
+            decay the weights by 1e-4 in each update. If the rate does not multiply that, as in
+            TensorFlow, it equals 0.02 times the rates of a triangle.
+  adam      adamw's rate. In the public commit, the code in their folder for Adam is LAMB's, so the
+            rates in its log (0.02) are not Adam's.
   adagrad   their best, 0.9044 after 30 epochs: 0.013, constant; first accumulator 0.1 / 512^2.
   lars      not in the paper's table; 4.0 with power 2, the row of batch 512 of ResNet-50 in
             NUS-HPC-AI-Lab/LARS-ImageNet-PyTorch [seen]; not tuned for this network.
-Here BatchNorm's parameters decay under none of them; in dawn.py they do.
+Here no optimizer decays BatchNorm's parameters; in dawn.py they decay.
 
-`batch=` up to 16,384: momentum linearly, LAMB and LARS by the square root, the others not at all;
-the warm-up's epochs stay, as LEGW's would outlast the run. BatchNorm's groups are 512 examples at
-every batch, as in dawn.py; the LAMB authors' were a core's, by a flag of theirs of 8 cores 64
-(--config.model.group_size=64). They leave out an epoch's last examples: 2,328 updates, here 2,344.
-The running averages reach as many examples back at every batch: of 512 older ones 0.9 remains, of
-16,384 older ones 0.9^32. With 0.9 an update they would be those of weights long gone.
-model=resnet18 has the same rates, untuned for it. `epochs=` other than 24 makes the warm-up shorter
-or longer by as much. --config.model.width=16 makes DavidNet narrower, for a CPU.
+`batch=` up to 16,384 scales momentum's rate linearly, those of LAMB and LARS by the square root,
+and the others not at all. The warm-up's epochs stay, because LEGW's warm-up would outlast the run.
+BatchNorm's groups are 512 examples at every batch, as in dawn.py. The LAMB authors' groups were one
+core's part: 64 examples on 8 cores, by one of their flags (--config.model.group_size=64). They drop
+an epoch's last examples, which gives 2,328 updates instead of 2,344. The running averages decay by
+0.9 for each 512 examples at every batch, so by 0.9^32 for 16,384. With 0.9 an update they would
+mostly describe old weights. model=resnet18 has the same rates, not tuned for it. `epochs=` scales
+the warm-up by epochs / 24. --config.model.width=16 makes DavidNet narrower, for a CPU.
 """
 
 from typing import Any
@@ -48,7 +49,7 @@ from ml_collections import ConfigDict
 from lamb_tpu.config import base_config, check_argument, parse_argument
 
 EPOCHS = 24
-_SUM = 512  # a loss summed over the batch is as many times the mean
+_SUM = 512  # a loss summed over the batch is this many times the mean
 
 # Optimizer fields, scaling rule, epochs of warm-up of 24, decay and its power.
 OPTIMIZERS: dict[str, tuple[dict[str, Any], str, int, str, float]] = {

@@ -15,10 +15,10 @@ from ml_collections import ConfigDict
 
 from lamb_tpu.config import base_config, check_argument, parse_argument
 
-# Optimizer fields, scaling rule, and the warm-up at batch 32. LEGW's warm-up there is the share of
-# the run that it is in the LAMB paper (0.3125 of 90 epochs, for ResNet-50), a tenth of an epoch.
-# The rates are those that `python -m experiments.demo.tune` chose, at batch 32 alone: trained on
-# the first 80 % of the training scans, the best mean accuracy of 10 seeds on the other 287. In %:
+# Optimizer fields, scaling rule, and the warm-up at batch 32. LEGW's warm-up at that batch is the
+# same share of the run as in the LAMB paper (0.3125 of 90 epochs, for ResNet-50): a tenth of an
+# epoch. `python -m experiments.demo.tune` chose the rates, at batch 32 only: trained on the first
+# 80 % of the training scans, the best mean accuracy of 10 seeds on the other 287. In %:
 #   lamb      0.005 96.93, 0.01 97.42, 0.02 96.20; grid 0.00125, 0.0025, ... 0.08. Norms were summed
 #             in another order then; now 0.0025 97.04, 0.005 96.93, 0.01 97.04, 0.02 96.69
 #   adamw     0.004 97.11, 0.008 97.42, 0.016 97.04; grid 0.0005, 0.001, ... 0.032

@@ -1,26 +1,26 @@
-r"""A folder of your own pictures: classes, splits and sizes are read from it; LAMB, ResNet-18 or
-whatever network the published weights are of.
+r"""A folder of your own pictures, with its classes, splits and sizes; LAMB; ResNet-18, or the
+network of the published weights.
 
   python -m lamb_tpu.train --config=configs/image_folder.py:dir=PICTURES,weights=FOLDER \
       --workdir=DIR
   python -m lamb_tpu.train --config=configs/image_folder.py:dir=PICTURES --workdir=DIR
 
-PICTURES holds PICTURES/train/CLASS/*.jpg and PICTURES/val/CLASS/*.jpg (`test` and `validation`
-serve as well), or PICTURES/CLASS/*.jpg alone, of which a tenth is kept from training and evaluated
-(`--config.data.options.holdout`), or a labels.tsv; JPEG and PNG of any size. Pictures are cut to
-the network's own size, or where most are smaller to theirs, in whole 32 pixels.
+PICTURES has PICTURES/train/CLASS/*.jpg and PICTURES/val/CLASS/*.jpg (or `test` or `validation`), or
+only PICTURES/CLASS/*.jpg, of which a tenth is excluded from training and evaluated
+(`--config.data.options.holdout`), or a labels.tsv; JPEG and PNG of any size. Pictures are cropped
+to the network's own size. If most pictures are smaller, it is their size, in multiples of 32.
 
-FOLDER, where one is given, holds config.json and model.safetensors of a ResNet or tf_efficientnet
-of timm's; a .safetensors file of torchvision's takes `model=resnet50` besides; a --workdir of this
-project's does as well. The network and the pixels' mean and deviation are those that it tells. All
-is trained; the output is new, as its classes are others.
+FOLDER, if given, has config.json and model.safetensors of timm's ResNet or tf_efficientnet. It may
+also be a workdir of this project, or a .safetensors file of torchvision's, which also needs
+`model=resnet50`. The weights decide the network, and the mean and deviation of the pixels. All
+parameters are trained; the output is new, because the classes differ.
 
-Source: none, a setting of this project. Rates are for 64 pictures, and follow the square root of
-the batch (momentum: the batch). From scratch they are those that were chosen for ResNet-18 on 20
+Source: none, a setting of this project. Rates are for 64 pictures, and scale by the square root of
+the batch (momentum: by the batch). Without weights they are those chosen for ResNet-18 on 20
 classes of Tiny ImageNet, LAMB's 0.01 and momentum's 0.2 at 256 (measured here,
-experiments/vision/tiny_imagenet.md). Those of fine-tuning were chosen on 60 pictures of each of ten
-of its classes, by its 500 validation pictures of these, 10 epochs, one seed, 32 pixels, from a
-ResNet-18 that had learnt the ten others here (0.546 of them), exported as timm's and read again:
+experiments/vision/tiny_imagenet.md). The rates of fine-tuning were chosen on 60 pictures of each of
+ten of these classes, by their 500 validation pictures, 10 epochs, one seed, 32 pixels, from a
+ResNet-18 that had learnt the ten other classes (accuracy 0.546), exported for timm and read again:
 
   LAMB      0.00125 0.402   0.0025 0.476   0.005 0.518   0.01 0.508   from scratch, 0.005: 0.482
   momentum  0.01    0.464   0.02   0.466   0.05  0.458
@@ -40,8 +40,7 @@ from lamb_tpu.data.images.survey import Survey, survey
 from lamb_tpu.models import MODULES
 from lamb_tpu.run.weights import network_of
 
-# Optimizer fields, its scaling rule, and its rates at 64 pictures, from scratch and of weights that
-# are there.
+# Optimizer fields, scaling rule, and rates at 64 pictures, from scratch and for fine-tuning.
 OPTIMIZERS: dict[str, tuple[dict[str, Any], str, float, float]] = {
     "lamb": (
         {"name": "lamb", "preset": "author", "weight_decay": 0.01, "rules": "resnet"},
@@ -55,7 +54,7 @@ OPTIMIZERS: dict[str, tuple[dict[str, Any], str, float, float]] = {
 MODELS = tuple(name for name in MODULES if name.startswith(("resnet", "efficientnet")))
 _BATCH = 64
 _HOLDOUT = 0.1
-# Of ImageNet, which weights without a config.json were trained on.
+# ImageNet's values: weights without a config.json were trained on ImageNet.
 _PIXELS = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
 # A folder that is not there: the trainer tells that, so any numbers do.
 _ABSENT = Survey("train", "val", 10_000, 1000, 256)
@@ -119,7 +118,7 @@ def get_config(argument: str | None = None) -> ConfigDict:
 
 
 def _batch(num_examples: int) -> int:
-    """A power of two: 64, or less where an epoch would have fewer than eight updates."""
+    """Returns a power of two: 64, or less if an epoch would have fewer than eight updates."""
     return min(_BATCH, max(8, 2 ** int(math.log2(max(1, num_examples) / 8))))
 
 
@@ -130,7 +129,7 @@ def _smoke(config: ConfigDict) -> None:
     config.data.options = ConfigDict()
     config.task = ConfigDict({"name": "classification", "label_smoothing": 0.1, "input_std": 16.0})
     config.model.update({"name": "resnet18", "num_classes": 10})
-    config.model.momentum = 0.8  # of BatchNorm's averages, which have to keep up with a short run
+    config.model.momentum = 0.8  # BatchNorm's averages must keep up with a short run
     config.batch_size = config.schedule.base_batch_size = 32
     config.duration = "40 steps"
     config.schedule.warmup = "20 percent"

@@ -19,20 +19,23 @@ here: not run, ImageNet is not at hand.
       --config=configs/imagenet_efficientnet.py:size=b5,optimizer=lars,batch=65536
 
 TFDS's imagenet2012, prepared once, is read from --config.data.prepared_dir; a folder of photographs
-by class by --config.data.name=image_folder --config.data.dir=DIR. Hardware and wall time: the
-paper's cores stand above; B2 to 0.797 in 18 minutes [recalled] on 1,024 cores.
+by class with --config.data.name=image_folder --config.data.dir=DIR. Hardware and wall time: the
+table has the paper's cores; B2 to 0.797 in 18 minutes [recalled] on 1,024 cores.
 
-All else is that of the released code, tensorflow/tpu, models/official/efficientnet [seen]: an L2
-term of 1e-5 of all but BatchNorm in the loss, whatever the optimizer (main.py, model_fn), and
-beside it LARS's own decay of 1e-5 of all that it adapts (--lars_weight_decay); crops that cover
-less than a tenth of a picture are drawn again, and TensorFlow 1's bicubic resizes them
-(preprocessing.py; `--config.data.options.resize=bilinear` takes 0.6 of the time); the rate falls to
-0.97 of itself every 2.4 epochs counted from the start, or for LARS as a polynomial of power 2 to
-0.1; label smoothing 0.1; an average of weights and of BatchNorm's statistics with decay 0.9999,
-evaluated too (`ema_accuracy`); stochastic depth 0.2, and dropout by size. The code has AutoAugment
-and RandAugment (2 layers, magnitude 10) to choose from, `augment=`; which of them the paper's table
-had is not known here. BatchNorm's groups are 32 cores' parts of the batch: 1,024 examples, 2,048 at
-65,536; the paper's own are not known here, the code's default is 128 examples.
+Everything else is as in the released code, tensorflow/tpu, models/official/efficientnet [seen]:
+
+- an L2 term of 1e-5 in the loss, of all parameters but BatchNorm's, for every optimizer (main.py,
+  model_fn); LARS also has its own decay of 1e-5 of all that it adapts (--lars_weight_decay);
+- crops that cover less than a tenth of a picture are drawn again, and TensorFlow 1's bicubic
+  resizes them (preprocessing.py; `--config.data.options.resize=bilinear` takes 0.6 of the time);
+- the rate is multiplied by 0.97 every 2.4 epochs from the start; LARS's falls to 0.1 as a
+  polynomial of power 2;
+- label smoothing 0.1, stochastic depth 0.2, and dropout by size;
+- an average of weights and BatchNorm's statistics with decay 0.9999, evaluated as `ema_accuracy`.
+
+The code offers AutoAugment and RandAugment (2 layers, magnitude 10), `augment=`; which of them the
+paper's table used is not known here. BatchNorm's groups are 32 cores' parts of the batch: 1,024
+examples, 2,048 at 65,536. The paper's groups are not known here; the code's default is 128.
 """
 
 from typing import Any
@@ -46,8 +49,8 @@ from lamb_tpu.models import MODULES
 LARS = {16_384: (0.236, 50, 32), 32_768: (0.118, 50, 32), 65_536: (0.081, 43, 64)}
 RMSPROP = (0.016, 5, 32)  # at every batch
 OPTIMIZERS = ("rmsprop", "lars")
-_CORES = 32  # that share a group of BatchNorm
-_LAST_RATE = 0.1  # of LARS
+_CORES = 32  # number of cores that share a group of BatchNorm
+_LAST_RATE = 0.1  # the last learning rate of LARS
 
 SIZES = tuple(f"b{number}" for number in range(8))
 AUGMENTS = ("autoaugment", "randaugment", "none")
@@ -137,7 +140,7 @@ def _smoke(config: ConfigDict) -> None:
         "name": "efficientnet_b0", "num_classes": 10, "dtype": "float32", "momentum": 0.8,
         "group_size": 32,
     })
-    # Of the 16 blocks four, since all take a minute to compile on a CPU.
+    # Four of the 16 blocks, because all take a minute to compile on a CPU.
     config.model.stages = ((1, 3, 1, 1, 16), (1, 3, 2, 6, 24), (2, 5, 2, 6, 40))
     config.batch_size = 32
     config.duration = "40 steps"

@@ -30,12 +30,12 @@ TPU v3; mlperf, to 0.759, 1,024 cores, 2.27 minutes, at 32K, and 8,192 cores, 0.
 0.47), at 64K [seen: computed from the logs].
 
 Recipes (`optimizer=` and `recipe=`, the first is the default):
-  lamb      untuned: 0.04 at 32,768, at other batches by its square root; 20 epochs of warm-up
-            there, as many updates at others (0.3125 epochs at 512); linear decay. Rates and warm-up
-            of 4K to 32K [seen], below [recalled]; weight decay 1.5, no bias correction, gradients
-            clipped to 1 and BatchNorm left out are those of the authors' code [seen].
-            author: their run at 32,768 update for update. That is the rule again, in their whole
-            updates.
+  lamb      untuned: 0.04 at 32,768, scaled by the square root of the batch; 20 epochs of warm-up at
+            32,768, as many updates at others (0.3125 epochs at 512); linear decay. Rates and
+            warm-up of 4K to 32K [seen], below [recalled]; weight decay 1.5, no bias correction,
+            gradients clipped to 1 and BatchNorm left out as in the authors' code [seen].
+            author: the authors' run at 32,768, update for update: the same rule, rounded to whole
+            updates as theirs.
   lars      tpu: the table LARS_TPU [seen]. In that code the L2 term is left out of the loss and the
             optimizer adds none, so the weights do not decay: weight_decay is in the ratio alone.
             mlperf: Google's entries in TensorFlow, of v0.6 at 32,768 and of v0.7 at 65,536;
@@ -46,10 +46,10 @@ Recipes (`optimizer=` and `recipe=`, the first is the default):
   momentum  goyal: 0.1 at 256, linear in the batch, warmed up over 5 epochs from 0.1; a tenth at
             epochs 30, 60 and 80 [recalled, sure]. Labels are not smoothed.
 
-Crops are resized by TensorFlow 1's bicubic, and those that cover less than a tenth of a picture
-are drawn again: tensorflow/tpu's resnet_preprocessing.py [seen], which lamb's authors' run, as its
-file names say, and MLPerf v0.6's [seen] have too; MLPerf v0.7's in JAX is TensorFlow 2's bicubic
-[seen]. Under momentum small crops stay, fb.resnet.torch's transforms.lua [seen], bicubic as well.
+Crops are resized by TensorFlow 1's bicubic, and crops that cover less than a tenth of a picture are
+drawn again, as in tensorflow/tpu's resnet_preprocessing.py [seen]. The LAMB authors' run, by its
+file names, and MLPerf v0.6 [seen] did the same; MLPerf v0.7 in JAX has TensorFlow 2's bicubic
+[seen]. Momentum keeps small crops, as fb.resnet.torch's transforms.lua [seen], also bicubic.
 `--config.data.options.resize=bilinear` reads photographs in 0.6 of the time.
 
 The batch is the config's argument; --config.batch_size follows the rule of lamb and momentum but
@@ -76,7 +76,7 @@ class Row(NamedTuple):
 
 
 _TPU = {"name": "lars", "preset": "unscaled", "weight_decay": 1e-4}
-# tensorflow/tpu, models/official/resnet/lars_util.py: below that batch, peak, epochs of warm-up.
+# tensorflow/tpu, models/official/resnet/lars_util.py: below this batch; peak, epochs of warm-up.
 LARS_TPU = ((16_384, 10.0, 5), (32_768, 25.0, 5), (65_536, 32.0, 14), (float("inf"), 35.6, 40))
 # mlcommons/training_results_v0.6 and v0.7, Google/results/*/resnet. The logs have warm-up in epochs
 # and the updates of the decay: 2,007, 1,133 and 1,166.25, one more than those after the warm-up.
@@ -170,7 +170,7 @@ def _lamb(config: ConfigDict, recipe: str) -> None:
 def _lars(config: ConfigDict, recipe: str) -> None:
     if recipe == "tpu":
         rate, epochs = next(row[1:] for row in LARS_TPU if config.batch_size < row[0])
-        # tf.train.polynomial_decay ends at 1e-4 where nothing is said.
+        # tf.train.polynomial_decay ends at 1e-4 by default.
         row = Row(rate, f"{epochs} epochs", config.duration, 1e-4, 32, _TPU)
     else:
         known = [batch for name, batch in MLPERF if name == recipe]
@@ -214,7 +214,7 @@ def _smoke(config: ConfigDict) -> None:
     config.model.update({
         "name": "resnet18", "num_classes": 10, "dtype": "float32", "group_size": 32,
     })
-    config.model.momentum = 0.8  # of BatchNorm's averages, which have to keep up with a short run
+    config.model.momentum = 0.8  # BatchNorm's averages must keep up with a short run
     config.batch_size = config.schedule.base_batch_size = 32
     config.duration = "40 steps"
     config.schedule.warmup = "20 percent"

@@ -3,8 +3,8 @@ r"""MNIST, LeNet and LAMB at batch 1,024 for 30 epochs: the LAMB paper's appendi
 Paper: arXiv:1904.00962, appendix, MNIST/LeNet (mean of 5 runs): LAMB 0.9945, AdamW 0.9941, momentum
 0.9933; recalled, not read in the paper. Learning rates, warm-up, weight decay, decay power 0.5,
 clipping and the network's dropout of 0.4 are those of the first author's code and logs
-(github.com/fastalgo/mnist_tpu). That code's AdamW folder multiplies by LAMB's ratio in the commit
-that is public, so its rate of 0.004 may not be AdamW's best.
+(github.com/fastalgo/mnist_tpu). In the public commit, that code's AdamW folder multiplies by LAMB's
+ratio, so its rate of 0.004 may not be AdamW's best.
 
   python -m lamb_tpu.train --config=configs/mnist_lenet.py --workdir=DIR
   python -m lamb_tpu.train --config=configs/mnist_lenet.py:network=lenet5,optimizer=adamw \
@@ -24,10 +24,10 @@ from lamb_tpu.errors import UserError
 
 NETWORKS = ("lenet", "lenet5")
 
-# In the author's code biases are not decayed, and every tensor is adapted.
+# In the author's code biases do not decay, and every tensor adapts.
 _RULES = (("bias$", {"decay": False}), (".*", {}))
 
-# Optimizer fields, scaling rule, warm-up at batch 1,024, last learning rate over the peak.
+# Optimizer fields, scaling rule, warm-up at batch 1,024, last learning rate / peak.
 OPTIMIZERS = {
     "lamb": (
         dict(

@@ -1,4 +1,4 @@
-"""The picture of a batch-scaling study: what came out at each batch, and the way at the largest."""
+"""The plot of a batch-scaling study: results at each batch, and curves at the largest."""
 
 import pathlib
 import statistics
@@ -13,10 +13,10 @@ class Line(NamedTuple):
     """An optimizer with its rule.
 
     Attributes:
-      name: for the legend.
-      optimizer, variant: how it is drawn, see `style.line`.
-      records: its runs, each with `batch`, `curve` ([progress, value] of each evaluation) and the
-        value that came out, or None.
+      name: name in the legend.
+      optimizer, variant: style of the line, see `style.line`.
+      records: the line's runs, each with `batch`, `curve` ([progress, value] of each evaluation)
+        and the final value, or None.
     """
 
     name: str
@@ -32,14 +32,14 @@ def draw(
     """Draws the mean over the seeds against the batch, and the curves at the largest batch.
 
     Args:
-      lines: those without a record are left out.
+      lines: the lines; those without records are left out.
       path: the PNG.
-      key: of the value in a record. A run without one, because it diverged, is left out.
-      label: what the value is, with its unit.
+      key: key of the value in a record. A run without a value, because it diverged, is left out.
+      label: label of the value, with its unit.
       better: 'lower' or 'higher'.
       title: data and model.
-      length: of the runs, such as 'after 5 epochs'.
-      progress: what the first numbers of a curve count.
+      length: length of the runs, such as 'after 5 epochs'.
+      progress: unit of a curve's first numbers.
     """
     lines = [line for line in lines if line.records]
     figure = style.figure(11, 5.0)

@@ -1,8 +1,8 @@
-"""What studies share: a record for each run, kept in a file, and running what has none.
+"""Records of a study's runs, kept in a file, and a function that runs the missing ones.
 
-A cell is one run of a study: a NamedTuple with a `name`, which is that of its workdir, and fields
-that its record has too. Records outlive the workdirs: a cell with a record is not run again, unless
-its line in the file is deleted.
+A cell is one run of a study: a NamedTuple with a `name`, which names its workdir, and fields that
+its record has too. Records outlive the workdirs: a cell with a record is not run again unless its
+line in the file is deleted.
 """
 
 import json
@@ -20,13 +20,13 @@ Record = dict[str, Any]
 
 
 class Cell(Protocol):
-    """One run; a NamedTuple besides."""
+    """One run of a study; implementations are NamedTuples."""
 
     _fields: tuple[str, ...]
 
     @property
     def name(self) -> str:
-        """Of its workdir."""
+        """Name of the run's workdir."""
 
 
 class Records:
@@ -49,11 +49,11 @@ class Records:
         return (self._found[key] for key in sorted(self._found))
 
     def of(self, cells: Iterable[Cell]) -> list[Record]:
-        """Of these cells, those that there are."""
+        """Returns the records of these cells, if there are any."""
         return [self._found[cell] for cell in sorted(set(cells)) if cell in self._found]
 
     def add(self, records: Iterable[Record]) -> None:
-        """Takes records in and writes the file."""
+        """Adds records and writes the file."""
         if self._take(records):
             # By rename, so that a study killed here leaves the old file or the new one.
             replacement = self._path.with_suffix(".jsonl.new")
@@ -76,11 +76,11 @@ def run_missing(
     """Collects the complete runs of `wanted` below `runs`, and runs those that have no record.
 
     Args:
-      wanted: in the order in which they are run.
-      records: kept after every run.
+      wanted: cells in the order in which they are run.
+      records: the study's records, written after every run.
       runs: the folder of the workdirs.
-      collect: makes the records of those of some cells whose run in the folder is complete.
-      run: trains a cell in a workdir, or goes on with it; None: only collect.
+      collect: returns the records of those cells whose run in the folder is complete.
+      run: trains a cell in a workdir, or resumes it; None: only collect.
     """
     records.add(collect(runs, wanted))
     for number, cell in enumerate(wanted, start=1):
@@ -93,15 +93,15 @@ def run_missing(
 def best_rates(
     records: Iterable[Record], wanted: Sequence[Cell], cost: Callable[[Record], float]
 ) -> dict[str, float]:
-    """Of each optimizer the rate whose run came out at the lowest cost.
+    """Returns for each optimizer the rate of the run with the lowest cost.
 
     Args:
-      records: of the runs that choose the rates.
-      wanted: their cells, with the fields `optimizer` and `rate`.
-      cost: of a record.
+      records: records of the runs that choose the rates.
+      wanted: cells of these runs, with the fields `optimizer` and `rate`.
+      cost: function from a record to its cost.
 
     Raises:
-      UserError: one of them is not there.
+      UserError: a record is missing.
     """
     found = {tuple(record[field] for field in wanted[0]._fields): record for record in records}
     missing = [cell.name for cell in wanted if cell not in found]
@@ -120,13 +120,13 @@ def best_rates(
 
 
 def evaluations(folder: pathlib.Path) -> list[Record]:
-    """All of a workdir's run so far; none where there is no run."""
+    """Returns all evaluations of a workdir's run so far; none if there is no run."""
     path = folder / "metrics.jsonl"
     return read_records(path, "eval") if path.exists() else []
 
 
 def facts(folder: pathlib.Path) -> Record:
-    """Of a workdir's run: seconds over all its starts, the last one's machine and versions."""
+    """Returns a run's seconds over all its starts, and machine and versions of the last start."""
     trained = read_records(folder / "metrics.jsonl", "train")
     receipt = read_records(folder / "run.jsonl")[-1]
     return {
@@ -136,22 +136,22 @@ def facts(folder: pathlib.Path) -> Record:
 
 
 def machines(records: Iterable[Record]) -> str:
-    """Those that `facts` has told, once each."""
+    """Lists the machines of some records, each once."""
     return "; ".join(sorted({f"{r['devices']} x {r['device']}, {r['cores']} cores"
                              for r in records}))
 
 
 def versions(records: Iterable[Record]) -> str:
-    """The same of versions."""
+    """Lists the versions of some records, each once."""
     return "; ".join(sorted({f"jax {r['jax']} at commit {r['commit']}" for r in records}))
 
 
 def seed_columns(seeds: Sequence[Record], key: str) -> str:
-    """Mean | lowest to highest | by seed | minutes a run | machine: of one row's runs.
+    """Returns a row's cells: mean | lowest to highest | by seed | minutes a run | machine.
 
     Args:
-      seeds: their records, each with a `seed`.
-      key: the record's number to show; None is of a run that diverged.
+      seeds: records of the row's runs, each with a `seed`.
+      key: key of the number to show, which is None for a run that diverged.
     """
     if not seeds:
         return "not run | - | - | - | -"
@@ -166,15 +166,15 @@ def seed_columns(seeds: Sequence[Record], key: str) -> str:
 
 
 def shown(value: float | None) -> str:
-    """A number with four digits, or that there is none because the run diverged."""
+    """Formats a number with four digits; None means that the run diverged."""
     return "diverged" if value is None else f"{value:.4f}"
 
 
 def integers(flag: str) -> list[int]:
-    """The value of a flag that lists whole numbers.
+    """Returns the value of a flag that lists whole numbers.
 
     Raises:
-      UserError: one of them is none, or the list is empty.
+      UserError: an item is not a whole number, or the list is empty.
     """
     texts = flags.FLAGS[flag].value
     try:
@@ -186,10 +186,10 @@ def integers(flag: str) -> list[int]:
 
 
 def choices(flag: str, known: Iterable[str]) -> list[str]:
-    """The value of a flag that lists names.
+    """Returns the value of a flag that lists names.
 
     Raises:
-      UserError: one of them is not known, or the list is empty.
+      UserError: a name is unknown, or the list is empty.
     """
     names, known = flags.FLAGS[flag].value, list(known)
     for name in names or [""]:

@@ -1,7 +1,7 @@
 """A user's own model, task, data set or optimizer, which a config names 'package.module:Name'.
 
-The name is imported as Python imports it: from the current folder, from PYTHONPATH, or from what is
-installed. Its arguments become fields of the config like those of the shipped ones.
+Python imports the name from the current folder, from PYTHONPATH, or from the installed packages.
+Its arguments become fields of the config, like those of the shipped parts.
 """
 
 import contextlib
@@ -25,30 +25,29 @@ FORM = "'my_package.my_module:Name'"
 _FORM = re.compile(r"(?P<module>[^\W\d][\w.]*):(?P<attribute>[^\W\d][\w.]*)")
 _LISTED = 12  # names in a message
 _KINDS = {int: "a whole number", float: "a number", str: "text", bool: "True or False"}
-# Where code lies that is not a user's.
+# Folders of code that is not a user's.
 _LIBRARIES = (
     sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<frozen",
     str(pathlib.Path(__file__).parent) + os.sep,
 )
-# Top-level packages of what was imported here, for `blame`.
+# Top-level packages of the modules that were imported here, for `blame`.
 _imported: set[str] = set()
 
 
 def is_own(name: object) -> bool:
-    """Whether a name in a config is of this form rather than a shipped one."""
+    """Returns whether a name in a config has this form, unlike the shipped names."""
     return isinstance(name, str) and ":" in name
 
 
 def find(name: str, key: str) -> Callable[..., Any]:
-    """The class or function that a name stands for.
+    """Returns the class or function of a name.
 
     Args:
-      name: such as 'my_package.my_module:Name'.
-      key: of the config, for errors.
+      name: a name such as 'my_package.my_module:Name'.
+      key: key of the config, for error messages.
 
     Raises:
-      UserError: no such module or attribute, one that cannot be called, or a module whose import
-        fails.
+      UserError: the module or attribute does not exist or cannot be called, or the import fails.
     """
     match = _FORM.fullmatch(name)
     if match is None:
@@ -95,13 +94,13 @@ def _title(found: Any) -> str:
 
 
 def fields(made: Callable[..., Any], hidden: Collection[str] = ()) -> dict[str, dataclasses.Field]:
-    """Arguments of a class or function, with their types and defaults.
+    """Returns the arguments of a class or function, with their types and defaults.
 
-    Those of a dataclass, Linen modules among them, are its fields.
+    The arguments of a dataclass, such as a Linen module, are its fields.
 
     Args:
       made: the class or function.
-      hidden: arguments that are not the config's to give.
+      hidden: arguments that a config cannot set.
     """
     read: list[tuple[str, Any, Any, Any]]
     if isinstance(made, type) and dataclasses.is_dataclass(made):
@@ -124,10 +123,10 @@ def fields(made: Callable[..., Any], hidden: Collection[str] = ()) -> dict[str, 
 
 
 def parameters(made: Callable[..., Any]) -> list[inspect.Parameter]:
-    """Named parameters of a function, or of a class' `__init__`."""
+    """Returns the named parameters of a function, or of a class' `__init__`."""
     init = inspect.getattr_static(made, "__init__")
     own_init = isinstance(made, type) and init is not object.__init__
-    # A class of NNX has a metaclass that hides the signature.
+    # NNX' metaclass hides the signature of a class.
     try:
         listed = list(inspect.signature(init if own_init else made).parameters.values())
     except (TypeError, ValueError):  # one that is not written in Python
@@ -143,7 +142,7 @@ def _or_missing(default: Any) -> Any:
 
 
 def _resolved(kind: Any, made: Callable[..., Any]) -> Any:
-    """An annotation as a type, `Any` where there is none or it cannot be resolved."""
+    """Returns an annotation as a type; `Any` if it is missing or cannot be resolved."""
     if isinstance(kind, str):  # as under `from __future__ import annotations`
         module = sys.modules.get(getattr(made, "__module__", None) or "")
         try:
@@ -160,17 +159,17 @@ def check(
     known: Mapping[str, dataclasses.Field],
     given: Mapping[str, Any],
 ) -> None:
-    """Refuses fields that a part does not have, required ones left out, and other types.
+    """Refuses unknown fields, missing required fields, and values of another type.
 
     Args:
-      section: of the config, such as 'config.model'.
-      noun: what the part is, such as 'model'.
-      name: in the config.
-      known: its fields.
-      given: those of the config.
+      section: section of the config, such as 'config.model'.
+      noun: kind of the part, such as 'model'.
+      name: name of the part in the config.
+      known: fields of the part.
+      given: fields of the config.
 
     Raises:
-      UserError: naming the key.
+      UserError: a field is wrong; the message names the key.
     """
     for key, value in given.items():
         if key not in known:
@@ -188,7 +187,7 @@ def check(
 
 
 def _fits(value: Any, field: dataclasses.Field) -> bool:
-    """Whether a value is of a plain type; other annotations are the part's own matter."""
+    """Returns whether a value has a field's plain type; other annotations are not checked."""
     kind: Any = field.type
     if not isinstance(kind, type) or kind not in _KINDS or value is field.default is None:
         return True
@@ -197,11 +196,11 @@ def _fits(value: Any, field: dataclasses.Field) -> bool:
 
 @contextlib.contextmanager
 def making(name: str, key: str) -> Iterator[None]:
-    """Tells what a user's class or function raises while it is called, as a UserError.
+    """Turns an error of a user's class or function, called in the block, into a UserError.
 
     Args:
-      name: in the config.
-      key: of the config.
+      name: name of the part in the config.
+      key: key of the config that has the name.
     """
     try:
         yield
@@ -212,9 +211,9 @@ def making(name: str, key: str) -> Iterator[None]:
 
 
 def blame(error: BaseException) -> str | None:
-    """A sentence that tells where in a user's own module an error was raised; None: in none.
+    """Returns a sentence with the place in a user's own module where an error was raised, or None.
 
-    What is installed, as in 'optax:adabelief', is nobody's own.
+    Installed packages, as in 'optax:adabelief', do not count as a user's own.
     """
     for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
         name, file = str(frame.f_globals.get("__name__")), frame.f_code.co_filename
@@ -224,7 +223,7 @@ def blame(error: BaseException) -> str | None:
 
 
 def _describe(error: BaseException, file: str | None = None) -> str:
-    """' at line 3 of FILE: TypeError: ...': the innermost line in a file, or in no library."""
+    """Returns ' at line 3 of FILE: TypeError: ...', for the innermost line outside of libraries."""
     place = ""
     for frame in traceback.extract_tb(error.__traceback__):
         if frame.filename == file or (file is None and not frame.filename.startswith(_LIBRARIES)):
@@ -236,7 +235,7 @@ def _describe(error: BaseException, file: str | None = None) -> str:
 
 
 def receipt(names: Collection[object]) -> dict[str, dict[str, str]]:
-    """File and SHA-256 of the module of each name that is a user's own."""
+    """Returns file and SHA-256 of the module of each name that is a user's own."""
     found = {}
     for name in names:
         module = sys.modules.get(str(name).partition(":")[0]) if is_own(name) else None

@@ -242,7 +242,7 @@ def make_plan(
     if compiled is None:
         return plan
     sizes, text = compiled.memory_analysis(), compiled.as_text()
-    assert sizes is not None and text is not None  # the TPU compiler tells both
+    assert sizes is not None and text is not None  # the TPU compiler returns both
     notes: list[str] = []
     cost = _read(hlo.program_cost, text, notes)
     found = _read(traffic.collectives, text, notes)

@@ -82,7 +82,7 @@ def train(
             folder.write_config(config)
         complete = sorted(config.phases)[: -len(due)]
         if complete and is_first and not quiet:
-            print(f"{', '.join(complete)}: complete, passed over", flush=True)
+            print(f"{', '.join(complete)}: complete, skipped", flush=True)
         for phase in due:
             if is_first and not quiet:
                 print(f"{phase.name} (phases: {', '.join(sorted(config.phases))})", flush=True)
@@ -130,11 +130,13 @@ def _train(
             try:
                 while True:
                     if eval_due:
-                        updates.wait()  # else they would end in the evaluation's time
+                        updates.wait()  # otherwise their time would count as the evaluation's
                         with observers.paused(step, "evaluation"):
                             metrics = evaluate(state)
                         eval_due = False
                         observers.evaluated(step, metrics)
+                    # Saved after its evaluation, which may make it the best checkpoint or end the
+                    # run, and which a resumed run must not repeat.
                     if save_due or (observers.end_reason and step > session.saved_step):
                         with observers.paused(step, "save"):
                             session.save(
@@ -150,14 +152,15 @@ def _train(
                     step += 1
                     updates.add(step, sums)
                     if step == first_step + 1:
-                        updates.wait()
+                        updates.wait()  # rates and time left are measured from its end
                     observers.updated(step, state)
 
                     eval_due = recipe.is_due(recipe.eval_every, step)
                     save_due = recipe.is_save_due(step) or (
                         eval_due and observers.saves_evaluations
                     )
-                    # What is saved has been compared, and its metrics were seen to be finite.
+                    # Before a save, the guards must have seen that the metrics are finite, and the
+                    # devices' copies are compared: a bad state must not become a checkpoint.
                     may_save = save_due or (eval_due and observers.may_end_run)
                     if may_save:
                         observers.saving(step, state)
@@ -182,7 +185,7 @@ def _train(
                     raise type(notice)(
                         f"{ended} before the first update; start the same command again"
                     ) from None
-                if step > session.saved_step:
+                if step > session.saved_step:  # the notice may follow right after a save
                     observers.saving(step, state)
                     observers.fetched(updates.fetch())
                     session.save(

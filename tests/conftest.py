@@ -63,7 +63,7 @@ def copy(trained: pathlib.Path, tmp_path: pathlib.Path) -> pathlib.Path:
 
 @pytest.fixture
 def own_folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
-    """Where modules of a user's own lie, see `own_modules`; Python looks there."""
+    """A folder with modules of a user's own, see `own_modules`; Python looks there."""
     from tests import own_modules
 
     own_modules.write(tmp_path)

@@ -140,7 +140,7 @@ def _processes(launcher: subprocess.Popen) -> dict[int, int]:
 
 
 def _moment(workdir: pathlib.Path, starts: int) -> tuple[str, int]:
-    """What the run is doing, as far as its files tell, and the update of its last record."""
+    """Returns the run's activity by its files, and the update of its last record."""
     metrics = workdir / "metrics.jsonl"
     records = read_records(metrics) if metrics.exists() else []
     last = records[-1]["step"] if records else 0

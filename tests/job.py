@@ -1,4 +1,4 @@
-"""What two processes compute together in tests: `python -m tests.job MODE FOLDER [WORKDIR]`."""
+"""A computation of two processes for tests: `python -m tests.job MODE FOLDER [WORKDIR]`."""
 
 import json
 import os

@@ -18,7 +18,7 @@ RECIPE = "--config=configs/digits.py"
 
 
 def refused(module: str, *arguments: str, devices: int = 1) -> str:
-    """What a command prints that must fail, which is to be one sentence."""
+    """Runs a command that must fail with one sentence; returns the sentence."""
     done = tiny.command(module, *arguments, devices=devices)
     assert done.returncode == 2, done.stdout + done.stderr
     assert "Traceback" not in done.stdout + done.stderr

@@ -64,7 +64,7 @@ def test_command_is_the_module() -> None:
 
 
 def test_current_folder_is_searched_for_modules(tmp_path: pathlib.Path) -> None:
-    """As by `python -m`, where the command is a script in another folder."""
+    """The module path of `python -m`, although the command is a script in another folder."""
     script = tmp_path / "bin" / "lamb_tpu"
     script.parent.mkdir()
     script.write_text("from lamb_tpu.command import main\n\nmain()\n")

@@ -25,7 +25,7 @@ KILLS_IN_A_RUN = 4
 
 @pytest.fixture(scope="module", autouse=True)
 def each_run_compiles() -> Iterator[None]:
-    """As it is for a user: a run that was killed while it compiled does so again."""
+    """The user's case: a run that was killed while it compiled does so again."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
         yield

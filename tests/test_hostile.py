@@ -240,7 +240,7 @@ def make(folder: pathlib.Path, files: dict[str, str]) -> None:
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """Of every case its status, what it printed and how long it took, and its folder."""
+    """Status, output, time and folder of every case."""
     root = tmp_path_factory.mktemp("hostile")
     lines, folders = [], {}
     for number, (name, case) in enumerate(CASES.items()):

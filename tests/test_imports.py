@@ -57,7 +57,7 @@ SERVES_ALL = {"cli", "config", "errors", "own", "style", "terminal", "__version_
 
 
 def rooms_of(path: pathlib.Path) -> set[str]:
-    """What stands directly below lamb_tpu, a room or a module, of what a file imports."""
+    """Returns the rooms and top-level modules of lamb_tpu that a file imports."""
     names = {name.split(".")[1] for name in imported(path) if name.startswith("lamb_tpu.")}
     return names - {path.relative_to(ROOT / "lamb_tpu").parts[0]}
 

@@ -46,7 +46,7 @@ def finish(process: subprocess.Popen, within: float = 60) -> SimpleNamespace:
 
 
 def alive(folder: pathlib.Path) -> list[int]:
-    """Which of the processes written down in the folder are still there."""
+    """Returns the processes noted in the folder that are still there."""
     found = []
     for path in folder.iterdir():
         try:
@@ -246,7 +246,7 @@ def test_logs_lie_in_the_workdir_that_is_used(tmp_path: pathlib.Path) -> None:
 
 
 def test_training_by_two_processes_is_that_of_one(tmp_path: pathlib.Path) -> None:
-    """The same 12 updates on four devices, of one process and of two: metrics and parameters."""
+    """12 updates on four devices, of one process and of two: metrics and parameters."""
     arguments = [
         "--config=configs/digits.py:smoke",
         "--config.duration=12 steps",

@@ -1,4 +1,4 @@
-"""What `pip install` brings: the packages that are declared, and the recipes in the wheel."""
+"""Results of `pip install`: the declared packages, and the recipes in the wheel."""
 
 import importlib.metadata
 import os

@@ -103,7 +103,7 @@ _NUMBER = re.compile(r"(?<![\w.,-])\d[\d,]*(?:\.\d+)?(?![\w])")
 
 
 def numbers(text: str) -> list[str]:
-    """As they are written in prose and tables, without code, links and names such as v3."""
+    """Returns the numbers in prose and tables, without code, links and names such as v3."""
     return [found.rstrip(",") for found in _NUMBER.findall(_CODE.sub(" ", text))]
 
 
@@ -112,7 +112,7 @@ def value(text: str) -> float:
 
 
 def is_from(text: str, sources: Iterable[float]) -> bool:
-    """Whether one of the sources is that number, rounded to its decimals; whole ones exactly."""
+    """Returns whether a source equals a number, rounded to its decimals; whole ones exactly."""
     decimals = len(text.partition(".")[2])
     room = 0.5 * 10.0**-decimals * (1 + 1e-9) if decimals else 0.0
     return any(abs(source - value(text)) <= room for source in sources)

@@ -25,7 +25,7 @@ needs_compiler = pytest.mark.skipif(
 
 
 def planned(*arguments: str) -> dict[str, Any]:
-    """What the command prints as JSON; a process of its own, as this one simulates 8 devices."""
+    """Runs the command with --json in a process of its own, as this one simulates 8 devices."""
     done = tiny.command("lamb_tpu.plan", *arguments, "--json")
     assert done.returncode == 0, done.stderr
     [waiting] = done.stderr.splitlines()

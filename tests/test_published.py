@@ -45,7 +45,7 @@ def tensors() -> dict[str, np.ndarray]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """As on the Hugging Face hub; not to be changed."""
+    """A folder as on the Hugging Face hub; tests must not change it."""
     path = tmp_path_factory.mktemp("timm")
     safetensors_numpy.save_file(tensors(), path / "model.safetensors")
     (path / "config.json").write_text(json.dumps(TIMM))

@@ -1,4 +1,4 @@
-"""What README and the pages of the rooms tell a newcomer is true."""
+"""Claims of README and of the rooms' pages: commands, flags, links and recipes."""
 
 import importlib.util
 import json
@@ -111,7 +111,7 @@ def test_every_recipe_stands_on_the_page_of_recipes():
 
 
 def test_flags_of_commands_exist():
-    """Of every command on a page; what stands behind -- are flags of lamb_tpu.train."""
+    """Every flag of every command on a page; those after -- are flags of lamb_tpu.train."""
     checked = 0
     cli = (ROOT / "lamb_tpu" / "cli.py").read_text()
     for page in PAGES:

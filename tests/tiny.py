@@ -166,7 +166,7 @@ def start(module: str, *arguments: str, devices: int = 1) -> subprocess.Popen:
 
 
 def command(module: str, *arguments: str, devices: int = 1) -> subprocess.CompletedProcess:
-    """The same, to its end."""
+    """Runs a command line of the project to its end."""
     process = start(module, *arguments, devices=devices)
     out, err = process.communicate(timeout=300)
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)

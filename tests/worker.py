@@ -1,4 +1,4 @@
-"""What the processes run in tests of the launcher: `python -m tests.worker MODE FOLDER`.
+"""The program of the launcher's tests: `python -m tests.worker MODE FOLDER`.
 
 Each writes its number into FOLDER, to be looked for afterwards.
 """
@@ -133,7 +133,7 @@ def stop() -> None:
 
 
 def stop_in_a_sentence() -> None:
-    """The same, with what process 0 writes relayed."""
+    """Runs the same with the output of process 0 relayed."""
     join()
     from lamb_tpu.cluster import distributed
 

@@ -1,4 +1,4 @@
-"""What the benchmarks of the update share: BERT's parameters, the compiled update, the targets."""
+"""Common parts of the update's benchmarks: BERT's parameters, the compiled update, targets."""
 
 import math
 from collections.abc import Sequence
@@ -18,12 +18,12 @@ class Target(NamedTuple):
     quantity: str
     limit: float
     reached: float
-    digits: int  # after the point, of both
-    obstacle: str  # what is known to stand in the way, told where the target is missed
+    digits: int  # digits after the point, of both numbers
+    obstacle: str  # known reason, printed if the target is missed
 
 
 def bert_shapes(num_layers: int, width: int, stacked: bool) -> dict:
-    """The shapes of BERT's parameters, one leaf a matrix, or one a stack of all layers' matrices.
+    """Returns the shapes of BERT's parameters: a leaf for each matrix, or one for all layers'.
 
     24 layers of width 1,024 are BERT-Large: 336 M parameters in 398 leaves, or in 30.
     """
@@ -55,7 +55,7 @@ def leaf_shapes(num_layers: int, width: int, stacked: bool = False) -> list[tupl
 
 
 def num_values(num_layers: int, width: int) -> int:
-    """How many parameters there are."""
+    """Returns the number of parameters."""
     return sum(math.prod(shape) for shape in leaf_shapes(num_layers, width))
 
 
@@ -66,9 +66,9 @@ def compile_update(
     stacked: bool,
     device: jax.Device | None = None,
 ) -> Any:
-    """`(params, state, grads) -> (params, state)` in float32, for a device; the first two donated.
+    """Compiles `(params, state, grads) -> (params, state)` in float32; donates the first two.
 
-    It is what a training step does with a transform: `tx.update`, then `optax.apply_updates`.
+    A training step does the same with a transform: `tx.update`, then `optax.apply_updates`.
     """
 
     def update(params, state, grads):

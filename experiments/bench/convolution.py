@@ -26,7 +26,7 @@ from lamb_tpu.models.convolution import convolve
 
 
 class Layer(NamedTuple):
-    """A convolution and what it is given."""
+    """A convolution and the size of its input."""
 
     name: str
     pixels: int
@@ -50,7 +50,7 @@ LAYERS = (
 def gradients(
     convolution: Callable[..., jax.Array], layer: Layer, x: jax.Array, kernel: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Of the sum of the squares, for input and kernel."""
+    """Returns the gradients of the sum of squares, for input and kernel."""
 
     def value(x: jax.Array, kernel: jax.Array) -> jax.Array:
         groups = layer.channels if layer.depthwise else 1

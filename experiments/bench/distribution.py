@@ -1,4 +1,4 @@
-"""The same short run in many placements: differences, traffic, memory and start-up, in one table.
+"""One short run in many placements: differences, traffic, memory and start-up, in a table.
 
   python -m experiments.bench.distribution --write
 
@@ -32,7 +32,7 @@ from lamb_tpu.errors import UserError
 from lamb_tpu.watch.progress import format_seconds
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
-_SECONDS = 600  # that a cell may take
+_SECONDS = 600  # time limit of a cell
 _PLACES = ((1, 1), (1, 2), (1, 4), (1, 8), (2, 4), (4, 8))  # processes, devices of all of them
 REFERENCE = Cell(1, 1, "replicated", "jit")
 
@@ -50,7 +50,7 @@ def cells() -> list[Cell]:
 
 
 def identity() -> dict[str, Any]:
-    """What a line depends on besides its cell."""
+    """Returns everything that a line depends on besides its cell."""
     sources = [*(_ROOT / "lamb_tpu").rglob("*.py"), pathlib.Path(distribution_cell.__file__)]
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(sources)))
     return {
@@ -84,7 +84,7 @@ def run_cell(cell: Cell, reference: pathlib.Path) -> dict[str, Any]:
     """Trains one cell in processes of its own.
 
     Raises:
-      UserError: it fails; with the last lines that it wrote.
+      UserError: the cell failed; the message has the last lines of its output.
     """
     values = flags.FLAGS
     command = [
@@ -189,7 +189,9 @@ def main() -> None:
     try:
         chosen = re.compile(values.cells)
     except re.error as error:
-        raise UserError(f"--cells={values.cells} is no regex ({error})") from None
+        raise UserError(
+            f"--cells={values.cells} is not a valid regular expression ({error})"
+        ) from None
     wanted = [cell for cell in cells() if cell == REFERENCE or chosen.search(cell.name)]
     text = report(sweep(wanted, pathlib.Path(values.folder)))
     print(text, end="")

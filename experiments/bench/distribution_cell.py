@@ -99,10 +99,10 @@ def lowered_collectives(text: str, num_devices: int) -> list[Collective]:
 
 
 def as_messages(found: list[Collective]) -> list[dict[str, Any]]:
-    """What the table needs of each operation among several devices.
+    """Returns the operations among several devices in the form that the table needs.
 
-    `sizes` has the number of values of each array that it sums, scatters or gathers; of the whole
-    one where each device has a part.
+    `sizes` has the number of values of each array that is summed, scattered or gathered; for an
+    array in parts, of the whole array.
     """
     return [
         {
@@ -121,7 +121,7 @@ def as_messages(found: list[Collective]) -> list[dict[str, Any]]:
 
 
 def held_bytes(tree: Any) -> int:
-    """The most that a device of this process holds of the arrays, as they lie there."""
+    """Returns the largest number of bytes of the arrays on a device of this process."""
     held: dict[jax.Device, int] = {}
     for leaf in jax.tree.leaves(tree):
         for shard in leaf.addressable_shards:
@@ -133,7 +133,7 @@ def held_bytes(tree: Any) -> int:
 def differences(
     found: dict[str, np.ndarray], expected: dict[str, np.ndarray]
 ) -> dict[str, float]:
-    """The largest difference of each two arrays, relative to the expected one's largest value."""
+    """Returns each pair's largest difference, relative to the largest expected value."""
     return {
         name: float(np.abs(found[name] - value).max() / np.abs(value).max())
         for name, value in expected.items()

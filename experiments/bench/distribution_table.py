@@ -1,4 +1,4 @@
-"""What a step should send and a device hold at least, and the table of what was measured."""
+"""Lower bounds of a step's traffic and memory, and the table of the measurements."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -7,9 +7,9 @@ from typing import Any
 from experiments.bench.distribution_cell import Cell
 
 DIFFERENCE = 1e-6
-EXCESS = 1.05  # of the least bytes
+EXCESS = 1.05  # bound of the sent bytes, as a multiple of the least
 GRADIENT_SUMS = 4
-MEMORY = 1.01  # of the computed bytes
+MEMORY = 1.01  # bound of the held bytes, as a multiple of the computed ones
 _WIDTHS = {"float32": 4, "bfloat16": 2}
 _FLOAT32 = 4
 _COUNT_BYTES = 4  # LAMB's count of updates
@@ -21,17 +21,17 @@ Line = dict[str, Any]
 
 
 def is_split(name: str, shape: Sequence[int], devices: int, state: str) -> bool:
-    """Whether the moments of a parameter, and under FSDP itself, are split over the devices."""
+    """Returns whether a parameter's moments, and under FSDP itself, are split over the devices."""
     divides = any(size % devices == 0 for size in shape)
     return divides and (state == "zero1" or (state == "fsdp" and name.endswith("kernel")))
 
 
 def least_bytes(shapes: Shapes, devices: int, state: str, gradient_dtype: str) -> float:
-    """What each device has to send in an update for gradients and parameters.
+    """Returns the bytes that each device must send in an update for gradients and parameters.
 
-    With n devices: 2 (n - 1) / n of the gradient's bytes where all get its sum; (n - 1) / n of them
-    where each keeps a part of the sum, and (n - 1) / n of the parameters' bytes to put those
-    together again.
+    With n devices it is 2 (n - 1) / n of the gradient's bytes if all get its sum. If each keeps a
+    part of the sum, it is (n - 1) / n of them, and (n - 1) / n of the parameters' bytes to gather
+    those again.
     """
     gradient, total = _WIDTHS[gradient_dtype], 0
     for name, shape in shapes.items():
@@ -41,7 +41,7 @@ def least_bytes(shapes: Shapes, devices: int, state: str, gradient_dtype: str) -
 
 
 def computed_memory(shapes: Shapes, devices: int, state: str) -> float:
-    """What each device has to hold of parameters and LAMB's two moments, in bytes."""
+    """Returns the bytes of parameters and LAMB's two moments on each device."""
     total = _COUNT_BYTES
     for name, shape in shapes.items():
         part = devices if is_split(name, shape, devices, state) else 1
@@ -51,11 +51,11 @@ def computed_memory(shapes: Shapes, devices: int, state: str) -> float:
 
 
 def sorted_messages(line: Line) -> tuple[list[Line], list[Line]]:
-    """The operations that carry gradients or parameters, and the others.
+    """Returns the operations that carry gradients or parameters, and the others.
 
-    An operation is of the first where one of its arrays has as many values as a kernel, or, under
-    shard_map, at least as many as the smallest one, for there kernels go in buckets and activations
-    stay where they are. It counts with all that was combined with it.
+    An operation belongs to the first if one of its arrays has as many values as a kernel; under
+    shard_map, at least as many as the smallest kernel, because kernels are sent in buckets there
+    and activations are not sent. It counts with everything that was combined with it.
     """
     kernels = [math.prod(s) for name, s in line["shapes"].items() if name.endswith("kernel")]
     named = _cell(line).backend == "shard_map"
@@ -70,7 +70,7 @@ def sorted_messages(line: Line) -> tuple[list[Line], list[Line]]:
 
 
 def figures(line: Line) -> dict[str, float]:
-    """What is held against a bound: difference, of_least, sums and of_computed."""
+    """Returns the figures that have a bound: difference, of_least, sums and of_computed."""
     cell, (large, _) = _cell(line), sorted_messages(line)
     least = least_bytes(line["shapes"], cell.devices, cell.state, cell.gradient_dtype)
     computed = computed_memory(line["shapes"], cell.devices, cell.state)

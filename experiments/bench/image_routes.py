@@ -1,4 +1,4 @@
-"""The ways from encoded photographs to batches that `image_throughput.py` compares.
+"""Routes from encoded photographs to batches, for `image_throughput.py`.
 
 Each is a function of (paths, pixels, batch, training) and gives batches without end, uint8 (batch,
 pixels, pixels, 3) with labels, by one thread, of photographs drawn in random order. In training:

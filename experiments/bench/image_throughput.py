@@ -1,4 +1,4 @@
-"""What photographs cost a core: from JPEG files to batches of uint8, ours beside others.
+"""Photographs read by a core, from JPEG files to batches of uint8, beside other libraries.
 
   python -m experiments.bench.image_throughput --images=FOLDER --write
 

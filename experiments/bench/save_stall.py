@@ -1,4 +1,4 @@
-"""What a checkpoint costs the loop: how long the call takes, and the updates while it is written.
+"""Time of a save within the training loop: its call, and the updates while it is written.
 
   python -m experiments.bench.save_stall
 

@@ -1,4 +1,4 @@
-"""What text costs a core: its preparation, and the masked batches made from it in training.
+"""Text processed by a core: its preparation, and the masked batches made from it in training.
 
   python -m experiments.bench.text_throughput --text_dir=BOOKS --vocab=vocab.txt --write
 
@@ -46,7 +46,7 @@ OPTIONS = {
 
 
 def core_seconds(work: Callable[[], object]) -> float:
-    """What the cores work for this process, all its threads together, during `work()`."""
+    """Returns the CPU seconds of all threads of this process during `work()`."""
     start = time.process_time()
     work()
     return time.process_time() - start
@@ -69,7 +69,7 @@ def choose_files(folder: str, megabytes: float) -> list[str]:
 
 
 def preparation(files: list[str], folder: pathlib.Path, rounds: int) -> list[tuple[str, float]]:
-    """(what, median MB/s a core) of plain use of `tokenizers`, and of ours; the last is ours."""
+    """Returns (what, median MB/s a core) of plain `tokenizers` and of ours; the last is ours."""
     contents = [pathlib.Path(path).read_bytes() for path in files]
     size = sum(map(len, contents)) / 1e6
     lines = [line for text in contents for line in text.decode(errors="replace").split("\n")]
@@ -151,7 +151,7 @@ def main() -> None:
 
 
 def processor() -> str:
-    """The name of the processor, as Linux has it."""
+    """Returns the name of the processor, from Linux."""
     try:
         told = pathlib.Path("/proc/cpuinfo").read_text()
     except OSError:

@@ -1,4 +1,4 @@
-"""How long the optimizer's update takes, ours beside Optax's and timm's, for BERT-Large.
+"""Time of the optimizer's update, ours beside Optax's and timm's, for BERT-Large.
 
   python -m experiments.bench.update_speed --write
 
@@ -139,7 +139,7 @@ def table(
 
 
 def targets(rows: dict[str, Contender], seconds: dict[str, list[float]]) -> list[Target]:
-    """What the update is to stay below on a CPU."""
+    """Returns the targets of the update's time on a CPU."""
     medians = {name: statistics.median(times) for name, times in seconds.items()}
     passes = (
         "XLA's CPU compiler gives each output and each norm a pass of its own: 14 words a "

@@ -1,10 +1,10 @@
-"""What the TPU compiler expects of the update: ours beside Optax's, on BERT-Large's parameters.
+"""The TPU compiler's estimate of the update: ours beside Optax's, on BERT-Large's parameters.
 
   python -m experiments.bench.update_tpu --write
 
 No TPU is needed: the compiler is a library. It compiles `tx.update` together with
-`optax.apply_updates`, buffers donated, in float32, for one core of a TPU v3, and tells how long it
-expects that to take, what is read and written, and how much memory is needed on top.
+`optax.apply_updates`, buffers donated, in float32, for one core of a TPU v3. It estimates the time,
+the bytes that are read and written, and the memory needed in addition.
 """
 
 import importlib.metadata
@@ -35,7 +35,7 @@ class Contender(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """What the compiler says of one."""
+    """The compiler's figures for one update."""
 
     milliseconds: float
     gigabytes: float
@@ -104,7 +104,7 @@ def table(estimates: dict[str, Estimate], num_layers: int, width: int) -> str:
 
 
 def targets(estimates: dict[str, Estimate]) -> list[Target]:
-    """What a LAMB of two passes, written by hand for this tree, reaches; for BERT-Large only."""
+    """Returns the targets: figures of a LAMB of two passes, hand-written for BERT-Large."""
     scalars = (
         "each leaf's ratio is arithmetic on scalars, which the compiler does not fuse, and for "
         "each of them it counts a tile of 1 KB"

@@ -42,12 +42,12 @@ class Run(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Of its workdir."""
+        """Name of the run's workdir."""
         return "-".join(map(str, self))
 
 
 def _shrink(config: ConfigDict, hidden_size: int) -> None:
-    """A float32 network of 4 layers."""
+    """Makes the network one of 4 layers, in float32."""
     config.model.update({
         "hidden_size": hidden_size, "num_heads": hidden_size // 64,
         "intermediate_size": 4 * hidden_size, "dtype": "float32",
@@ -106,7 +106,7 @@ def squad_config(
 
 
 def is_complete(config: ConfigDict, folder: pathlib.Path, epochs: float) -> bool:
-    """Whether the workdir holds this very fine-tuning, trained to its end and scored."""
+    """Returns whether the workdir holds this fine-tuning, complete and scored."""
     found = evaluations(folder)
     if not found or found[-1]["epoch"] < epochs:
         return False
@@ -179,7 +179,7 @@ def page(records: Iterable[Record]) -> str:
 
 
 def phase_records(pretrained: pathlib.Path) -> list[Record]:
-    """What each phase of the pre-training came to."""
+    """Returns the records of the pre-training's phases."""
     records = []
     for folder in sorted(pretrained.glob("phase_*")):
         config = json.loads((folder / "config.json").read_text())
@@ -200,7 +200,7 @@ def main() -> None:
     for name in ("data_dir", "squad_dir"):
         if values[name].value is None:
             raise UserError(f"--{name} is missing; see --help")
-    # All that fine-tuning needs is looked at before hours of pre-training.
+    # Everything that fine-tuning needs is checked before hours of pre-training.
     try:
         rates = [float(rate) for rate in values.rates]
     except ValueError:

@@ -1,4 +1,4 @@
-"""BERT-Large's 76 minutes as the TPU compiler sees them, without a TPU.
+"""Plans of BERT-Large's 76 minutes by the TPU compiler, without a TPU.
 
   python -m experiments.bert.pod_plan --data_dir=DATA
 

@@ -1,4 +1,4 @@
-"""Tune once at batch 32, then only scale: what momentum, AdamW and LAMB make of larger batches.
+"""Batch scaling of momentum, AdamW and LAMB on handwritten digits, tuned once at batch 32.
 
   python -m experiments.demo.batch_scaling
 
@@ -6,8 +6,8 @@ About a minute on two cores. Trains a small network on the embedded handwritten 
 number of epochs at batch 32, 128, 512 and the whole training set. The rates are those of
 configs/digits.py, chosen at batch 32 by experiments/demo/tune.py; each rule of scaling carries them
 to the larger batches, and nothing is tuned there. Prints a table; writes a plot, a record of each
-run, and the runs' own metrics. Started again, it goes on where it stopped. Below stands, from its
-records, what is left when every rate is tuned at every batch (experiments.demo.tuned).
+run, and the runs' own metrics. The same command resumes a stopped study. A second table, from the
+records of experiments.demo.tuned, has the accuracy with every rate tuned at every batch.
 """
 
 import pathlib

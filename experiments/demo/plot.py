@@ -105,6 +105,6 @@ def _draw_epochs(axes: Axes, records: Sequence[Record], look: Mapping[str, Any])
 
 
 def _bottom(means: Sequence[float]) -> float:
-    """Where the left axis begins: a multiple of 5 below all means that are not low."""
+    """Returns the lower end of the left axis: a multiple of 5 below all means that are not low."""
     high = [mean for mean in means if mean >= _LOW]
     return 5 * math.floor((min(high) - 2) / 5) if high else 0.0

@@ -1,4 +1,4 @@
-"""Tunes every optimizer's rate at every batch, then measures what is left between them.
+"""Tunes every optimizer's rate at every batch, then measures the remaining differences.
 
   python -m experiments.demo.tuned
 

@@ -53,12 +53,12 @@ class Cell(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Of its workdir."""
+        """Name of the run's workdir."""
         return "-".join(map(str, self))
 
 
 def is_complete(folder: pathlib.Path) -> bool:
-    """Whether the workdir holds a run of one of the table's recipes, trained to its end."""
+    """Returns whether the workdir holds a complete run of one of the table's recipes."""
     if not (folder / "config.json").exists():
         return False
     config = json.loads((folder / "config.json").read_text())

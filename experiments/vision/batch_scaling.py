@@ -38,7 +38,7 @@ SPLITS = {"test": ("train", "test"), "held_out": ("train[:90%]", "train[90%:]")}
 
 
 class Setting(NamedTuple):
-    """What all runs of a study share."""
+    """Settings that all runs of a study share."""
 
     data: str
     model: str
@@ -61,7 +61,7 @@ class Cell(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Of its workdir."""
+        """Name of the run's workdir."""
         return "-".join(map(str, self))
 
 
@@ -79,7 +79,7 @@ def tuning_cells(setting: Setting, optimizers: Iterable[str]) -> list[Cell]:
 def cells(
     setting: Setting, rates: Mapping[str, float], batches: Iterable[int], seeds: Iterable[int]
 ) -> list[Cell]:
-    """All of the study, with each optimizer's rate at the base batch."""
+    """Returns all runs of the study, with each optimizer's rate at the base batch."""
     found = [
         Cell(*setting, optimizer, batch, rate, "test", seed)
         for seed in seeds for optimizer, rate in rates.items() for batch in batches
@@ -102,7 +102,7 @@ def make_config(cell: Cell, data_dir: str | None) -> ConfigDict:
 
 
 def cost(record: Record) -> float:
-    """What the choice of a rate makes small."""
+    """Returns the number that the chosen rate minimises."""
     return math.inf if record["accuracy"] is None else -record["accuracy"]
 
 
@@ -115,11 +115,11 @@ def study(
     data_dir: str | None,
     training: bool = True,
 ) -> str:
-    """Runs the missing cells, writes records, page and picture; the page.
+    """Runs the missing cells, writes records, page and picture; returns the page.
 
     Raises:
-      UserError: a batch, the width or the data is not as it must be, or without `training` there
-        is nothing to show.
+      UserError: a batch, the width or the data is wrong, or without `training` there is nothing to
+        show.
     """
     for batch in batches:
         if batch < 1 or batch % BASE_BATCH:

@@ -21,12 +21,12 @@ _DATA = {
 
 
 def _name(optimizer: str) -> str:
-    """With its rule."""
+    """Returns the optimizer's name with its rule."""
     return f"{LINES[optimizer][0]}, {_RULES[recipe.OPTIMIZERS[optimizer][1]]}"
 
 
 def _mean(records: Sequence[Record]) -> float | None:
-    """Over the seeds; None where one of them diverged."""
+    """Returns the mean over the seeds; None if a run diverged."""
     values = [record["accuracy"] for record in records]
     return None if None in values else statistics.mean(values)
 
@@ -62,7 +62,7 @@ def _table(records: Sequence[Record], base: int, optimizers: Sequence[str]) -> l
 
 
 def _findings(records: Sequence[Record], optimizers: Sequence[str]) -> list[str]:
-    """What each line loses from its smallest batch to its largest, and who is ahead there."""
+    """Lines on each line's loss from the smallest batch to the largest, and on the best there."""
     lines, ends = [], {}
     for optimizer in optimizers:
         found = [record for record in records if record["optimizer"] == optimizer]
@@ -88,7 +88,7 @@ def _findings(records: Sequence[Record], optimizers: Sequence[str]) -> list[str]
 
 
 def _tuning(tuning: Sequence[Record], rates: dict[str, float]) -> list[str]:
-    """How the rates were chosen."""
+    """The page's section on the choice of the rates."""
     lines = [
         "## How the rates were chosen",
         "",

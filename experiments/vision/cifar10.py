@@ -60,7 +60,7 @@ class Cell(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Of its workdir."""
+        """Name of the run's workdir."""
         return "-".join(map(str, self))
 
 
@@ -77,10 +77,10 @@ def make_config(
 
 
 def run(config: ConfigDict, folder: pathlib.Path) -> None:
-    """Trains in a workdir; one that diverges gets a note there, and is a result like others.
+    """Trains in a workdir; a run that diverges leaves a note there and counts as a result.
 
     Raises:
-      UserError: a mistake in the config or the data.
+      UserError: the config or the data has a mistake.
     """
     if config.data.name == "cifar10_jpeg" and config.data.dir is None:
         raise UserError("--data_dir is missing; give the folder with cifar10_jpeg_q75.npz")
@@ -92,10 +92,10 @@ def run(config: ConfigDict, folder: pathlib.Path) -> None:
 
 
 def outcome(folder: pathlib.Path, epochs: float) -> Record | None:
-    """What came of a workdir's run; None where it is not complete.
+    """Returns the outcome of a workdir's run; None if it is not complete.
 
-    Accuracy and loss are the last evaluation's, None of a run that diverged; the curve has [epoch,
-    accuracy] of all.
+    Accuracy and loss are the last evaluation's, None if the run diverged; the curve has [epoch,
+    accuracy] of all evaluations.
     """
     evals, diverged = evaluations(folder), (folder / _DIVERGED).exists()
     if not diverged and (not evals or evals[-1]["epoch"] < epochs):
@@ -175,7 +175,7 @@ def _mark(epochs: float) -> str:
 
 
 def define_flags(runs: str) -> None:
-    """Those that both studies of CIFAR-10 have."""
+    """Defines the flags that both studies of CIFAR-10 have."""
     flags.DEFINE_string("runs", runs, "Folder with one workdir a run.")
     flags.DEFINE_enum("data", "cifar10", list(DATA), "The original pictures, or JPEGs of them.")
     flags.DEFINE_string(
@@ -190,7 +190,7 @@ def define_flags(runs: str) -> None:
 def study(
     wanted: Sequence[Cell], runs: pathlib.Path, data_dir: str | None, training: bool = True
 ) -> str:
-    """Runs the missing cells, writes records and page; the page.
+    """Runs the missing cells, writes records and page; returns the page.
 
     Raises:
       UserError: the data is not there, or without `training` there is nothing to show.

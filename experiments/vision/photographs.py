@@ -1,18 +1,18 @@
-"""EfficientNet-B0 and ResNet-50 learn 400 photographs of ImageNet by heart, from JPEGs to top-1.
+"""EfficientNet-B0 and ResNet-50 memorise 400 photographs of ImageNet, from JPEGs to top-1.
 
   python -m experiments.vision.photographs --data_dir=DATA --runs=DIR
   python -m experiments.vision.photographs --runs=DIR --train=false
 
-Nothing is told of ImageNet by so few pictures, one a class. What a run shows is that the whole path
+So few pictures, one for each class, say nothing about ImageNet. A run shows that the whole path
 works on real photographs: files, decoding, random crops and flips, uint8 to the device,
 normalisation there, the networks, RMSProp for EfficientNet and LAMB for ResNet-50, BatchNorm's
-running averages and evaluation. DATA holds the JPEGs and labels.tsv with their ImageNet labels. A
-run ends at the first evaluation at which over 90 % of the 400, cut to the centre, are told right
-among 1,000 classes, or with its epochs. All else is of the project's recipes for the networks,
-except what only gets in the way of learning by heart: label smoothing, dropout, stochastic depth,
-AutoAugment, averages of weights, crops of less than half a picture. Each network is a resumable run
-in a workdir of its own below DIR. Records go into photographs.jsonl, the table and the picture into
-photographs.md and photographs.png, in experiments/vision.
+running averages and evaluation. DATA has the JPEGs and labels.tsv with their ImageNet labels. A run
+ends at the first evaluation with over 90 % of the 400 central crops right among 1,000 classes, or
+after its epochs. Everything else is as in the project's recipes for the networks, except what
+hinders memorising: label smoothing, dropout, stochastic depth, AutoAugment, averages of weights,
+crops of less than half a picture. Each network is a resumable run in a workdir of its own below
+DIR. Records go into photographs.jsonl, the table and the picture into photographs.md and
+photographs.png, in experiments/vision.
 """
 
 import pathlib
@@ -53,7 +53,7 @@ class Cell(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Of its workdir."""
+        """Name of the run's workdir."""
         return "-".join(map(str, self))
 
 

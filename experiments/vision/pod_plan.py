@@ -1,4 +1,4 @@
-"""The papers' steps on 1,024 cores of TPU v3 as the TPU compiler sees them, without a TPU.
+"""Plans of the papers' steps on 1,024 cores of TPU v3, by the TPU compiler, without a TPU.
 
   python -m experiments.vision.pod_plan
 
@@ -29,7 +29,7 @@ _EXAMPLES = 65_536  # of the list
 
 
 class Row(NamedTuple):
-    """A step and what is told of it."""
+    """A step, and the throughput that its source reports."""
 
     name: str
     argument: str  # of the config
@@ -46,7 +46,7 @@ ROWS = (
     Row(f"{RESNET}-50", "size=50,optimizer=lars,recipe=mlperf,batch=32768", "at most 717"),
 )
 
-# By the first pattern that is found in the path of the operation that a kernel is named after.
+# The first pattern found in the path of the operation that names a kernel decides.
 KINDS = (
     ("depthwise convolutions", r"/depthwise/"),
     ("other convolutions", r"conv_general_dilated"),
@@ -57,7 +57,7 @@ KINDS = (
 
 
 def shares(program: str) -> dict[str, float]:
-    """Of a compiled step the share of each of `KINDS` in the estimated time."""
+    """Returns the share of each of `KINDS` in the estimated time of a compiled step."""
     cycles: dict[str, int] = collections.Counter()
     for times, instruction, _ in hlo.Program(program).executions(lambda each, _: each.cycles()):
         found = re.search(r'op_name="([^"]*)"', instruction.rest)
@@ -68,7 +68,7 @@ def shares(program: str) -> dict[str, float]:
 
 
 def record(row: Row, made: plan.Plan) -> dict[str, Any]:
-    """A plan as it is kept."""
+    """Returns the record of a plan."""
     return {
         "row": row._asdict(), **made.as_json(),
         "sent_bytes": sum(each.sent_bytes for each in made.collectives or ()),
@@ -135,7 +135,7 @@ def page(records: Sequence[dict[str, Any]]) -> str:
 
 
 def config_of(row: Row, folder: pathlib.Path) -> ConfigDict:
-    """The row's recipe, on a picture in `folder` in place of ImageNet."""
+    """Returns the row's recipe, with a picture in `folder` instead of ImageNet."""
     recipe = imagenet_resnet if row.name.startswith(RESNET) else imagenet_efficientnet
     config = recipe.get_config(row.argument)
     config.data.name, config.data.dir = "image_folder", str(folder)
@@ -144,7 +144,8 @@ def config_of(row: Row, folder: pathlib.Path) -> ConfigDict:
 
 
 def write_pictures(folder: pathlib.Path) -> None:
-    """A folder of `_EXAMPLES` pictures to train on and as many to evaluate, all the same one."""
+    """Writes a folder with `_EXAMPLES` times the same picture to train on, and as many to evaluate.
+    """
     Image.new("RGB", (64, 64), "grey").save(folder / "grey.png")
     lines = [
         f"grey.png\t0\t{split}\n" for split in ("train", "validation") for _ in range(_EXAMPLES)
@@ -153,7 +154,7 @@ def write_pictures(folder: pathlib.Path) -> None:
 
 
 def main() -> None:
-    """Compiles what is not there yet and writes the page."""
+    """Compiles the missing plans and writes the page."""
     kept = FOLDER / "pod_plan.json"
     found = json.loads(kept.read_text()) if kept.exists() else []
     known = {tuple(each["row"].values()): each for each in found}

@@ -57,7 +57,7 @@ class Cell(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Of its workdir."""
+        """Name of the run's workdir."""
         return "-".join(map(str, self))
 
 

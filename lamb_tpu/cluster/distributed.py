@@ -214,7 +214,7 @@ def _wait_for_port(address: str, who: str, seconds: int, left: Callable[[], floa
             if not left():
                 raise UserError(
                     f"{who} could not reach process 0 at {address} in {seconds} s "
-                    f"({error.strerror or error}); look whether process 0 runs, whether the "
+                    f"({error.strerror or error}); check whether process 0 runs, whether the "
                     "address is the one it was given, and whether a firewall lies between"
                 ) from None
         time.sleep(0.2)
@@ -225,7 +225,7 @@ def _give_up(address: str, index: int, count: int, seconds: int) -> None:
     proxies = [name for name in os.environ if re.fullmatch("(?i)(grpc|https?)_proxy", name)]
     print(
         f"error: process {index} of {count} has waited {seconds} s for all processes to meet at "
-        f"{address}; look which of them do not run, that each has its own --process_id and all "
+        f"{address}; check which of them do not run, that each has its own --process_id and all "
         f"the same --num_processes"
         + (f", and that {proxies[0]} is not set or no_proxy has the host" if proxies else ""),
         file=sys.stderr,

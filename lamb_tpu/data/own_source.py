@@ -1,4 +1,4 @@
-"""A user's own data set: a class or function of a split that makes a `Source`."""
+"""A user's own data set: a class or function from a split to a `Source`."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from lamb_tpu.data.source import FieldSpec, Source
 from lamb_tpu.errors import UserError
 
 _KEY = "config.data.name"
-# Arguments of `registry.load` that it may take; the others are options.
+# Arguments of `registry.load` that the class or function may take; its others are options.
 _OFFERED = ("split", "data_dir", "source_dir", "in_memory", "seed", "training")
 _FIELDS = (
     "name", "num_classes", "element_spec", "in_memory", "vocabulary", "cased", "notes", "tally",
@@ -20,15 +20,15 @@ _FIELDS = (
 
 
 def option_fields(name: str) -> dict[str, dataclasses.Field]:
-    """See `registry.option_fields`."""
+    """Returns the options of the data set, see `registry.option_fields`."""
     return own.fields(own.find(name, _KEY), _OFFERED)
 
 
 def load(name: str, options: Mapping[str, Any], request: Mapping[str, Any]) -> Source:
-    """The data set, made of those arguments of `registry.load` that it has, and its options.
+    """Makes the data set from its options and from those arguments of `registry.load` that it has.
 
     Raises:
-      UserError: options that it does not have, or what it makes is no `Source`.
+      UserError: an option is unknown, or the result is not a `Source`.
     """
     make, told = own.find(name, _KEY), f"{_KEY} is {name!r}"
     chosen = {key: value for key, value in options.items() if value is not None}

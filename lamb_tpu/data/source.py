@@ -92,7 +92,7 @@ class BaseSource:
 
 
 class ArraySource(BaseSource):
-    """A set held in memory as one array a field, gathered by fancy indexing."""
+    """A set in memory, with one array for each field, gathered by fancy indexing."""
 
     in_memory = True
 

@@ -1,4 +1,4 @@
-"""Shardings of the parameters and of what belongs to each of them."""
+"""Shardings of the parameters and of the state that belongs to each parameter."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -31,15 +31,15 @@ class Layout:
     )
 
     def axis_name(self, path: str) -> str | None:
-        """The mesh axis over which the update of the parameter at a '/'-joined path is split."""
+        """Returns the mesh axis that splits the update of the parameter at a '/'-joined path."""
         return None if self._specs[path] is None else mesh_lib.state_axis(self.mesh)
 
     def update_spec(self, path: str) -> PartitionSpec | None:
-        """The same as a spec, which also says along which axis of the parameter; None if whole."""
+        """Returns the spec of a parameter's update over the state axis; None if it is whole."""
         return self._specs[path]
 
     def split_axes(self, shardings: Any) -> Any:
-        """The axis along which each leaf is split over the state axis; -1 where it is whole.
+        """Returns the axis along which each leaf is split over the state axis; -1 if it is whole.
 
         Args:
           shardings: `params` or `moments`.

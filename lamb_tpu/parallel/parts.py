@@ -42,10 +42,10 @@ class StatePart(Protocol):
 
     @property
     def name(self) -> str:
-        """The attribute's name."""
+        """Name of the attribute."""
 
     def init(self, params: Any, model_state: Any) -> Any:
-        """Returns the part before the first update; None where a run has no such part."""
+        """Returns the part before the first update; None if the run has no such part."""
 
     def shardings(self, value: Any, layout: Layout) -> Any:
         """Returns a sharding for each array of the part."""

@@ -16,7 +16,7 @@ from lamb_tpu.parallel.layout import Layout
 from lamb_tpu.parallel.parts import Averages, Skipped, StatePart
 from lamb_tpu.tasks import Task
 
-# The parts of a state for which nothing else is asked.
+# The default parts of a state.
 PARTS: tuple[StatePart, ...] = (Averages(), Skipped())
 _FIELDS = ("step", "params", "model_state", "opt_state", "key")
 
@@ -26,8 +26,8 @@ _FIELDS = ("step", "params", "model_state", "opt_state", "key")
 class TrainState:
     """Everything that an update changes; a checkpoint holds all of it.
 
-    Each part is an attribute too: `state.ema` is `state.parts['ema']`. As a pytree, and so in a
-    checkpoint, parts stand beside the other attributes.
+    Each part is an attribute too: `state.ema` is `state.parts['ema']`. In the pytree, and so in a
+    checkpoint, parts are siblings of the other attributes.
 
     Attributes:
       step: number of completed updates, int32 scalar.
@@ -91,7 +91,7 @@ def make_init(
       task: the learning problem.
       tx: the optimizer.
       batch: arrays with the shapes and dtypes of a batch.
-      parts: of the state.
+      parts: further parts of the state.
       prng: generator of the key in the state. Initial weights are drawn from `init`'s own key.
     """
 
@@ -130,7 +130,7 @@ def state_shardings(
       abstract: the state, or its shapes and dtypes.
       tx: the optimizer.
       layout: the shardings of parameters and moments.
-      parts: of the state.
+      parts: further parts of the state.
     """
     whole = mesh_lib.replicated(layout.mesh)
 

@@ -47,7 +47,7 @@ def make_update(
       backend: sums, scatters and gathers, by the compiler or explicit.
       accumulation_steps: number of microbatches that each device's rows are cut into. The rows of a
         batch are in the order of `mesh.microbatch_order`.
-      parts: of the state.
+      parts: further parts of the state.
       skip_nonfinite: skip an update whose gradient is not finite. Parameters, model state, average
         and the optimizer's floating-point state stay. The optimizer's counts and the step advance,
         so that all clocks agree. The metrics of a skipped update are pairs of 0. Adds the metric

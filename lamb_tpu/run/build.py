@@ -300,7 +300,7 @@ def prepare(
     if named:
         rules_lib.check_named(layout.params, mesh, facts)
         checks.check_split(config, params, layout.axis_name)
-    # A user's own optimizer is told the axes alone, ours also along which dimension they split.
+    # A user's own optimizer gets only the axes; a shipped one also the dimension that they split.
     split = layout.axis_name if own.is_own(config.optimizer.name) else layout.update_spec
     tx, _ = resolve_optimizer(config, recipe, params, split if named else None)
     parts = state_parts(config)

@@ -198,7 +198,7 @@ def _changed(record: Mapping[str, Any], source: str | None) -> tuple[str, ...]:
     if source is None:
         return ()
     began, given = pathlib.Path(record["init_from"]), Workdir(source, "config.init_from").path
-    if given == began or given in began.parents:  # of a run with phases the last of them was taken
+    if given == began or given in began.parents:  # a folder of phases: the last was taken
         return ()
     return (f"config.init_from, now {source}, changes nothing in a run that has begun",)
 
@@ -360,7 +360,7 @@ def _conversion(there: Any, here: Any) -> Callable[[Any], Any] | None:
 
 
 def _as_there(there: Any, wanted: Mapping[str, Any], path: str = "") -> Any:
-    """What is wanted by its path, in containers as they are there; None where nothing is.
+    """Arranges wanted arrays, given by path, in the containers of the other weights; None if empty.
 
     Raises:
       UserError: only a part of a list is wanted.

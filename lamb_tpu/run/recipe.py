@@ -319,7 +319,7 @@ def optimizer_of(name: Any) -> Any:
 
 
 def _rules(fields: Mapping[str, Any]) -> parameters.Rules:
-    """The rules by which the optimizer works, also where the config leaves them at its default."""
+    """Returns the optimizer's rules, including the default of a config that leaves them out."""
     if "rules" in fields:
         return fields["rules"]
     if not callable(fields["name"]):

@@ -192,7 +192,7 @@ def _of_published(
 
 
 def _of_own(path: pathlib.Path, file: pathlib.Path, model: Mapping[str, Any]) -> Weights:
-    """Of a user's own network, as `lamb_tpu.export` writes it."""
+    """Opens the weights of a user's own network, which `lamb_tpu.export` wrote."""
 
     def load() -> dict[str, Any]:
         variables = flax.traverse_util.unflatten_dict(load_tensors(file), sep="/")

@@ -93,7 +93,7 @@ def test_second_notice_ends_the_process_at_once(first: str, second: str) -> None
 
 
 def test_second_ctrl_c_ends_a_main_thread_that_is_deaf() -> None:
-    """As in a compilation: it comes to no instruction of Python's between which handlers run."""
+    """A stand-in for compilation: it reaches no Python instruction at which handlers run."""
     done = run(
         "def send():",
         "    for _ in range(2):",

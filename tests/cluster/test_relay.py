@@ -1,4 +1,4 @@
-"""What comes through of a process' stderr where JAX aborts it for another process."""
+"""The relayed stderr of a process that JAX aborts because of another process."""
 
 import io
 import os

@@ -1,4 +1,4 @@
-"""Which parameters each recipe has, which decay and which adapt, against text files.
+"""Tables of each recipe's parameters, which decay and which adapt, against text files.
 
 To change one on purpose: python -m tests.configs.test_golden_tables
 """
@@ -59,7 +59,7 @@ TABLES = {
 
 @functools.cache
 def _shapes(model: str, name: str) -> Any:
-    """Of the parameters of a network, in JSON, on the inputs of a table."""
+    """Shapes of a network's parameters, in JSON, on the inputs of a table."""
     built = models.build(**json.loads(model))
     return jax.eval_shape(built.init, jax.random.key(0), TABLES[name][2])["params"]
 

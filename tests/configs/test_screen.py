@@ -1,4 +1,4 @@
-"""What every recipe tells at its start fits a terminal of 80 columns and 24 rows."""
+"""Every recipe's first lines fit a terminal of 80 columns and 24 rows."""
 
 import pathlib
 from typing import Any

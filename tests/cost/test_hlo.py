@@ -59,7 +59,7 @@ def test_bytes_of_an_array(dtype: str, num_bytes: int) -> None:
 
 
 def flops_of(function: Callable, *shapes: tuple[int, ...]) -> int:
-    """Of the gradient of the squared result, as the CPU's compiler writes the program."""
+    """FLOPs of the squared result's gradient, in the CPU compiler's program."""
 
     def loss(*arrays: jax.Array) -> jax.Array:
         return jnp.sum(function(*arrays) ** 2)

@@ -1,4 +1,4 @@
-"""What devices send each other: programs compiled for 8 simulated devices, and TPU programs."""
+"""Traffic between devices: programs compiled for 8 simulated devices, and TPU programs."""
 
 import doctest
 import pathlib

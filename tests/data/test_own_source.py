@@ -1,4 +1,4 @@
-"""What a data set of a user's own is given, and what a batch of it is."""
+"""Arguments of a user's own data set, and its batches."""
 
 import sys
 import types
@@ -27,7 +27,7 @@ def little(split, size: int = 4) -> ArraySource:
 
 
 class Lazy(BaseSource):
-    """As little as a class may have."""
+    """A class with as little as it may have."""
 
     name = "lazy"
     element_spec = {"image": FieldSpec((2,), np.dtype(np.float32))}

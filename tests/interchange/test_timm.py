@@ -1,4 +1,4 @@
-"""The same weights here and in timm or torchvision give the same logits, by as many products.
+"""Weights give the same logits here and in timm or torchvision, by as many products.
 
 Run by `make test-interchange`; skipped where PyTorch and timm are not installed.
 """

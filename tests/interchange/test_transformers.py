@@ -1,4 +1,4 @@
-"""The same weights here and in Hugging Face's transformers give the same numbers.
+"""Weights give the same numbers here and in Hugging Face's transformers.
 
 Run by `make test-interchange`; skipped where PyTorch and transformers are not installed.
 """

@@ -131,7 +131,7 @@ def test_every_placement_has_the_same_mask(placement: str) -> None:
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_other_generators(placement: str) -> None:
-    """As the docstring says of rbg: another mask in parts, never one mask for several of them."""
+    """The docstring's claim about rbg: parts have another mask, and no two parts share one."""
     key = jax.random.key(0, impl="rbg")
     whole, found = np.asarray(drop(ONES, key)), np.asarray(PLACEMENTS[placement](ONES, key))
     if placement == "jit, 8":

@@ -32,7 +32,7 @@ ORIGINAL = (
 
 
 class Small(EfficientNet):
-    """Of 8 to 40 channels and 8 blocks, one of them with a shortcut."""
+    """A network of 8 to 40 channels and 8 blocks, one of them with a shortcut."""
 
     width, depth, image_size = 0.25, 0.3, 27
 
@@ -62,7 +62,7 @@ def conv(x: np.ndarray, kernel: np.ndarray, stride: int = 1) -> np.ndarray:
 
 
 def forward(tree: Any, x: np.ndarray) -> np.ndarray:
-    """The same network by the original's table."""
+    """Builds the same network from the original's table."""
     params, stats = tree["params"], tree["batch_stats"]
 
     def norm(x: np.ndarray, params: Any, stats: Any, name: str) -> np.ndarray:
@@ -115,7 +115,7 @@ def test_squeeze_excite() -> None:
 
 @functools.cache
 def blocks(name: str) -> list[tuple[Any, ...]]:
-    """Of every block (stage, channels, kernel, stride, expansion, rate of its shortcut or None)."""
+    """Every block as (stage, channels, kernel, stride, expansion, rate of its shortcut or None)."""
     found: dict[str, list[Any]] = {}
 
     def record(run: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
@@ -256,7 +256,7 @@ def test_training_is_the_same_on_devices_and_in_one() -> None:
 
 
 def test_packed_examples_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a TPU, packed up to the second of three blocks, which has a shortcut."""
+    """Packing as on a TPU, up to the second of three blocks, which has a shortcut."""
     stages = ((4, 5, 2, 6, 40), (1, 3, 1, 12, 24))
     images = np.random.default_rng(3).normal(size=(8, 9, 8, 3)).astype(np.float32)
     weights = np.random.default_rng(4).normal(size=(8, 5)).astype(np.float32)

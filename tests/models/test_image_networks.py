@@ -1,4 +1,4 @@
-"""What the image networks share: parameters' facts, BatchNorm's fields, dtypes."""
+"""Common properties of the image networks: parameters' facts, BatchNorm's fields, dtypes."""
 
 import functools
 from typing import Any
@@ -81,7 +81,7 @@ def test_every_batch_norm_has_the_fields(
 
 
 def products(jaxpr: Jaxpr) -> list[tuple[str, set[Any]]]:
-    """Of each convolution and matrix product its kind and its operands' dtypes."""
+    """Returns kind and operands' dtypes of each convolution and matrix product."""
     found = []
     for equation in jaxpr.eqns:
         kind = equation.primitive.name

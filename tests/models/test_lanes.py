@@ -76,7 +76,7 @@ def test_dtype_is_that_of_the_computation() -> None:
 
 
 def test_padding_at_stride_2() -> None:
-    """Of a row of ones, kernel of ones: what is missing at an end was padded there."""
+    """Finds the padding by a convolution of ones: what is missing at an end was padded there."""
     for size, kernel, expected in (
         (5, 3, [2, 3, 2]), (6, 3, [3, 3, 2]), (7, 5, [3, 5, 5, 3]), (6, 5, [4, 5, 3]),
     ):
@@ -88,7 +88,7 @@ def test_padding_at_stride_2() -> None:
 
 
 def fitting(kind: AxisType, device: str, rows: int) -> int:
-    """What a network finds that sees `rows` in a program for 2 devices."""
+    """Returns the packing of a network that sees `rows` in a program for 2 devices."""
     mesh = AbstractMesh(
         (2,), ("data",), (AxisType.Auto,),
         abstract_device=AbstractDevice(device, 1, platform=device),

@@ -1,4 +1,4 @@
-"""What each network costs, against published parameters and an independent count of products."""
+"""Costs of each network, against published parameters and an independent count of products."""
 
 import doctest
 

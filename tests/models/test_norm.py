@@ -70,7 +70,7 @@ def reference(case: dict[str, Any], group_size: int | None) -> dict[str, Any]:
 def step(
     group_size: int | None, axis_name: Any, sum_over: Any, x: Any, weights: Any, *variables: Any
 ) -> dict[str, Any]:
-    """What `reference` computes; parameter gradients are summed over the axes `sum_over`."""
+    """Results to compare with `reference`; parameter gradients are summed over `sum_over`."""
     norm = BatchNorm(group_size, use_running_average=False, axis_name=axis_name, momentum=0.9)
     params, batch_stats = variables
 

@@ -1,4 +1,4 @@
-"""What a step with BatchNorm sends: sums over its groups, and nothing is gathered."""
+"""Traffic of a step with BatchNorm: sums over its groups, and no gathers."""
 
 from collections.abc import Sequence
 from typing import Any

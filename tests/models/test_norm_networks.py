@@ -126,7 +126,7 @@ def expected(network: str, found: Trained, shared: int) -> dict[str, Any]:
 
 
 def apart(one: Trained, two: Trained, collection: str) -> float:
-    """How far two trainings are from each other, as a share of the way they went."""
+    """Distance between two trainings, as a share of the distance that they moved."""
 
     def length(ours: Any, theirs: Any) -> float:
         squares = jax.tree.map(lambda a, b: np.sum((np.float64(a) - b) ** 2), ours, theirs)

@@ -12,7 +12,7 @@ from tests import own_pages
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """Where the page's commands have run."""
+    """A folder in which the page's commands have run."""
     root = tmp_path_factory.mktemp("own")
     lines = own_pages.run_page("models", root)
     assert [line[0] for line in lines] == [

@@ -74,7 +74,7 @@ PLAIN: dict[str, Build] = {
 
 
 def takes(name: str, argument: str) -> bool:
-    """Returns True where the transform of that name in `PLAIN` takes the argument."""
+    """Returns whether the transform of that name in `PLAIN` takes the argument."""
     return argument in inspect.signature(PLAIN[name]).parameters
 
 

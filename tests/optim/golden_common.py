@@ -1,4 +1,4 @@
-"""What the families' mappings share: learning rates, exclusions, and no setting left unread."""
+"""Common parts of the families' mappings: learning rates, exclusions, and unread settings."""
 
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -57,7 +57,7 @@ def leaf_rules(params: Any, **facts: Callable[[str], Any]) -> Rules:
 
 
 def unless(patterns: Iterable[str] | None) -> Callable[[str], bool]:
-    """Whether no pattern is found in a path."""
+    """Returns whether no pattern is found in a path."""
     return lambda path: not any(re.search(pattern, path) for pattern in patterns or ())
 
 

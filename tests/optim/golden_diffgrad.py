@@ -1,4 +1,4 @@
-"""How to write each recorded implementation of diffGrad with the arguments of `optim.diffgrad`."""
+"""Recorded implementations of diffGrad as arguments of `optim.diffgrad`."""
 
 from typing import Any
 

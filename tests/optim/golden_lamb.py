@@ -1,4 +1,4 @@
-"""How to write each recorded implementation of LAMB with the arguments of `optim.lamb`."""
+"""Recorded implementations of LAMB as arguments of `optim.lamb`."""
 
 from typing import Any
 

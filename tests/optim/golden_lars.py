@@ -1,4 +1,4 @@
-"""How to write each recorded implementation of LARS with the arguments of `optim.lars`."""
+"""Recorded implementations of LARS as arguments of `optim.lars`."""
 
 import re
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""How to write each recorded implementation of NovoGrad with the arguments of `optim.novograd`."""
+"""Recorded implementations of NovoGrad as arguments of `optim.novograd`."""
 
 from typing import Any
 

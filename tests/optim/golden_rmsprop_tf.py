@@ -1,4 +1,4 @@
-"""How to write each recorded implementation of RMSProp with the arguments of `optim.rmsprop_tf`."""
+"""Recorded implementations of RMSProp as arguments of `optim.rmsprop_tf`."""
 
 from collections.abc import Iterable
 from typing import Any

@@ -24,7 +24,7 @@ def entries() -> list[dict[str, Any]]:
 
 
 def index() -> list[dict[str, Any]]:
-    """Those of the optimizers' families."""
+    """The entries of the optimizers' families."""
     return [entry for entry in entries() if entry["family"] in FAMILIES]
 
 

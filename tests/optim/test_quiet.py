@@ -1,4 +1,4 @@
-"""What libtpu prints where there is no TPU; tests/test_readme.py runs a snippet beside it."""
+"""libtpu's output without a TPU; tests/test_readme.py runs a snippet too."""
 
 import os
 

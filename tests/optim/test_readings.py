@@ -1,4 +1,4 @@
-"""What was collected is found wherever it lies, under the parameters' own paths."""
+"""Collected readings are found anywhere in a state, under the parameters' own paths."""
 
 import jax
 import jax.numpy as jnp

@@ -64,7 +64,7 @@ def test_every_name_of_an_optimizer_stands_on_the_page():
 
 
 def test_fairseq_without_a_weight_decay_is_adam():
-    """As the page says: apex's LAMB for leaves that do not adapt, a clip and no ratio."""
+    """The page's claim: apex's LAMB for leaves that do not adapt, a clip and no ratio."""
     tx = optim.lamb(0.1, **optim.preset("lamb", "apex") | {"eps": 1e-8, "weight_decay": 0.0},
                     rules=[("", {"adapt": False})])
     adam = optim.make_optimizer({"name": "adam", "clip_global_norm": 1.0}, 0.1)

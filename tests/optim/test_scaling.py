@@ -1,4 +1,4 @@
-"""What a batch size does to a tuned rate, warm-up and weight decay."""
+"""Scaling of a tuned rate, warm-up and weight decay with the batch size."""
 
 import math
 

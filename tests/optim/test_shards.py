@@ -58,7 +58,7 @@ def axes_by_path(specs):
 
 
 def specs_by_path(specs):
-    """The same with the axes of each leaf."""
+    """Returns a function from a path to the spec of the leaf."""
     paths = ["/".join(key.key for key in path) for path, _ in
              jax.tree_util.tree_leaves_with_path(specs)]
     return dict(zip(paths, jax.tree.leaves(specs), strict=True)).__getitem__

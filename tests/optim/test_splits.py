@@ -1,4 +1,4 @@
-"""What a program inside shard_map knows of the whole leaf from a spec, and from a name."""
+"""Facts about the whole leaf inside shard_map, from a spec and from a name."""
 
 import jax
 import jax.numpy as jnp

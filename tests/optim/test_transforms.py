@@ -60,7 +60,7 @@ def run(tx, params, grads, steps=3):
 
 @functools.cache
 def alone(name, steps=3):
-    """What a transform does by itself."""
+    """Results of a transform by itself."""
     return run(PLAIN[name](RATE), *trees(), steps)
 
 

@@ -20,7 +20,7 @@ PLACES = [
 def gradients(
     p: np.ndarray, steps: int = 1, num_shards: int = 1, **batch: np.ndarray
 ) -> tuple[Any, ...]:
-    """Those of `WeightedSum` on one device."""
+    """Gradients of `WeightedSum` on one device."""
     batch = {name: jnp.asarray(value, jnp.float32) for name, value in batch.items()}
     params, rows = {"p": jnp.asarray(p, jnp.float32)}, jnp.arange(len(batch["x"]))
     task = WeightedSum()

@@ -1,4 +1,4 @@
-"""What the TPU compiler makes of the step: which collectives, among whom, and no byte too many."""
+"""The step compiled for TPUs: its collectives, their groups, and no byte too many."""
 
 import importlib.util
 import json

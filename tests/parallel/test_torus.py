@@ -19,7 +19,7 @@ from lamb_tpu.parallel import torus
 
 @dataclasses.dataclass(frozen=True)
 class Core:
-    """What `order` reads of a TPU device."""
+    """The attributes of a TPU device that `order` reads."""
 
     coords: tuple[int, int, int]
     core_on_chip: int

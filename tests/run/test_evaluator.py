@@ -111,7 +111,7 @@ def test_every_example_counts_once_on_any_devices(averaged: pathlib.Path, num_de
 def test_every_example_counts_once_on_two_processes(
     averaged: pathlib.Path, tmp_path: pathlib.Path, per_process: int
 ) -> None:
-    """Of 5 examples in batches of 4 or more the second process has none in the last batch."""
+    """With 5 examples in batches of 4 or more the second process has none in the last batch."""
     state, _ = tiny.restored(config(), averaged)
     launched = tiny.command(
         "lamb_tpu.launch", "--local", "--processes=2", f"--devices-per-process={per_process}",

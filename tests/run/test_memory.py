@@ -1,4 +1,4 @@
-"""What cannot fit is refused by arithmetic."""
+"""Runs that cannot fit are refused by arithmetic."""
 
 from types import SimpleNamespace
 
@@ -19,7 +19,7 @@ SPEC = {"image": FieldSpec((8, 8), np.dtype(np.uint8)), "label": FieldSpec((), n
 
 
 def array(gigabytes: int, *axes: str) -> jax.ShapeDtypeStruct:
-    """Of so many gigabytes of float32."""
+    """An array of so many gigabytes of float32."""
     sharding = NamedSharding(MESH, PartitionSpec(*axes))
     return jax.ShapeDtypeStruct((gigabytes * 250, 10**6), jnp.float32, sharding=sharding)
 

@@ -99,7 +99,7 @@ def test_complete_ones_are_passed_over(
     before = tiny.fingerprint(workdir)
     metrics = train(two(log__every="2 steps"), workdir)
     assert capsys.readouterr().out.startswith(
-        "phase_1: complete, passed over\nphase_2 (phases: phase_1, phase_2)\n"
+        "phase_1: complete, skipped\nphase_2 (phases: phase_1, phase_2)\n"
     )
     last = read_records(whole / "phase_2" / "metrics.jsonl", "eval")[-1]
     assert metrics == {name: last[name] for name in metrics} and "ema_accuracy" in metrics

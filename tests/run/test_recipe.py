@@ -299,7 +299,7 @@ def test_schedule_of_kept_counts() -> None:
     {"name": "lars", "clip_global_norm": 1.0}, {"name": "novograd"},
 ], ids=lambda optimizer: optimizer["name"])
 def test_every_count_is_that_of_updates(optimizer: dict) -> None:
-    """Of which a kept state's schedule takes away those that it begins with."""
+    """A kept state's schedule subtracts the updates that the state begins with."""
     config = tiny.digits(optimizer=ConfigDict({**optimizer, "learning_rate": 0.1}))
     tx, _ = resolve_optimizer(config, resolve(config, 256))
     params = {"kernel": jnp.ones(2)}

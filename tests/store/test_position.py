@@ -1,4 +1,4 @@
-"""What a checkpoint holds beside arrays, and what older ones hold."""
+"""The position in checkpoints, new and old."""
 
 import json
 

@@ -11,7 +11,7 @@ FULL = OSError(28, "No space left on device")
 
 
 def log(path: str, error: BaseException | None = FULL) -> bool:
-    """Whether a record of the file is printed."""
+    """Returns whether a record of the file is printed."""
     record = logging.LogRecord(
         "absl", logging.ERROR, path, 1, "failed", (), error and (type(error), error, None)
     )
@@ -22,7 +22,7 @@ FUTURE = "/x/orbax/checkpoint/_src/futures/future.py"
 
 
 class Response:
-    """What Orbax returns for a save; `result` counts its calls."""
+    """Orbax' response to a save; `result` counts its calls."""
 
     def __init__(self, error: BaseException | None = None) -> None:
         self.error, self.calls = error, 0

@@ -1,4 +1,4 @@
-"""What a model of text cannot read is refused in one sentence."""
+"""Data that a model of text cannot read is refused in one sentence."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Which evaluation was the best so far."""
+"""The best evaluation so far."""
 
 import json
 import math

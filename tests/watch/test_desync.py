@@ -146,7 +146,7 @@ def test_every_element_and_its_place_count(dtype: str, shape: tuple[int, ...]) -
 
 
 def test_hash_is_that_of_plain_arithmetic() -> None:
-    """The same sums with Python's whole numbers: nothing depends on how a backend adds up."""
+    """Hashes by Python's integers, which do not depend on a backend's order of additions."""
 
     def mix(x: int) -> int:
         x = (x ^ x >> 16) * 0x85EBCA6B % 2**32

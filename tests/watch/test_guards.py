@@ -1,4 +1,4 @@
-"""What the host finds in the numbers of a run's updates."""
+"""Guards on the numbers of a run's updates, on the host."""
 
 import math
 import pathlib
@@ -91,7 +91,7 @@ def guards(
 
 
 def spikes(guard: Guards, updates: Iterable[tuple[int, Any]]) -> dict[int, dict[str, float]]:
-    """What the guard records of some updates, by the update."""
+    """Returns the guard's records of some updates, by update."""
     records = guard._start.records
     records.found.clear()
     guard.fetched(updates)

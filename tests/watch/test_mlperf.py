@@ -137,7 +137,7 @@ def test_not_asked_for(trained: pathlib.Path) -> None:
 
 
 def test_target_not_reached_and_epochs_that_are_no_whole_number(tmp_path: pathlib.Path) -> None:
-    """Of 391 examples an epoch is 6.1 updates, so evaluations come after 7 and 13."""
+    """With 391 examples an epoch is 6.1 updates, so evaluations come after 7 and 13."""
     settings = tiny.digits(
         duration="3 epochs", eval__every="1 epochs", data__train_split="train[:391]",
         log__mlperf=True, target__metric="loss", target__mode="min",

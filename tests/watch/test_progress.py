@@ -1,4 +1,4 @@
-"""What the person at the terminal sees."""
+"""Progress as shown at the terminal."""
 
 import contextlib
 import re

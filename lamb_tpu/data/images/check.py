@@ -24,10 +24,10 @@ _CHUNK = 16  # examples that a thread takes at a time
 _SUMMARY = {"rgb": "in colour", **KINDS}
 
 
-def look_through(records: Records, max_pixels: int) -> Iterator[tuple[str, str, str]]:
+def check_records(records: Records, max_pixels: int) -> Iterator[tuple[str, str, str]]:
     """Yields (kind, name, reason) of each example in order; only kind `bad` has a reason."""
 
-    def look(start: int) -> list[tuple[str, str, str]]:
+    def check(start: int) -> list[tuple[str, str, str]]:
         indices = range(start, min(start + _CHUNK, len(records)))
         found = []
         for index, record in zip(indices, records.read(indices)):
@@ -48,7 +48,7 @@ def look_through(records: Records, max_pixels: int) -> Iterator[tuple[str, str, 
     with ThreadPoolExecutor(num_cores()) as pool:
         # A part at a time, so that findings are printed as they are made.
         while part := list(itertools.islice(starts, 8 * num_cores())):
-            for found in pool.map(look, part):
+            for found in pool.map(check, part):
                 yield from found
 
 
@@ -82,7 +82,7 @@ def _run(asked: argparse.Namespace) -> int:
     for note in source.notes:
         print(f"bad\t{note}")
     counts = dict.fromkeys(_SUMMARY, 0)
-    for kind, name, reason in look_through(source.records, source.max_pixels):
+    for kind, name, reason in check_records(source.records, source.max_pixels):
         counts[kind] += 1
         if name:
             print("\t".join(part for part in (kind, name, reason) if part), flush=True)

@@ -15,7 +15,7 @@ from lamb_tpu.errors import UserError
 from lamb_tpu.files import reading
 
 LABELS = "labels.tsv"
-_WHOLE = "train"  # the one split of a list without a column for it
+_WHOLE = "train"  # the only split of a list without the column `split`
 _SUFFIXES = (".jpeg", ".jpg", ".png")
 _SHOWN = 5  # names in a message
 

@@ -22,7 +22,7 @@ def source(seed: int = 0, **options: object) -> AugmentedArraySource:
 
 
 def padded(image: np.ndarray, mode: str) -> np.ndarray:
-    """The same, pixel by pixel, from the definition."""
+    """Computes the augmentation pixel by pixel, from its definition."""
     result = np.zeros((SIDE + 2 * PAD, SIDE + 2 * PAD, 3), np.uint8)
     for row in range(len(result)):
         for column in range(len(result)):

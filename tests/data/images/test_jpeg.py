@@ -180,7 +180,7 @@ def test_orientation_is_not_followed_and_what_stands_behind_is_passed_over() -> 
 
 @pytest.mark.parametrize("kind", ["grey", "grey and alpha", "colour"])
 def test_of_16_bits_the_upper_eight_are_kept(kind: str) -> None:
-    """As in TensorFlow's decode_png, and for each kind alike; Pillow clips the grey ones."""
+    """The rule of TensorFlow's decode_png, for each kind alike; Pillow clips the grey ones."""
     channels = {"grey": 1, "grey and alpha": 2, "colour": 3}[kind]
     values = np.random.default_rng(0).integers(0, 2**16, (40, 50, channels), np.uint16)
     values[0, :3, 0] = 0, 255, 65_535

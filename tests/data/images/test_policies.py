@@ -57,7 +57,7 @@ def published() -> list[list[tuple[str, float, int]]]:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[Any, ...]]]:
-    """What is applied, name and arguments, instead of applying it."""
+    """Records names and arguments of operations instead of applying them."""
     seen: list[tuple[str, tuple[Any, ...]]] = []
 
     def watched(name: str) -> Any:

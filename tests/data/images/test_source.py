@@ -160,7 +160,7 @@ def test_inception_takes_parts_of_the_picture() -> None:
 
 
 def test_where_the_box_is_the_whole_the_centre_is_taken() -> None:
-    """As in the TPU code, which takes the whole for a sign that no box was found."""
+    """The TPU code's rule: a box of the whole picture means that none was found."""
     square = Record(encode(smooth(60, 60), "png"), 0)
     found = images(make([square], min_area=1.0, flip=False), np.zeros(30, int), np.arange(30))
     for image in found:

@@ -1,4 +1,4 @@
-"""What a folder of pictures is found to hold."""
+"""Surveys of folders of pictures."""
 
 import pathlib
 

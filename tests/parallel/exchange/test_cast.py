@@ -19,7 +19,7 @@ SHAPES = {"kernel": (16, 24), "bias": (5,)}  # 5 is not divided over 8 devices
 
 
 def exchanged(dtype: Any, optimizer_state: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """What the exchange makes of every device's gradients, and their sums in float64."""
+    """Returns the exchange's result for every device's gradients, and their sums in float64."""
     rng = np.random.default_rng(0)
     grads = {
         name: rng.normal(size=(DEVICES, *shape)).astype(np.float32)
