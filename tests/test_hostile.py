@@ -161,7 +161,7 @@ CASES = {
     "layers": Case("num_layers is 2,000,000,000; it must be at most 10,000", "evaluate",
                    ["--workdir=@"], {"config.json": json.dumps(DEEP_BERT)}),
     "init.json": train("init.json is damaged (its init_from is missing", init__json="{}"),
-    "metrics": train("no JSON object: '3'", metrics__jsonl="3\n"),
+    "metrics": train("not a JSON object: '3'", metrics__jsonl="3\n"),
     "metrics deep": train("line 1 of ", metrics__jsonl=DEEP + "\n"),
     "plotted folder": Case("metrics.jsonl cannot be read (it is a folder", "plots", ["--workdir=@"],
                            {"metrics.jsonl": FOLDER}),

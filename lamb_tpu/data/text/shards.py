@@ -181,7 +181,7 @@ def _read(folder: pathlib.Path) -> bytes:
         content = reading.read_text(folder / MANIFEST).encode()
         manifest = reading.parse_json(content.decode())
         if not isinstance(manifest, dict):
-            raise ValueError("it is no JSON object")
+            raise ValueError("it is not a JSON object")
     except (OSError, ValueError) as error:
         raise UserError(
             f"{folder} is no prepared text, for its {MANIFEST} cannot be read; make one with "
