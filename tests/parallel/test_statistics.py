@@ -12,7 +12,7 @@ from ml_collections import ConfigDict
 from lamb_tpu import models
 from lamb_tpu.errors import UserError
 from lamb_tpu.models.norm import BatchNorm
-from lamb_tpu.run import build as run_lib
+from lamb_tpu.parallel import statistics
 from lamb_tpu.run.build import prepare
 from tests import tiny
 from tests.parallel.nets import difference, trained
@@ -99,7 +99,7 @@ def test_state_that_nobody_combines_is_refused() -> None:
 
 def test_what_would_have_come_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under shard_map the layer of Flax gives other weights, silently; ours the same."""
-    monkeypatch.setattr(run_lib.statistics, "check_statistics", lambda *_, **__: None)
+    monkeypatch.setattr(statistics, "check_statistics", lambda *_, **__: None)
     for kind, least, most in (("flax", 1e-2, np.inf), ("ours", 0, 1e-4)):
         jit, named = (
             trained(8, 3, model=model(kind), **changes)[0].params for changes in ({}, SHARD_MAP)
