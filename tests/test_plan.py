@@ -196,7 +196,7 @@ def test_help_teaches() -> None:
     done = tiny.command("lamb_tpu.plan", "--help")
     assert done.returncode == 0
     for part in (
-        "python -m lamb_tpu.plan --config=configs/", "NOT in that estimate",
+        "python -m lamb_tpu.plan --config=configs/", "leaves out the network",
         "--topology: The slice", "v5litepod", "--[no]json",
     ):
         assert part in tiny.unbroken(done.stdout), part
