@@ -1,5 +1,6 @@
 """Command lines: flags, the config file with its overrides, and errors as one sentence."""
 
+import functools
 import itertools
 import os
 import re
@@ -9,7 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
@@ -325,7 +326,20 @@ def _end_preempted(number: int, frame: FrameType | None) -> NoReturn:
         # knows of it. The others would wait for it in the run, and it for them at its exit.
         print(text, file=sys.stderr)
         _end(os.EX_TEMPFAIL)
+    # An exception in a finalizer or a callback of the garbage collector, where the signal may come,
+    # goes to this hook and ends nothing.
+    sys.unraisablehook = functools.partial(_end_where_unraisable, sys.unraisablehook)
     raise Preempted(text)
+
+
+def _end_where_unraisable(
+    before: Callable[[Any], None], unraisable: "sys.UnraisableHookArgs"
+) -> None:
+    if not isinstance(unraisable.exc_value, Preempted):
+        before(unraisable)
+        return
+    print(unraisable.exc_value, file=sys.stderr, flush=True)
+    os._exit(os.EX_TEMPFAIL)
 
 
 def _end(status: int) -> NoReturn:

@@ -14,8 +14,6 @@ import pytest
 os.environ["NPROC"] = "32"
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
-# Most of the time of the tests is compiling; without LLVM's optimizations it is half as long.
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
 
 # Programs that an earlier test compiled, or a run that a test started, are not compiled again. Each
 # test process has a folder of its own: JAX does not write these files in one piece.

@@ -163,6 +163,26 @@ def test_evaluate(copy: pathlib.Path, tmp_path: pathlib.Path) -> None:
     assert not (tmp_path / "none").exists()
 
 
+def test_sigterm_where_an_exception_is_lost() -> None:
+    """In a callback of the garbage collector, as JAX has one, Python only prints what is raised."""
+    done = tiny.python(
+        "import gc, os, signal\n"
+        "from lamb_tpu import cli\n"
+        "def callback(phase, info):\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    sum(range(9))\n"
+        "def main():\n"
+        "    gc.callbacks.append(callback)\n"
+        "    gc.collect()\n"
+        "    print('went on')\n"
+        "cli.run_main(main)"
+    )
+    assert (done.returncode, done.stdout) == (75, "")
+    assert done.stderr == (
+        "preempted; nothing that was saved is lost, start the same command again\n"
+    )
+
+
 def test_help_teaches() -> None:
     done = tiny.command("lamb_tpu.train", "--help")
     for part in (

@@ -100,6 +100,7 @@ def of_pictures(pictures: pathlib.Path, **changes: object) -> ConfigDict:
     return tiny.digits(**fields | changes)
 
 
+@pytest.mark.long
 def test_image_network_as_timm_has_it(pictures: pathlib.Path, tmp_path: pathlib.Path) -> None:
     tiny.save(of_pictures(pictures), tmp_path / "run")
     told = export(tmp_path / "run", tmp_path / "out")

@@ -126,6 +126,7 @@ def ordeal(
             return
 
 
+@pytest.mark.long
 def test_killed_at_a_few_moments(tmp_path: pathlib.Path, whole) -> None:
     ordeal(4, 1, tmp_path, whole)
 

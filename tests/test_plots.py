@@ -73,7 +73,7 @@ def test_labels_are_short_unless_that_makes_two_alike():
     assert plots._labels(["a/kernel", "a/w"]) == ["a/kernel", "a/w"]
 
 
-@pytest.mark.parametrize("count", [1, 12, 75, 160, 400])
+@pytest.mark.parametrize("count", [1, 12, 75, pytest.param(400, marks=pytest.mark.long)])
 def test_labels_of_many_layers_do_not_overlap(count):
     layers = [f"encoder/layer_{i}/attention/query/kernel" for i in range(count)]
     figure = plots.layer_figure(_history(layers))

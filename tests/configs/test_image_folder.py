@@ -89,6 +89,7 @@ def test_splits_and_large_pictures(tmp_path: pathlib.Path) -> None:
     assert make(f"dir={tmp_path},model=efficientnet_b5").data.options.size == 288
 
 
+@pytest.mark.long
 def test_one_command_fine_tunes(
     pictures: pathlib.Path, weights: pathlib.Path, tmp_path: pathlib.Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -22,6 +22,7 @@ def _rows(text: str) -> list[list[str]]:
     return [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
 
 
+@pytest.mark.long
 def test_update_speed():
     done = tiny.command("experiments.bench.update_speed", "--layers=1", "--width=64", "--rounds=1")
     assert done.returncode == 0, done.stderr
@@ -38,6 +39,7 @@ def test_update_speed():
     assert len(targets) == 2
 
 
+@pytest.mark.long
 def test_update_tpu():
     done = tiny.command("experiments.bench.update_tpu", "--layers=1", "--width=64")
     if importlib.util.find_spec("libtpu") is None:
@@ -50,6 +52,7 @@ def test_update_tpu():
     assert rows["lamb"][5] < 1.05 < rows["optax.lamb"][5]  # bytes, of the least
 
 
+@pytest.mark.long
 def test_convolution():
     done = tiny.command("experiments.bench.convolution", "--batch=4", "--rounds=1")
     assert done.returncode == 0, done.stderr

@@ -145,6 +145,7 @@ def test_lowered_collectives() -> None:
     ]
 
 
+@pytest.mark.long
 def test_sweep_of_two_cells_goes_on_where_it_stood(tmp_path) -> None:
     arguments = (
         "experiments.bench.distribution", f"--folder={tmp_path}", "--width=32", "--updates=12",

@@ -255,6 +255,7 @@ def test_training_is_the_same_on_devices_and_in_one() -> None:
     assert np.std(logits, 0).min() > 0.01
 
 
+@pytest.mark.long
 def test_packed_examples_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     """Packing as on a TPU, up to the second of three blocks, which has a shortcut."""
     stages = ((4, 5, 2, 6, 40), (1, 3, 1, 12, 24))

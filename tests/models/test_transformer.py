@@ -141,7 +141,7 @@ def test_scanned_layers_begin_with_different_values() -> None:
     assert np.unique(kernel).size > 0.99 * kernel.size
 
 
-@pytest.mark.parametrize("scan_layers", [False, True])
+@pytest.mark.parametrize("scan_layers", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_remat_changes_no_number(scan_layers: bool) -> None:
     plain = stack(config=DROPPING, num_layers=1 + scan_layers, scan_layers=scan_layers)
     variables = init(plain)

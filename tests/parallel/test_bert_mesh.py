@@ -110,6 +110,7 @@ def test_rbg_draws_dropout_and_nothing_else(on_one: Any, tmp_path: pathlib.Path)
     np.testing.assert_array_equal(*map(jax.random.key_data, (again.key, state.key)))
 
 
+@pytest.mark.long
 def test_rbg_is_the_same_under_jit_and_shard_map() -> None:
     # Each device draws its rows by the place of the first.
     jit, sums_jit, _ = trained(8, 1, **CHANGES, **RBG)

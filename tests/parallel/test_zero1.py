@@ -37,7 +37,10 @@ def run(num_devices: int, name: str, **changes: Any) -> tuple[Any, Any]:
     return state, run
 
 
-@pytest.mark.parametrize("name", factory.OPTIMIZERS)
+@pytest.mark.parametrize("name", [
+    name if name in ("lamb", "lars", "apollo", "adamw") else
+    pytest.param(name, marks=pytest.mark.long) for name in factory.OPTIMIZERS
+])
 def test_every_optimizer(name: str) -> None:
     whole, _ = run(1, name)
     for backend, place in PLACES.items():
