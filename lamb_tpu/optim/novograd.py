@@ -180,7 +180,8 @@ def novograd(
         if norm == "l2":
             root = trust_ratio.root(nu + eps_root)
         else:
-            root = jnp.hypot(nu, jnp.sqrt(eps_root))
+            # At 0 it is left out below, and its derivative may be NaN.
+            root = jnp.hypot(jnp.where(nu == 0, 1.0, nu), jnp.sqrt(eps_root))
         if bias_correction:
             root = root / jnp.sqrt(one_minus_power(b2, count, nu.dtype))
         return 1 / jnp.where(nu == 0, 1.0, root + eps).astype(dtype)
