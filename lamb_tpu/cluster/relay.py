@@ -21,7 +21,7 @@ _LOG = re.compile(
 # Lines that follow such a line and belong to it.
 _MORE = re.compile(
     rb"(?:\d+|\s*|The tasks have crashed.*|Additional GRPC error.*|:UNKNOWN:.*|:?\{.*|RPC: /.*"
-    rb"|\*\*\* Check failure.*|    @ .*)\s*$"
+    rb"|\*\*\* Check failure.*|    @ .*|=== Source Location Trace.*|\S+\.(?:cc|h):\d+)\s*$"
 )
 _FATAL = re.compile(rb"F\d{4} .* client\.h:\d+\]")
 

@@ -41,6 +41,11 @@ from coordination service: UNAVAILABLE: Socket closed
 Additional GRPC error information from remote target coordination_service:
 :UNKNOWN:Error received from peer  {grpc_status:14, grpc_message:"Socket closed"}.
 """
+# JAX 0.12 adds these two to some lines of its log.
+TRACE = b"""\
+=== Source Location Trace: ===
+external/xla+/xla/pjrt/distributed/coordination/coordination_service.cc:232
+"""
 SENTENCE = (
     b"error: another process of this run has ended, is stopped or cannot be reached, so this one "
     b"cannot go on (UNAVAILABLE: The following tasks are unhealthy (stopped sending heartbeats): "
@@ -57,6 +62,8 @@ OWN = b"error: another process of this run has ended, so this one cannot go on\n
     (STOPPED, SENTENCE),
     (b"a line\n" + STOPPED, b"a line\n" + SENTENCE),
     (WARNING + STOPPED + OWN, OWN),
+    (WARNING + TRACE + STOPPED, SENTENCE),
+    (b"file.cc:7\n", b"file.cc:7\n"),
     (OWN + WARNING + STOPPED, OWN),
     # Where nothing came of it, the log is told in the end.
     (WARNING + b"a line\n", b"a line\n" + WARNING),
