@@ -312,9 +312,13 @@ def _explain(process: _Process) -> None:
     if process.log is None:
         _tell(f"{text}; its output is above, that of any others in the logs")
         return
-    with process.log.open("rb") as file:
-        file.seek(max(process.log_start, os.path.getsize(process.log) - _BYTES_READ))
-        lines = file.read().decode(errors="replace").splitlines()
+    try:
+        with process.log.open("rb") as file:
+            file.seek(max(process.log_start, os.path.getsize(process.log) - _BYTES_READ))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError as error:  # the folder was deleted with the run's
+        _tell(f"{text}; what it wrote in {process.log} cannot be read ({error.strerror})")
+        return
     # Pages of a stack trace follow JAX' last message: leave them out.
     ends = [number for number, line in enumerate(lines) if line.startswith("*** Check failure")]
     shown = lines[: ends[0] if ends else None][-_LINES_SHOWN:]
