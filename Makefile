@@ -1,9 +1,10 @@
 # Each target does its own set-up on a machine with only Python >= 3.11: `make setup` builds .venv
 # once and again only when the pinned requirements, the package's metadata or the interpreter change.
 #   make demo            the batch-scaling study on handwritten digits (under 3 minutes on 2 cores)
-#   make test            the tests                                     (under 25 minutes on 2 cores)
+#   make test            the tests but the long ones                   (about 15 minutes on 2 cores)
 #   make lint            what ruff finds, and mypy in lamb_tpu
-#   make test-all        the tests with those marked long
+#   make test-long       the tests marked long
+#   make test-all        both
 #   make test-faults     runs killed at 20 random moments, with a table of them
 #   make test-storage    runs on disks that are full, read-only, lost; killed in a save; with a table
 #   make test-interchange  BERT beside transformers, image networks beside timm and torchvision;
@@ -21,7 +22,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.ready-$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 
-.PHONY: setup demo lint test test-all test-faults test-storage test-interchange bench \
+.PHONY: setup demo lint test test-long test-all test-faults test-storage test-interchange bench \
         bench-distribution bench-tpu clean
 
 setup: $(STAMP)
@@ -43,8 +44,10 @@ lint: setup
 test: setup
 	$(RUN) -m pytest -q -m "not long" -n $(JOBS) --dist loadfile
 
-test-all: setup
-	$(RUN) -m pytest -q
+test-long: setup
+	$(RUN) -m pytest -q -m long -n $(JOBS) --dist loadfile
+
+test-all: test test-long
 
 test-faults: setup
 	$(RUN) -m pytest -q -s tests/test_faults.py -m long

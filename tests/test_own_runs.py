@@ -164,6 +164,7 @@ def test_commands(own_folder: pathlib.Path) -> None:
     assert "my_broken.py: AttributeError: " in found[7]["stderr"]
 
 
+@pytest.mark.long
 def test_several_processes(own_folder: pathlib.Path) -> None:
     """Each finds the modules in the current folder, as the launcher does."""
     (outcome,) = own_pages.run([[

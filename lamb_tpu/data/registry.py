@@ -122,7 +122,8 @@ def _check_name(name: str) -> None:
     if name not in DATASETS and not name.startswith(_TFDS_PREFIX):
         raise UserError(
             f"config.data.name is {name!r}, an unknown data set; known are "
-            f"{', '.join(sorted(DATASETS))}, and tfds:NAME[/CONFIG] for one prepared by TFDS"
+            f"{', '.join(sorted(DATASETS))}, tfds:NAME[/CONFIG] for one prepared by TFDS, and "
+            "'package.module:Name' for your own"
         )
 
 

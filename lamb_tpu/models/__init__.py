@@ -164,7 +164,10 @@ def own_fields(name: str) -> dict[str, dataclasses.Field]:
     if own.is_own(name):
         return own.fields(own.find(name, "config.model.name"), (*hidden, "rngs"))
     if name not in MODULES:
-        raise UserError(f"config.model.name is {name!r}; known models: {', '.join(MODULES)}")
+        raise UserError(
+            f"config.model.name is {name!r}; known models: {', '.join(MODULES)}, and "
+            "'package.module:Name' for your own"
+        )
     return {f.name: f for f in dataclasses.fields(MODULES[name]) if f.name not in hidden}
 
 

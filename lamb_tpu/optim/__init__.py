@@ -56,7 +56,7 @@ from lamb_tpu.optim.rmsprop_tf import RmspropTfState, rmsprop_tf
 from lamb_tpu.optim.rounding import StochasticRoundingState, stochastic_rounding
 from lamb_tpu.optim.scaling import legw, scale_learning_rate
 from lamb_tpu.optim.schedule_free import evaluation_params
-from lamb_tpu.optim.schedules import exponential_decay, phases, step_decay, warmup
+from lamb_tpu.optim.schedules import by_examples, exponential_decay, phases, step_decay, warmup
 from lamb_tpu.optim.sharding import state_sharding
 from lamb_tpu.optim.trust_ratio import TrustRatioState, scale_by_trust_ratio
 
@@ -66,10 +66,10 @@ __all__ = [
     "AdagradNormState", "ApolloState", "DiffgradState", "Duration", "LambState", "LarsState",
     "NovogradState", "ParameterFacts", "RmspropTfState", "ScaleByLambState", "ScaleByLarsState",
     "StochasticRoundingState", "TrustRatioState", "adagrad_norm", "add_decayed_weights", "add_l2",
-    "apollo", "chains", "clip_global_norm", "clipping", "diffgrad", "directions", "durations",
-    "evaluation_params", "exponential_decay", "factory", "in_float32", "lamb", "lars", "leafwise",
-    "legw", "make_optimizer", "novograd", "parameters", "phases", "placement", "preset", "presets",
-    "readings", "refined_schedule", "rmsprop_tf", "scale_by_lamb", "scale_by_lars",
+    "apollo", "by_examples", "chains", "clip_global_norm", "clipping", "diffgrad", "directions",
+    "durations", "evaluation_params", "exponential_decay", "factory", "in_float32", "lamb", "lars",
+    "leafwise", "legw", "make_optimizer", "novograd", "parameters", "phases", "placement", "preset",
+    "presets", "readings", "refined_schedule", "rmsprop_tf", "scale_by_lamb", "scale_by_lars",
     "scale_by_rate_factors", "scale_by_trust_ratio", "scale_learning_rate", "scaling", "schedules",
     "sharding", "splits", "state_sharding", "step_decay", "stochastic_rounding", "trust_ratio",
     "warmup",

@@ -1,11 +1,13 @@
 """Learning-rate schedules: warm-up, hold, decay, and phases one after another.
 
 A schedule is a function of the count of completed updates, as in Optax: the first update of a run
-reads it at 0 and the last of `total_steps` updates at `total_steps - 1`.
+reads it at 0 and the last of `total_steps` updates at `total_steps - 1`. `by_examples` reads one in
+examples seen instead.
 """
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +18,7 @@ from lamb_tpu.optim.checks import (
     check_above_zero,
     check_flag,
     check_range,
+    check_whole,
     is_number,
 )
 
@@ -265,6 +268,56 @@ def phases(*parts: tuple[optax.Schedule, int]) -> optax.Schedule:
             )
     ends = np.cumsum([int(steps) for _, steps in parts[:-1]], dtype=int).tolist()
     return optax.join_schedules([schedule for schedule, _ in parts], ends)
+
+
+def by_examples(
+    schedule: optax.Schedule, batch_size: int | Sequence[tuple[int, int]]
+) -> optax.Schedule:
+    """A schedule of the examples seen, read by the count of completed updates.
+
+    Where the batch grows during a run, epochs no longer are a number of updates. Give then every
+    length of the schedule in examples. Here the batch is 128 for 10 updates and then 256:
+
+    >>> rate = warmup(0.1, total_steps=6_400, warmup_steps=1_280)
+    >>> grown = by_examples(rate, [(128, 10), (256, 20)])
+    >>> print([round(float(grown(t)), 4) for t in (0, 5, 10, 20, 30)])
+    [0.0, 0.05, 0.1, 0.05, 0.0]
+
+    Args:
+      schedule: a function of the examples before an update to the rate.
+      batch_size: examples in an update; or pairs (batch size, updates for which it holds) in their
+        order, of which the last goes on.
+
+    Returns:
+      A function of the count of completed updates to the rate. A count of examples is rounded as
+      float32 is (float64 where JAX has it enabled).
+
+    Raises:
+      ValueError: the schedule is no function, or a size or a length is not a whole number of at
+        least 1.
+    """
+    if not callable(schedule):
+        raise ValueError(f"schedule must be a function of the examples seen, not {schedule!r}")
+    pairs: Any = [(batch_size, 1)] if is_number(batch_size) else batch_size
+    if not isinstance(pairs, (tuple, list)) or not pairs:
+        raise ValueError(
+            f"batch_size must be a number, or pairs (batch size, updates), not {batch_size!r}"
+        )
+    for pair in pairs:
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise ValueError(f"batch_size must have pairs (batch size, updates), not {pair!r}")
+        check_whole("a batch size", pair[0], lowest=1)
+        check_whole("the updates of a batch size", pair[1], lowest=1)
+    sizes, lengths = np.asarray(pairs, np.float64).T
+    starts = np.cumsum(lengths) - lengths
+    lengths[-1] = np.inf
+
+    def schedule_of_updates(count: jax.typing.ArrayLike) -> jax.Array:
+        step = _clock(count)
+        held = jnp.clip(step[..., None] - starts, 0.0, lengths)
+        return schedule(jnp.sum(sizes * held, axis=-1).astype(step.dtype))
+
+    return schedule_of_updates
 
 
 def _clock(count: jax.typing.ArrayLike) -> jax.Array:

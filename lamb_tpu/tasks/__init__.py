@@ -95,7 +95,10 @@ def own_fields(name: str) -> dict[str, dataclasses.Field]:
     if own.is_own(name):
         return own.fields(own.find(name, "config.task.name"), ("model",))
     if name not in TASKS:
-        raise UserError(f"config.task.name is {name!r}; known tasks: {', '.join(TASKS)}")
+        raise UserError(
+            f"config.task.name is {name!r}; known tasks: {', '.join(TASKS)}, and "
+            "'package.module:Name' for your own"
+        )
     return {f.name: f for f in dataclasses.fields(TASKS[name]) if f.name != "model"}
 
 

@@ -21,7 +21,8 @@ from lamb_tpu.errors import UserError
 @pytest.mark.parametrize(
     "name, fields, message",
     [
-        ("lennet", {}, "config.model.name is 'lennet'; known models: bert, dav.*resnet152$"),
+        ("lennet", {}, "config.model.name is 'lennet'; known models: bert, dav.*resnet152, and "
+         "'package.module:Name' for your own$"),
         ("mlp", {"depth": 3}, "config.model.depth is not a field .*; known: num_classes, "),
         ("mlp", {"parent": None}, "config.model.parent is not a field"),
         ("lenet", {"group_size": 8}, "config.model.group_size is not a field .*: num_classes, "),

@@ -22,6 +22,7 @@ from lamb_tpu.models.transformer import (
     stack_layers,
     unstack_layers,
 )
+from tests.marks import some
 
 KEY = jax.random.key(0)
 CONFIG = LayerConfig(
@@ -165,7 +166,7 @@ def test_what_remat_keeps() -> None:
     assert intermediate in kept["dots"] and intermediate not in kept["full"]
 
 
-@pytest.mark.parametrize("fields", [{}, {"scan_layers": True, "remat": "dots"}])
+@pytest.mark.parametrize("fields", some([{}, {"scan_layers": True, "remat": "dots"}], ({},)))
 def test_dropout_follows_the_example(fields: dict[str, Any]) -> None:
     module = stack(config=DROPPING, num_layers=2, **fields)
     variables = init(module)

@@ -1,5 +1,6 @@
 """Optax's own optimizers as `make_optimizer` has them, for the recorded runs that they repeat."""
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -30,10 +31,15 @@ def transform(entry: dict[str, Any], params: Any) -> optax.GradientTransformatio
     if (implementation, None) in OTHERS or (implementation, setting) in OTHERS:
         return None
     settings = Settings(entry["hyper"])
-    tx = {"lion": _lion, "muon": _muon, "schedule_free": _schedule_free}[entry["family"]](
-        settings, params)
+    tx = FAMILIES[entry["family"]](settings, params)
     settings.check_empty(implementation)
     return tx
+
+
+def why_not(entry: Mapping[str, Any]) -> str:
+    """The reason why an entry is one of `OTHERS`."""
+    whole = OTHERS.get((entry["implementation"], None))
+    return whole or OTHERS[entry["implementation"], entry["setting"]]
 
 
 def _lion(settings: Settings, params: Any) -> optax.GradientTransformation:
@@ -68,3 +74,10 @@ def _schedule_free(settings: Settings, params: Any) -> optax.GradientTransformat
          "weight_decay": settings.take("weight_decay")},
         lambda count: jnp.asarray(table)[count],
     )
+
+
+FAMILIES: dict[str, Callable[[Settings, Any], optax.GradientTransformation]] = {
+    "lion": _lion,
+    "muon": _muon,
+    "schedule_free": _schedule_free,
+}

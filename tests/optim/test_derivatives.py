@@ -16,6 +16,7 @@ from lamb_tpu import optim
 from lamb_tpu.optim import clipping, trust_ratio
 from lamb_tpu.optim.factory import OPTIMIZERS
 from lamb_tpu.optim.parameters import ParameterFacts
+from tests.marks import MAIN, some
 from tests.optim.catalogue import PLAIN, TRANSFORMS, takes
 
 OPTAX = [name for name in OPTIMIZERS if not takes(name, "collect")]
@@ -56,7 +57,7 @@ def after_an_update(tx, params):
     return sum(jnp.sum(w * w) for w in optax.apply_updates(params, updates).values())
 
 
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("name", some(OURS, (*MAIN, "novograd")))
 def test_are_finite_at_leaves_of_zeros(name):
     tx, params = OURS[name](0.1), weights()
     found = jax.jit(jax.grad(functools.partial(after_an_update, tx)))(params)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lamb_tpu import optim
-from lamb_tpu.optim.schedules import exponential_decay, phases, step_decay, warmup
+from lamb_tpu.optim.schedules import by_examples, exponential_decay, phases, step_decay, warmup
 
 
 def _values(schedule, steps):
@@ -150,6 +150,27 @@ def test_phases_warm_up_again():
     np.testing.assert_allclose(_values(alone, range(5)), [0, 0.5, 1, 0.5, 0])
 
 
+def test_by_examples_is_the_schedule_in_updates_where_the_batch_is_constant():
+    for options in ({}, {"decay": "cosine"}, {"decay_from": "zero"}):
+        in_updates = warmup(1.0, 50, 12.5, **options)
+        in_examples = by_examples(warmup(1.0, 50 * 96, 12.5 * 96, **options), 96)
+        np.testing.assert_allclose(
+            _values(in_examples, range(60)), _values(in_updates, range(60)), atol=1e-6
+        )
+
+
+def test_by_examples_follows_a_batch_that_grows():
+    rate = warmup(1.0, 1_000, 300)
+    pairs = [(10, 5), (30, 4), (50, 1)]
+    seen = [0, *np.cumsum([10] * 5 + [30] * 4 + [50] * 30)]
+    np.testing.assert_allclose(
+        _values(by_examples(rate, pairs), range(40)), _values(rate, seen), rtol=1e-6
+    )
+    # 10,000 updates of a million examples are more than an int32 holds.
+    late = by_examples(lambda seen: seen, [(1, 1), (1_000_000, 1)])
+    assert float(jax.jit(late)(10_001)) == 1e10
+
+
 @pytest.mark.parametrize("options", [
     {"warmup_steps": 0}, {"warmup_steps": 10}, {"warmup_steps": 5, "hold_steps": 5},
     {"hold_steps": 10}, {"decay": "cosine", "warmup_steps": 10},
@@ -168,6 +189,7 @@ def test_rates_are_float32_scalars_and_float64_where_enabled():
         warmup(1, 10, 2, decay=exponential_decay(1, 2), hold_steps=1, min_value=1, first_step=1),
         warmup(1, 10, 2, decay=step_decay([1], 1), start_value=1), exponential_decay(1, 2),
         step_decay([1, 2], 1), phases((warmup(1, 2), 2), (warmup(2, 2), 2)),
+        by_examples(warmup(1, 10, 2), [(1, 2), (2, 2)]),
     ]
     for schedule in schedules:
         value = schedule(jnp.int32(3))
@@ -206,6 +228,11 @@ def test_rates_are_float32_scalars_and_float64_where_enabled():
     (lambda: phases(), "phases needs at least one"),
     (lambda: phases((0.1, 3)), "the schedule of phase 0 is not a function: 0.1"),
     (lambda: phases((warmup(1, 1), 1), (warmup(1, 1), 0)), "the steps of phase 1 .* not 0"),
+    (lambda: by_examples(0.1, 8), "schedule must be a function of the examples seen, not 0.1"),
+    (lambda: by_examples(warmup(1, 1), 0), "a batch size must be a whole .* at least 1, not 0"),
+    (lambda: by_examples(warmup(1, 1), []), r"batch_size must be a number, or pairs .* not \[\]"),
+    (lambda: by_examples(warmup(1, 1), [8]), r"pairs \(batch size, updates\), not 8"),
+    (lambda: by_examples(warmup(1, 1), [(8, 1.5)]), "the updates of a batch size .* not 1.5"),
     (lambda: phases((warmup(1, 1), 1.5)), "the steps of phase 0 must be a whole .* not 1.5"),
 ])
 def test_bad_arguments(call, message):

@@ -21,6 +21,7 @@ from jax.sharding import (
 
 from lamb_tpu import optim
 from lamb_tpu.optim.sharding import state_sharding
+from tests.marks import some
 from tests.optim.catalogue import PLAIN, SPLITTING, takes
 
 P = PartitionSpec
@@ -96,7 +97,7 @@ def named(mesh, specs):
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
 
 
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("name", some(PLAIN))
 def test_under_jit(name):
     tx, shardings = build(name), named(mesh_of(AxisType.Auto), SPECS)
     params = jax.device_put(draw(SHAPES, 0), shardings)
@@ -114,7 +115,7 @@ def _equivalent(array, sharding):
     assert array.sharding.is_equivalent_to(sharding, array.ndim), (array.sharding, sharding)
 
 
-@pytest.mark.parametrize("name", SPLITTING)
+@pytest.mark.parametrize("name", some(SPLITTING))
 def test_inside_shard_map(name):
     mesh = mesh_of(AxisType.Auto, (8,), ("data",))
 
@@ -141,7 +142,7 @@ def test_an_axis_that_is_not_bound(name):
         jax.jit(tx.update)(params, tx.init(params), params)
 
 
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("name", some(PLAIN))
 def test_inside_pmap_with_averaged_gradients(name):
     tx, params = build(name), draw(SHAPES, 0)
 
@@ -159,7 +160,7 @@ def test_inside_pmap_with_averaged_gradients(name):
 
 
 # Optax's Muon multiplies what is split, and says so.
-@pytest.mark.parametrize("name", [name for name in PLAIN if name != "muon"])
+@pytest.mark.parametrize("name", some(name for name in PLAIN if name != "muon"))
 def test_on_an_explicit_mesh(name):
     mesh = mesh_of(AxisType.Explicit)
     shardings = named(mesh, SPECS)
@@ -188,7 +189,7 @@ def test_an_explicit_mesh_of_more_devices_than_are_here():
     assert updates["kernel"].sharding == state.mu["kernel"].sharding == split
 
 
-@pytest.mark.parametrize("name", SPLITTING)
+@pytest.mark.parametrize("name", some(SPLITTING))
 def test_stacked_layers_equal_the_unrolled_model(name):
     # Ratios of norms are 1, 10, 100 and 1000 from layer to layer.
     shapes = {"kernel": (4, 16, 8), "bias": (4, 8)}

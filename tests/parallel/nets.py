@@ -27,8 +27,26 @@ LARS = ConfigDict(
 def trained(
     num_devices: int, num_steps: int, **changes: Any
 ) -> tuple[state_lib.TrainState, list[dict[str, Any]], Run]:
-    """The state after some updates of `tiny.digits(**changes)`, each update's sums, and the run."""
-    run = prepare(tiny.digits(**changes), None, jax.devices()[:num_devices])
+    """The state after some updates of `tiny.digits(**changes)`, each update's sums, and the run.
+
+    A run on one device is made once for all tests; nothing of it may be changed or donated.
+    """
+    config = tiny.digits(**changes)
+    if num_devices > 1:
+        return _train(config, num_devices, num_steps)
+    key = num_steps, config.to_json()
+    if key not in _runs:
+        _runs[key] = _train(config, num_devices, num_steps)
+    return _runs[key]
+
+
+_runs: dict[Any, tuple[state_lib.TrainState, list[dict[str, Any]], Run]] = {}
+
+
+def _train(
+    config: ConfigDict, num_devices: int, num_steps: int
+) -> tuple[state_lib.TrainState, list[dict[str, Any]], Run]:
+    run = prepare(config, None, jax.devices()[:num_devices])
     state, step, sums = run.first_state(), run.make_train_step(), []
     loader = data.TrainLoader(
         run.train_set, run.config.batch_size, run.config.seed, run.local_rows()

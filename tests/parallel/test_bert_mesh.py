@@ -17,6 +17,7 @@ from lamb_tpu.models import bert_rules
 from lamb_tpu.run.build import Run, prepare
 from lamb_tpu.store.checkpoint import Checkpoints
 from tests import tiny
+from tests.marks import some
 from tests.parallel.nets import difference, trained
 from tests.parallel.test_bert_step import seen
 from tests.tasks.berts import TINY, examples
@@ -50,7 +51,7 @@ def on_one(source: None) -> Any:
     return trained(1, 1, **CHANGES)
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", some(PLACES, ("model",)))
 def test_the_update_is_that_of_one_device(place: str, on_one: Any) -> None:
     expected, (sums_one,), run_one = on_one
     run = run_of(**CHANGES, **PLACES[place])

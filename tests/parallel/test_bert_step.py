@@ -10,6 +10,7 @@ from ml_collections import ConfigDict
 
 from lamb_tpu import data, models, tasks
 from lamb_tpu.models.transformer import stack_layers
+from tests.marks import some
 from tests.parallel.nets import difference, trained
 from tests.tasks.berts import TINY, examples
 
@@ -60,7 +61,7 @@ def test_masked_words_are_unequal(whole: Any) -> None:
         assert counts.max() >= 3 * counts.min()
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", some(PLACES, ("shard_map",)))
 def test_eight_devices_zero1_and_accumulation_give_the_big_batch(place: str, whole: Any) -> None:
     expected, sums_whole, run = whole
     found, sums, _ = trained(8, NUM_UPDATES, **CHANGES, **PLACES[place])

@@ -21,6 +21,7 @@ from lamb_tpu.parallel.layout import make_layout
 from lamb_tpu.parallel.parts import Averages, Skipped
 from lamb_tpu.run.build import prepare
 from tests import tiny
+from tests.marks import some
 from tests.parallel.nets import (
     BATCH_NORM,
     DROPOUT,
@@ -38,16 +39,9 @@ NETS = {"batch_norm": BATCH_NORM, "dropout": DROPOUT}
 OPTIMIZERS = {"lamb": LAMB, "lars": LARS}
 
 
-@pytest.fixture(scope="module")
-def on_one() -> Any:
-    """The state after `NUM_STEPS` updates on one device, of each network and optimizer."""
-    return {
-        (net, name): trained(
-            1, NUM_STEPS, duration="20 steps", model=NETS[net], optimizer=OPTIMIZERS[name]
-        )
-        for net in NETS
-        for name in OPTIMIZERS
-    }
+def on_one(net: str, name: str) -> Any:
+    """The state after `NUM_STEPS` updates on one device, and each update's sums."""
+    return trained(1, NUM_STEPS, duration="20 steps", model=NETS[net], optimizer=OPTIMIZERS[name])
 
 
 PLACES = {
@@ -73,14 +67,12 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", some(OPTIMIZERS, ("lamb",)))
 @pytest.mark.parametrize("net", NETS)
 @pytest.mark.parametrize("place", PLACES)
-def test_eight_devices_give_what_one_gives(
-    on_one: Any, place: str, net: str, optimizer: str
-) -> None:
-    expected, sums_one, _ = on_one[net, optimizer]
-    found, sums, run = trained(
+def test_eight_devices_give_what_one_gives(place: str, net: str, optimizer: str) -> None:
+    expected, sums_one, _ = on_one(net, optimizer)
+    found, sums, _ = trained(
         8, NUM_STEPS, duration="20 steps", model=NETS[net], optimizer=OPTIMIZERS[optimizer],
         **PLACES[place],
     )
@@ -88,8 +80,11 @@ def test_eight_devices_give_what_one_gives(
     if net == "batch_norm":
         assert difference(found.model_state, expected.model_state) < 1e-6
     assert difference(found.opt_state, expected.opt_state) < 1e-5
-    start = jax.jit(run.init)(jax.random.key(0)).params
-    assert difference(expected.params, start) > 0.05  # or they agree because nothing happened
+    start, _, _ = trained(
+        1, 0, duration="20 steps", model=NETS[net], optimizer=OPTIMIZERS[optimizer]
+    )
+    # Or they agree because nothing happened.
+    assert difference(expected.params, start.params) > 0.05
     for of_one, of_eight in zip(sums_one, sums, strict=True):
         assert of_one.keys() == of_eight.keys()
         for name in of_one:
@@ -97,16 +92,16 @@ def test_eight_devices_give_what_one_gives(
     assert sums[-1]["loss"][0] < sums[0]["loss"][0]
 
 
-def test_whole_batch_norm_is_another_run(on_one: Any) -> None:
-    expected, _, _ = on_one["batch_norm", "lamb"]
+def test_whole_batch_norm_is_another_run() -> None:
+    expected, _, _ = on_one("batch_norm", "lamb")
     model = ConfigDict({**BATCH_NORM.to_dict(), "group_size": None})
     found, _, _ = trained(8, NUM_STEPS, duration="20 steps", model=model, optimizer=LAMB)
     assert difference(found.params, expected.params) > 1e-3
 
 
 @pytest.mark.parametrize("net", NETS)
-def test_the_same_function_runs_under_pmap(on_one: Any, net: str) -> None:
-    expected, _, run = on_one[net, "lamb"]
+def test_the_same_function_runs_under_pmap(net: str) -> None:
+    expected, _, run = on_one(net, "lamb")
     mesh = Mesh(np.array(jax.devices()), ("data",), axis_types=(AxisType.Auto,))
     config = run.config
     task = tasks.build(model=models.build(axis_name=("data",), **config.model), **config.task)

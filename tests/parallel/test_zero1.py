@@ -8,6 +8,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from lamb_tpu.optim import factory
+from tests.marks import some
 from tests.parallel.nets import difference, trained
 
 NUM_STEPS = 5
@@ -37,10 +38,7 @@ def run(num_devices: int, name: str, **changes: Any) -> tuple[Any, Any]:
     return state, run
 
 
-@pytest.mark.parametrize("name", [
-    name if name in ("lamb", "lars", "apollo", "adamw") else
-    pytest.param(name, marks=pytest.mark.long) for name in factory.OPTIMIZERS
-])
+@pytest.mark.parametrize("name", some(factory.OPTIMIZERS, ("lamb", "lars")))
 def test_every_optimizer(name: str) -> None:
     whole, _ = run(1, name)
     for backend, place in PLACES.items():

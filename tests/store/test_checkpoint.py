@@ -255,6 +255,7 @@ def test_saves_leave_nothing_behind(tmp_path: pathlib.Path) -> None:
     assert fds_after <= fds + 2 and threads_after <= threads + 2, found
 
 
+@pytest.mark.long
 def test_saves_of_two_processes_leave_nothing_behind(tmp_path: pathlib.Path) -> None:
     done = tiny.command(
         "lamb_tpu.launch", "--local", "--processes=2", "--module=tests.job", "--",

@@ -280,6 +280,7 @@ def test_spike_of_a_run_is_written_down(
     assert told in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_healthy_run_tells_no_spike_and_a_broken_batch_in_it_does(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

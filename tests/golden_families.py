@@ -1,0 +1,120 @@
+"""`FAMILIES`: for each family of golden trajectories the function that repeats its entries.
+
+`repeat(entry, recorded, inputs)` returns our values under the recorded keys. It reads every setting
+from the entry, so that an entry that is not in the index today is repeated by the same function.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from lamb_tpu import optim
+from tests.optim import golden, golden_baselines, golden_schedules
+
+Entry = Mapping[str, Any]
+Arrays = Mapping[str, np.ndarray]
+Repeat = Callable[[Entry, Arrays, Arrays], dict[str, np.ndarray]]
+
+UPDATES = 20
+
+
+def trajectory(
+    tx: optax.GradientTransformation, inputs: Arrays, dtype: str
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Returns every parameter before the first update and after each, and where it is evaluated.
+
+    Args:
+      tx: the optimizer.
+      inputs: arrays `param/<name>` and `wgrad/<name>`, of which the first worker's are taken.
+      dtype: 'float32' or 'float64'.
+
+    Returns:
+      {name: (updates + 1, *shape)}, twice. The second differs from the first where the optimizer
+      is evaluated at another point than it trains at.
+    """
+    with jax.enable_x64(dtype == "float64"):
+        params = initial(inputs, dtype)
+        grads = {name: jnp.asarray(inputs["wgrad/" + name][0], dtype) for name in params}
+        state = tx.init(params)
+
+        @jax.jit
+        def update(step, state, params):
+            updates, state = tx.update({k: g[step] for k, g in grads.items()}, state, params)
+            params = optax.apply_updates(params, updates)
+            return state, params, optim.evaluation_params(state, params)
+
+        trained, evaluated = [params], [params]
+        for step in range(UPDATES):
+            state, params, average = update(step, state, params)
+            trained.append(params)
+            evaluated.append(average)
+    return _stacked(trained), _stacked(evaluated)
+
+
+def initial(inputs: Arrays, dtype: str = "float32") -> dict[str, jax.Array]:
+    """Returns the initial values of the recorded runs."""
+    return {
+        key.removeprefix("param/"): jnp.asarray(value, dtype)
+        for key, value in inputs.items() if key.startswith("param/")
+    }
+
+
+def _stacked(trees: list[dict[str, jax.Array]]) -> dict[str, np.ndarray]:
+    return {name: np.stack([tree[name] for tree in trees]) for name in trees[0]}
+
+
+def _of(
+    transform: Callable[[dict[str, Any], Any], optax.GradientTransformation | None],
+    reason: Callable[[Entry], str],
+) -> Repeat:
+    """Returns the function that repeats a family of optimizers.
+
+    Args:
+      transform: from an entry and the parameters to the optimizer; None for what is not repeated.
+      reason: why an entry is not.
+    """
+
+    def repeat(entry: Entry, recorded: Arrays, inputs: Arrays) -> dict[str, np.ndarray]:
+        found = {}
+        for dtype, prefixes in {"float32": ("p32/", "eval32/"), "float64": ("p64/",)}.items():
+            if not any(key.startswith(prefixes) for key in recorded):
+                continue
+            with jax.enable_x64(dtype == "float64"):
+                tx = transform(dict(entry), initial(inputs, dtype))
+            if tx is None:
+                raise NotImplementedError(reason(entry))
+            trained, evaluated = trajectory(tx, inputs, dtype)
+            values = {f"p{dtype[-2:]}/{name}": value for name, value in trained.items()}
+            values |= {f"eval32/{name}": value for name, value in evaluated.items()}
+            for key in recorded:
+                if key.startswith(prefixes):
+                    rows = recorded["f64_steps"] if dtype == "float64" else slice(None)
+                    found[key] = values[key][rows]
+        return found
+
+    return repeat
+
+
+def _schedules(entry: Entry, recorded: Arrays, inputs: Arrays) -> dict[str, np.ndarray]:
+    """Repeats an entry that records learning rates; in float64, as most of them were computed."""
+    with jax.enable_x64(True):
+        return {
+            curve.name: np.asarray(jax.jit(jax.vmap(curve.schedule))(jnp.asarray(curve.steps)))
+            for curve in golden_schedules.curves_for(dict(entry), recorded)
+        }
+
+
+FAMILIES: dict[str, Repeat] = {
+    **dict.fromkeys(
+        golden.FAMILIES,
+        _of(golden.transform_for, lambda entry: golden.BUGS[entry["implementation"]]),
+    ),
+    **dict.fromkeys(
+        golden_baselines.FAMILIES, _of(golden_baselines.transform, golden_baselines.why_not)
+    ),
+    "schedules": _schedules,
+}
