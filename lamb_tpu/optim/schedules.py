@@ -298,16 +298,19 @@ def by_examples(
     """
     if not callable(schedule):
         raise ValueError(f"schedule must be a function of the examples seen, not {schedule!r}")
-    pairs: Any = [(batch_size, 1)] if is_number(batch_size) else batch_size
-    if not isinstance(pairs, (tuple, list)) or not pairs:
+    pairs: Any = batch_size
+    if is_number(batch_size):
+        check_whole("batch_size", batch_size, lowest=1)
+        pairs = [(batch_size, 1)]
+    elif not isinstance(batch_size, (tuple, list)) or not batch_size:
         raise ValueError(
             f"batch_size must be a number, or pairs (batch size, updates), not {batch_size!r}"
         )
     for pair in pairs:
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-            raise ValueError(f"batch_size must have pairs (batch size, updates), not {pair!r}")
-        check_whole("a batch size", pair[0], lowest=1)
-        check_whole("the updates of a batch size", pair[1], lowest=1)
+            raise ValueError(f"batch_size has pairs (batch size, updates), and not {pair!r}")
+        check_whole("each number in the pairs of batch_size", pair[0], lowest=1)
+        check_whole("each number in the pairs of batch_size", pair[1], lowest=1)
     sizes, lengths = np.asarray(pairs, np.float64).T
     starts = np.cumsum(lengths) - lengths
     lengths[-1] = np.inf

@@ -78,6 +78,7 @@ NEEDED = {
     "adamw_timescale": dict(learning_rate=0.1, weight_decay=0.1, batch_size=8, data_size=100),
     "add_l2": dict(inner=optax.sgd(0.1), l2=0.1, rules="all"),
     "adamw_weight_decay": dict(timescale=0.1, learning_rate=0.1, batch_size=8, data_size=100),
+    "by_examples": dict(schedule=lambda seen: 0.1, batch_size=8),
     "check_rules": dict(rules="all"),
     "clip_global_norm": dict(max_norm=1.0),
     "Duration": dict(value=3, unit="epochs"),

@@ -229,10 +229,10 @@ def test_rates_are_float32_scalars_and_float64_where_enabled():
     (lambda: phases((0.1, 3)), "the schedule of phase 0 is not a function: 0.1"),
     (lambda: phases((warmup(1, 1), 1), (warmup(1, 1), 0)), "the steps of phase 1 .* not 0"),
     (lambda: by_examples(0.1, 8), "schedule must be a function of the examples seen, not 0.1"),
-    (lambda: by_examples(warmup(1, 1), 0), "a batch size must be a whole .* at least 1, not 0"),
+    (lambda: by_examples(warmup(1, 1), 0), "batch_size must be a whole .* at least 1, not 0"),
     (lambda: by_examples(warmup(1, 1), []), r"batch_size must be a number, or pairs .* not \[\]"),
-    (lambda: by_examples(warmup(1, 1), [8]), r"pairs \(batch size, updates\), not 8"),
-    (lambda: by_examples(warmup(1, 1), [(8, 1.5)]), "the updates of a batch size .* not 1.5"),
+    (lambda: by_examples(warmup(1, 1), [8]), r"has pairs \(batch size, updates\), and not 8"),
+    (lambda: by_examples(warmup(1, 1), [(8, 1.5)]), "in the pairs of batch_size must be a whole .* not 1.5"),
     (lambda: phases((warmup(1, 1), 1.5)), "the steps of phase 0 must be a whole .* not 1.5"),
 ])
 def test_bad_arguments(call, message):
