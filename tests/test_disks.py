@@ -78,6 +78,7 @@ def has_saved(run: Run, count: int = 1) -> Callable[[], bool]:
     return lambda: len(list(run.workdir.glob("checkpoints/*/sha256.json"))) >= count
 
 
+@pytest.mark.long
 def test_full_disk(tmp_path: pathlib.Path, whole: pathlib.Path) -> None:
     with disks.disk(tmp_path / "disk") as disk:
         workdir = disk.path / "run"

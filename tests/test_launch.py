@@ -245,6 +245,7 @@ def test_logs_lie_in_the_workdir_that_is_used(tmp_path: pathlib.Path) -> None:
     assert launch._log_folder([f"--config.workdir={one}"]).is_dir() and not one.exists()
 
 
+@pytest.mark.long
 def test_training_by_two_processes_is_that_of_one(tmp_path: pathlib.Path) -> None:
     """12 updates on four devices, of one process and of two: metrics and parameters."""
     arguments = [

@@ -77,6 +77,7 @@ def test_any_number_of_devices_and_microbatches(own_folder: pathlib.Path) -> Non
         )
 
 
+@pytest.mark.long
 def test_parameters_of_any_tree(
     own_folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -90,6 +90,7 @@ def test_one_device_then_eight(
     check(resumed, workdir)
 
 
+@pytest.mark.long
 def test_two_processes_then_one_and_back(
     tmp_path: pathlib.Path, recipe: pathlib.Path, trained: pathlib.Path
 ) -> None:

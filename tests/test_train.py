@@ -155,6 +155,7 @@ def with_dropout(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return workdir
 
 
+@pytest.mark.long
 def test_interrupted_run_with_dropout_goes_on_bit_for_bit(
     with_dropout: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,

@@ -47,6 +47,7 @@ def _files(out):
     return {path: path.read_bytes() for path in sorted(out.glob("runs/*/metrics.jsonl"))}
 
 
+@pytest.mark.long
 def test_records(study):
     out, records = study
     assert [json.loads(line) for line in (out / "records.jsonl").open()] == records

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from lamb_tpu.models.attention import attend
+from tests.quick import jit
 
 ROWS, LENGTH, HEADS, WIDTH = 3, 10, 2, 6
 MASK = np.arange(LENGTH) < np.array([10, 4, 0])[:, None]  # an example of padding alone too
@@ -37,7 +38,7 @@ def value_and_grads(function: Any, arrays: list[jax.Array], keep: Any) -> Any:
         mixed = function(*arrays, MASK, keep, rate)
         return jnp.sum(jnp.sin(3 * mixed.astype(jnp.float32))), mixed
 
-    grads, mixed = jax.jit(jax.grad(total, (0, 1, 2), has_aux=True))(*arrays)
+    grads, mixed = jit(jax.grad(total, (0, 1, 2), has_aux=True))(*arrays)
     return [mixed, *grads]
 
 

@@ -13,6 +13,7 @@ from lamb_tpu import models
 from lamb_tpu.errors import UserError
 from lamb_tpu.models import bert, bert_huggingface
 from lamb_tpu.models.bert import HEADS, SIZES, BertConfig
+from tests.quick import jit
 
 KEY = jax.random.key(0)
 CONFIG = BertConfig(
@@ -46,7 +47,7 @@ VARIABLES = init(CONFIG)
 
 def run(inputs: Any = INPUTS, config: BertConfig = CONFIG, **changes: Any) -> dict[str, jax.Array]:
     module = dataclasses.replace(config, **changes).module()
-    return jax.jit(lambda inputs: module.apply(VARIABLES, inputs, train=False))(inputs)
+    return jit(lambda inputs: module.apply(VARIABLES, inputs, train=False))(inputs)
 
 
 def test_published_sizes() -> None:
@@ -134,7 +135,7 @@ def test_the_output_matrix_is_that_of_the_words() -> None:
         logits = module.apply({"params": params}, INPUTS, train=False)["mlm_logits"]
         return -jnp.sum(jax.nn.log_softmax(logits)[..., 20])
 
-    grad = jax.jit(jax.grad(loss))(params)["embeddings"]["word"]
+    grad = jit(jax.grad(loss))(params)["embeddings"]["word"]
     absent = sorted(set(range(21)) - set(INPUTS["input_ids"].ravel()))
     assert absent and np.all(np.any(grad[np.array(absent)] != 0, axis=-1))
 
@@ -181,7 +182,7 @@ def test_heads_bring_their_parameters_and_outputs() -> None:
 
 def test_first_values() -> None:
     config = BertConfig(**{**SIZES["tiny"], "num_layers": 1}, vocab_size=2000)
-    params = jax.jit(lambda: config.module().init(KEY, INPUTS, train=False))()["params"]
+    params = jit(lambda: config.module().init(KEY, INPUTS, train=False))()["params"]
     word = np.asarray(params["embeddings"]["word"])
     # A normal cut at two standard deviations has 0.8796 of its standard deviation.
     assert abs(word.std() - 0.8796 * 0.02) < 1e-4 and 0.0399 < np.abs(word).max() <= 0.04

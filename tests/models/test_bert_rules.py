@@ -16,6 +16,7 @@ from lamb_tpu.models.transformer import stack_layers
 from lamb_tpu.optim import parameters
 from lamb_tpu.parallel import mesh as mesh_lib
 from lamb_tpu.parallel import rules
+from tests.quick import jit
 
 KEY = jax.random.key(0)
 CONFIG = BertConfig(
@@ -92,7 +93,7 @@ def test_an_update_of_lamb_is_the_same_for_stacked_layers() -> None:
 
     def update(params: Any, grads: Any, facts: Any) -> Any:
         tx = optim.lamb(0.1, weight_decay=0.01, rules=facts)
-        return jax.jit(lambda p, g: tx.update(g, tx.init(p), p)[0])(params, grads)
+        return jit(lambda p, g: tx.update(g, tx.init(p), p)[0])(params, grads)
 
     unrolled = stack_layers(update(params, grads, bert_rules.PARAMETERS))
     scanned = update(stack_layers(params), stack_layers(grads), bert_rules.PARAMETERS_SCANNED)
@@ -122,8 +123,8 @@ def test_split_over_devices_the_loss_and_gradients_are_those_of_one(scan_layers:
     def run(params: Any, batch: Any) -> Any:
         return jax.value_and_grad(lambda p: loss(config, p, batch))(params)
 
-    many = jax.jit(run, in_shardings=(shardings, batch), out_shardings=(None, shardings))
-    (one_loss, one), (many_loss, grads) = jax.jit(run)(params, BATCH), many(params, BATCH)
+    many = jit(run, in_shardings=(shardings, batch), out_shardings=(None, shardings))
+    (one_loss, one), (many_loss, grads) = jit(run)(params, BATCH), many(params, BATCH)
     np.testing.assert_allclose(many_loss, one_loss, rtol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-5), grads, one)
     assert max(float(jnp.max(jnp.abs(g))) for g in jax.tree.leaves(one)) > 0.1

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from lamb_tpu.models import convolution
 from lamb_tpu.models.convolution import convolve
 
 ORDER = ("NHWC", "HWIO", "NHWC")
@@ -74,6 +75,32 @@ def test_values_and_gradients(kernel: Any, strides: Any, padding: Any, groups: i
         jax.tree.map(
             lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-11), found, expected
         )
+
+
+@pytest.mark.parametrize("kernel, strides, padding, groups", CASES[:5])
+def test_one_image_at_a_time(
+    kernel: Any, strides: Any, padding: Any, groups: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(convolution, "_CACHE_BYTES", 1)
+    test_values_and_gradients(kernel, strides, padding, groups)
+
+
+@pytest.mark.parametrize("rows", [16, 12])
+def test_rows_of_eight_devices_stay_where_they_are(rows: int) -> None:
+    """Split rows (16) are cut on each device alike; 12 lie whole on every one."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    kernel, how = (3, 3, 4, 5), ((1, 1), "SAME", 1)
+    x, weights = inputs(kernel, np.float32)
+    x = np.resize(x, (rows, *x.shape[1:])) * np.arange(1, rows + 1)[:, None, None, None] / rows
+    expected = gradients(theirs, x, weights, *how)[0][1]
+    rows_split = NamedSharding(mesh, P("data" if rows == 16 else None))
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        compiled = jax.jit(
+            lambda x, kernel: gradients(ours, x, kernel, *how)[0][1],
+            in_shardings=(rows_split, NamedSharding(mesh, P())),
+        ).lower(x, weights).compile()
+    assert "all-gather" not in compiled.as_text()
+    np.testing.assert_allclose(compiled(x, weights), expected, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("kernel", [(3, 3, 4, 5), (3, 3, 1, 4), (1, 1, 4, 5), (9, 8, 4, 5)])

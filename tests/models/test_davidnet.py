@@ -8,6 +8,7 @@ import pytest
 
 from lamb_tpu.models.davidnet import DavidNet
 from tests.models import numpy_layers
+from tests.quick import jit
 
 IMAGES = np.random.default_rng(1).normal(size=(2, 8, 16, 3)).astype(np.float32)
 
@@ -39,7 +40,7 @@ def test_forward_pass(width: int) -> None:
     channels = {name: leaf["kernel"].shape[-1] // width for name, leaf in tree["params"].items()
                 if name.endswith("_conv")}
     assert sorted(channels.values()) == [1, 2, 2, 2, 4, 8, 8, 8]
-    found = jax.jit(lambda v, x: module.apply(v, x, train=False))(tree, IMAGES)
+    found = jit(lambda v, x: module.apply(v, x, train=False))(tree, IMAGES)
     expected = forward(tree, IMAGES)
     assert np.std(expected[0] - expected[1]) > 0.1
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
@@ -48,7 +49,7 @@ def test_forward_pass(width: int) -> None:
 def test_first_values() -> None:
     inputs = {"prep_conv": 27, "layer2_conv": 9 * 128, "output": 512}
 
-    @jax.jit
+    @jit
     def draw(key: jax.Array) -> dict[str, jax.Array]:
         params = DavidNet().init(key, IMAGES, train=False)["params"]
         return {name: params[name]["kernel"] for name in inputs}

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from lamb_tpu.models import dropout as dropout_lib
 from lamb_tpu.models.dropout import Dropout, example_positions
+from tests.quick import jit
 
 KEY = jax.random.key(0)
 ROWS, WIDTH, DEVICES = 64, 96, 8
@@ -69,6 +70,7 @@ def test_rows_layers_and_updates_differ() -> None:
     assert agree.max() < 0.85 and abs(agree.mean() - 0.52) < 0.005
 
 
+@pytest.mark.long
 def test_a_row_is_told_by_its_position_alone() -> None:
     whole = drop(ONES)
     order = np.random.default_rng(0).permutation(ROWS)[:7]
@@ -104,7 +106,7 @@ def microbatches(x: jax.Array, key: jax.Array) -> jax.Array:
 
 def over_devices(run: Callable[..., Any]) -> Callable[..., Any]:
     split = NamedSharding(mesh(), P("data"))
-    return jax.jit(run, in_shardings=(split, None), out_shardings=split)
+    return jit(run, in_shardings=(split, None), out_shardings=split)
 
 
 def over_rows(x: Any) -> jax.Array:
@@ -114,8 +116,8 @@ def over_rows(x: Any) -> jax.Array:
 PLACEMENTS = {
     "jit, 8": over_devices(drop),
     "jit, 8, microbatches": over_devices(microbatches),
-    "microbatches": jax.jit(microbatches),
-    "shard_map, 8": jax.jit(
+    "microbatches": jit(microbatches),
+    "shard_map, 8": jit(
         jax.shard_map(part, mesh=mesh(), in_specs=(P("data"), P()), out_specs=P("data"))
     ),
     "pmap, 8": lambda x, key: jax.pmap(part, "data", in_axes=(0, None))(
@@ -168,7 +170,7 @@ def test_other_generators_under_jit_with_a_mesh() -> None:
     np.testing.assert_allclose(again, found / 0.6, rtol=1e-4)  # squares of 0 or 1 / 0.6
     # A batch that the devices do not divide is drawn as a whole.
     with jax.set_mesh(mesh()):
-        part = jax.jit(drop)(ONES[:7], key)
+        part = jit(drop)(ONES[:7], key)
     np.testing.assert_array_equal(part, drop(ONES[:7], key))
 
 
@@ -193,7 +195,7 @@ def stack(block: type[nn.Module]) -> Callable[[], nn.Module]:
 
 def test_under_remat_and_scan() -> None:
     x, positions = jax.random.normal(KEY, (4, WIDTH)), jnp.array([9, 2, 30, 4])
-    run = jax.jit(grad_of, static_argnums=0)
+    run = jit(grad_of, static_argnums=0)
     plain = run(Block, x, positions)
     np.testing.assert_allclose(run(nn.remat(Block), x, positions), plain, rtol=1e-5, atol=1e-6)
     # In a stack too, on which remat must change nothing.
@@ -227,8 +229,8 @@ def test_under_checkpoint_each_pass_draws_the_same_mask() -> None:
 
     x = jax.random.normal(KEY, (4, WIDTH))
     for positions in (jnp.arange(4), jnp.arange(4) + 17):
-        plain = jax.jit(lambda p: grad(lambda f: f, x, p))(positions)
-        again = jax.jit(lambda p: grad(jax.checkpoint, x, p))(positions)
+        plain = jit(lambda p: grad(lambda f: f, x, p))(positions)
+        again = jit(lambda p: grad(jax.checkpoint, x, p))(positions)
         np.testing.assert_allclose(again, plain, rtol=1e-5, atol=1e-6)
 
 

@@ -19,6 +19,7 @@ from lamb_tpu.models.dropout import Dropout, example_positions
 from lamb_tpu.models.efficientnet import Block, EfficientNet, SqueezeExcite
 from lamb_tpu.models.norm import BatchNorm
 from tests.models import numpy_layers
+from tests.quick import jit
 
 KEY = jax.random.key(0)
 # At the five strides sizes of 27, 14, 7, 4, 2 and 20, 10, 5, 3, 2.
@@ -94,7 +95,7 @@ def forward(tree: Any, x: np.ndarray) -> np.ndarray:
 def test_forward_pass() -> None:
     module = Small(num_classes=5)
     tree = numpy_layers.variables(module, IMAGES, gain=1.15)
-    found = jax.jit(lambda v, x: module.apply(v, x, train=False))(tree, IMAGES)
+    found = jit(lambda v, x: module.apply(v, x, train=False))(tree, IMAGES)
     expected = forward(tree, IMAGES)
     assert np.std(expected[0] - expected[1]) > 0.1
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
@@ -178,7 +179,7 @@ def test_rounding_up_where_down_would_lose_a_tenth() -> None:
 def test_first_values() -> None:
     names = ("expand", "depthwise", "project", "reduce", "expand of gates", "output")
 
-    @jax.jit
+    @jit
     def draw(key: jax.Array) -> dict[str, jax.Array]:
         params = models.build("efficientnet_b0").init(key, jnp.zeros((1, 32, 32, 3)))["params"]
         block = params["stage6_block2"]
@@ -207,7 +208,7 @@ def test_a_dropped_branch_leaves_the_shortcut() -> None:
 
     tree = numpy_layers.variables(block(0.0), x)
 
-    @jax.jit
+    @jit
     def run(tree: Any) -> list[jax.Array]:
         return [
             block(rate).apply(tree, x, True, rngs={"dropout": KEY}, mutable="batch_stats")[0]
@@ -232,12 +233,12 @@ def test_training_is_the_same_on_devices_and_in_one() -> None:
     tree = numpy_layers.variables(module, images)
     blocks = {name for name in tree["params"] if "block" in name}
     assert blocks == {"stage1_block1", "stage2_block1", "stage2_block2"}
-    one = jax.jit(lambda v, x: module.apply(
+    one = jit(lambda v, x: module.apply(
         v, x, train=True, rngs={"dropout": KEY}, mutable="batch_stats"
     ))
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
 
-    @jax.jit
+    @jit
     @functools.partial(
         jax.shard_map, mesh=mesh, in_specs=(P(), P("data")), out_specs=(P("data"), P()),
         check_vma=False,
@@ -281,7 +282,7 @@ def test_packed_examples_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> 
 
         monkeypatch.setattr(efficientnet, "examples_a_row", lambda rows: packed)
         monkeypatch.setattr(efficientnet, "_PACKED_CHANNELS", 96)
-        grad = jax.jit(jax.grad(loss, has_aux=True)).lower(tree["params"])
+        grad = jit(jax.grad(loss, has_aux=True)).lower(tree["params"])
         # So compiled in less time; nothing here is measured by the clock.
         return grad.compile({"xla_backend_optimization_level": 0})(tree["params"])
 

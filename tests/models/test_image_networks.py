@@ -16,6 +16,7 @@ from lamb_tpu.models.norm import BatchNorm
 from lamb_tpu.models.resnet import ResNet
 from lamb_tpu.optim import parameters
 from tests.models import numpy_layers
+from tests.quick import jit
 
 KEY = jax.random.key(0)
 NAMES = ("davidnet", "efficientnet_b0", "efficientnet_b1", "resnet18", "resnet50")
@@ -118,7 +119,7 @@ def test_bfloat16_computes_the_same_network() -> None:
     x = np.random.default_rng(0).normal(size=(8, 8, 8, 3)).astype(np.float32)
     variables = numpy_layers.variables(Small(), x)
     exact, near = (
-        jax.jit(lambda v, x, dtype=dtype: Small(dtype=dtype).apply(v, x, train=False))(variables, x)
+        jit(lambda v, x, dtype=dtype: Small(dtype=dtype).apply(v, x, train=False))(variables, x)
         for dtype in ("float32", "bfloat16")
     )
     assert 1e-4 < np.abs(near - exact).max() / np.std(exact) < 0.1

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from lamb_tpu.models import lanes as packing
 from lamb_tpu.models.lanes import Conv, examples_a_row, pack, unpack
+from tests.quick import jit
 
 INIT = nn.initializers.normal(1.0)
 
@@ -51,7 +52,7 @@ def test_convolution_is_that_of_flax(depthwise: bool, size: int, stride: int) ->
         y = apply(variables, x)
         return jnp.sum(y * weights[:, : y.shape[1], : y.shape[2]]), y
 
-    @jax.jit
+    @jit
     def run(x: jax.Array) -> Any:
         variables = theirs.init(jax.random.key(0), x)
         layer = Conv(channels, size, stride, "float32", INIT, depthwise, 4)

@@ -16,6 +16,7 @@ from ml_collections import ConfigDict
 
 from lamb_tpu import models
 from lamb_tpu.errors import UserError
+from tests.quick import jit
 
 
 @pytest.mark.parametrize(
@@ -76,7 +77,7 @@ def test_batch_norm_inside_shard_map_needs_the_axes() -> None:
             return model.apply(variables, x, train=True)[0]
 
         run = jax.shard_map(apply, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
-        return jax.jit(run)(x)
+        return jit(run)(x)
 
     assert np.std(logits(("data",))) > 0.01  # of one example each, everything would be 0
     with pytest.raises(ValueError, match="set axis_name to the axes that split the batch"):

@@ -11,6 +11,7 @@ from flax import nnx
 from lamb_tpu.models import Model
 from lamb_tpu.models.dropout import example_positions
 from lamb_tpu.models.nnx import functions
+from tests.quick import jit
 
 
 class Network(nnx.Module):
@@ -62,7 +63,7 @@ def test_outputs_are_those_of_the_module(model: Model, variables: Any) -> None:
     np.testing.assert_array_equal(outputs, module(X))
     jax.tree.map(np.testing.assert_array_equal, state, {"state": variables["state"]})
     module.train()
-    outputs, state = jax.jit(lambda v, x, key: model.apply(v, x, train=True, key=key))(
+    outputs, state = jit(lambda v, x, key: model.apply(v, x, train=True, key=key))(
         variables, X, jax.random.key(2)
     )
     np.testing.assert_allclose(outputs[0], module(X)[0], rtol=1e-4, atol=1e-5)

@@ -19,6 +19,7 @@ from lamb_tpu.models import norm as norm_lib
 from lamb_tpu.models.groups import groups_of
 from lamb_tpu.models.lanes import pack, unpack
 from lamb_tpu.models.norm import BatchNorm, combine_moments
+from tests.quick import jit
 
 BATCH, DEVICES, CHANNELS = 32, 8, 5
 # Examples per group with 4 on a device: ghost, ghost, local, 2 devices, 4 devices, all of them.
@@ -92,7 +93,7 @@ def under_jit(*shape: int) -> Callable[..., Any]:
         specs = (P(mesh.axis_names), P(mesh.axis_names), P(), P())
         shardings = tuple(NamedSharding(mesh, spec) for spec in specs)
         out = dict(zip(("y", "dx", "batch_stats", "dparams"), shardings))
-        return jax.jit(run, in_shardings=shardings, out_shardings=out)
+        return jit(run, in_shardings=shardings, out_shardings=out)
 
     return build
 
@@ -106,7 +107,7 @@ def under_shard_map(*shape: int, check_vma: bool) -> Callable[..., Any]:
         specs = (P(names), P(names), P(), P())
         out = dict(zip(("y", "dx", "batch_stats", "dparams"), specs))
         run = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=out, check_vma=check_vma)
-        return jax.jit(run)
+        return jit(run)
 
     return build
 
@@ -139,7 +140,12 @@ PLACEMENTS = [
     # With its checks shard_map takes groups of whole inner axes: here of 2 devices or all.
     if pair != ("checked shard_map, 4 x 2", 16)
 ]
-everywhere = pytest.mark.parametrize("placement, group_size", PLACEMENTS)
+# In `make test` a group of every kind, in one device, over all, and over parts of them.
+MAIN_PLACEMENTS = ("jit, 1 device", "jit, 8", "shard_map, 8")
+everywhere = pytest.mark.parametrize("placement, group_size", [
+    pytest.param(*pair, marks=() if pair[0] in MAIN_PLACEMENTS else pytest.mark.long)
+    for pair in PLACEMENTS
+])
 
 
 @functools.cache
@@ -270,7 +276,7 @@ def test_packed_examples_make_no_difference(group_size: int | None, dtype: Any) 
 
     def step(packed: int) -> Any:
         grad = jax.grad(functools.partial(run, packed), (0, 1), has_aux=True)
-        return jax.tree.map(np.float64, jax.jit(grad)(case["params"], case["x"]))
+        return jax.tree.map(np.float64, jit(grad)(case["params"], case["x"]))
 
     (dparams, dx), rest = step(4)
     (expected_dparams, expected_dx), expected = step(1)
@@ -295,7 +301,7 @@ def test_second_derivatives() -> None:
         return jnp.sum(jnp.sin(x.mean(1)) * jnp.exp(x.var(1)))
 
     def curvature(f: Callable[[jax.Array], jax.Array]) -> jax.Array:
-        return jax.jit(lambda x: jax.jvp(jax.grad(f), (x,), (direction,))[1])(x)
+        return jit(lambda x: jax.jvp(jax.grad(f), (x,), (direction,))[1])(x)
 
     for group_size, centre in itertools.product((1, 2, None), (None, jnp.array([[0.3, -0.2]]))):
         ours = curvature(functools.partial(loss, group_size, centre))
@@ -308,7 +314,7 @@ def test_under_remat() -> None:
     def grad(cls: type[nn.Module]) -> jax.Array:
         norm = cls(8, use_running_average=False)
         apply = functools.partial(norm.apply, norm.init(KEY, x), mutable="batch_stats")
-        return jax.jit(jax.grad(lambda x: jnp.sum(apply(x)[0] ** 3)))(x)
+        return jit(jax.grad(lambda x: jnp.sum(apply(x)[0] ** 3)))(x)
 
     assert_close(grad(nn.remat(BatchNorm)), grad(BatchNorm), 1e-6, 1e-6)
 
@@ -360,7 +366,7 @@ def test_microbatches_over_devices() -> None:
         run, mesh=make_mesh(8), in_specs=P("data"), out_specs=P(), check_vma=False
     )
     expected = {"batch_stats": reference(case, None)["batch_stats"]}
-    assert_close(jax.jit(run)(case["x"]), expected, 2e-6, 1e-6)
+    assert_close(jit(run)(case["x"]), expected, 2e-6, 1e-6)
 
 
 def test_each_layer_has_its_own_moments_also_in_a_stack() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from lamb_tpu.models.resnet import ResNet
 from tests.models import numpy_layers
+from tests.quick import jit
 
 # Odd: a pixel more on one side would tell.
 IMAGES = np.random.default_rng(1).normal(size=(2, 21, 18, 3)).astype(np.float32)
@@ -60,7 +61,7 @@ def forward(module: ResNet, tree: Any, x: np.ndarray) -> np.ndarray:
 def test_forward_pass(network: type[ResNet], stem: str) -> None:
     module = network(num_classes=5, stem=stem)
     tree = numpy_layers.variables(module, IMAGES)
-    found = jax.jit(lambda v, x: module.apply(v, x, train=False))(tree, IMAGES)
+    found = jit(lambda v, x: module.apply(v, x, train=False))(tree, IMAGES)
     expected = forward(module, tree, IMAGES)
     assert np.std(expected[0] - expected[1]) > 0.1
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
@@ -77,7 +78,7 @@ def test_shortcuts() -> None:
 
 @pytest.mark.parametrize("zero_gamma", [True, False])
 def test_first_values(zero_gamma: bool) -> None:
-    @jax.jit
+    @jit
     def draw(key: jax.Array) -> Any:
         params = Bottleneck(zero_gamma=zero_gamma).init(key, IMAGES, train=False)["params"]
         kernels = params["stage2_block2"]["conv2"], params["stem_conv"], params["output"]

@@ -23,6 +23,7 @@ from lamb_tpu.models.transformer import (
     unstack_layers,
 )
 from tests.marks import some
+from tests.quick import jit
 
 KEY = jax.random.key(0)
 CONFIG = LayerConfig(
@@ -98,7 +99,7 @@ def outputs_and_grads(module: Encoder, variables: Any) -> tuple[jax.Array, Any]:
         y = module.apply(variables, x, MASK, True, rngs={"dropout": KEY})
         return jnp.sum(jnp.sin(y) * MASK[..., None]), y
 
-    grads, y = jax.jit(jax.grad(total, argnums=(0, 1), has_aux=True))(variables, X)
+    grads, y = jit(jax.grad(total, argnums=(0, 1), has_aux=True))(variables, X)
     return y, grads
 
 
@@ -137,7 +138,7 @@ def test_stacking_is_exact_and_keeps_what_is_no_layer() -> None:
 
 
 def test_scanned_layers_begin_with_different_values() -> None:
-    params = jax.jit(lambda: stack(scan_layers=True).init(KEY, X, MASK, train=False))()["params"]
+    params = jit(lambda: stack(scan_layers=True).init(KEY, X, MASK, train=False))()["params"]
     kernel = params["layers"]["output"]["kernel"]
     assert np.unique(kernel).size > 0.99 * kernel.size
 
@@ -171,7 +172,7 @@ def test_dropout_follows_the_example(fields: dict[str, Any]) -> None:
     module = stack(config=DROPPING, num_layers=2, **fields)
     variables = init(module)
 
-    @jax.jit
+    @jit
     def run(x: jax.Array, mask: jax.Array, positions: jax.Array) -> jax.Array:
         with example_positions(positions):
             return module.apply(variables, x, mask, True, rngs={"dropout": KEY})
@@ -220,13 +221,13 @@ def test_split_sequences_give_the_numbers_of_one_device(
 
         return jax.value_and_grad(total)(variables)
 
-    expected = jax.jit(run)(variables, x, mask)
+    expected = jit(run)(variables, x, mask)
     mesh = jax.make_mesh(
         tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes)
     )
     rows, whole = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
     with jax.set_mesh(mesh):
-        compiled = jax.jit(
+        compiled = jit(
             lambda *args: run(*args), in_shardings=(whole, rows, rows), out_shardings=whole
         ).lower(variables, x, mask).compile()
     found = compiled(*jax.device_put((variables, x, mask), (whole, rows, rows)))
@@ -277,7 +278,7 @@ def test_bfloat16_keeps_softmax_and_statistics_in_float32(config: LayerConfig) -
         if e.primitive.name == "dot_general" and e.outvars[0].aval.size == ROWS * 4 * LENGTH**2
     ]
     assert scores == ["float32"]
-    y = jax.jit(run)(variables, x)
+    y = jit(run)(variables, x)
     assert y.dtype == jnp.bfloat16
     if config is CONFIG:
         whole = EncoderLayer(CONFIG).apply(variables, X, MASK, train=False)

@@ -267,6 +267,7 @@ def test_replicas_round_alike():
             every, np.broadcast_to(one, (8, *one.shape))), expected, replicas)
 
 
+@pytest.mark.long
 def test_shards_round_on_their_own_and_whole_leaves_alike():
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
     axes = {"both": ("x", "y"), "rows": "x", "whole": None}

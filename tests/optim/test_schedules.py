@@ -232,7 +232,7 @@ def test_rates_are_float32_scalars_and_float64_where_enabled():
     (lambda: by_examples(warmup(1, 1), 0), "batch_size must be a whole .* at least 1, not 0"),
     (lambda: by_examples(warmup(1, 1), []), r"batch_size must be a number, or pairs .* not \[\]"),
     (lambda: by_examples(warmup(1, 1), [8]), r"has pairs \(batch size, updates\), and not 8"),
-    (lambda: by_examples(warmup(1, 1), [(8, 1.5)]), "in the pairs of batch_size must be a whole .* not 1.5"),
+    (lambda: by_examples(warmup(1, 1), [(8, 1.5)]), "in the pairs of batch_size must .* not 1.5"),
     (lambda: phases((warmup(1, 1), 1.5)), "the steps of phase 0 must be a whole .* not 1.5"),
 ])
 def test_bad_arguments(call, message):

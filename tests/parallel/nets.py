@@ -13,6 +13,7 @@ from lamb_tpu import data
 from lamb_tpu.parallel import state as state_lib
 from lamb_tpu.run.build import Run, prepare
 from tests import tiny
+from tests.quick import OPTIONS, jit
 
 BATCH_NORM = ConfigDict(
     {"name": "mlp", "hidden_sizes": (24, 16), "batch_norm": True, "group_size": 8}
@@ -47,7 +48,9 @@ def _train(
     config: ConfigDict, num_devices: int, num_steps: int
 ) -> tuple[state_lib.TrainState, list[dict[str, Any]], Run]:
     run = prepare(config, None, jax.devices()[:num_devices])
-    state, step, sums = run.first_state(), run.make_train_step(), []
+    init = jit(run.init, out_shardings=run.shardings)
+    step = run.make_train_step().lower(run.abstract_state, run.abstract_batch()).compile(OPTIONS)
+    state, sums = init(jax.random.key(run.config.seed), {}), []
     loader = data.TrainLoader(
         run.train_set, run.config.batch_size, run.config.seed, run.local_rows()
     )

@@ -9,6 +9,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from lamb_tpu.parallel import accumulation
+from tests.marks import some
 from tests.parallel.nets import BATCH_NORM, DROPOUT, WeightedSum, difference, trained
 
 PLACES = [
@@ -97,7 +98,7 @@ def test_dropout_and_ghost_batches_are_those_of_one_batch(
 
 
 @pytest.mark.parametrize("num_devices, place", PLACES)
-@pytest.mark.parametrize("group_size", [None, 8])
+@pytest.mark.parametrize("group_size", some([None, 8], (8,)))
 def test_groups_are_those_of_a_microbatch_on_any_devices(
     group_size: int | None, num_devices: int, place: dict[str, Any]
 ) -> None:

@@ -51,7 +51,7 @@ def on_one(source: None) -> Any:
     return trained(1, 1, **CHANGES)
 
 
-@pytest.mark.parametrize("place", some(PLACES, ("model",)))
+@pytest.mark.parametrize("place", some(PLACES, ()))
 def test_the_update_is_that_of_one_device(place: str, on_one: Any) -> None:
     expected, (sums_one,), run_one = on_one
     run = run_of(**CHANGES, **PLACES[place])

@@ -12,6 +12,7 @@ from lamb_tpu import data, models, tasks
 from lamb_tpu.models.transformer import stack_layers
 from tests.marks import some
 from tests.parallel.nets import difference, trained
+from tests.quick import jit
 from tests.tasks.berts import TINY, examples
 
 CHANGES: dict[str, Any] = {
@@ -79,6 +80,7 @@ def test_eight_devices_zero1_and_accumulation_give_the_big_batch(place: str, who
     np.testing.assert_allclose(last["loss"], (sum(parts), 1), rtol=1e-6)
 
 
+@pytest.mark.long
 def test_unrolled_layers_are_scanned_ones(source: data.ArraySource) -> None:
     batch = source.gather(np.arange(16))
 
@@ -92,8 +94,8 @@ def test_unrolled_layers_are_scanned_ones(source: data.ArraySource) -> None:
         return sum(terms[term] / weights[term] for term in terms)
 
     unrolled, scanned = task(False), task(True)
-    params = jax.jit(unrolled.init)(jax.random.key(1), batch)["params"]
-    step = jax.jit(jax.value_and_grad(loss), static_argnums=1)
+    params = jit(unrolled.init)(jax.random.key(1), batch)["params"]
+    step = jit(jax.value_and_grad(loss), static_argnums=1)
     one, grads_one = step(params, unrolled)
     two, grads_two = step(stack_layers(params), scanned)
     assert float(two) == pytest.approx(float(one), rel=1e-6)

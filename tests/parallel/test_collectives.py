@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from lamb_tpu.parallel import collectives
+from tests.quick import jit
 
 # Shapes and the axis along which each is cut into 8, and into 6 where it is: large ones that fill
 # tiles and such that do not, and small ones.
@@ -23,7 +24,7 @@ def over(num_devices: int, run: Any, *trees: Any, out: Any = PartitionSpec()) ->
         lambda *trees: run(*jax.tree.map(lambda x: x[0], trees)),
         mesh=mesh, in_specs=(spec,) * len(trees), out_specs=out, check_vma=False,
     )
-    return jax.jit(mapped), mapped
+    return jit(mapped), mapped
 
 
 def values(num_devices: int, dtype: Any = jnp.float32) -> list[jax.Array]:

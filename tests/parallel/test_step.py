@@ -31,6 +31,7 @@ from tests.parallel.nets import (
     difference,
     trained,
 )
+from tests.quick import jit
 
 AVERAGED = (Averages(0.999), Skipped())
 
@@ -113,7 +114,7 @@ def test_the_same_function_runs_under_pmap(net: str) -> None:
         ),
         axis_name="data",
     )
-    state = jax.jit(run.init)(jax.random.key(run.config.seed))
+    state = jit(run.init)(jax.random.key(run.config.seed))
     state = jax.tree.map(lambda x: jnp.broadcast_to(x, (8, *x.shape)), state)
     loader = data.TrainLoader(run.train_set, config.batch_size, config.seed)
     for batch, _ in zip(loader, range(NUM_STEPS)):
@@ -129,7 +130,7 @@ def test_gradient_is_that_of_a_step_by_hand() -> None:
     changes = dict(optimizer=sgd, schedule__warmup="0 steps", schedule__decay="constant")
     for backend in ("jit", "shard_map"):
         after, sums, run = trained(8, 1, parallel__backend=backend, **changes)
-        before = jax.jit(run.init)(jax.random.key(0)).params
+        before = jit(run.init)(jax.random.key(0)).params
         batch = next(data.TrainLoader(run.train_set, 64, 0))
 
         def loss(params: Any) -> jax.Array:
@@ -150,6 +151,7 @@ def test_gradient_is_that_of_a_step_by_hand() -> None:
         np.testing.assert_allclose(sums[0]["param_norm"][0], norm, rtol=1e-6)
 
 
+@pytest.mark.long
 def test_gradients_may_be_sent_in_bfloat16() -> None:
     changes = dict(model=DROPOUT, parallel__backend="shard_map")
     exact, _, _ = trained(8, 1, **changes, schedule__warmup="0 steps")
@@ -229,7 +231,7 @@ def test_average_of_narrow_weights_moves() -> None:
     step = step_lib.make_train_step(
         Narrow(), tx, layout, shardings, "shard_map", jnp.float32, parts=AVERAGED
     )
-    state = jax.jit(init, out_shardings=shardings)(jax.random.key(0))
+    state = jit(init, out_shardings=shardings)(jax.random.key(0))
     expected = np.ones(4)
     for done in range(50):
         state, _ = step(state, batch)
@@ -252,7 +254,7 @@ def test_whole_batch_norm_over_two_batch_axes() -> None:
 
 
 def test_key_decides_the_first_parameters(tmp_path: Any) -> None:
-    init = jax.jit(prepare(tiny.digits(), tmp_path).init)
+    init = jit(prepare(tiny.digits(), tmp_path).init)
     kernels = [init(jax.random.key(seed)).params["hidden0"]["kernel"] for seed in (0, 0, 1)]
     np.testing.assert_array_equal(kernels[0], kernels[1])
     assert not np.array_equal(kernels[0], kernels[2])

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from lamb_tpu.models.norm import BatchNorm
 from lamb_tpu.parallel import torus
+from tests.quick import jit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +138,7 @@ def test_groups_of_batch_norm_are_the_tiles(monkeypatch: pytest.MonkeyPatch) -> 
     x = jax.device_put(x, NamedSharding(mesh, P("data")))
     norm = BatchNorm(16, use_running_average=False)
     variables = norm.init(jax.random.key(0), x)
-    y = jax.jit(lambda x: norm.apply(variables, x, mutable="batch_stats")[0])(x)
+    y = jit(lambda x: norm.apply(variables, x, mutable="batch_stats")[0])(x)
     for tile in tiles:
         shards = [s.data for s in y.addressable_shards if s.device in tile]
         examples = np.concatenate([np.asarray(shard) for shard in shards])

@@ -10,6 +10,7 @@ from ml_collections import ConfigDict
 from lamb_tpu.optim import factory
 from tests.marks import some
 from tests.parallel.nets import difference, trained
+from tests.quick import jit
 
 NUM_STEPS = 5
 RATES = {"sgd": 0.5, "momentum": 0.1, "nesterov": 0.1, "lars": 2.0, "adagrad_norm": 0.5}
@@ -47,7 +48,7 @@ def test_every_optimizer(name: str) -> None:
             continue
         found, prepared = run(8, name, **place)
         assert difference(found.params, whole.params) < 1e-6, backend
-        moved = jax.jit(prepared.init)(jax.random.key(0)).params
+        moved = jit(prepared.init)(jax.random.key(0)).params
         assert difference(whole.params, moved) > 1e-3
         for leaf, sharding in zip(
             jax.tree.leaves(found.opt_state), jax.tree.leaves(prepared.shardings.opt_state),

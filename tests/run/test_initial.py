@@ -236,6 +236,7 @@ def test_from_hugging_face(pretrained: pathlib.Path, tmp_path: pathlib.Path) -> 
         begin(folder, tmp_path / "run", tiny.bert())
 
 
+@pytest.mark.long
 def test_layers_stacked_and_unrolled(pretrained: pathlib.Path, tmp_path: pathlib.Path) -> None:
     params = tiny.restored(tiny.bert(), pretrained)[0].params
     stacked = tiny.bert(model__scan_layers=True, parallel__optimizer_state="zero1")
@@ -293,6 +294,7 @@ def test_other_text_with_the_same_words(pretrained: pathlib.Path, tmp_path: path
     begin(folder, tmp_path / "run", tiny.bert())
 
 
+@pytest.mark.long
 def test_two_processes_begin_from_one(trained: pathlib.Path, tmp_path: pathlib.Path) -> None:
     recipe = tmp_path / "recipe.py"
     recipe.write_text(

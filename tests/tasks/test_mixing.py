@@ -17,11 +17,13 @@ from lamb_tpu.models.dropout import example_positions
 from lamb_tpu.run.build import prepare
 from lamb_tpu.tasks import build, mixing
 from tests import tiny
+from tests.marks import some
 from tests.parallel.nets import difference, trained
+from tests.quick import jit
 
 KEY = jax.random.key(7)
 LEFT_OUT = 0.0
-mix = jax.jit(mixing.mix, static_argnums=(2, 3))
+mix = jit(mixing.mix, static_argnums=(2, 3))
 
 
 @pytest.mark.parametrize("alpha", [0.1, 0.2, 0.5, 0.8, 1.0, 4.0])
@@ -144,7 +146,7 @@ def test_place_in_the_global_batch_decides(impl: str) -> None:
     for start, stop in ((24, 26), (32, 64)):
         with example_positions(jnp.arange(start, stop)):
             # Another function, which is traced anew with these positions.
-            part, part_shares = jax.jit(lambda x, key: mixing.mix(x, key, 1.0, 1.0))(
+            part, part_shares = jit(lambda x, key: mixing.mix(x, key, 1.0, 1.0))(
                 images[start:stop], key
             )
         np.testing.assert_allclose(part, whole[start:stop], atol=1e-5)
@@ -165,7 +167,7 @@ def test_no_example_leaves_its_device() -> None:
     def both(images: jax.Array, labels: jax.Array) -> Any:
         return mixing.mix(images, KEY, 0.2, 1.0), mixing.partners(labels)
 
-    text = jax.jit(both, out_shardings=places).lower(images, labels).compile().as_text()
+    text = jit(both, out_shardings=places).lower(images, labels).compile().as_text()
     assert not re.findall("all-gather|all-to-all|collective-permute|all-reduce", text)
     assert "f32[4,8,8,3]" in text  # a device's rows
 
@@ -180,7 +182,7 @@ def test_targets_are_mixed_as_the_images_are(smoothing: float) -> None:
     fields = {"mixup_alpha": 1.0, "label_smoothing": smoothing, "input_std": 2.0}
     task = build("classification", IDENTITY, input_mean=1.0, **fields)
     batch = {"image": logits, "label": LABELS}
-    terms, (_, sums) = jax.jit(task.loss)({}, {}, batch, KEY)
+    terms, (_, sums) = jit(task.loss)({}, {}, batch, KEY)
     inputs = (logits - 1) / 2
     mixed, shares = mix(jnp.asarray(inputs), KEY, 1.0, LEFT_OUT)
     mixed, shares = np.asarray(mixed, np.float64), np.asarray(shares, np.float64)
@@ -221,7 +223,9 @@ def on_one() -> Any:
     return trained(1, 6, task=BOTH)[:2]
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    "place", some(PLACES, ("one, 4 microbatches", "shard_map, 2 microbatches, zero1"))
+)
 def test_any_devices_and_microbatches_give_what_one_device_gives(on_one: Any, place: str) -> None:
     devices, changes = PLACES[place]
     expected, sums_on_one = on_one
