@@ -64,6 +64,7 @@ bench: setup
 	$(RUN) -m experiments.bench.train_loop --write $(FLAGS)
 	$(RUN) -m experiments.bench.save_stall --write
 	$(RUN) -m experiments.bench.convolution --write
+	$(RUN) -m experiments.bench.cpu_step --write
 
 bench-distribution: setup
 	$(RUN) -m experiments.bench.distribution --write $(FLAGS)

@@ -46,7 +46,7 @@ def define_run_flags(workdir: str) -> None:
 
 
 def define_process_flags() -> None:
-    """Defines --coordinator_address, --num_processes and --process_id of `distributed`."""
+    """Defines --coordinator_address, --num_processes, --process_id and --cpu_devices."""
     flags.disclaim_key_flags()
     flags.DEFINE_string(
         "coordinator_address",
@@ -59,6 +59,12 @@ def define_process_flags() -> None:
         "num_processes", None, "Number of the run's processes; 1 looks for no others."
     )
     flags.DEFINE_integer("process_id", None, "Id of this process, from 0.")
+    flags.DEFINE_string(
+        "cpu_devices",
+        "auto",
+        "Devices to make of a CPU. 'auto' makes up to one a core, as many as divide the batch, and "
+        "one for an mlp or a network of your own; it leaves JAX_NUM_CPU_DEVICES alone.",
+    )
 
 
 def answer_help() -> None:

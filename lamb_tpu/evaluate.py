@@ -42,6 +42,7 @@ from lamb_tpu import terminal
 from lamb_tpu.cluster import distributed
 from lamb_tpu.config import base_config, check_keys, unflatten
 from lamb_tpu.errors import UserError
+from lamb_tpu.run import cores
 from lamb_tpu.run.build import Run, prepare
 from lamb_tpu.run.describe import describe_read
 from lamb_tpu.run.evaluator import make_evaluator
@@ -178,6 +179,10 @@ def _tell(text: str) -> None:
 
 def main() -> None:
     """Entry point of the command line."""
+    config = flags.FLAGS.config
+    if config is None and flags.FLAGS.workdir:
+        config = unflatten(Workdir(flags.FLAGS.workdir).read_config())
+    cores.make_devices(config)
     distributed.initialize_from_flags()
     step = flags.FLAGS.step
     if step is not None and step != "best":

@@ -12,6 +12,7 @@ import pytest
 from lamb_tpu.config import flatten
 from tests import commands, tiny
 
+pytestmark = pytest.mark.long
 SECONDS = 40  # far from an endless one, also on a busy machine
 DEEP = "[" * 200_000 + "]" * 200_000
 FOLDER, PIPE, ZERO, LOOP = "FOLDER", "PIPE", "ZERO", "LOOP"

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -65,8 +66,10 @@ def alone(name, steps=3):
     return run(PLAIN[name](RATE), *trees(), steps)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("name", some(TRANSFORMS, PLAIN))
+@pytest.mark.parametrize("name, dtype", [
+    pytest.param(name, dtype, marks=() if name in MAIN else pytest.mark.long)
+    for name, dtype in itertools.product(TRANSFORMS, TOLERANCE)
+])
 def test_dtypes_and_jit(name, dtype):
     with jax.enable_x64(dtype == "float64"):
         params, grads = trees(dtype)

@@ -43,6 +43,7 @@ def of_groups(plan: dict[str, Any]) -> dict[str, Any]:
     return row
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["jit", "shard_map"])
 def test_groups_of_batch_norm_are_grouped_all_reduces(plans: dict[str, Any], name: str) -> None:
     row = of_groups(plans[name])

@@ -23,7 +23,6 @@ from lamb_tpu.tasks import build
 from lamb_tpu.tasks.classification import Classification
 from lamb_tpu.train import train
 from tests import tiny
-from tests.marks import some
 
 NUM_EXAMPLES = 997  # a prime: no batch but one example divides it
 
@@ -108,7 +107,8 @@ def test_every_example_counts_once_on_any_devices(averaged: pathlib.Path, num_de
         assert_counted(make_evaluator(run)(state), state, NUM_EXAMPLES)
 
 
-@pytest.mark.parametrize("per_process", some([1, 2], (2,)))
+@pytest.mark.long
+@pytest.mark.parametrize("per_process", [1, 2])
 def test_every_example_counts_once_on_two_processes(
     averaged: pathlib.Path, tmp_path: pathlib.Path, per_process: int
 ) -> None:

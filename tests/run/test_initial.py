@@ -214,6 +214,7 @@ def test_batch_norm_statistics_are_taken(tmp_path: pathlib.Path) -> None:
         )
 
 
+@pytest.mark.long
 def test_from_hugging_face(pretrained: pathlib.Path, tmp_path: pathlib.Path) -> None:
     weights, folder = open_weights(str(pretrained), "--checkpoint"), tmp_path / "published"
     rng = np.random.default_rng(0)

@@ -1,0 +1,140 @@
+"""The networks of `cpu_step`, as a config here and as a module of PyTorch.
+
+PyTorch is imported where a module is built: it is an extra of its own.
+"""
+
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from ml_collections import ConfigDict
+
+from lamb_tpu.config import base_config
+
+Modules = Callable[[Any], Any]  # from torch to a module of it
+
+
+class Network(NamedTuple):
+    """A network and the batch it is timed with.
+
+    Attributes:
+      model: fields of config.model.
+      batch: examples of an update.
+      pixels: height and width of its images; 0 for text.
+      channels: of the images.
+      peer: from the package torch to the same network; None if another package is missing.
+    """
+
+    model: Mapping[str, Any]
+    batch: int
+    pixels: int
+    channels: int
+    peer: Modules
+
+
+def config_of(network: Network) -> ConfigDict:
+    """Returns a recipe: the network, LAMB, and random examples, one batch of them."""
+    config = base_config()
+    config.batch_size = network.batch
+    config.duration = "1000 steps"
+    config.schedule.decay = "constant"
+    config.model = ConfigDict(network.model)
+    config.optimizer = ConfigDict(
+        {"name": "lamb", "learning_rate": 1e-3, "rules": "no_bias_no_norm"}
+    )
+    config.task = ConfigDict({"name": "classification", "input_std": 255.0})
+    config.data.name = "experiments.bench.cpu_data:images"
+    config.data.train_split = config.data.eval_split = "all"
+    config.data.options = ConfigDict(
+        {"size": network.pixels, "channels": network.channels, "count": network.batch}
+    )
+    if not network.pixels:
+        config.task = ConfigDict({"name": "masked_lm"})
+        config.data.name = "experiments.bench.cpu_data:masked_text"
+        config.data.options = ConfigDict({"count": network.batch})
+    return config
+
+
+def lenet(torch: Any) -> Any:
+    """The network of the author's MNIST code, as `lamb_tpu.models.lenet.LeNet`."""
+    nn = torch.nn
+    return nn.Sequential(
+        nn.Conv2d(1, 32, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(32, 64, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
+        nn.Linear(3136, 1024), nn.ReLU(), nn.Dropout(0.4), nn.Linear(1024, 10),
+    )
+
+
+def lenet5(torch: Any) -> Any:
+    """LeNet-5, as `lamb_tpu.models.lenet.LeNet5`."""
+    nn = torch.nn
+    return nn.Sequential(
+        nn.Conv2d(1, 6, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
+        nn.Linear(400, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 10),
+    )
+
+
+def davidnet(torch: Any) -> Any:
+    """DavidNet of width 64, as `lamb_tpu.models.davidnet.DavidNet`."""
+    nn = torch.nn
+
+    def layer(inputs: int, outputs: int, *more: Any) -> Any:
+        conv = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
+        return nn.Sequential(conv, nn.BatchNorm2d(outputs), nn.ReLU(), *more)
+
+    class Residual(nn.Module):
+        def __init__(self, channels: int) -> None:
+            super().__init__()
+            self.branch = nn.Sequential(layer(channels, channels), layer(channels, channels))
+
+        def forward(self, x: Any) -> Any:
+            return x + self.branch(x)
+
+    pool = nn.MaxPool2d
+    return nn.Sequential(
+        layer(3, 64), layer(64, 128, pool(2)), Residual(128), layer(128, 256, pool(2)),
+        layer(256, 512, pool(2)), Residual(512), nn.AdaptiveMaxPool2d(1), nn.Flatten(),
+        nn.Linear(512, 10, bias=False),
+    )
+
+
+def of_timm(name: str) -> Modules:
+    """Returns a function that builds one of timm's networks."""
+    def build(torch: Any) -> Any:
+        del torch
+        return importlib.import_module("timm").create_model(name, num_classes=10)
+
+    return build
+
+
+def bert(torch: Any) -> Any:
+    """BERT of 4 layers and 256 units with both heads of pre-training, of transformers."""
+    del torch
+    transformers = importlib.import_module("transformers")
+    sizes = dict(num_hidden_layers=4, hidden_size=256, num_attention_heads=4)
+    return transformers.BertForPreTraining(
+        transformers.BertConfig(vocab_size=8192, intermediate_size=1024, **sizes)
+    )
+
+
+_BERT = {
+    "name": "bert", "num_layers": 4, "hidden_size": 256, "num_heads": 4,
+    "intermediate_size": 1024, "vocab_size": 8192, "dtype": "float32",
+}
+NETWORKS: dict[str, Network] = {
+    "LeNet": Network({"name": "lenet"}, 1024, 28, 1, lenet),
+    "LeNet-5": Network({"name": "lenet5"}, 1024, 28, 1, lenet5),
+    "DavidNet": Network({"name": "davidnet"}, 512, 32, 3, davidnet),
+    "ResNet-18": Network(
+        {"name": "resnet18", "num_classes": 10, "dtype": "float32"}, 256, 64, 3, of_timm("resnet18")
+    ),
+    "ResNet-50": Network(
+        {"name": "resnet50", "num_classes": 10, "dtype": "float32"}, 16, 224, 3, of_timm("resnet50")
+    ),
+    "EfficientNet-B0": Network(
+        {"name": "efficientnet_b0", "num_classes": 10, "dtype": "float32"}, 16, 224, 3,
+        of_timm("efficientnet_b0"),
+    ),
+    "BERT": Network(_BERT, 32, 0, 0, bert),
+}

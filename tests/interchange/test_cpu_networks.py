@@ -1,0 +1,18 @@
+"""PyTorch's networks of the benchmark of a step on a CPU have as many parameters as ours."""
+
+import math
+
+import jax
+import pytest
+
+from experiments.bench.cpu_networks import NETWORKS, config_of
+from lamb_tpu.run.build import prepare
+
+torch = pytest.importorskip("torch")
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_sizes(name: str) -> None:
+    run = prepare(config_of(NETWORKS[name]), None, jax.devices()[:1])
+    ours = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(run.abstract_state.params))
+    assert sum(value.numel() for value in NETWORKS[name].peer(torch).parameters()) == ours
