@@ -169,7 +169,7 @@ def test_read_only_in_mid_run(tmp_path: pathlib.Path, processes: int) -> None:
     long = "--config.duration=3000 steps"
     with disks.disk(tmp_path / "checkpoints", "size=200m") as disk:
         run = Run(tmp_path, long, processes=processes)
-        run.until(has_saved(run))
+        run.until(has_saved(run, 2))
 
         def is_read_only() -> bool:
             try:

@@ -13,7 +13,6 @@ from jax.sharding import PartitionSpec as P
 from lamb_tpu import models
 from lamb_tpu.models.dropout import example_positions
 from tests.marks import some
-from tests.quick import jit
 
 KEY = jax.random.key(0)
 BATCH, DEVICES = 32, 8
@@ -109,14 +108,14 @@ def placed(placement: str, fields: dict[str, Any]) -> Callable[..., Any]:
         return step(model, "data" if named else None, *inputs)
 
     if placement == "1 device":
-        return jit(run)
+        return jax.jit(run)
     mesh = jax.make_mesh((DEVICES,), ("data",), axis_types=(AxisType.Auto,))
     specs, out = (P(), P(), P("data"), P("data")), (P("data"), P())
     if placement == "jit":
         shardings, out = ([NamedSharding(mesh, spec) for spec in s] for s in (specs, out))
-        return jit(run, in_shardings=tuple(shardings), out_shardings=tuple(out))
+        return jax.jit(run, in_shardings=tuple(shardings), out_shardings=tuple(out))
     if placement == "shard_map":
-        return jit(
+        return jax.jit(
             jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False)
         )
     mapped = jax.pmap(run, "data", in_axes=(None, None, 0, 0))
