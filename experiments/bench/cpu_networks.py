@@ -22,7 +22,8 @@ class Network(NamedTuple):
       batch: examples of an update.
       pixels: height and width of its images; 0 for text.
       channels: of the images.
-      peer: from the package torch to the same network; None if another package is missing.
+      peer: from the package torch to the same network; raises ImportError where another package
+        is missing.
     """
 
     model: Mapping[str, Any]

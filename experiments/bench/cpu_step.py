@@ -52,7 +52,6 @@ def theirs(network: Network, form: str) -> Update | None:
         return None
     torch.set_num_threads(cpu_devices.num_cores())
     optimizer = timm.Lamb(module.parameters(), lr=1e-3, weight_decay=0.01, foreach=True)
-    example = config_of(network).data.options
     if network.pixels:
         # PyTorch's own advice for convolutions on CPUs.
         module = module.to(memory_format=torch.channels_last)
@@ -63,10 +62,10 @@ def theirs(network: Network, form: str) -> Update | None:
         def loss(module: Any) -> Any:
             return torch.nn.functional.cross_entropy(module(x), labels)
     else:
-        ids = torch.randint(8192, (example["count"], 128))
+        ids = torch.randint(8192, (network.batch, 128))
         labels = torch.full_like(ids, -100)
         labels[:, ::6] = ids[:, ::6]
-        pairs = torch.randint(2, (example["count"],))
+        pairs = torch.randint(2, (network.batch,))
 
         def loss(module: Any) -> Any:
             return module(input_ids=ids, labels=labels, next_sentence_label=pairs).loss
