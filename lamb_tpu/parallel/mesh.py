@@ -1,5 +1,6 @@
 """The device mesh, and batches as global arrays over it."""
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -112,6 +113,7 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
+@functools.cache  # asked for each update
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """Sharding of an array whose leading axis is split over the batch axes."""
     return NamedSharding(mesh, PartitionSpec(batch_axes(mesh)))
@@ -125,6 +127,7 @@ def check_divides(key: str, size: int, parts: int, of: str) -> None:
         raise UserError(f"{key} is {size}, which does not divide over {of}; {near} would")
 
 
+@functools.cache  # asked for each update
 def local_rows(batch_size: int, mesh: Mesh) -> np.ndarray:
     """Rows of a global batch that this process' devices hold, ascending, each once.
 
@@ -133,7 +136,9 @@ def local_rows(batch_size: int, mesh: Mesh) -> np.ndarray:
     """
     devices = batch_sharding(mesh).addressable_devices_indices_map((batch_size,))
     held = {index[0].indices(batch_size) for index in devices.values() if index is not None}
-    return np.concatenate([np.arange(*bounds) for bounds in sorted(held)])
+    rows = np.concatenate([np.arange(*bounds) for bounds in sorted(held)])
+    rows.setflags(write=False)  # the next caller gets the same array
+    return rows
 
 
 def microbatch_order(batch_size: int, num_shards: int, steps: int) -> np.ndarray:

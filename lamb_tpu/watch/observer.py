@@ -151,6 +151,7 @@ class Observers:
         # Only overridden hooks are called, so that unused ones cost no time between updates.
         self._updating = [each for each in self._all if _overrides(each, "updating")]
         self._updated = [each for each in self._all if _overrides(each, "updated")]
+        self._ending = [each for each in self._all if _overrides(each, "end_reason")]
 
     def check(self, names: Collection[str]) -> None:
         for observer in self._all:
@@ -220,7 +221,7 @@ class Observers:
 
     @property
     def end_reason(self) -> str:
-        return next(filter(None, (observer.end_reason for observer in self._all)), "")
+        return next(filter(None, (observer.end_reason for observer in self._ending)), "")
 
     def state(self) -> dict[str, Any]:
         return {observer.name: observer.state() for observer in self._all if observer.name}
