@@ -125,6 +125,7 @@ def main() -> None:
     jax.config.update("jax_platforms", "cpu")
     cpu_devices.make(values.devices)
     names = values.networks or list(NETWORKS)
+    chosen = "".join(f" --networks={name}" for name in values.networks)
     versions = []
     for package in ("torch", "timm", "transformers"):
         try:
@@ -135,7 +136,7 @@ def main() -> None:
         f"One update with LAMB, float32: jax {jax.__version__}, {', '.join(versions)}, "
         f"{os.cpu_count()} cores. Medians of {values.rounds}; a ratio below 1 is our faster form "
         "ahead of PyTorch's faster one.",
-        f"Command: `python -m experiments.bench.cpu_step --rounds={values.rounds}`",
+        f"Command: `python -m experiments.bench.cpu_step --rounds={values.rounds}{chosen}`",
         "",
         f"| network | batch | ours, 1 device, ms | {values.devices} devices, ms | PyTorch eager, "
         "ms | compiled, ms | ratio |",
