@@ -53,6 +53,7 @@ def get_config(argument: str | None = None) -> ConfigDict:
     config.task = ConfigDict({
         "name": "question_answering", "version2": False, "null_threshold": 0.0,
     })
+    # Windows of 384 tokens, but 512 positions: the pre-trained network has as many.
     config.model = ConfigDict({
         "name": "bert", **SIZES[arg.size], "vocab_size": 30_522, "max_positions": 512,
         "heads": ("span",), "gelu": "tanh", "dropout_rate": 0.1, "attention_dropout_rate": 0.1,
@@ -64,6 +65,7 @@ def get_config(argument: str | None = None) -> ConfigDict:
     config.schedule.warmup = "10 percent"
     config.schedule.decay = "polynomial"
     config.schedule.decay_from = "zero"
+    # The pre-trained network has no head for answers.
     config.init.new_parameters = "^span/"
     config.prng = "rbg"
     config.eval.batch_size = 128
@@ -76,6 +78,7 @@ def get_config(argument: str | None = None) -> ConfigDict:
             "vocab_size": 2048, "max_length": 128, "document_stride": 32, "max_query": 48,
         })
         config.model.update({**SIZES["tiny"], "vocab_size": 2048, "dtype": "float32"})
+        # From random weights, so at a rate of pre-training.
         config.optimizer.learning_rate = 5e-3
         config.batch_size = 32
         config.duration = "60 steps"

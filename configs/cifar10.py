@@ -79,6 +79,7 @@ OPTIMIZERS: dict[str, tuple[dict[str, Any], str, int, str, float]] = {
 }
 MODELS: dict[str, dict[str, Any]] = {
     "davidnet": {"name": "davidnet", "width": 64},
+    # ImageNet's stem, which halves the picture twice, would leave 8x8 pixels.
     "resnet18": {"name": "resnet18", "stem": "cifar", "zero_gamma": True},
 }
 DATA = ("cifar10", "cifar10_jpeg")
@@ -104,11 +105,13 @@ def get_config(argument: str | None = None) -> ConfigDict:
     })
     config.task = ConfigDict({
         "name": "classification", "label_smoothing": 0.0,
+        # Mean and deviation of the training pixels, 0 to 255.
         "input_mean": (125.307, 122.950, 113.865), "input_std": (62.993, 62.089, 66.705),
         "mixup_alpha": 0.0, "cutmix_alpha": 0.0,
     })
     config.model = ConfigDict({
         **MODELS[arg.model], "num_classes": 10, "dtype": "float32",
+        # The running averages keep 0.9 of themselves for each 512 examples, whatever the batch.
         "group_size": min(512, arg.batch), "momentum": 0.9 ** max(1.0, arg.batch / 512),
     })
     config.optimizer = ConfigDict({**fields, "rules": "no_bias_no_norm"})

@@ -19,8 +19,9 @@ from lamb_tpu.config import base_config, check_argument, parse_argument
 # same share of the run as in the LAMB paper (0.3125 of 90 epochs, for ResNet-50): a tenth of an
 # epoch. `python -m experiments.demo.tune` chose the rates, at batch 32 only: trained on the first
 # 80 % of the training scans, the best mean accuracy of 10 seeds on the other 287. In %:
-#   lamb      0.005 96.93, 0.01 97.42, 0.02 96.20; grid 0.00125, 0.0025, ... 0.08. Norms were summed
-#             in another order then; now 0.0025 97.04, 0.005 96.93, 0.01 97.04, 0.02 96.69
+#   lamb      0.005 96.93, 0.01 97.42, 0.02 96.20; grid 0.00125, 0.0025, ... 0.08. These had
+#             norms summed in another order than the code's, which gives 0.0025 97.04, 0.005 96.93,
+#             0.01 97.04, 0.02 96.69
 #   adamw     0.004 97.11, 0.008 97.42, 0.016 97.04; grid 0.0005, 0.001, ... 0.032
 #   momentum  0.08 97.00, 0.16 97.32, 0.32 45.44; grid 0.01, 0.02, ... 0.64
 OPTIMIZERS = {
@@ -38,6 +39,7 @@ def get_config(argument: str | None = None) -> ConfigDict:
     config = base_config()
     config.batch_size = arg.batch
     config.duration = f"{2.0 if arg.smoke else arg.epochs} epochs"
+    # The scans have the values 0 to 16.
     config.task = ConfigDict({"name": "classification", "label_smoothing": 0.0, "input_std": 16.0})
     config.model = ConfigDict({"name": "mlp", "hidden_sizes": (128, 64)})
     config.optimizer = ConfigDict({"name": arg.optimizer, "rules": "no_bias_no_norm", **fields})

@@ -69,6 +69,7 @@ def get_config(argument: str | None = None) -> ConfigDict:
         argument, dir="", weights="", model="", optimizer="lamb", batch=0, epochs=20.0, smoke=False
     )
     check_argument("optimizer", arg.optimizer, OPTIMIZERS)
+    # The argument decides the network, then the weights' own description.
     told, pixels = network_of(arg.weights) or ("", None)
     name = arg.model or told or "resnet18"
     check_argument("model", name, MODELS)
@@ -87,10 +88,12 @@ def get_config(argument: str | None = None) -> ConfigDict:
         config.data.dir = arg.dir
     config.data.train_split, config.data.eval_split = found.train_split, found.eval_split
     config.data.options = ConfigDict({
+        # Multiples of 32, because the networks halve the picture five times.
         "size": min(network.image_size, max(32, 32 * round(found.side / 32))),
         "crop": "inception", "min_area": 0.25, "min_covered": 0.1, "resize": "bilinear",
         "flip": True, "central_fraction": 0.875, "erasing": 0.0, "on_bad_record": "error",
         "max_megapixels": 100.0,
+        # Only a folder without a split for evaluation needs one.
         "holdout": _HOLDOUT if found.eval_split == found.train_split else 0.0,
         "num_classes": found.num_classes, "threads": 0,
     })
@@ -104,6 +107,7 @@ def get_config(argument: str | None = None) -> ConfigDict:
     config.optimizer = ConfigDict({**fields, "learning_rate": tuned if arg.weights else scratch})
     if arg.weights:
         config.init_from = arg.weights
+        # The classes are others, so the output begins at random.
         config.init.new_parameters = "^output/"
     config.schedule.base_batch_size = _BATCH
     config.schedule.scaling = scaling

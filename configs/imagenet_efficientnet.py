@@ -66,6 +66,7 @@ def get_config(argument: str | None = None) -> ConfigDict:
     check_argument("size", arg.size, SIZES)
     check_argument("optimizer", arg.optimizer, OPTIMIZERS)
     check_argument("augment", arg.augment, AUGMENTS)
+    # Rates of LARS are known for these batches only. A smoke run has its own batch.
     if arg.optimizer == "lars" and not arg.smoke:
         check_argument("batch", arg.batch, LARS)
     name = f"efficientnet_{arg.size}"
@@ -96,6 +97,7 @@ def get_config(argument: str | None = None) -> ConfigDict:
         "stochastic_depth_rate": network.stochastic_depth_rate, "dtype": "bfloat16",
         "momentum": network.momentum, "group_size": _CORES * examples_a_core,
     })
+    # Rates are for each 256 examples.
     config.schedule.base_batch_size = 256
     config.schedule.scaling = "linear"
     config.schedule.warmup = f"{warmup_epochs} epochs"
@@ -115,8 +117,10 @@ def get_config(argument: str | None = None) -> ConfigDict:
         })
         config.schedule.decay = "polynomial"
         config.schedule.power = 2.0
+        # A share of the peak, which is the scaled rate.
         config.schedule.end_factor = _LAST_RATE / (rate * arg.batch / 256)
     config.ema.decay = 0.9999
+    # On a TPU, drawing the masks of dropout and stochastic depth by threefry takes longer.
     config.prng = "rbg"
     config.parallel.backend = "shard_map"
     config.eval.batch_size = 1024

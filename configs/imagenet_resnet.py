@@ -125,6 +125,7 @@ def get_config(argument: str | None = None) -> ConfigDict:
     })
     config.task = ConfigDict({
         "name": "classification", "label_smoothing": 0.1,
+        # Mean and deviation of ImageNet's pixels by channel, 0 to 255, as torchvision has them.
         "input_mean": (123.675, 116.28, 103.53), "input_std": (58.395, 57.12, 57.375),
         "mixup_alpha": 0.0, "cutmix_alpha": 0.0,
     })
@@ -133,6 +134,7 @@ def get_config(argument: str | None = None) -> ConfigDict:
         "dtype": "bfloat16", "group_size": 32,
     })
     config.schedule.decay = "polynomial"
+    # Rates are for the batch itself, unless an optimizer scales them.
     config.schedule.base_batch_size = arg.batch
     config.parallel.backend = "shard_map"
     config.eval.batch_size = 1024
@@ -162,6 +164,7 @@ def _lamb(config: ConfigDict, recipe: str) -> None:
     config.schedule.warmup = "20 epochs"
     if recipe == "author":
         check_argument("batch", config.batch_size, (32_768,))
+        # 90 and 20 epochs of 1,281,167 pictures, rounded to updates of 32,768.
         config.duration = "3519 steps"
         config.schedule.scaling = "identity"
         config.schedule.warmup = "782 steps"
@@ -196,6 +199,7 @@ def _momentum(config: ConfigDict) -> None:
     config.schedule.base_batch_size = 256
     config.schedule.scaling = "linear"
     config.schedule.warmup = "5 epochs"
+    # The warm-up begins at 0.1, the rate of batch 256, whatever the peak.
     config.schedule.start_factor = min(1.0, 256 / config.batch_size)
     config.schedule.decay = "step"
     config.schedule.decay_from = "zero"

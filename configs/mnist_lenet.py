@@ -65,6 +65,7 @@ def get_config(argument: str | None = None) -> ConfigDict:
     config.schedule.decay = "polynomial"
     config.schedule.power = 0.5
     config.schedule.end_factor = end_factor
+    # The decay counts from update 0, as in the author's lamb/optimization.py.
     config.schedule.decay_from = "zero"
     config.eval.batch_size = 2000
     config.checkpoint.every = "1 epochs"

@@ -3,6 +3,8 @@
 `lamb_tpu train ...` is `python -m lamb_tpu.train ...`: the same module is run the same way.
 """
 
+# The standard library only: without the extra `train`, the command must still start, to say what is
+# missing.
 import ast
 import os
 import pathlib
@@ -34,10 +36,12 @@ def main() -> None:
         print(f"error: lamb_tpu has no command {name!r}; it has: {', '.join(MODULES)}",
               file=sys.stderr)
         sys.exit(2)
+    # The command's own arguments begin at index 1.
     del sys.argv[1]
     if not sys.flags.safe_path:
         sys.path.insert(0, os.getcwd())  # as `python -m` does, for modules of the user's own
     try:
+        # alter_sys makes the module the __main__ whose docstring is the head of its --help.
         runpy.run_module(MODULES[name], run_name="__main__", alter_sys=True)
     except ModuleNotFoundError as error:
         print(

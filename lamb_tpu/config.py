@@ -125,6 +125,7 @@ def recipe_folder() -> pathlib.Path:
 def recipe_path(name: str) -> str:
     """Returns the file of a recipe: a path as it is, or the shipped recipe of that name."""
     shipped = recipe_folder() / f"{name.removesuffix('.py')}.py"
+    # A file of that name in the current folder comes before a shipped recipe.
     if os.path.exists(name) or not re.fullmatch(r"\w+(\.py)?", name) or not shipped.exists():
         return name
     return str(shipped)
@@ -167,6 +168,7 @@ def check_argument(key: str, value: Any, known: Collection[Any]) -> None:
 
 def _convert(key: str, text: str, default: Any) -> Any:
     kind = type(default)
+    # bool('False') is True, so the words are compared.
     if kind is bool and text.lower() in ("true", "false", "1", "0"):
         return text.lower() in ("true", "1")
     try:
@@ -191,6 +193,7 @@ def check_keys(config: ConfigDict) -> None:
             raise UserError(f"config.{section} has no name; give config.{section}.name")
     if "learning_rate" not in config.optimizer:
         raise UserError("config.optimizer.learning_rate is missing; give the base batch's rate")
+    # Raises for a value that config.json cannot hold.
     flatten(config)
 
 
@@ -227,7 +230,9 @@ def _compare_keys(config: Mapping[str, Any], base: Mapping[str, Any], path: str)
             if f"{path}.{key}" not in _OWN_FIELDS:
                 _compare_keys(value, default, f"{path}.{key}")
         elif default is not None or value is not None:
+            # A default of None is a placeholder for text.
             kind = str if default is None else type(default)
+            # type() and not isinstance(), because True is an int.
             if type(value) not in ((int, float) if kind is float else (kind,)):
                 raise UserError(f"{path}.{key} is {value!r}; it must be {_KINDS[kind]}")
 
@@ -259,6 +264,7 @@ def check_values(config: ConfigDict) -> None:
             raise UserError(f"config.{key} is {flat[key]!r}; known: {', '.join(known)}")
     if not math.isfinite(config.target.value):
         raise UserError(f"config.target.value is {config.target.value}; it must be finite")
+    # Without a metric a target value, or a log of the time to it, would have no effect.
     if not config.target.metric:
         for key, off in (("target.value", 0.0), ("log.mlperf", False)):
             if flat[key] != off:
@@ -288,6 +294,7 @@ def check_values(config: ConfigDict) -> None:
         factor = config.schedule[key]
         if not 0 <= factor <= 1:
             raise UserError(f"config.schedule.{key} is {factor}; it must lie in 0..1")
+    # The optimizer has fields of its own, so `check_keys` has not compared the rate's type.
     rate = config.optimizer.learning_rate
     if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 <= rate < math.inf:
         raise UserError(
@@ -307,6 +314,8 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         if isinstance(value, (Mapping, ConfigDict)):
             flat |= flatten(value, f"{prefix}{key}.")
         else:
+            # Through JSON and back, so that the value compares equal to what config.json holds: a
+            # tuple becomes a list.
             try:
                 flat[prefix + key] = json.loads(json.dumps(value))
             except (TypeError, ValueError):
@@ -340,6 +349,8 @@ def _overlay(config: ConfigDict, nested: Mapping[str, Any], path: str) -> None:
         if isinstance(old, ConfigDict) and f"{path}.{key}" not in _OWN_FIELDS:
             _overlay(old, value, f"{path}.{key}")
         elif isinstance(value, dict):
+            # A section with fields of its own is replaced whole, so that none of base_config's
+            # stay.
             config[key] = ConfigDict(value)
         else:  # JSON has no tuples
             try:
@@ -356,6 +367,7 @@ def differences(
     """Returns a line for each key that differs between two flattened configs, but for free keys."""
     lines = []
     for key in sorted(old.keys() | new.keys()):
+        # A free key is free within a phase too.
         free = re.sub(r"^phases\.[^.]+\.", "", key).startswith(free_keys)
         if old.get(key) != new.get(key) and not free:
             lines.append(f"{key}: {old.get(key)!r} there, {new.get(key)!r} now")

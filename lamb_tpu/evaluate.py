@@ -84,6 +84,7 @@ def evaluate_checkpoint(
         return prepare(config, workdir, training=False)
 
     own_split, split = of_run.get("data.eval_split"), split or config.data.eval_split
+    # A split such as train[:10%] has characters that do not belong in a file's name.
     prefix = "" if split == own_split else re.sub(r"\W+", "_", split).strip("_") + "_"
     run = prepared(split)
     with Checkpoints(
@@ -93,6 +94,7 @@ def evaluate_checkpoint(
         writes=False,
     ) as checkpoints:
         restored = None
+        # The newest checkpoint remembers which one is the best, and by which metric.
         if step in (None, "best"):
             restored = checkpoints.restore_latest(run.abstract_state)
         if step == "best" and restored is not None:
@@ -101,6 +103,7 @@ def evaluate_checkpoint(
             best = Best(kept["metric"], kept["mode"])
             best.restore(kept)
             if position.eval_due:  # a preempted run's last evaluation was broken off
+                # Only the run's own split decides which checkpoint is the best.
                 own = prepared(own_split) if prefix and own_split is not None else run
                 best.evaluated(int(state.step), make_evaluator(own)(state))
             step = best.step
@@ -117,6 +120,7 @@ def evaluate_checkpoint(
         raise UserError(f"--workdir {folder.path} has no checkpoint yet")
     state, _ = restored
 
+    # A folder that may only be read is no reason to withhold the metrics.
     def keep_file(name: str, text: str) -> None:
         try:
             folder.write_file(name, text)
@@ -154,7 +158,9 @@ def evaluate_weights(config: ConfigDict | None, split: str | None = None) -> dic
             config[key] = given[key]
         config.parallel.rules = given.parallel.rules
         config.init.new_parameters = given.init.new_parameters
+        # `prepare` loads a training set too; the evaluation's stands in for it.
         config.data.eval_split = config.data.train_split = split or config.data.eval_split
+        # Plain SGD keeps no moments, for which there may be no memory.
         config.optimizer = ConfigDict({"name": "sgd", "learning_rate": 0.0})
         config.batch_size = 1
     run = prepare(config, None, training=False)
@@ -173,6 +179,7 @@ def evaluate_weights(config: ConfigDict | None, split: str | None = None) -> dic
 
 
 def _tell(text: str) -> None:
+    # Standard output holds the JSON object alone.
     if text and jax.process_index() == 0:
         print(terminal.fit(text), file=sys.stderr)
 
@@ -182,6 +189,7 @@ def main() -> None:
     config = flags.FLAGS.config
     if config is None and flags.FLAGS.workdir:
         config = unflatten(Workdir(flags.FLAGS.workdir).read_config())
+    # Both calls must come before anything asks JAX for a device.
     cores.make_devices(config)
     distributed.initialize_from_flags()
     step = flags.FLAGS.step

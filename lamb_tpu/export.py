@@ -73,6 +73,7 @@ def export(
         raise UserError(f"--output {folder} is a file; give a folder")
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"--output {folder} holds something already; give a new or empty folder")
+    # This package's names of networks -> timm's.
     theirs = {ours: name for name, ours in NETWORKS.items()}
     with writing.checked(folder, "--output"):
         if weights.model["name"] == "bert":
@@ -96,6 +97,7 @@ def _bert(weights: Weights, folder: pathlib.Path) -> None:
     if text is not None:
         vocabulary, cased = text
         vocabulary.write(folder / saved.VOCABULARY)
+        # transformers lower-cases text unless it is told not to.
         settings = {"tokenizer_class": "BertTokenizer", "do_lower_case": not cased}
         (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
 
@@ -103,6 +105,8 @@ def _bert(weights: Weights, folder: pathlib.Path) -> None:
 def _of_timm(weights: Weights, name: str, folder: pathlib.Path) -> None:
     module = models.MODULES[NETWORKS[name]]
     for field, value in weights.model.items():
+        # A field that is not of training makes it another network than timm's. Values are compared
+        # as JSON, because config.json has lists where the module has tuples.
         default = getattr(module, field, None)
         if field not in _OF_TRAINING and json.dumps(value) != json.dumps(default):
             raise UserError(
@@ -113,6 +117,7 @@ def _of_timm(weights: Weights, name: str, folder: pathlib.Path) -> None:
         tensors = to_timm(name, weights.variables())
     except UserError as error:
         raise UserError(f"--workdir {weights.folder} cannot be written: {error}") from None
+    # config.model may leave num_classes to its default, so the weights are asked.
     classes = len(tensors["fc.bias" if name.startswith("resnet") else "classifier.bias"])
     settings = {"architecture": name, "num_classes": classes}
     settings["pretrained_cfg"] = {"num_classes": classes, **_preprocessing(weights)}
@@ -123,6 +128,7 @@ def _own(weights: Weights, folder: pathlib.Path) -> None:
     leaves, _ = jax.tree_util.tree_flatten_with_path(weights.variables())
     tensors = {
         # safetensors has no bfloat16 for NumPy; what is read back takes the parameter's dtype.
+        # safetensors takes contiguous arrays only, hence order='C'.
         jax.tree_util.keystr(path, simple=True, separator="/"): np.array(
             leaf, np.float32 if leaf.dtype == jnp.bfloat16 else leaf.dtype, order="C"
         )
@@ -134,6 +140,7 @@ def _own(weights: Weights, folder: pathlib.Path) -> None:
 def _preprocessing(weights: Weights) -> dict[str, Any]:
     """Returns the preprocessing of pictures in the form that timm's `resolve_data_config` reads."""
     config: Mapping[str, Any] = {}
+    # Published weights have no run's config.json beside them.
     if weights.step is not None:
         config = Workdir(weights.folder).read_config()
     mean, deviation = weights.pixels or (
@@ -150,6 +157,7 @@ def _preprocessing(weights: Weights) -> dict[str, Any]:
         found["input_size"] = [3, size, size]
         found["interpolation"] = config.get("data.options.resize", "bilinear")
         fraction = config.get("data.options.central_fraction", 0.875)
+        # A fraction of 0 stands for that of the TPU code.
         found["crop_pct"] = fraction or tpu_fraction(size)
     return found
 

@@ -153,6 +153,7 @@ def run_local(
 
 def _free_port() -> int:
     with socket.socket() as probe:
+        # For port 0 the system chooses a free one.
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
@@ -183,6 +184,7 @@ def _start(
     with contextlib.ExitStack() as stack:
         output: TextIO | None = None
         if log is not None:
+            # Logs of earlier starts are kept; `log_start` is where this start's begins.
             output = stack.enter_context(log.open("a"))
         popen = subprocess.Popen(
             [sys.executable, "-m", *command],
@@ -217,6 +219,7 @@ def _signals_received() -> Iterator[list[int]]:
     numbers = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # not under nohup
         numbers.append(signal.SIGHUP)
+    # The handlers only take note: `_supervise` reads the list at each poll.
     before = [signal.signal(number, lambda got, frame: received.append(got)) for number in numbers]
     try:
         yield received
@@ -232,15 +235,18 @@ def _supervise(processes: Sequence[_Process], received: list[int], grace_seconds
     failed: _Process | None = None
     while running := [process for process in processes if process.status() is None]:
         if failed is None and any(process.status() for process in processes):
+            # A process has failed, and the others cannot go on without it.
             time.sleep(_SETTLE_SECONDS)
             failed = _first_failed(processes)
             assert failed is not None  # one had a status other than 0 before the wait
             # Preempted processes end by themselves, after their last save.
             seconds = grace_seconds if _was_asked(failed) else _SECONDS_AFTER_FAILURE
             deadline = min(deadline, time.monotonic() + seconds)
+            # After a forwarded signal the processes are expected to end.
             if not forwarded:
                 _explain(failed)
                 _signal_all(running, signal.SIGTERM)
+        # The first signal is passed on and leaves time to save; a second one kills.
         for number in received[forwarded:]:
             forwarded += 1
             if forwarded == 1:
@@ -259,6 +265,7 @@ def _supervise(processes: Sequence[_Process], received: list[int], grace_seconds
                 process.end()
             break
         time.sleep(_POLL_SECONDS)
+    # The last process to run may have failed, or all ended between two polls.
     if failed is None:
         failed = _first_failed(processes)
         if failed is not None and not forwarded:
@@ -300,6 +307,7 @@ def _first_failed(processes: Sequence[_Process]) -> _Process | None:
     failed = [process for process in processes if process.status()]
     return min(
         failed,
+        # False sorts before True: processes that JAX aborted come last.
         key=lambda process: (process.status() == -signal.SIGABRT, _was_asked(process)),
         default=None,
     )
@@ -332,6 +340,8 @@ def _tell(text: str) -> None:
 
 def _log_folder(arguments: Sequence[str]) -> pathlib.Path:
     """Returns `logs` in the --workdir among the arguments, or else a temporary folder."""
+    # Arguments are joined by NUL, which none can contain, so that one pattern finds both
+    # --workdir=DIR and --workdir DIR. The last one counts, as in absl.
     workdirs = re.findall(r"(?:^|\0)--?workdir[=\0]([^\0]+)", "\0".join(arguments))
     if not workdirs:
         return pathlib.Path(tempfile.mkdtemp(prefix="lamb_tpu-logs-"))
@@ -363,10 +373,12 @@ def main(arguments: Sequence[str] | None) -> None:
     """
     values = flags.FLAGS
     module, num_processes = values.module, values.processes
+    # Names with a hyphen are no attributes of FLAGS.
     devices: Any = values["devices-per-process"].value
     grace_seconds: Any = values["grace-seconds"].value
     if arguments is None:
         raise UserError(f"the arguments of {module} are missing: put them after --; see --help")
+    # Otherwise every process would report the same missing module.
     _check_module(module)
     folder = _log_folder(arguments) if num_processes > 1 else pathlib.Path()
     logs = f"; output of the others: {folder}/process-*.log" if num_processes > 1 else ""
@@ -377,6 +389,7 @@ def main(arguments: Sequence[str] | None) -> None:
 if __name__ == "__main__":
     define_flags()
     rest = None
+    # Cut off before absl parses them: `run_main` refuses positional arguments.
     if "--" in sys.argv:
         at = sys.argv.index("--")
         rest = sys.argv[at + 1 :]

@@ -27,6 +27,7 @@ _LISTED = 12  # names in a message
 _KINDS = {int: "a whole number", float: "a number", str: "text", bool: "True or False"}
 # Folders of code that is not a user's.
 _LIBRARIES = (
+    # Frames of Python's import system have file names such as '<frozen importlib._bootstrap>'.
     sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<frozen",
     str(pathlib.Path(__file__).parent) + os.sep,
 )
@@ -53,8 +54,10 @@ def find(name: str, key: str) -> Callable[..., Any]:
     if match is None:
         raise UserError(f"{key} is {name!r}; one of your own has the form {FORM}")
     found: Any = _import(match["module"], f"{key} is {name!r}")
+    # An attribute may be dotted, such as Class.method.
     for part in match["attribute"].split("."):
         if not hasattr(found, part):
+            # The message lists what the module defines, not what it imports.
             public = [
                 item for item, value in vars(found).items()
                 if callable(value) and not item.startswith("_")
@@ -78,6 +81,8 @@ def _import(module: str, told: str) -> types.ModuleType:
         raise
     except (Exception, SystemExit) as error:  # a user's module can raise anything
         absent = error.name if isinstance(error, ModuleNotFoundError) else None
+        # The module itself, or a package that it lies in, is missing. In any other case the module
+        # is there and one of its own imports fails.
         if absent and f"{module}.".startswith(f"{absent}."):
             raise UserError(
                 f"{told}; Python finds no module {absent!r} from the current folder, "
@@ -131,6 +136,7 @@ def parameters(made: Callable[..., Any]) -> list[inspect.Parameter]:
         listed = list(inspect.signature(init if own_init else made).parameters.values())
     except (TypeError, ValueError):  # one that is not written in Python
         return []
+    # The first parameter of `__init__` is self.
     return [
         parameter for parameter in listed[1 if own_init else 0:]
         if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
@@ -148,6 +154,7 @@ def _resolved(kind: Any, made: Callable[..., Any]) -> Any:
         try:
             kind = eval(kind, dict(vars(module)) if module else {})
         except Exception:
+            # It may name something that is imported for type checkers only.
             return Any
     return Any if kind is inspect.Parameter.empty else kind
 
@@ -189,8 +196,10 @@ def check(
 def _fits(value: Any, field: dataclasses.Field) -> bool:
     """Returns whether a value has a field's plain type; other annotations are not checked."""
     kind: Any = field.type
+    # None is right where it is the default, whatever the annotation says.
     if not isinstance(kind, type) or kind not in _KINDS or value is field.default is None:
         return True
+    # type() and not isinstance(), because True is an int.
     return type(value) in ((int, float) if kind is float else (kind,))
 
 
@@ -215,6 +224,7 @@ def blame(error: BaseException) -> str | None:
 
     Installed packages, as in 'optax:adabelief', do not count as a user's own.
     """
+    # Innermost frame first: the user's line that failed, or that called the library that failed.
     for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
         name, file = str(frame.f_globals.get("__name__")), frame.f_code.co_filename
         if name.partition(".")[0] in _imported and not file.startswith(_LIBRARIES):
@@ -228,6 +238,7 @@ def _describe(error: BaseException, file: str | None = None) -> str:
     for frame in traceback.extract_tb(error.__traceback__):
         if frame.filename == file or (file is None and not frame.filename.startswith(_LIBRARIES)):
             place = f" at line {frame.lineno} of {frame.filename}"
+    # A file with a syntax error did not run, so it has no frame.
     if isinstance(error, SyntaxError) and error.filename:
         place = f" at line {error.lineno} of {error.filename}"
     text = " ".join(str(error.msg if isinstance(error, SyntaxError) else error).split())[:300]

@@ -221,6 +221,7 @@ def make_plan(
       UserError: the config has a mistake, the name is unknown, or the TPU compiler is missing.
     """
     slice_ = topology_lib.topology(name)
+    # Before `prepare`: this keeps JAX on the CPU, which must be settled before JAX uses a device.
     devices = topology_lib.devices(slice_)
     run = prepare(config, None, devices)
     start = time.monotonic()
@@ -244,6 +245,8 @@ def make_plan(
     sizes, text = compiled.memory_analysis(), compiled.as_text()
     assert sizes is not None and text is not None  # the TPU compiler returns both
     notes: list[str] = []
+    # The text of HLO is no stable format. A plan that lacks one number, with a note why, is still
+    # of use.
     cost = _read(hlo.program_cost, text, notes)
     found = _read(traffic.collectives, text, notes)
     return dataclasses.replace(
@@ -261,6 +264,7 @@ def make_plan(
         model_flops=run.model_flops and run.model_flops / len(devices),
         cycles=cost and cost.cycles,
         collectives=None if found is None else tuple(traffic.table(found)),
+        # Several readers can fail for one reason, which is told once.
         notes=tuple(dict.fromkeys(notes)),
         program=text,
     )
@@ -272,6 +276,7 @@ def compile_step(run: Run) -> tuple[jax.stages.Compiled | None, str]:
     try:
         return lowered.compile(), ""
     except jax.errors.JaxRuntimeError as error:
+        # A step that does not fit is a result of planning, not a failure.
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         return None, str(error)
@@ -317,6 +322,7 @@ def _table(rows: tuple[traffic.Row, ...]) -> list[str]:
         for row in rows
     ]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    # Kind and dtype are text; the other columns are numbers.
     left = (0, 2)
     return [
         "  " + "  ".join(
@@ -348,6 +354,8 @@ def main() -> None:
         with phases.errors_in_phase(phase.name):
             plan = make_plan(phase.config, flags.FLAGS.topology, _waiting)
         found.append({"phase": phase.name} | plan.as_json() if phase.name else plan.as_json())
+        # Text is shown as soon as a phase is compiled, which takes minutes. JSON is one document,
+        # printed at the end.
         if not flags.FLAGS.json:
             print((f"{phase.name}\n" if phase.name else "") + plan.describe(), flush=True)
     if flags.FLAGS.json:

@@ -33,6 +33,7 @@ from lamb_tpu.files import reading, writing
 from lamb_tpu.store.metrics import read_records
 from lamb_tpu.store.workdir import Workdir
 
+# With more layers the figure grows no taller, and only every n-th row has its name.
 _MAX_LABELS = 160
 _NAMED_LINES = 10  # beyond, a legend of every line would hide them
 _ROW_INCHES = 0.14
@@ -72,6 +73,7 @@ def layer_figure(
         ])
 
     ratios, lengths = rows("ratios"), rows("weight_norms")
+    # A layer of zeros has no relative step length: NaN, which is left out of the plots.
     with np.errstate(divide="ignore", invalid="ignore"):
         turns = np.where(lengths > 0, rows("update_norms") / lengths, np.nan)
     labels = _labels(layers)
@@ -93,6 +95,7 @@ def layer_figure(
     ):
         _heat_map(axes, name, steps, values)
     stride = -(-len(layers) // _MAX_LABELS)
+    # Row n of the map extends from n to n + 1; its name stands in the middle.
     left.set_yticks(np.arange(0, len(layers), stride) + 0.5, labels[::stride], fontsize=7)
     right.set_yticks([])
     return figure
@@ -105,15 +108,18 @@ def _labels(layers: Sequence[str]) -> list[str]:
 
 
 def _positive(values: np.ndarray) -> np.ma.MaskedArray:
+    # Both plots have logarithmic scales, on which only positive values have a place.
     return np.ma.masked_where(~(values > 0), values)
 
 
 def _lines(
     axes: Axes, name: str, steps: Sequence[int], values: np.ndarray, labels: Sequence[str]
 ) -> None:
+    # The bright end of the colour map would be hard to see on white.
     colors = matplotlib.colormaps[style.SEQUENCE](np.linspace(0, 0.92, len(values)))
     named = range(len(values)) if len(values) <= _NAMED_LINES else (0, len(values) - 1)
     for row, (color, line) in enumerate(zip(colors, _positive(values), strict=True)):
+        # A line through a single point is invisible without a marker.
         axes.plot(
             steps, line, color=color, linewidth=1.2, label=labels[row] if row in named else None,
             marker="o" if len(steps) == 1 else None,
@@ -139,16 +145,19 @@ def _heat_map(axes: Axes, name: str, steps: Sequence[int], values: np.ndarray) -
     )  # fmt: skip
     axes.set_facecolor("0.85")  # shows where a value is 0 or not a number
     axes.set_xlabel("completed updates")
+    # The first layer stands at the top.
     axes.set_ylim(len(values), 0)
     axes.figure.colorbar(mesh, ax=axes, label=name, fraction=0.05, pad=0.02)
 
 
 def _adapting(layers: Sequence[str], table: str) -> list[str]:
     """Returns the layers that adapt according to a run's table, see `parameters.table`."""
+    # The column of index 5 is 'adapt'. The last line, with the totals, has fewer columns.
     adapting = {
         columns[0] for columns in (re.split(r" {2,}", row) for row in table.splitlines()[1:])
         if len(columns) > 5 and columns[5] == "yes"
     }
+    # A stacked parameter has one row in the table and a reading for each layer: kernel[3].
     return [layer for layer in layers if re.sub(r"\[[\d,]+\]$", "", layer) in adapting]
 
 

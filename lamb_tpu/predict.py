@@ -58,6 +58,7 @@ def predict(folder: str, text: str, top: int = 5) -> list[list[Word]]:
     """
     if top < 1:
         raise UserError(f"--top is {top}; it must be at least 1")
+    # Standard output holds the answer alone.
     weights = open_weights(
         folder, "--checkpoint", report=lambda told: print(told, file=sys.stderr)
     )
@@ -87,6 +88,7 @@ def predict(folder: str, text: str, top: int = 5) -> list[list[Word]]:
     if not len(gaps):
         raise UserError(f"--text has no {MASK}; write it where a word is to be found")
     probabilities = _probabilities(config, weights.params(), ids, gaps)
+    # Stable, so that words of equal probability come in the order of the vocabulary.
     best = np.argsort(-probabilities, axis=-1, kind="stable")[:, :top]
     return [
         [Word(vocabulary.tokens[index], float(row[index])) for index in indices]
@@ -98,6 +100,7 @@ def encode(text: str, vocabulary: Vocabulary, cased: bool) -> np.ndarray:
     """Returns the ids of a text with gaps, between [CLS] and [SEP], int32 (tokens,)."""
     tokenizer = make_tokenizer(vocabulary, cased)
     ids = [vocabulary.cls_id]
+    # The tokenizer would take [MASK] for a word between brackets, so the text is cut there first.
     for number, part in enumerate(text.split(MASK)):
         ids += [vocabulary.mask_id] if number else []
         ids += tokenizer.encode(part).ids
@@ -110,6 +113,7 @@ def _probabilities(
     """Returns the probabilities of all words at each gap, float32 (gaps, words)."""
     # float32 is slower than bfloat16 but more exact, and one text takes little time.
     module = dataclasses.replace(config, dtype="float32", remat="none").module()
+    # A batch of one text without padding, all of it one segment.
     inputs = {
         "input_ids": ids[None],
         "token_type_ids": np.zeros_like(ids)[None],

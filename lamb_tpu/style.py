@@ -63,6 +63,7 @@ def dress(axes: Axes, title: str, x: str, y: str, better: str = "") -> None:
       better: 'lower' or 'higher'; '' if neither is better.
     """
     if better:
+        # A unit in parentheses shares them with the note: 'time (s; lower is better)'.
         y = f"{y[:-1]}; {better} is better)" if y.endswith(")") else f"{y} ({better} is better)"
     axes.set_title(title, fontsize=11)
     axes.set_xlabel(x)

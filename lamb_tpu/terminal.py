@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from lamb_tpu.errors import UserError
 
+# The size of a plain terminal window, to which all printed text is fitted.
 COLUMNS, ROWS = 80, 24
 
 
@@ -63,10 +64,12 @@ def lose_stdout(error: Exception | None = None) -> str | None:
       error: the error that ended the program. If a write can have raised it, a write is tried.
     """
     try:
+        # A failed write to a stream gives an error without a file name.
         if isinstance(error, OSError) and error.filename is None:
             sys.stdout.write("\n")
         sys.stdout.flush()
     except OSError as error:
+        # The descriptor is replaced, not `sys.stdout`, whose buffer Python flushes again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return error.strerror
     return None
@@ -82,6 +85,7 @@ def run_and_exit(main: Callable[[], int]) -> NoReturn:
     except OSError as error:
         if (reason := lose_stdout(error)) is None:
             raise
+        # Lost output counts as a failure below, with a message of its own.
         status = 0
     else:
         reason = lose_stdout()

@@ -76,6 +76,7 @@ def train(
     folder, is_first = Workdir(workdir), jax.process_index() == 0
     folder.check(config)
     metrics: dict[str, float] = {}
+    # A phase's session locks the phase's folder only, so the folder of all is locked here.
     with folder.hold(is_first):
         due = phases.due(config, workdir)
         if is_first:
@@ -94,23 +95,27 @@ def _train(
     config: ConfigDict, workdir: str | os.PathLike[str], label: str, quiet: bool
 ) -> dict[str, float]:
     """Runs, or resumes, a recipe without phases."""
+    # Start-up counts from here, with preparing the data.
     began = time.monotonic()
     run = prepare(config, workdir)
     recipe = run.recipe
     progress = RunProgress(label, recipe, jax.process_index() == 0, quiet, run.tokens_per_update)
     progress.message(describe(run))
     observers = make_observers(run, progress)
+    # A misspelt metric must be refused here, not at the first evaluation.
     observers.check(metric_names(run))
     loader = data.TrainLoader(run.train_set, recipe.batch_size, config.seed, run.local_rows())
 
     with Session(run, observers.keep, progress.warn) as session:
         state, position = session.restore()
+        # Position of the run: updates, observers, data, and the files of records.
         step = first_step = int(state.step)
         observers.restore(position.observers)
         if session.resumed:
             loader.restore(position.loader)
             progress.message(f"resumed from the checkpoint of update {step}")
         is_over = step == recipe.total_steps or bool(observers.end_reason)
+        # Only after restoring: records of updates behind this checkpoint are removed.
         records = session.open_records(step, position, is_over)
         clock, updates = Clock(position, began), Updates(position.unlogged)
         eval_due, save_due = position.eval_due, False
@@ -145,6 +150,8 @@ def _train(
                             )
                     if step == recipe.total_steps or observers.end_reason:
                         break
+                    # All processes poll at the same places, so that all of them stop at the same
+                    # update.
                     session.poll(f"update {step}")
 
                     observers.updating(step)
@@ -167,6 +174,7 @@ def _train(
                     if may_save or recipe.is_due(recipe.log_every, step):
                         observers.fetched(updates.fetch())
                         count, means = updates.take()
+                        # Update `step`, counted from 1, used the schedule's value at step - 1.
                         means["learning_rate"] = float(recipe.learning_rates[step - 1])
                         observers.recorded(Record(step, count, state, means))
 
@@ -178,14 +186,17 @@ def _train(
                 told = f"{told}: {format_values(metrics)}; {observers.summary()}"
                 progress.message(told.removesuffix("; "))
                 observers.completed(step)
+                # Raises if the last save, or a record that the hooks above wrote, has failed.
                 session.finish()
             except Preempted as notice:
                 ended = "interrupted" if isinstance(notice, Interrupted) else "preempted"
+                # The seed gives the initial state again, so there is nothing to save.
                 if not step:
                     raise type(notice)(
                         f"{ended} before the first update; start the same command again"
                     ) from None
                 if step > session.saved_step:  # the notice may follow right after a save
+                    # The same checks as before any save: a bad state must not become a checkpoint.
                     observers.saving(step, state)
                     observers.fetched(updates.fetch())
                     session.save(
@@ -210,6 +221,7 @@ def _position(
 
 def main() -> None:
     """Entry point of the command line."""
+    # Both calls must come before anything asks JAX for a device.
     cores.make_devices(flags.FLAGS.config)
     distributed.initialize_from_flags()
     train(flags.FLAGS.config, flags.FLAGS.workdir)

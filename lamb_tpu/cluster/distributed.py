@@ -85,11 +85,14 @@ def initialize(
     """
     if jax.distributed.is_initialized():
         return
+    # All waiting below shares one limit.
     began = time.monotonic()
     address = coordinator_address or os.environ.get("JAX_COORDINATOR_ADDRESS")
     # JAX reads Open MPI's variables too, but JAX 0.10 does not from Open MPI 5 on.
     count = _first(num_processes, "JAX_NUM_PROCESSES", "OMPI_COMM_WORLD_SIZE")
     index = _first(process_id, "JAX_PROCESS_ID", "OMPI_COMM_WORLD_RANK")
+    # A run of one process stays as it is. With an index other than 0 it is a mistake, which
+    # `_check` refuses.
     if count == 1 and not index:
         return
     complete = None not in (address, count, index)
@@ -102,10 +105,12 @@ def initialize(
     def left() -> float:
         return max(0.0, began + initialization_seconds - time.monotonic())
 
+    # Both failures are found before JAX is called, which would wait or abort.
     if index == 0:
         _check_port(address)
     else:
         _wait_for_port(address, f"process {index} of {count}", initialization_seconds, left)
+    # A thread, because the main one waits inside JAX' C++ code.
     timer = threading.Timer(left(), _give_up, (address, index, count, initialization_seconds))
     timer.daemon = True
     timer.start()
@@ -175,6 +180,7 @@ def _check(
             f"this is one process of several ({known}), but {' and '.join(missing)} cannot be "
             "found; give what is missing, or start the run with lamb_tpu.launch, srun or mpirun"
         )
+    # A process with such an id would wait for a meeting that cannot take place.
     if not 0 <= index < count:
         raise UserError(
             f"process_id is {index} and num_processes {count}; ids must lie in 0..{count - 1}"
@@ -186,6 +192,7 @@ def _check(
 
 def _split(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
+    # Brackets surround an IPv6 address.
     return host.strip("[]"), int(port)
 
 
@@ -208,6 +215,8 @@ def _wait_for_port(address: str, who: str, seconds: int, left: Callable[[], floa
     """Waits until process 0 listens."""
     while True:
         try:
+            # A host that drops packets answers nothing; each attempt has seconds, not the whole
+            # limit.
             socket.create_connection(_split(address), timeout=max(1.0, min(5.0, left()))).close()
             return
         except OSError as error:
@@ -241,13 +250,16 @@ def agree(error: UserError | None) -> None:
       UserError: this process' own error, or that of the first process that has one.
     """
     if jax.process_count() > 1:
+        # First whether there is an error at all, which is nearly always all that is sent.
         failed = multihost_utils.process_allgather(np.bool_(error is not None))
         if failed.any():
+            # The same shape in every process, as a gather needs: bytes, padded with zeros.
             text = np.zeros(_SENTENCE_BYTES, np.uint8)
             own = np.frombuffer(str(error or "").encode()[:_SENTENCE_BYTES], np.uint8)
             text[: len(own)] = own
             first = int(np.argmax(failed))
             global _leaves_with_all
+            # Every process raises, so `leave` lets them end together.
             _leaves_with_all = True
             told = multihost_utils.process_allgather(text)[first].tobytes().rstrip(b"\0")
             if error is None:
@@ -264,6 +276,7 @@ def together() -> Iterator[None]:
         yield
     except UserError as error:
         failure = error
+    # Not in the `except` block: processes without an error have to take part too.
     agree(failure)
 
 
@@ -272,10 +285,13 @@ def relay_stderr() -> None:
     global _relay
     reading, writing = os.pipe()
     _relay = subprocess.Popen(
+        # Isolated and without site-packages, so that it starts fast.
         [sys.executable, "-I", "-S", str(pathlib.Path(__file__).with_name("relay.py"))],
         stdin=reading, stdout=subprocess.DEVNULL,
         start_new_session=True,  # a signal to the process must not end the relay too early
     )
+    # Descriptor 2 itself, because C++ code writes there and knows no sys.stderr. When this process
+    # ends, the relay reads the end of its pipe.
     os.close(reading)
     sys.stderr.flush()
     os.dup2(writing, 2)
@@ -304,9 +320,11 @@ def leave(status: int) -> NoReturn:
         if jax.process_index() == 0:
             time.sleep(1)  # JAX aborts the others as soon as its service, in this process, ends
     if _relay is not None:
+        # This closes the last end of the pipe for writing, so that the relay comes to its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         with contextlib.suppress(subprocess.TimeoutExpired):
             _relay.wait(_RELAY_SECONDS)  # messages must be visible before the process ends
+    # No handlers of an ordinary exit: JAX's would wait for the other processes.
     os._exit(status)
 
 
@@ -352,11 +370,13 @@ class Watchdog:
         self._over.set()
 
     def _watch(self) -> None:
+        # Often enough to notice within a quarter of the limit, and at least once a second.
         while not self._over.wait(min(1.0, self._limit / 4)):
             when, what = self._last
             if time.monotonic() - when > self._limit:
                 main = threading.main_thread().ident
                 assert main is not None  # it has begun
+                # The stack of the main thread, which cannot print it itself.
                 frame = sys._current_frames()[main]
                 print(
                     f"error: process {self._process} has come no further in {self._limit:g} s "

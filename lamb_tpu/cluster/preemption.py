@@ -52,6 +52,8 @@ class Preemption:
             self._before = {
                 number: signal.signal(number, self._take_note) for number in numbers
             }
+            # Python's C handler writes the number of each signal to this socket at once, also while
+            # the main thread runs no Python code. A thread reads it at the other end.
             self._ours, theirs = socket.socketpair()
             self._ours.setblocking(False)
             self._wakeup_before = signal.set_wakeup_fd(
@@ -64,6 +66,7 @@ class Preemption:
 
     def __exit__(self, *exception: object) -> None:
         if self._listens:
+            # The thread ends when its socket is closed at this end.
             signal.set_wakeup_fd(self._wakeup_before)
             self._ours.close()
             for number, handler in self._before.items():
@@ -71,9 +74,11 @@ class Preemption:
 
     def _take_note(self, number: int, frame: FrameType | None) -> None:
         del frame
+        # From the first signal on, the next one has its default action and ends the process.
         for one in self._before:
             signal.signal(one, signal.SIG_DFL)
         if number == signal.SIGINT:
+            # With several processes a later run's poll may be the one to report it.
             owner = Preemption if self._several else self
             owner._interrupted = True
             if jax.process_index() == 0:
@@ -92,6 +97,7 @@ class Preemption:
 
         This is for an error of one process, which must not leave the others waiting for it.
         """
+        # The first error is the cause; others may follow from it.
         if self._error is None:
             self._error = error
             self._notice()
@@ -111,9 +117,11 @@ class Preemption:
         if self._several:
             self._noticed = multihost_utils.reached_preemption_sync_point(number)
         if self._noticed:
+            # An error that was passed to `fail` comes before the signal by which it was sent.
             self.settle()
             interrupted = self._interrupted
             if self._several:
+                # Ctrl-C may have reached one process only. All must raise the same.
                 interrupted = multihost_utils.process_allgather(np.bool_(interrupted)).any()
             raise Interrupted if interrupted else Preempted
 
@@ -136,10 +144,12 @@ def _end_at_the_second(signals: socket.socket, numbers: list[signal.Signals]) ->
     """
     count = 0
     with signals:
+        # One byte for each signal; nothing at the end of the socket.
         while received := signals.recv(1):
             count += received[0] in numbers
             if count > 1:
                 time.sleep(_GRACE_SECONDS)
                 if sys.stderr.isatty():
                     print(_SHOW_CURSOR, end="", file=sys.stderr, flush=True)
+                # The exit status that a shell gives to a process ended by this signal.
                 os._exit(128 + received[0])

@@ -36,13 +36,17 @@ def relay(source: BinaryIO, target: BinaryIO) -> None:
     held: list[bytes] = []  # lines of JAX' log; written at the end if there was no abort
     fatal: list[bytes] = []  # lines from the abort on
     told = False
+    # Line by line and not by blocks, so that output appears when it is written.
     for line in iter(source.readline, b""):
+        # The process may have told its user already; then nothing of the log is added.
         own = line.startswith(b"error: ")
         told |= own
+        # Behind the abort there are stacks only, of C++ and of Python.
         if fatal and not own:
             fatal.append(line)
         elif _FATAL.match(line):
             fatal.append(line)
+        # `_MORE` also fits ordinary output, such as a number, so it counts only after a held line.
         elif _LOG.match(line) or (held and not own and _MORE.match(line)):
             held.append(line)
         else:
@@ -55,6 +59,7 @@ def relay(source: BinaryIO, target: BinaryIO) -> None:
 
 
 def _sentence(fatal: list[bytes]) -> bytes:
+    # The reason stands in the first lines, before remote errors and stacks.
     text = b" ".join(b"".join(fatal[:4]).partition(b"absl::Status: ")[2].split())
     reason = re.split(rb" RPC: | Additional GRPC| The tasks have crashed| \*\*\*", text)[0]
     return (

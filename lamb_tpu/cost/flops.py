@@ -65,12 +65,15 @@ def _flops(equation: JaxprEqn) -> int:
     if name in ("dot_general", "conv_general_dilated"):
         left, right = map(_shape, equation.invars)
         if name == "dot_general":
+            # ((contracted of left, of right), (batch of left, of right)); the output has all other
+            # axes.
             (contracted, _), _ = params["dimension_numbers"]
             terms = math.prod(left[axis] for axis in contracted)
         else:
             # The kernel has the input channels of one group.
             terms = math.prod(right) // right[params["dimension_numbers"].rhs_spec[0]]
         return 2 * math.prod(_shape(equation.outvars[0])) * terms
+    # The jaxprs of jit, remat, loops, branches and custom derivatives are among the parameters.
     inner = [matrix_flops(part) for part in jaxprs_in_params(params)]
     if name == "while" and any(inner):
         raise ValueError("a matrix product is in a while loop, whose length is not known before")

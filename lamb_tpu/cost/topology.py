@@ -58,6 +58,7 @@ class Generation:
 
 _SMALL_CUBOIDS = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
 _LITE = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
+# Values are in the order of the fields of `Generation`.
 GENERATIONS = {
     "v2": Generation(
         2, 2, ((2, 2, 1), (4, 4, 1), (8, 8, 1), (8, 16, 1), (16, 16, 1)), 0,
@@ -121,6 +122,7 @@ class Topology:
         lite = self.generation.counted == 1 and math.prod(self.shape) <= 8
         host = (*self.shape, 1) if lite else (2, 2, 1)
         if self.generation.max_cubes:
+            # Slices of whole cubes of 4 x 4 x 4 chips wrap around along all three sides.
             wrap = tuple(side % 4 == 0 for side in self.shape)
             wrap = wrap if all(wrap) else (False,) * 3
         else:
@@ -173,11 +175,13 @@ def devices(slice_: Topology) -> list[jax.Device]:
     Raises:
       UserError: libtpu, which holds the compiler, is not installed.
     """
+    # Looked up and not imported: the environment must be set before libtpu is loaded.
     if importlib.util.find_spec("libtpu") is None:
         raise UserError(
             "the TPU compiler is not installed; it is a library for Linux on x86-64 that comes "
             "with the extra tpu: .venv/bin/pip install -e '.[tpu]'"
         )
+    # Otherwise JAX would look for a TPU as soon as an array is created.
     jax.config.update("jax_platforms", "cpu")
     os.environ.update(
         # The compiler must neither look for a TPU nor ask Google's cloud where it runs.
@@ -217,6 +221,7 @@ def _cuboid(cubes: int) -> tuple[int, ...]:
     shapes = [
         (a, b, cubes // (a * b))
         for a in range(1, cubes + 1) if cubes % a == 0
+        # Sides ascend, so each shape occurs once.
         for b in range(a, cubes + 1) if cubes % (a * b) == 0 and cubes // (a * b) >= b
     ]
     return tuple(4 * side for side in min(shapes, key=sum))

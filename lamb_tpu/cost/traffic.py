@@ -55,6 +55,7 @@ class Collective(NamedTuple):
         """
         others, size = self.group_size - 1, self.operand_bytes
         if self.kind in ("all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all"):
+            # An all-reduce sends as much as a reduce-scatter and an all-gather of the parts.
             return (2 if self.kind == "all-reduce" else 1) * size * others // (others + 1)
         return size * others if self.kind == "all-gather" else size
 
@@ -98,6 +99,7 @@ def collectives(hlo: str) -> list[Collective]:
 
     def size(instruction: Instruction, computation: Computation) -> int:
         found = _collectives(instruction, computation, program)
+        # `executions` leaves out size 0, but an empty collective counts too.
         return sum(max(collective.operand_bytes, 1) for collective in found)
 
     return [
@@ -136,6 +138,7 @@ def _collectives(
         return
     kind = instruction.opcode.removesuffix("-start")
     if kind in KINDS:
+        # The TPU compiler writes a fused reduce-scatter as an all-reduce and a slice.
         if kind == "all-reduce" and _keeps_part(instruction, computation):
             kind = "reduce-scatter"
         arrays = tuple(computation.inputs(instruction))
@@ -173,6 +176,8 @@ def replica_groups(attributes: str, num_devices: int) -> Groups:
     """
     found = re.search(r"\b(?:replica_groups|source_target_pairs)=(.*)", attributes)
     text = found[1] if found else ""
+    # In these notations: '{}', all devices; '{{0,1},{2,3}}'; '[2,2]<=[4]', an iota cut into groups;
+    # and axes of a mesh by name.
     if text.startswith("{}"):
         return (tuple(range(num_devices)),)
     if text.startswith("{{"):
@@ -204,8 +209,10 @@ def _counted(text: str) -> np.ndarray:
 def _on_mesh(axes: str, ids: str | None, within: str) -> np.ndarray:
     """Groups along the axes `within` of a mesh: 'a', or 'b':(2)3, the last 3 of b as 2 x 3."""
     sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", axes)}
+    # Axis -> the coordinate of every device along it.
     places = dict(zip(sizes, np.indices([*sizes.values()]).reshape(len(sizes), -1), strict=True))
     own = np.zeros_like(next(iter(places.values())))  # the place of a device within its group
+    # A part of an axis is one digit of the coordinate, which is moved to the place in the group.
     for name, before, size in re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", within):
         size = int(size or sizes[name])
         after = sizes[name] // (int(before or 1) * size)

@@ -23,6 +23,7 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    # Stored, so that Python does not ask this function for the name again.
     globals()[name] = value
     return value
 

@@ -23,6 +23,7 @@ class Mnist(mnist.MNIST, skip_registration=True):  # type: ignore[call-arg]
     """MNIST, four idx files, two for each split: http://yann.lecun.com/exdb/mnist/."""
 
     name = "mnist"
+    # TFDS looks for checksums beside the file of the class, where this package has none.
     url_infos = mnist.MNIST.url_infos
 
     def _split_generators(self, dl_manager: tfds.download.DownloadManager) -> dict[str, Any]:
@@ -63,9 +64,11 @@ class Cifar10(cifar.Cifar10, skip_registration=True):  # type: ignore[call-arg]
         }
         contents = {}
         with tarfile.open(archive, "r:gz") as tar:
+            # Names lie below a folder in the archive. Only regular files have content.
             for member in tar:
                 if member.isfile() and (opened := tar.extractfile(member)) is not None:
                     contents[member.name.rpartition("/")[2]] = opened.read()
+        # TFDS' builder sets the names here too, because only the archive has them.
         self.info.features["label"].names = contents["batches.meta.txt"].decode().split()
         return {
             split: self._generate_examples(split, b"".join(contents[name] for name in names))
@@ -88,6 +91,7 @@ def read_idx(path: str) -> np.ndarray:
     """Reads the uint8 array of a gzipped idx file: a big-endian header with sizes, then bytes."""
     with gzip.open(path) as file:
         content = file.read()
+    # Byte 2 is the type, of uint8 in these sets; byte 3 is the number of axes, of four bytes each.
     rank = content[3]
     shape = np.frombuffer(content, ">i4", count=rank, offset=4)
     return np.frombuffer(content, np.uint8, offset=4 + 4 * rank).reshape(shape)

@@ -22,6 +22,7 @@ def load_digits(split: str) -> ArraySource:
     first = {"train": 0, "test": NUM_TRAIN}
     parts = slices("digits", split, {"train": NUM_TRAIN, "test": num_test})
     indices = np.concatenate([first[name] + np.arange(start, stop) for name, start, stop in parts])
+    # Indexing by an array copies, so no caller can change the cached arrays.
     chosen = {field: array[indices] for field, array in arrays.items()}
     return ArraySource(f"digits:{split}", chosen, num_classes=10)
 

@@ -37,6 +37,7 @@ def eval_batches(
         mask = present.astype(np.float32)
         return {**batch, "mask": mask * batch["mask"] if "mask" in batch else mask}
 
+    # Rounded up, and the same for every process: all take part in each step's collectives.
     num_batches = -(-len(source) // batch_size)
     if source.in_memory:
         return map(fetch, range(num_batches))

@@ -75,6 +75,8 @@ class TrainLoader:
         if self._source.in_memory:
             batch = self._fetch(self.examples, count, rows)
         else:
+            # `rows` is compared by identity, so a caller must pass the same array to keep what was
+            # read ahead.
             same_as_before = self._ahead_of[0] == count and self._ahead_of[1] is rows
             if self._ahead is None or not same_as_before:
                 self._ahead = self._read_ahead(self.examples, count, rows)
@@ -103,9 +105,11 @@ class TrainLoader:
             self.examples = int(state["next_batch"]) * int(state["global_batch_size"])
         else:
             self.examples = int(state["examples"])
+        # Batches that were read ahead belong to the old position.
         self._ahead = None
 
     def _identity(self) -> dict[str, Any]:
+        # The batch size is left out: batches of several sizes are one stream.
         return {
             "source": self._source.name,
             "num_examples": len(self._source),
@@ -123,5 +127,6 @@ class TrainLoader:
         stop = start + count
         own = slice(None) if rows is None else rows
         indices = global_indices(self._seed, start, stop, len(self._source))
+        # One number for each example, because a batch may cross epochs.
         epochs = np.arange(start, stop) // len(self._source)
         return self._source.gather(indices[own], epochs[own])

@@ -44,6 +44,7 @@ def read_options(
                 + (f"{name} has, with these defaults: {listed}" if known else f"{name} has none")
             )
         wanted: Any = known[key].type
+        # A float may be given as 1. Types are compared exactly, because True is an instance of int.
         accepted = (int, float) if wanted is float else (wanted,)
         if value is not None and type(value) not in accepted:
             raise UserError(f"config.data.options.{key} is {value!r}; it must be {_KINDS[wanted]}")

@@ -33,7 +33,9 @@ def example_order(seed: int, epoch: int, num_examples: int) -> np.ndarray:
         raise ValueError(f"seed must lie in 0..2**64-1, found {seed}")
     if epoch < 0 or num_examples < 1:
         raise ValueError(f"need epoch >= 0 and num_examples >= 1, found {epoch}, {num_examples}")
+    # The key is (seed, epoch), so no epoch needs the ones before it.
     words = np.random.Philox(key=np.array([seed, epoch], np.uint64)).random_raw(num_examples)
+    # Stable, so that equal words would give the same order everywhere.
     order = np.argsort(words, kind="stable").astype(np.int64, copy=False)
     order.setflags(write=False)
     return order

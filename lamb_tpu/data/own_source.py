@@ -53,6 +53,7 @@ def load(name: str, options: Mapping[str, Any], request: Mapping[str, Any]) -> S
             )
         if len(source) < 1:
             raise UserError(f"{told}, of which split {request['split']!r} has no example")
+        # One example is read, so that a wrong shape or dtype is told before anything is compiled.
         found = source.gather(np.zeros(1, np.int64))
     specs = {
         field: FieldSpec(np.shape(array)[1:], np.asarray(array).dtype)
@@ -65,6 +66,7 @@ def load(name: str, options: Mapping[str, Any], request: Mapping[str, Any]) -> S
                 f"{told}, whose element_spec has {field!r}: {spec!r}; it must be a "
                 "lamb_tpu.data.FieldSpec of a shape and a numpy.dtype"
             )
+    # A set for evaluation may add `mask`, which `element_spec` does not list.
     for field in sorted({*specs, *declared} - {"mask"}):
         if specs.get(field) != declared.get(field) or len(found[field]) != 1:
             raise UserError(

@@ -36,6 +36,7 @@ def prepare(builder: tfds.core.DatasetBuilder, source_dir: str | None) -> None:
     if source_dir is not None:
         _check_files(builder, pathlib.Path(source_dir))
     with _one_at_a_time(builder):
+        # Another process may have prepared the set while this one waited.
         if is_prepared(builder):
             return
         if builder.data_path.exists():
@@ -45,6 +46,8 @@ def prepare(builder: tfds.core.DatasetBuilder, source_dir: str | None) -> None:
             )
         if source_dir is None:
             _check_reachable(builder)
+        # Checksums are verified, and the set is made of the original files, not fetched ready-made
+        # from Google's bucket.
         config = tfds.download.DownloadConfig(
             manual_dir=source_dir, force_checksums_validation=True, try_download_gcs=False
         )
@@ -93,6 +96,7 @@ def _check_reachable(builder: tfds.core.DatasetBuilder) -> None:
             outcome.put(str(error))
 
     # In a thread, because the look-up of a host name has no timeout.
+    # A daemon thread, which does not keep the process alive while it hangs.
     threading.Thread(target=open_url, daemon=True).start()
     try:
         failure = outcome.get(timeout=_REACH_SECONDS)
@@ -106,6 +110,7 @@ def _check_reachable(builder: tfds.core.DatasetBuilder) -> None:
 
 
 def _is_downloaded(builder: tfds.core.DatasetBuilder, url: str) -> bool:
+    # `data_dir` is FOLDER/NAME/VERSION, and TFDS keeps files in FOLDER/downloads.
     downloads = pathlib.Path(builder.data_dir).parents[1] / "downloads"
     file_name = resource.get_dl_fname(url, builder.url_infos[url].checksum)
     return any((folder / file_name).exists() for folder in (downloads / builder.name, downloads))
@@ -119,6 +124,7 @@ def _give_folder(builder: tfds.core.DatasetBuilder) -> str:
 @contextlib.contextmanager
 def _one_at_a_time(builder: tfds.core.DatasetBuilder) -> Iterator[None]:
     """Holds a lock file beside the data set; the system frees it even if the process is killed."""
+    # A bucket has no locks.
     if "://" in str(builder.data_dir):
         raise UserError(
             f"data set {builder.name} is not prepared in {builder.data_dir}, and can be prepared "

@@ -53,6 +53,7 @@ of processes. Then train on one folder and evaluate on another:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
+        # argparse would print its usage and end the process; `main` tells a mistake in a sentence.
         raise UserError(f"{message}; see --help")
 
 
@@ -80,6 +81,7 @@ class _Shown:
         self._bar.stop()
 
     def __call__(self, progress: Progress) -> None:
+        # The task is added at the first report, which has the bytes that are already done.
         if self._task is None:
             self._task = self._bar.add_task("text", completed=progress.done)
             if progress.resumed:
@@ -89,6 +91,7 @@ class _Shown:
         fresh = progress.done - progress.resumed
         if fresh and self._bar.disable and now - self._last_line >= _SECONDS_BETWEEN_LINES:
             self._last_line = now
+            # Of the bytes of this run; those of an earlier run took none of its time.
             rate = fresh / (now - self._start)
             self.tell(
                 f"{progress.done / 1e6:,.1f} of {progress.total / 1e6:,.1f} MB; "
@@ -125,6 +128,7 @@ def _run(options: argparse.Namespace) -> int:
         manifest = prepare_text(
             options.input, options.output, settings, options.processes, shown
         )
+    # A summary, and the flags that a run on this text needs.
     counts = manifest["counts"]
     shown.tell(
         f"{options.output} holds {_number(counts['documents'], 'document')}, "
@@ -138,6 +142,7 @@ def _run(options: argparse.Namespace) -> int:
         f"--config.data.train_split={folder.name} "
         f"--config.model.vocab_size={manifest['vocabulary']['size']}"
     )
+    # What is left out or cut is told, because it may show a wrong rule or a damaged file.
     for key, text in (
         ("empty_documents", "documents were empty and are left out"),
         ("broken_lines", "lines are not UTF-8; what could not be read in them is left out"),

@@ -88,6 +88,7 @@ def load(
       UserError: name, split or option is unknown, files are missing or damaged, or there is no
         network.
     """
+    # A shell leaves the ~ in --config.data.dir=~/DIR as it is.
     data_dir, source_dir = (
         None if folder is None else os.path.expanduser(folder) for folder in (data_dir, source_dir)
     )
@@ -95,6 +96,7 @@ def load(
         name, split, data_dir, source_dir, in_memory, dict(options or {}),
         seed if training else 0, training,
     )
+    # Before names of one's own, because 'tfds:NAME' has a colon too.
     if name.startswith(_TFDS_PREFIX):
         return _load_tfds(request)
     if own.is_own(name):
@@ -167,6 +169,7 @@ def check_same_text(train: Source, evaluation: Source) -> None:
                 f"evaluation set {title(evaluation)} has {second}; prepare both with the same "
                 "vocabulary"
             )
+    # An id means the same token in both sets only if all tokens agree.
     for number, (token, other) in enumerate(zip(ours.tokens, theirs.tokens)):
         if token != other:
             raise UserError(
@@ -176,6 +179,7 @@ def check_same_text(train: Source, evaluation: Source) -> None:
             )
 
 
+# Sets without options call `request.options()` too, which refuses any that are given.
 def _load_own(request: _Request) -> Source:
     request.options()
     return _read_own(request, request.in_memory)
@@ -191,6 +195,7 @@ def _read_own(request: _Request, in_memory: bool | None) -> Source:
 def _load_cifar10(request: _Request) -> Source:
     options = request.options()
     augments = request.training and not options.change_nothing
+    # Augmentation works on whole arrays, so the set must be in memory.
     plain = _read_own(request, in_memory=True if augments else request.in_memory)
     if not augments:
         return plain
@@ -231,6 +236,7 @@ def _holds_photographs(builder: tfds.core.DatasetBuilder) -> bool:
     """Returns whether the images of a set differ in size, so that they must be cropped."""
     features = builder.info.features
     image = features["image"] if "image" in features else None
+    # TFDS writes None for a side that differs between examples.
     return isinstance(image, tfds.features.Image) and None in image.shape[:2]
 
 
@@ -244,6 +250,7 @@ def _read(
     folder = str(builder.data_dir)
     source = RecordSource(f"{name}:{split}", records, num_classes, labels, folder)
     if in_memory is None:
+        # As decoded, which may be many times the size of the files.
         example_bytes = sum(spec.num_bytes for spec in source.element_spec.values())
         in_memory = len(source) * example_bytes <= IN_MEMORY_BYTES
     return source.read_all() if in_memory else source
@@ -256,6 +263,7 @@ def _open(
     decoders: Mapping[str, Any] | None = None,
 ) -> Any:
     """Returns the records of a prepared set, for reading by index."""
+    # The files are checked before TFDS opens them, to name the one that is missing.
     infos = builder.info.splits
     parts = slices(name, split, {key: info.num_examples for key, info in infos.items()})
     for path in [path for part, *_ in parts for path in infos[part].filepaths]:
@@ -338,6 +346,7 @@ def _load_tfds_images(request: _Request, builder: tfds.core.DatasetBuilder) -> S
             f"config.data.options.num_classes is {num_classes}, data set {request.name} has "
             f"{label.num_classes} classes; give 0 or at least as many"
         )
+    # Images stay encoded: `ImageSource` decodes only what its crop needs.
     decoders = {"image": tfds.decode.SkipDecoding()}
     source = _open(request.name, builder, request.split, decoders)
     records = TfdsRecords(source, num_classes, str(builder.data_dir))
@@ -356,6 +365,7 @@ def _load_image_folder(request: _Request) -> Source:
             "config.data.dir is missing; for image_folder it is the folder DIR of pictures in "
             "DIR/SPLIT/CLASS or DIR/CLASS, or of those that DIR/labels.tsv lists"
         )
+    # The option covers both damaged files and wrong lines of a list.
     skip = options.on_bad_record == "skip"
     records = FolderRecords(
         request.source_dir, request.split, options.num_classes, skip, options.holdout,

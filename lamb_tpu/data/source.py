@@ -112,6 +112,7 @@ class ArraySource(BaseSource):
         return self._length
 
     def gather(self, indices: np.ndarray, epochs: np.ndarray | int = 0) -> Batch:
+        # The same examples in every epoch.
         del epochs
         return {field: array[indices] for field, array in self.arrays.items()}
 
@@ -145,11 +146,13 @@ class RecordSource(BaseSource):
         self._records = records
         self._label_fields = frozenset(label_fields)
         self._folder = folder
+        # The first example's shapes and dtypes stand for the whole set; `gather` checks the others.
         (first,) = self._read([0])
         arrays = {field: self._as_array(field, value) for field, value in first.items()}
         self.element_spec = {
             field: FieldSpec(array.shape, array.dtype)
             for field, array in arrays.items()
+            # Booleans, integers and floating-point numbers; not text.
             if array.dtype.kind in "biuf"
         }
         if not self.element_spec:
@@ -176,6 +179,7 @@ class RecordSource(BaseSource):
                         f"{value.shape}, example 0 has {spec.shape}; only fields of one shape "
                         "can be batched"
                     )
+            # `np.stack` refuses an empty list.
             empty = np.empty((0, *spec.shape), spec.dtype)
             batch[field] = np.stack(values).astype(spec.dtype, copy=False) if values else empty
         return batch
@@ -186,6 +190,7 @@ class RecordSource(BaseSource):
             field: np.empty((len(self), *spec.shape), spec.dtype)
             for field, spec in self.element_spec.items()
         }
+        # Filled part by part: a list of parts would need the memory twice.
         for start in range(0, len(self), _READ_CHUNK):
             stop = min(start + _READ_CHUNK, len(self))
             for field, values in self.gather(np.arange(start, stop)).items():

@@ -18,12 +18,14 @@ def slices(dataset: str, split: str, lengths: Mapping[str, int]) -> list[tuple[s
     Raises:
       UserError: the text is not a split of this set, or names no example.
     """
+    # TFDS resolves a split against its own records of the set; it needs only the lengths.
     infos = {
         name: tfds_splits.SplitInfo(name=name, shard_lengths=[length], num_bytes=0)
         for name, length in lengths.items()
     }
     try:
         parts = tfds_splits.AbstractSplit.from_spec(split).to_absolute(infos)
+    # TFDS descends one level for each '+', so thousands of parts exceed Python's limit.
     except (ValueError, NotImplementedError, RecursionError) as error:
         reason, shown = " ".join(str(error).split()), split[:200]
         raise UserError(

@@ -26,6 +26,7 @@ def kind(path: Path) -> str | None:
     try:
         return _KINDS[stat.S_IFMT(os.stat(path).st_mode)]
     except (FileNotFoundError, NotADirectoryError):
+        # NotADirectoryError: a parent of the path is a file.
         return None
 
 
@@ -42,6 +43,7 @@ def read_text(path: Path, errors: str = "strict") -> str:
         reason.
     """
     try:
+        # Asked before the file is opened: opening a pipe waits for a writer.
         found = kind(path)
         if found is None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
@@ -49,6 +51,7 @@ def read_text(path: Path, errors: str = "strict") -> str:
             raise ValueError(f"it is {found}, not a file")
         return pathlib.Path(path).read_text(encoding="utf-8", errors=errors)
     except FileNotFoundError:
+        # A subclass of OSError. Callers treat a missing file differently.
         raise
     except OSError as error:
         raise ValueError(error.strerror or str(error)) from None
@@ -68,6 +71,7 @@ def parse_json(text: str) -> Any:
     try:
         return json.loads(text)
     except RecursionError:
+        # Python's parser recurses into nested lists and objects.
         raise ValueError("it is nested too deep") from None
 
 

@@ -56,6 +56,7 @@ def replace(path: pathlib.Path, text: str) -> None:
     Raises:
       UserError: the file cannot be written; the old one is left.
     """
+    # In the same folder, because a rename is atomic within one file system only.
     temporary = path.with_name(path.name + ".new")
     with checked(path):
         try:
@@ -80,6 +81,7 @@ def try_out(folder: pathlib.Path) -> None:
         with first.open("wb") as file:
             file.write(bytes(4096))
             file.flush()
+            # Without it the bytes may lie in a cache only, and a full disk shows later.
             os.fsync(file.fileno())
         first.rename(second)
     finally:
@@ -116,6 +118,7 @@ class LineFile:
         try:
             self._check_place()
             with checked(self._path):
+                # An unbuffered write may take only a part of the data.
                 while data:
                     data = data[self._file.write(data) :]
         except UserError as error:
@@ -127,6 +130,7 @@ class LineFile:
     def _check_place(self) -> None:
         """Refuses a file that was moved or deleted: it can still be written, but would be lost."""
         try:
+            # The open file is compared with what its path leads to.
             if os.path.samestat(os.fstat(self._file.fileno()), self._path.stat()):
                 return
         except OSError:

@@ -91,7 +91,10 @@ def linen(module: nn.Module) -> Model:
         variables: Variables, inputs: Any, *, train: bool, key: jax.Array | None = None
     ) -> tuple[Any, Variables]:
         collections = [name for name in variables if name != "params"]
+        # Only training draws random numbers, so an evaluation needs no key.
         rngs = None if key is None else {"dropout": key}
+        # Linen returns updated collections only if they are declared mutable. Without them it
+        # returns the outputs alone.
         if train and collections:
             return module.apply(variables, inputs, train=True, rngs=rngs, mutable=collections)
         outputs = module.apply(variables, inputs, train=train, rngs=rngs)
@@ -116,6 +119,8 @@ def build(name: str, axis_name: Sequence[str] = (), **fields: Any) -> Model:
     module = _module(name, fields, axis_name)
     if isinstance(module, Model):
         return module
+    # A network without layers that communicate, such as LeNet, has no such field. Under jit the
+    # field stays None, which makes BatchNorm's sums global.
     if axis_name and hasattr(module, "axis_name"):
         module = module.clone(axis_name=tuple(axis_name))
     model, config = linen(module), getattr(module, "config", None)
@@ -148,6 +153,7 @@ def batch_norm_groups(config: Mapping[str, Any], batch: int, devices: int) -> tu
     module = _module(fields.pop("name"), fields)
     if isinstance(module, Model):
         return 1, ""
+    # The MLP has the field `group_size` also without BatchNorm.
     if not hasattr(module, "group_size") or not getattr(module, "batch_norm", True):
         return 1, ""
     return describe_groups(module.group_size, batch, devices)
@@ -186,6 +192,7 @@ def _module(
                 f"config.model.{key} is not a field of model {name!r}; known: {', '.join(known)}"
             )
     num_classes = fields.get("num_classes", 1)
+    # `isinstance` would accept True as a whole number.
     if type(num_classes) is not int or num_classes < 1:
         raise UserError(
             f"config.model.num_classes is {num_classes!r}; it must be a whole number of at least 1"
@@ -194,6 +201,7 @@ def _module(
         raise UserError(
             f"config.model.dtype is {fields['dtype']!r}; known: {', '.join(DTYPES)}"
         )
+    # BERT's entry in MODULES is a config, which checks itself and then makes the network.
     made = module(**fields)
     return made.module() if isinstance(made, BertConfig) else made
 
@@ -206,17 +214,20 @@ def _own_module(
     told = f"config.model.name is {name!r}"
     takes = {parameter.name for parameter in own.parameters(make)}
     with own.making(name, "config.model.name"):
+        # A Linen module gets its axes in `build`, as the shipped ones do.
         if isinstance(make, type) and issubclass(make, nn.Module):
             if "train" not in inspect.signature(make.__call__).parameters:
                 raise UserError(f"{told}, whose __call__ has no argument 'train'; it must take one")
             return make(**fields)
         if axis_name and "axis_name" in takes:
             fields["axis_name"] = tuple(axis_name)
+        # An NNX module, or a function that makes one, is told by this argument.
         if "rngs" in takes:
             from lamb_tpu.models import nnx
 
             return Model(*nnx.functions(functools.partial(make, **fields)))
         made = make(**fields)
+    # `Model` is a tuple, so a plain pair (init, apply) passes too.
     if isinstance(made, tuple) and len(made) >= 2 and callable(made[0]) and callable(made[1]):
         return _checked(Model(*made), told)
     raise UserError(
@@ -238,6 +249,8 @@ def _checked(model: Model, told: str) -> Model:
         variables: Variables, inputs: Any, *, train: bool, key: jax.Array | None = None
     ) -> tuple[Any, Variables]:
         found = model.apply(variables, inputs, train=train, key=key)
+        # The trainer adds the moments' collection for this package's BatchNorm. Another network
+        # need not know it.
         kept = set(variables) - {"params", MOMENTS}
         if not (
             isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping)

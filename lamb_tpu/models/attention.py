@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 # Added to the scores of padding. It is finite, so that an example of padding only gives no NaN.
+# The factor leaves room below, so that adding a score does not overflow to -inf.
 _PADDING = -0.7 * float(jnp.finfo(jnp.float32).max)
 
 
@@ -42,6 +43,7 @@ def attend(
 
 
 def _scaled(query: jax.Array) -> jax.Array:
+    # The query has fewer numbers than the scores. In bfloat16 the factor would be rounded too.
     return (query.astype(jnp.float32) * query.shape[-1] ** -0.5).astype(query.dtype)
 
 
@@ -55,6 +57,7 @@ def _forward(
     weights = jnp.exp(scores - scores.max(-1, keepdims=True))
     total = weights.sum(-1)
     # One array holds the weights and the mask: dropped weights are negative.
+    # A weight that underflows to 0 loses its sign, which does not matter: its gradient is 0.
     signed = weights if keep is None else jnp.where(keep, weights, -weights)
     signed = signed.astype(value.dtype)
     mixed = jnp.einsum(
@@ -62,6 +65,7 @@ def _forward(
     )
     # Dividing sums of `width` numbers is less work than dividing the weights.
     mixed = (mixed * _of_queries(1 / ((1 - rate) * total))).astype(value.dtype)
+    # Of these only `signed` has the size of the scores, (batch, heads, length, length).
     return mixed, (query, key, value, signed, total, mixed)
 
 
@@ -78,11 +82,14 @@ def _backward(
     inner = jnp.einsum("bqnh,bqnh->bnq", grad, mixed, preferred_element_type=jnp.float32) / total
     grad = (grad * _of_queries(1 / ((1 - rate) * total))).astype(value.dtype)
     of_weights = jnp.einsum("bqnh,bknh->bnqk", grad, value, preferred_element_type=jnp.float32)
+    # p is |signed| / total. The division by `total` is already in `grad` and in `inner`.
     of_scores = jnp.abs(signed) * (jnp.where(signed > 0, of_weights, 0) - inner[..., None])
     of_scores = of_scores.astype(value.dtype)
     of_value = jnp.einsum("bnqk,bqnh->bknh", jnp.maximum(signed, 0), grad)
+    # Scaling is linear, so its gradient is the same scaling.
     of_query = _scaled(jnp.einsum("bnqk,bknh->bqnh", of_scores, key))
     of_key = jnp.einsum("bnqk,bqnh->bknh", of_scores, _scaled(query))
+    # `mask` and `keep` are boolean and have no gradient.
     return of_query, of_key, of_value, None, None
 
 

@@ -33,7 +33,9 @@ _FIELDS = {
     "initializer_range": "initializer_range",
     "layer_norm_eps": "layer_norm_eps",
 }
+# `hidden_act` -> our name. transformers has two names for the same approximation by tanh.
 _GELUS = {"gelu": "erf", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}
+# Heads -> the class of transformers with exactly these heads.
 _ARCHITECTURES = {
     ("mlm", "nsp"): "BertForPreTraining",
     ("mlm",): "BertForMaskedLM",
@@ -46,10 +48,12 @@ _TELLING = {
     "nsp": "cls.seq_relationship.weight",
     "span": "qa_outputs.weight",
 }
+# Copies of tied tensors -> the originals. Some published files hold both.
 _DECODER = {
     "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
     "cls.predictions.decoder.bias": "cls.predictions.bias",
 }
+# Modules of an encoder layer: our path -> their name.
 _LAYER = {
     "attention/query": "attention.self.query",
     "attention/key": "attention.self.key",
@@ -125,6 +129,7 @@ def from_huggingface(directory: str | os.PathLike[str]) -> tuple[BertConfig, dic
         ): tensor
         for name, tensor in tensors.items()
     }
+    # The heads are read from the tensors, because config.json need not list them.
     heads = tuple(head for head, name in _TELLING.items() if name in tensors)
     config = _config(settings, heads, directory / CONFIG)
     _check_tied(tensors, config, file)
@@ -154,6 +159,7 @@ def to_huggingface(
         raise UserError(
             f"config.model.heads is {config.heads}; there are Hugging Face networks with: {known}"
         )
+    # transformers has no stacked layers.
     leaves, _ = jax.tree_util.tree_flatten_with_path(unstack_layers(params))
     flat = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
     names = _names(config)
@@ -241,6 +247,7 @@ def _config(settings: Mapping[str, Any], heads: tuple[str, ...], file: pathlib.P
 
 
 def _check_tied(tensors: Mapping[str, np.ndarray], config: BertConfig, file: pathlib.Path) -> None:
+    # The network has one matrix for both, so two different ones could not be represented.
     for copy, original in _DECODER.items():
         if copy in tensors and not (
             original in tensors and np.array_equal(tensors[copy], tensors[original])
@@ -256,12 +263,14 @@ def _params(
     missing = [name for name in names.values() if name not in tensors]
     if missing:
         raise UserError(f"{file} lacks {len(missing)} tensor(s): {', '.join(missing[:4])}")
+    # Older versions of transformers save `position_ids`, which is only 0, 1, 2, ...
     ignored = {*names.values(), *_DECODER, "bert.embeddings.position_ids"}
     extra = [
         name for name in tensors if name not in ignored and not name.startswith("bert.pooler.")
     ]
     if extra:
         raise UserError(f"{file} has {len(extra)} tensor(s) too many: {', '.join(extra[:4])}")
+    # No parameter's shape depends on the size of the batch or on the sequence length.
     token = jax.ShapeDtypeStruct((1, 1), np.int32)
     inputs = dict.fromkeys(("input_ids", "token_type_ids", "attention_mask"), token)
     shapes = jax.eval_shape(
@@ -273,6 +282,7 @@ def _params(
         tensor = tensors[names[ours]]
         leaf = np.ascontiguousarray(_theirs(ours, np.asarray(tensor, np.float32)))
         if leaf.shape != shape.shape:
+            # The message gives the shape in the layout of the file, as the user sees it there.
             expected = shape.shape[::-1] if ours.endswith("/kernel") else shape.shape
             raise UserError(
                 f"{file} has {names[ours]} of shape {tensor.shape}; by {CONFIG} it must be "

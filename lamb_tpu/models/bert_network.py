@@ -68,6 +68,8 @@ class BertConfig(LayerConfig):
     remat: str = "none"
 
     def __post_init__(self) -> None:
+        # `field.type` is the type itself; under `from __future__ import annotations` it would be a
+        # string. `type(value)` is compared, because True is an instance of int.
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             where = f"config.model.{field.name} is {value!r}; it must be"
@@ -111,6 +113,7 @@ class Embeddings(nn.Module):
 
     config: BertConfig
 
+    # `setup` instead of `nn.compact`, because `scores` multiplies by the same word matrix.
     def setup(self) -> None:
         config = self.config
         init, width = config.matrix_init(), config.hidden_size
@@ -140,6 +143,7 @@ class MaskedWords(nn.Module):
 
     config: BertConfig
 
+    # `setup` instead of `nn.compact`, because `Bert` adds `bias` after the product with the words.
     def setup(self) -> None:
         self.dense = self.config.dense(self.config.hidden_size, "dense")
         self.norm = self.config.layer_norm("norm")
@@ -198,9 +202,12 @@ class Bert(nn.Module):
         if "mlm" in config.heads:
             words = MaskedWords(config, name="mlm")
             at = inputs.get("masked_positions")
+            # Gathered before the head: the product with the vocabulary is the largest of all, and
+            # at 20 of 128 positions it shrinks to a sixth.
             gathered = x if at is None else jnp.take_along_axis(x, at[..., None], axis=1)
             outputs["mlm_logits"] = embeddings.scores(words(gathered)) + words.bias
         if "nsp" in config.heads:
+            # The first token is [CLS], whose vector stands for the pair of segments.
             pooled = jnp.tanh(config.dense(config.hidden_size, "pooler")(x[:, 0]))
             outputs["nsp_logits"] = config.dense(2, "nsp", jnp.float32)(pooled)
         if "span" in config.heads:

@@ -34,6 +34,8 @@ _EFFICIENTNET = {
     "squeeze_excite/reduce": "se.conv_reduce", "squeeze_excite/expand": "se.conv_expand",
 }
 # Names within blocks with and without a convolution that expands.
+# timm numbers the norms in the order of the convolutions, so a block without expansion has other
+# numbers.
 _EXPANDING = {
     "expand": "conv_pw", "expand_norm": "bn1", "depthwise": "conv_dw", "depthwise_norm": "bn2",
     "project": "conv_pwl", "project_norm": "bn3",
@@ -67,6 +69,7 @@ def from_timm(
     where = "the state dict"
     if isinstance(tensors, str | os.PathLike):
         where, tensors = str(tensors), load_tensors(pathlib.Path(tensors))
+    # The number of classes is read from the tensors, so that fine-tuned heads fit too.
     output = "fc.bias" if known.startswith("resnet") else "classifier.bias"
     # A tensor that is missing or has no axis is reported below.
     num_classes = (*np.shape(tensors.get(output, ())), 0)[0] or 1000
@@ -76,6 +79,7 @@ def from_timm(
         raise UserError(f"{where} lacks {len(missing)} tensor(s): {', '.join(missing[:4])}")
     extra = [
         item for item in tensors
+        # PyTorch's BatchNorm counts its batches; the running averages here need no count.
         if item not in shapes and not item.endswith(".num_batches_tracked")
     ]
     if extra:
@@ -95,6 +99,7 @@ def _known(name: str) -> str:
     """Returns timm's name without its tag; refuses networks that are not in `NETWORKS`."""
     known = name.partition(".")[0]
     if known not in NETWORKS:
+        # timm has the name without tf_ too, for a network that is padded differently.
         near = f"; did you mean tf_{known}, which is padded differently?"
         raise UserError(
             f"weights of {name!r} cannot be read; those of timm that can: {', '.join(NETWORKS)}"
@@ -123,6 +128,8 @@ def to_timm(name: str, variables: Mapping[str, Any]) -> dict[str, np.ndarray]:
     num_classes = np.shape(found.get("params/output/bias", np.empty(1)))[0]
     network = NETWORKS[known]
     expected = _flat(_variables(network, num_classes))
+    # Both trees are flattened to paths, so that missing, superfluous and misshapen leaves are found
+    # by one comparison.
     names = _names(expected, network)
     different = [
         f"{path} is {_describe(found.get(path))}, there {_describe(expected.get(path))}"
@@ -160,6 +167,7 @@ def _expected(network: str, num_classes: int) -> tuple[dict[str, tuple[int, ...]
     tree = _variables(network, num_classes)
     flat = _flat(tree)
     names = _names(flat, network)
+    # Both follow the order of the leaves, so that `tree.unflatten` restores the tree.
     return {names[path]: leaf.shape for path, leaf in flat.items()}, jax.tree.structure(tree)
 
 
@@ -198,6 +206,8 @@ def _name(path: str, network: str, expanding: set[str]) -> str:
     else:
         theirs = _EFFICIENTNET[inner]
     if block:
+        # Our stages and blocks count from 1. timm's and torchvision's blocks count from 0; stages
+        # count from 1 in a ResNet and from 0 in an EfficientNet.
         stage, index = int(block[1]), int(block[2]) - 1
         theirs = f"layer{stage}.{index}.{theirs}" if resnet else (
             f"blocks.{stage - 1}.{index}.{theirs}"
@@ -216,6 +226,8 @@ def _their_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _ours(tensor: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    # PyTorch's kernels are (outputs, inputs, height, width). The reshape removes the two axes of
+    # squeeze-excite's 1x1 convolutions.
     axes = (2, 3, 1, 0) if tensor.ndim == 4 else range(tensor.ndim)[::-1]
     return np.ascontiguousarray(tensor.transpose(axes)).reshape(shape)
 

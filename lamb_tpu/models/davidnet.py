@@ -14,6 +14,7 @@ from lamb_tpu.models.norm import BatchNorm
 
 # PyTorch's default: uniform within 1 / sqrt(inputs).
 _KERNEL_INIT = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
+# dawn.py multiplies the logits by this number.
 _OUTPUT_SCALE = 0.125
 
 
@@ -77,9 +78,11 @@ class DavidNet(nn.Module):
         for index in (1, 2, 3):
             channels = self.width * 2**index
             x = max_pool_2x2(layer(x, channels, f"layer{index}"))
+            # dawn.py has residual branches at layers 1 and 3 only.
             if index != 2:
                 branch = layer(x, channels, f"layer{index}_branch1")
                 x = x + layer(branch, channels, f"layer{index}_branch2")
+        # The 4x4 max pooling of the original, which is global for 32x32 images.
         x = jnp.max(x, (1, 2)).astype(jnp.float32)
         output = nn.Dense(
             self.num_classes, use_bias=False, kernel_init=_KERNEL_INIT, name="output"

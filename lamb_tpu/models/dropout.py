@@ -12,8 +12,11 @@ from jax.sharding import AxisType, PartitionSpec
 
 # Mesh axes that split axes within an example. The others split the batch.
 WITHIN_EXAMPLES = ("model", "sequence")
+# Masks compare 16 random bits with the rate, because drawing bits is what dropout costs.
 _LEVELS = 2**16
 
+# A context variable, because Linen networks take only `(inputs, train)` and would have to pass the
+# positions to every layer.
 _positions: contextvars.ContextVar[jax.Array | None] = contextvars.ContextVar(
     "example_positions", default=None
 )
@@ -64,6 +67,7 @@ def positions_of(rows: int) -> jax.Array:
 
 def rounded(rate: float) -> float:
     """Rounds a rate to a multiple of 2^-16 below 1."""
+    # A rate of 1 would divide by 0.
     return min(round(rate * _LEVELS), _LEVELS - 1) / _LEVELS
 
 
@@ -80,12 +84,15 @@ def draw_kept(key: jax.Array, rate: float, shape: tuple[int, ...]) -> jax.Array:
     """
     rows, *row = shape
     positions = positions_of(rows)
+    # Under vmap the 'rbg' generators draw all rows from the first key, so only threefry can draw
+    # each row by a key of its own.
     if str(jax.random.key_impl(key)) == "threefry2x32":
         bits = jax.vmap(lambda position: _bits_of_row(jax.random.fold_in(key, position), row))(
             positions
         )
     else:
         bits = _bits_of_part(key, positions, row)
+    # Of the 2^16 values, rate * 2^16 are below the threshold and dropped.
     return bits >= jnp.uint16(rate * _LEVELS)
 
 
@@ -102,6 +109,7 @@ def _bits_of_part(key: jax.Array, positions: jax.Array, shape: list[int]) -> jax
     """Draws 16 bits for each place of all rows; each device draws those of its rows."""
 
     def draw(key: jax.Array, positions: jax.Array) -> jax.Array:
+        # The first position differs between devices and between microbatches.
         key = jax.random.fold_in(key, positions[0])
         return jax.random.bits(key, (len(positions), *shape), jnp.uint16)
 
@@ -111,6 +119,7 @@ def _bits_of_part(key: jax.Array, positions: jax.Array, shape: list[int]) -> jax
         for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
         if kind == AxisType.Auto and axis not in WITHIN_EXAMPLES
     )
+    # shard_map needs rows that divide over the axes; the rows of `init` need not.
     if not axes or len(positions) % math.prod(mesh.shape[axis] for axis in axes):
         return draw(key, positions)
     # By default the compiler makes every device draw all rows. With a mere sharding constraint it
@@ -163,5 +172,6 @@ class Dropout(nn.Module):
             return x
         shape = x.shape[:1] if self.whole_examples else x.shape
         kept = draw_kept(self.make_rng("dropout"), rate, shape)
+        # With `whole_examples` the mask is (batch,) and broadcasts over the example's values.
         kept = jnp.expand_dims(kept, tuple(range(kept.ndim, x.ndim)))
         return jnp.where(kept, x / (1 - rate), 0)

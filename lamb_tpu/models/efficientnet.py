@@ -31,6 +31,7 @@ class Stage(NamedTuple):
     channels: int
 
 
+# Channels of the first and the last convolution, before scaling.
 STEM, HEAD = 32, 1280
 # Examples are packed in blocks of up to this many channels. By the TPU compiler's estimates for v3
 # packing saves 40 % of a block's time at 144 channels, 9 % at 240 and 2 % at 384; at 528 it costs
@@ -53,6 +54,7 @@ def scaled_channels(channels: int, width: float) -> int:
     >>> [scaled_channels(channels, 1.1) for channels in (32, 16, 24, 1280)]
     [32, 16, 24, 1408]
     """
+    # `round_filters` of the original.
     scaled = channels * width
     nearest = max(8, int(scaled + 4) // 8 * 8)
     return nearest + 8 if nearest < 0.9 * scaled else nearest
@@ -60,6 +62,7 @@ def scaled_channels(channels: int, width: float) -> int:
 
 def scaled_count(count: int, depth: float) -> int:
     """Returns the scaled number of blocks, rounded up."""
+    # `round_repeats` of the original.
     return math.ceil(count * depth)
 
 
@@ -83,6 +86,7 @@ class SqueezeExcite(nn.Module):
         """(batch / packed, height, width, packed x channels), of the same dtype."""
         dense = functools.partial(nn.Dense, dtype=self.dtype, kernel_init=_CONV_INIT)
         means = jnp.mean(x, (1, 2), dtype=jnp.float32).reshape(len(x) * self.packed, -1)
+        # (batch, channels); one row for each example, also if examples are packed.
         gates = dense(means.shape[-1], name="expand")(
             nn.swish(dense(self.reduced, name="reduce")(means))
         )
@@ -132,6 +136,7 @@ class Block(nn.Module):
         x = SqueezeExcite(reduced, self.dtype, self.packed, name="squeeze_excite")(x)
         x = conv(self.channels, 1, 1, self.dtype, _CONV_INIT, name="project")(x)
         x = norm(name="project_norm")(x)
+        # Only a block that keeps the shape has a shortcut, so only its branch can be dropped.
         if self.stride == 1 and x.shape == inputs.shape:
             # Dropped for each example by itself, because examples may share a row.
             ones = jnp.ones((len(x) * self.packed, channels))
@@ -190,6 +195,7 @@ class EfficientNet(nn.Module):
         norm = functools.partial(
             BatchNorm, self.group_size, not train, self.axis_name, self.momentum, self.epsilon
         )
+        # The stem and the first blocks have few channels and compute on packed examples.
         packed = examples_a_row(len(inputs))
         x = pack(inputs, packed)
         x = Conv(
@@ -203,10 +209,13 @@ class EfficientNet(nn.Module):
         for number, (stage, count) in enumerate(zip(stages, counts, strict=True), start=1):
             channels = scaled_channels(stage.channels, self.width)
             for index in range(count):
+                # The widths grow, so packing ends at the first block that is too wide. Unpacking
+                # single examples changes nothing.
                 if x.shape[-1] // packed * stage.expansion > _PACKED_CHANNELS:
                     x, packed = unpack(x, packed), 1
                 x = Block(
                     channels, stage.kernel, stage.stride if index == 0 else 1, stage.expansion,
+                    # The rate rises linearly with the depth, as in Huang et al.
                     self.stochastic_depth_rate * done / sum(counts), norm, self.dtype, packed,
                     name=f"stage{number}_block{index + 1}",
                 )(x, train)

@@ -44,18 +44,24 @@ def groups_of(rows: int, group_size: int | None, axis_name: str | Sequence[str] 
                 "examples only: set axis_name to the axes that split the batch, () for none"
             )
         axis_name = ()
+    # Sizes of the axes are known while shard_map is traced, so everything here is Python.
     axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
     sizes = [lax.axis_size(axis) for axis in axes]
     devices = math.prod(sizes)
     _check_group_size(group_size, rows, devices)
     if group_size is None:
         return Groups(rows, axes)
+    # The groups lie within a device. Only the running averages, of the whole batch, communicate.
     if group_size <= rows:
         return Groups(group_size, other_axes=axes)
     replicas = group_size // rows
+    # A group of whole inner axes needs no index groups, which shard_map takes only with
+    # check_vma=False.
     for inner in range(len(axes)):
         if math.prod(sizes[inner:]) == replicas:
             return Groups(rows, axes[inner:], None, axes[:inner])
+    # The mean over all axes counts each group once for each of its devices, which is the same
+    # number for all groups and does not change the mean.
     index_groups = [list(range(i, i + replicas)) for i in range(0, devices, replicas)]
     return Groups(rows, axes, index_groups, axes)
 
@@ -95,6 +101,7 @@ def _check_group_size(group_size: int | None, rows: int, devices: int) -> None:
         )
     batch = rows * devices
     if batch % group_size or (rows % group_size and group_size % rows):
+        # The message names the nearest group sizes that would fit.
         fitting = [n for n in _divisors(batch) if rows % n == 0 or n % rows == 0]
         split = f", {rows} on each of {devices} devices" if devices > 1 else ""
         raise ValueError(

@@ -19,6 +19,8 @@ import jax.numpy as jnp
 
 from lamb_tpu.models.convolution import convolve
 
+# Rows of a tile, and the most examples in a row: four times the stem's 32 channels fill the 128
+# lanes.
 _SUBLANES, _MOST = 8, 4
 
 
@@ -30,6 +32,7 @@ def examples_a_row(rows: int) -> int:
     so that a packed example could belong to two devices.
     """
     mesh = jax.sharding.get_abstract_mesh()
+    # The device that the program is compiled for, which need not be the one that compiles it.
     device = mesh.abstract_device
     if not mesh.manual_axes or device is None or device.platform != "tpu":
         return 1
@@ -93,6 +96,7 @@ class Conv(nn.Module):
         shape = (self.size, self.size, inputs, self.channels)
         kernel = self.param("kernel", self.kernel_init, shape, jnp.float32)
         if self.depthwise:
+            # The last axis of a depthwise kernel is the channels.
             kernel = jnp.tile(kernel, self.packed)
         elif self.packed > 1:
             kernel = _block_diagonal(kernel, self.packed)
@@ -107,6 +111,7 @@ class Conv(nn.Module):
 def _block_diagonal(kernel: jax.Array, count: int) -> jax.Array:
     """Repeats (height, width, inputs, channels) `count` times as a block-diagonal kernel."""
     height, width, inputs, channels = kernel.shape
+    # (height, width, count, inputs, count, channels), zero between different examples.
     own = jnp.eye(count)[:, None, :, None]
     blocks = kernel[:, :, None, :, None] * own
     return blocks.reshape(height, width, count * inputs, count * channels)

@@ -33,4 +33,5 @@ def describe(name: str) -> Description:
     variables = jax.eval_shape(model.init, jax.random.key(0), inputs)
     traced = jax.make_jaxpr(lambda v, x: model.apply(v, x, train=False)[0])(variables, inputs)
     parameters = sum(leaf.size for leaf in jax.tree.leaves(variables["params"]))
+    # `matrix_flops` counts a multiply-add as two operations.
     return Description(name, parameters, matrix_flops(traced.jaxpr) // 2, shape)

@@ -34,6 +34,7 @@ class MLP(nn.Module):
     def __call__(self, inputs: jax.Array, train: bool) -> jax.Array:
         """Logits of shape (batch, num_classes) for inputs of shape (batch, ...)."""
         sizes = self.hidden_sizes
+        # `all` of an empty string is true.
         if isinstance(sizes, str) or not all(type(size) is int and size > 0 for size in sizes):
             raise ValueError(f"hidden_sizes must be whole numbers of at least 1, not {sizes!r}")
         if len(sizes) > _MOST_LAYERS:
@@ -46,6 +47,7 @@ class MLP(nn.Module):
             raise ValueError(f"group_size is {self.group_size!r}; it needs batch_norm=True")
         x = inputs.reshape(inputs.shape[0], -1)
         for index, size in enumerate(self.hidden_sizes):
+            # BatchNorm subtracts the mean and with it any bias, and adds its own.
             x = nn.Dense(size, use_bias=not self.batch_norm, name=f"hidden{index}")(x)
             if self.batch_norm:
                 norm = BatchNorm(self.group_size, not train, self.axis_name, name=f"norm{index}")

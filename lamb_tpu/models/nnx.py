@@ -30,10 +30,14 @@ def functions(
     Raises:
       TypeError: `make` makes something else.
     """
+    # Traced for its structure and shapes only; no parameter is allocated.
     module = nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0)))
     if not isinstance(module, nnx.Module):
         raise TypeError(f"what takes rngs must make an nnx.Module, not {module!r}")
+    # Parameters, random streams and all other variables, in this order.
     graph, *shapes = nnx.split(module, nnx.Param, nnx.RngState, ...)
+    # A call may add variables. The state keeps the structure that it has at the start, which
+    # checkpoints and compiled steps rely on.
     kept = _flat(shapes[2])
 
     def variables_of(module: nnx.Module) -> dict[str, Any]:
@@ -50,10 +54,13 @@ def functions(
     def apply(
         variables: Mapping[str, Any], inputs: Any, *, train: bool, key: jax.Array | None = None
     ) -> tuple[Any, Mapping[str, Any]]:
+        # Evaluation draws nothing, but the module cannot be merged without keys in its streams.
         if key is None:
             key = jax.random.key(0)
         else:
             rows = len(jax.tree.leaves(inputs)[0])
+            # NNX's dropout draws one mask for the rows that it sees. Without the position every
+            # device and microbatch would draw the same.
             key = jax.random.fold_in(key, positions_of(rows)[0])
         module = nnx.merge(
             graph,
@@ -99,6 +106,7 @@ def _seeded(shapes: Any, key: jax.Array) -> Any:
     def start(number: int, leaf: Any) -> jax.Array:
         if not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             return jnp.zeros(leaf.shape, leaf.dtype)  # a count
+        # `number` tells the streams apart.
         own = jax.random.fold_in(key, number)
         return jax.random.split(own, leaf.shape) if leaf.shape else own
 

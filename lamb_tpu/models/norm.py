@@ -123,6 +123,7 @@ class BatchNorm(nn.Module):
         if use_running_average:
             mean, var = running_mean.value, running_var.value
         else:
+            # `init` may run outside the mesh and with a batch that the groups do not divide.
             if self.is_initializing():
                 groups = Groups(rows)
             else:
@@ -132,12 +133,15 @@ class BatchNorm(nn.Module):
             if not self.is_initializing():
                 batch_mean, batch_var = _batch_moments(mean, var, groups)
                 momentum = jnp.float32(self.momentum)
+                # Accumulation over microbatches asks for the moments. `combine_moments` sees arrays
+                # only, so the momentum travels with them.
                 if self.is_mutable_collection(MOMENTS):
                     told = {"mean": batch_mean, "var": batch_var, "momentum": momentum}
                     for name, value in told.items():
                         self.put_variable(MOMENTS, name, value.astype(jnp.float32))
                 running_mean.value = _moved(running_mean.value, batch_mean, momentum)
                 running_var.value = _moved(running_var.value, batch_var, momentum)
+        # One multiplication for each activation instead of two.
         factor = scale * lax.rsqrt(var + self.epsilon)
         mean, factor, bias = (_per_example(each, x, self.packed) for each in (mean, factor, bias))
         y = (x - mean) * factor + bias
@@ -181,6 +185,7 @@ def combine_moments(model_state: Any, moments: Any) -> Any:
                 f"the model's state holds {name}, which is no running average of "
                 "lamb_tpu.models.norm.BatchNorm: it cannot be combined over microbatches"
             )
+        # (microbatches, channels); with stacked layers (microbatches, layers, channels).
         means = found[f"{layer}/mean"]
         mean = jnp.mean(means, 0)
         new = mean
@@ -222,6 +227,7 @@ def _group_moments(
     def of_examples(values: jax.Array) -> jax.Array:
         return values.reshape(len(values) * packed, -1)
 
+    # First the moments of each example, (batch, channels), in one pass over the activations.
     positions = tuple(range(1, x.ndim - 1))
     pixel = of_examples(x[(slice(None), *(0,) * len(positions))])
     near = lax.stop_gradient(pixel if centre is None else centre)
@@ -232,9 +238,12 @@ def _group_moments(
     if centre is None:
         centre = mean_of_group(near + near_mean)
     centre = lax.stop_gradient(centre)
+    # Then the moments of each group, by the law of total variance: the mean of the examples'
+    # variances plus the variance of their means.
     offsets = near_mean + (near - _per_example(centre, near))
     offset = mean_of_group(offsets)
     var = mean_of_group(near_var + offsets**2) - offset**2
+    # Rounding may leave a difference below 0, of which rsqrt would be NaN.
     return centre + offset, jnp.maximum(var, 0)
 
 
@@ -258,7 +267,9 @@ def _moved(running: jax.Array, new: jax.Array, momentum: jax.Array) -> jax.Array
 
 def _per_example(values: jax.Array, x: jax.Array, packed: int = 1) -> jax.Array:
     """Reshapes (channels,) or (groups, channels) to broadcast against the examples `x`."""
+    # One set of statistics broadcasts; packed examples have it once for each.
     if values.ndim == 1 or len(values) == 1:
         return jnp.tile(values.reshape(-1), packed)
+    # A group is a run of consecutive examples.
     values = jnp.repeat(values, len(x) * packed // len(values), 0).reshape(len(x), -1)
     return jnp.expand_dims(values, tuple(range(1, x.ndim - 1)))

@@ -50,12 +50,14 @@ class Block(nn.Module):
         y, shortcut, stride, last = x, x, self.stride, len(self.layers)
         for index, (kernel, channels) in enumerate(self.layers, start=1):
             y = _conv(channels, kernel, stride if kernel == 3 else 1, self.dtype, f"conv{index}")(y)
+            # A basic block has two 3x3 convolutions, of which only the first has the stride.
             if kernel == 3:
                 stride = 1
             if index < last:
                 y = nn.relu(self.norm(name=f"norm{index}")(y))
         zeros, ones = nn.initializers.zeros, nn.initializers.ones
         y = self.norm(scale_init=zeros if self.zero_gamma else ones, name=f"norm{last}")(y)
+        # True for the first block of a stage, except where neither size nor width changes.
         if shortcut.shape != y.shape:
             projection = _conv(y.shape[-1], 1, self.stride, self.dtype, "projection")
             shortcut = self.norm(name="projection_norm")(projection(shortcut))
@@ -116,6 +118,7 @@ class ResNet(nn.Module):
         x = _conv(64, kernel, stride, self.dtype, "stem_conv")(inputs)
         x = nn.relu(norm(name="stem_norm")(x))
         if photographs:
+            # Padded on both sides, as in torchvision. SAME would pad only at the end.
             x = nn.max_pool(x, (3, 3), (2, 2), ((1, 1), (1, 1)))
         for stage, count in enumerate(self.blocks):
             width = 64 * 2**stage
@@ -123,6 +126,7 @@ class ResNet(nn.Module):
             if self.bottleneck:
                 layers = ((1, width), (3, width), (1, 4 * width))
             for index in range(count):
+                # Each stage but the first halves the image in its first block.
                 stride = 2 if stage > 0 and index == 0 else 1
                 name = f"stage{stage + 1}_block{index + 1}"
                 x = Block(layers, stride, norm, self.dtype, self.zero_gamma, name=name)(x)

@@ -82,9 +82,11 @@ def split_sequence(x: jax.Array, heads: bool = False) -> jax.Array:
     References:
       Jacobs et al., DeepSpeed Ulysses, 2023.
     """
+    # The mesh is read from the context, so that the network needs no argument for it.
     mesh = jax.sharding.get_abstract_mesh()
     if SEQUENCE_AXIS not in mesh.axis_names:
         return x
+    # None would mean replicated; the batch axis must stay as the compiler has it.
     free = PartitionSpec.UNCONSTRAINED
     if heads:
         axes = tuple(axis for axis in (HEADS_AXIS, SEQUENCE_AXIS) if axis in mesh.axis_names)
@@ -132,6 +134,7 @@ class EncoderLayer(nn.Module):
     def __call__(self, x: jax.Array, mask: jax.Array, train: bool) -> jax.Array:
         """(batch, length, hidden) from the same; `mask` as in `Encoder`."""
         config = self.config
+        # LayerNorm follows the residual sum (post-LayerNorm), as in the original BERT.
         y = SelfAttention(config, name="attention")(x, mask, train)
         x = config.layer_norm("attention_norm")(x + Dropout(config.dropout_rate)(y, train))
         y = config.activation(config.dense(config.intermediate_size, "intermediate")(x))
@@ -172,12 +175,15 @@ class Encoder(nn.Module):
         x = split_sequence(x)
         layer = EncoderLayer
         if self.remat != "none":
+            # The products of attention have batch dimensions, so this policy recomputes them and
+            # keeps only those of dense layers.
             dots = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
             layer = nn.remat(
                 layer,
                 policy=dots if self.remat == "dots" else None,
                 # The loop of a scan keeps the recomputation apart by itself.
                 prevent_cse=not self.scan_layers,
+                # `train`, counted from self: Dropout needs a Python bool, not a tracer.
                 static_argnums=(3,),
             )
         if not self.scan_layers:
@@ -186,6 +192,7 @@ class Encoder(nn.Module):
             return x
         scan = nn.scan(
             lambda layer, x, _: (layer(x, mask, train), None),
+            # Parameters are stacked on axis 0. Each layer draws its own initial values and masks.
             variable_axes={"params": 0},
             split_rngs={"params": True, "dropout": True},
             length=self.num_layers,
@@ -204,6 +211,7 @@ def stack_layers(params: Mapping[str, Any]) -> dict[str, Any]:
         return params
     if "layer_0" not in params:
         return {name: stack_layers(value) for name, value in params.items()}
+    # An encoder holds nothing but its layers, so their number is that of its keys.
     layers = [params[f"layer_{index}"] for index in range(len(params))]
     return {"layers": jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)}
 

@@ -60,6 +60,8 @@ from lamb_tpu.optim.schedules import by_examples, exponential_decay, phases, ste
 from lamb_tpu.optim.sharding import state_sharding
 from lamb_tpu.optim.trust_ratio import TrustRatioState, scale_by_trust_ratio
 
+# At import, so that the library's first use of JAX prints nothing where libtpu is installed as a
+# compiler only.
 hush_libtpu()
 
 __all__ = [

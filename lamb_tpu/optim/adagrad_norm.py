@@ -108,8 +108,11 @@ def adagrad_norm(
     if per_layer:
         return layers
 
+    # One number for the model: around the walk over leaves, which has a buffer for each. The number
+    # is the only state; before an update it is put into every leaf's buffer.
     def init_fn(params: optax.Params) -> AdagradNormState:
         state = layers.init(params)
+        # The widest of the leaves, and float32 for a tree without any.
         dtype = jnp.result_type(
             jnp.float32, *map(trust_ratio.real_dtype, jax.tree.leaves(params))
         )
@@ -131,6 +134,7 @@ def adagrad_norm(
         norm = clipping.global_norm(grads, axis_name).astype(state.accumulator.dtype)
         total = state.accumulator + norm * norm
 
+        # The shape that `leaf_norm` gives: size 1 along all axes that stack no layers.
         def same(param: jax.Array, fact: ParameterFacts) -> jax.Array:
             shape = enumerate(jnp.shape(param))
             return jnp.broadcast_to(total, [n if i in fact.layer_axes else 1 for i, n in shape])

@@ -169,6 +169,8 @@ def apollo(
         side = projected_side(whole, facts, rank)
         low = grad
         if side is not None:
+            # The key depends on nothing but the seed, the leaf and the count, so every device draws
+            # the same projection, and it need not be stored.
             key = jax.random.fold_in(jax.random.key(seed), leaf.index)
             key = jax.random.fold_in(key, leaf.completed // update_gap)
             if whole[side[-1]] == rank and split.names(side[-1:]):
@@ -176,21 +178,28 @@ def apollo(
                     f"apollo cannot place the moments of {leaf.path!r}, which is split along an "
                     f"axis as long as its rank {rank}: give another rank"
                 )
+            # R_t = P^T G_t. Inside shard_map a device multiplies its part of G by its part of P.
             drawn = projection(key, projection_shape(whole, facts, side, rank), real)
             low = project(
                 grad, split.part(drawn, (*facts.layer_axes, *side)), facts, side, split)
+        # M_t, V_t and their quotient, of the projected gradient; of the gradient itself where the
+        # leaf takes AdamW.
         mu = b1 * mu + (1 - b1) * low
         nu = b2 * nu + trust_ratio.real_product((1 - b2) * low, low)
         direction = mu / (trust_ratio.root(nu) + eps)
         if side is not None:
+            # Of the projected quotient only the lengths s are kept; they scale the raw gradient.
             scaled = grad * factor(direction, low, facts, side, split)
             direction, norm = limited(scaled, norm, facts, split)
         count = leaf.count
+        # The bias corrections are a factor of the step and not in the quotient, so eps is added
+        # before them.
         step_size = leaf.rate * (
             jnp.sqrt(one_minus_power(b2, count, real)) / one_minus_power(b1, count, real)
         )
         change = -step_size * direction
         if facts.decay:
+            # The decay applies to the new weights w', which are the old ones plus the change.
             decay = leafwise.decay_at(weight_decay, facts, leaf.completed, real)
             change = change - leaf.rate * decay * (leaf.weights + change)
         return change, (mu, nu, norm), None
@@ -205,6 +214,8 @@ def apollo(
         others = tuple(axis for axis in range(low.ndim) if axis not in side)
         # What is projected is whole on every device; the other side may be split.
         axes = split.names(tuple(axis for axis in others if axis not in facts.layer_axes))
+        # A factor for each column: the norm reduces over the projected side only, which every
+        # device holds whole, so no mesh axis is summed over.
         if scaling == "channel":
             facts, axes = ParameterFacts(layer_axes=others), ()
         norm = trust_ratio.leaf_norm(low, facts, axis_name=axes)
@@ -218,9 +229,11 @@ def apollo(
             scaled = root * scaled
         norm = trust_ratio.leaf_norm(scaled, facts, axis_name=split.axis_name)
         if growth_limit is not None:
+            # l_t: 1 while the norm grows by no more than the limit.
             growth = jnp.maximum(norm / (previous + 1e-8), growth_limit) / growth_limit
             growth = jnp.where(previous > 0.0, growth, 1.0)
             scaled, norm = scaled / growth, norm / growth
+        # The norm that is kept is that of U_t, after the limit.
         return (scaled if scale_front else root * scaled), norm
 
     return leafwise.transform(
@@ -270,6 +283,8 @@ def project(
 
     Full float32: an accelerator's default product would round both factors to bfloat16.
     """
+    # einsum by axis numbers: `grad.ndim` stands for the new axis of size rank. Layer axes are in
+    # both factors and in the result, so each stacked matrix has its own product.
     axes = list(range(grad.ndim))
     drawn = [*facts.layer_axes, *side, grad.ndim]
     kept = [grad.ndim if a == side[-1] else a for a in axes if a not in side[:-1]]

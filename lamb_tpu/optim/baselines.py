@@ -165,6 +165,8 @@ def adafactor(
         checks.check_range("clipping_threshold", clipping_threshold)
         if not isinstance(clipping_threshold, jax.core.Tracer) and clipping_threshold == 0:
             raise ValueError("clipping_threshold must be above 0, or None for no clipping, not 0")
+    # Optax's own decay is left off: rate factors scale the step and not this decay, so they have to
+    # stand between the two.
     stepped = optax.adafactor(
         learning_rate, min_dim_size_to_factor, decay_rate, decay_offset,
         multiply_by_parameter_scale, clipping_threshold, momentum, eps=eps, factored=factored,
@@ -175,6 +177,7 @@ def adafactor(
         add_decayed_weights(weight_decay, rules), optax.scale(-1.0),
     ))
 
+    # Here and not when the optimizer is made: which leaves are stacks is known with the parameters.
     def init_fn(params: optax.Params) -> optax.OptState:
         refuse_leaves(
             params, rules, lambda path, leaf, facts: bool(facts.layer_axes),
@@ -200,6 +203,8 @@ def adafactor(
 def _with_l2(
     inner: optax.GradientTransformation, weight_decay: optax.ScalarOrSchedule, rules: Rules
 ) -> optax.GradientTransformation:
+    # In front of the optimizer, so the decay goes through its moments as the gradient of an L2
+    # term.
     return under_rules(optax.chain(add_decayed_weights(weight_decay, rules), inner), rules)
 
 
@@ -209,6 +214,8 @@ def _decoupled(
     weight_decay: optax.ScalarOrSchedule,
     rules: Rules,
 ) -> optax.GradientTransformation:
+    # Behind the direction and in front of the rate: no moment holds the decay, and the rate scales
+    # it.
     steps = optax.scale_by_learning_rate(learning_rate)
     return under_rules(
         optax.chain(direction, add_decayed_weights(weight_decay, rules), steps), rules

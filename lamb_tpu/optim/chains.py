@@ -57,6 +57,7 @@ def add_decayed_weights(
     def decays(tree: Any) -> Any:
         return jax.tree.map(lambda facts: facts.decay, parameters.resolve(tree, rules))
 
+    # The mask is a function, so that the tree which comes in decides, as in `optax.partition`.
     added = optax.with_extra_args_support(optax.add_decayed_weights(weight_decay, mask=decays))
 
     def update_fn(
@@ -66,6 +67,7 @@ def add_decayed_weights(
         **extra: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
         checks.gradient_leaves(updates, params)
+        # Optax adds the decay times what it takes for the parameters, so the factors go there.
         return added.update(updates, state, _times("decay_factor", params, rules), **extra)
 
     return optax.GradientTransformationExtraArgs(added.init, update_fn)
@@ -118,6 +120,8 @@ def in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformat
         try:
             updates, state = inner.update(leafwise.widen(updates), state, wide, **extra)
         except (AttributeError, TypeError, ValueError) as error:
+            # A state of the right structure is not the cause: the error of `inner` has its own
+            # words.
             expected = jax.tree.structure(jax.eval_shape(inner.init, wide))
             if jax.tree.structure(state) == expected:
                 raise
@@ -144,6 +148,8 @@ def under_rules(
         params: optax.Params | None = None,
         **extra: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
+        # The factors come last and need no state. All that the rate multiplies, decoupled decay
+        # too, is scaled by them; moments are not.
         updates, state = inner.update(updates, state, params, **extra)
         return _times("rate_factor", updates, rules), state
 

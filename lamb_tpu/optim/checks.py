@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 
 def is_number(value: Any) -> bool:
     """Returns True for one real number, also in an array or traced; True and False are none."""
+    # Tracers are `jax.Array`s: their shape and dtype are known, and their value is not.
     if isinstance(value, (jax.Array, np.ndarray, np.generic)):
         real = jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer)
         return value.shape == () and bool(real)
@@ -51,6 +52,7 @@ def check_dtype(name: str, dtype: Any, squares: bool = False) -> None:
         floating = False
     if not floating or (hasattr(dtype, "shape") and not isinstance(dtype, np.dtype)):
         raise ValueError(f"{name} must be a floating-point dtype or None, not {dtype!r}")
+    # The smallest normal number of float16 is 2^-14; that of float32 and bfloat16 is 2^-126.
     if squares and dtype is not None and jnp.finfo(dtype).minexp > jnp.finfo(jnp.float32).minexp:
         raise ValueError(
             f"{name} must have the range of float32, as bfloat16 has: in {dtype!r} squares of "
@@ -71,6 +73,7 @@ def check_range(name: str, value: Any, upper: float = math.inf) -> None:
                 f"{name} is a {value.dtype} array and has lost digits: "
                 "give inject_hyperparams hyperparam_dtype=jnp.float32"
             )
+        # A comparison would ask for the value of a traced number.
         if isinstance(value, jax.core.Tracer):
             return
     if not number or not 0.0 <= value < upper:
@@ -133,6 +136,7 @@ def check_state(state: Any, kind: type) -> None:
 
 def check_opt_state(opt_state: Any) -> None:
     """Raises ValueError for None and for a single leaf that is no array: no transform's state."""
+    # A state may be a single array, or a container without leaves, such as `optax.EmptyState()`.
     bare = jax.tree_util.all_leaves([opt_state]) and not _is_array(opt_state)
     if opt_state is None or bare:
         raise ValueError(f"opt_state must be an optimizer's state, not {opt_state!r}")
@@ -160,6 +164,8 @@ def gradient_leaves(updates: Any, params: Any) -> list[jax.Array]:
     check_arrays("params", params)
     leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
     try:
+        # As deep as params and no deeper, so that a None where a gradient should be is found and
+        # named below.
         grads = treedef.flatten_up_to(updates)
     except ValueError as error:
         raise ValueError(
@@ -171,11 +177,13 @@ def gradient_leaves(updates: Any, params: Any) -> list[jax.Array]:
             raise ValueError(
                 f"updates must hold an array for the parameter {where!r}, not {short(grad)}"
             )
+        # Otherwise it would be broadcast without a word.
         if grad.shape != np.shape(param):
             raise ValueError(
                 f"updates hold an array of the shape {grad.shape} for the parameter {where!r} of "
                 f"the shape {np.shape(param)}"
             )
+        # A cast to the parameter's dtype would drop the imaginary part.
         if jnp.iscomplexobj(grad) and not jnp.iscomplexobj(param):
             raise ValueError(
                 f"updates hold {grad.dtype} for the parameter {where!r}, which is "

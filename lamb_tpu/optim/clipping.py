@@ -59,6 +59,8 @@ def global_scale(
 ) -> jax.Array:
     """min(1, max_norm / G) as a scalar, float32 or float64 as the gradients are."""
     norm = global_norm(grads, axis_name)
+    # 1 + 0 * norm is 1, and NaN where the norm is: a NaN must not pass as a norm below the limit.
+    # The inner `where` keeps the derivative finite at a norm of 0.
     return jnp.where(norm > max_norm, max_norm / jnp.where(norm > 0, norm, 1.0), 1.0 + 0.0 * norm)
 
 
@@ -67,6 +69,8 @@ def global_norm(grads: optax.Updates, axis_name: AxisName = None) -> jax.Array:
     squares: Any = jnp.float32(0.0)
     for path, grad in zip(parameters.leaf_paths(grads), jax.tree.leaves(grads), strict=True):
         axes = trust_ratio.axes_of(axis_name, path)
+        # Without layer axes: the layers of a stack count together. The norm then has size 1 along
+        # every axis, and the sum below only drops them.
         norm = trust_ratio.leaf_norm(grad, ParameterFacts(), axis_name=axes)
         squares = squares + jnp.sum(norm) ** 2
     return trust_ratio.root(squares)

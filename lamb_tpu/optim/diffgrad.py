@@ -112,7 +112,9 @@ def diffgrad(
         mu = (b1 * mu.astype(dtype) + (1 - b1) * grad).astype(mu.dtype)
         square = trust_ratio.real_product((1 - b2) * grad, grad)
         nu = (b2 * nu.astype(real) + square).astype(nu.dtype)
+        # xi_t; the previous gradient holds the decay too.
         friction = jax.nn.sigmoid(jnp.abs(previous - grad))
+        # The bias corrections stand outside the division, so that eps is added before them.
         correction = jnp.sqrt(one_minus_power(b2, count, real)) / one_minus_power(b1, count, real)
         direction = friction * mu.astype(dtype) / (trust_ratio.root(nu.astype(real)) + eps)
         return -rate * correction * direction, (mu, nu, grad), None

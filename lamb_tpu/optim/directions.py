@@ -102,6 +102,7 @@ def scale_by_lamb(
         mu, nu = adam.moments(leaf, mu, nu)
         return adam.direction(leaf, mu, nu)(mu, nu), (mu, nu), None
 
+    # A link has the rate 1: the learning rate is a link of its own.
     return leafwise.transform(
         ScaleByLambState, adam.init_leaf, step_leaf, 1.0, rules, axis_name=axis_name,
         real_only=adam.real_only,
@@ -216,9 +217,12 @@ class AdamDirection:
         grad, dtype, real = leaf.grad, leaf.weights.dtype, leaf.rate.dtype
         of_mu, of_grad = self._shares(leaf, self.b1, self._newest, self.nesterov != "none")
         of_nu, of_square = self._shares(leaf, self.b2, 1 - self.b2, self.nesterov == "both")
+        # N-LAMB has the factor b2 in its second moment too, see `lamb`.
         if self.nesterov == "first":
             of_nu = self.b2 * of_nu
 
+        # The shares are scalars and captured. The moments are arguments, so that a caller can put
+        # them behind a barrier and have all of this computed a second time.
         def adam(mu: jax.Array, nu: jax.Array) -> jax.Array:
             mean, square = of_mu * mu.astype(dtype), of_nu * nu.astype(real)
             if of_grad is not None:
@@ -229,6 +233,8 @@ class AdamDirection:
 
         if not self.cautious:
             return adam
+        # The fraction that is kept needs the whole leaf, so it is known before the mask is applied.
+        # It is at least 0.001, as in timm.
         same_sign = (adam(mu, nu) * grad > 0).astype(dtype)
         mean = trust_ratio.leaf_mean(same_sign, leaf.facts, leaf.axis_name)
         kept = jnp.maximum(mean, 1e-3)
@@ -249,10 +255,12 @@ class AdamDirection:
         coming: float | jax.Array = 1.0
         real = leaf.rate.dtype
         if self.corrected:
+            # The count holds this update, so it is t.
             now = 1 / one_minus_power(base, leaf.count, real)
         if not ahead:
             return now, None
         if self.corrected:
+            # t + 1: Nesterov's form reads the moment one update ahead.
             coming = 1 / one_minus_power(base, optax.safe_increment(leaf.count), real)
         return base * coming, newest * now
 
@@ -287,6 +295,7 @@ class Momentum:
         """The direction, and the momentum with the summand in it."""
         share: Any = 1 - self.dampening
         if not self.dampen_first:
+            # PyTorch's SGD starts its buffer with the first gradient as it is.
             share = jnp.where(leaf.completed == 0, 1.0, share).astype(leaf.rate.dtype)
         summand = share * summand
         total = self.momentum * buffer.astype(leaf.weights.dtype) + summand

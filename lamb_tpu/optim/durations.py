@@ -44,6 +44,8 @@ class Duration:
             )
         if self.value > _LONGEST:
             raise ValueError(f"a duration must be at most {float(_LONGEST):g} {self.unit}")
+        # By way of its digits: Fraction(0.1) would be the binary number next to a tenth, which can
+        # add an update to a run.
         exact = isinstance(self.value, (int, Fraction))
         value = Fraction(self.value if exact else str(float(self.value)))
         if self.unit == "percent" and value > 100:
@@ -86,6 +88,8 @@ class Duration:
     def _steps(
         self, batch_size: int, num_examples: int | None, total_steps: float | None
     ) -> Fraction:
+        # The units differ in what they need: steps nothing, percent the length of the run, examples
+        # the batch size, and epochs the size of the data too.
         if self.unit == "steps":
             return self.value
         if self.unit == "percent":
@@ -116,6 +120,7 @@ def parse(text: Any) -> Duration:
     if match is None:
         raise ValueError(f"{text!r} is not a duration; write {_EXPECTED}")
     unit = match[2]
+    # '1 epoch' is as good as '1 epochs'.
     for known in UNITS:
         if unit == known.removesuffix("s"):
             unit = known

@@ -23,6 +23,8 @@ from lamb_tpu.optim.schedule_free import schedule_free_adamw
 from lamb_tpu.optim.trust_ratio import AxisName
 
 # Arguments of every optimizer in a config.
+# They are `inspect.Parameter`s, as in a function's signature, so that a command line can read the
+# types and defaults of both kinds alike.
 _COMMON = {
     key: inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
     for key, kind in (
@@ -71,9 +73,12 @@ def make_optimizer(
     every = own_arguments(name)
     preset = arguments.pop("preset", None)
     if preset is not None:
+        # Given arguments override those of the preset.
         arguments = presets.preset(name, preset) | arguments
     build = name if callable(name) else OPTIMIZERS[name]
     known = [key for key in _parameters(build) if key != "learning_rate"]
+    # An optimizer with an argument of this name gets it; for the others it is taken out here, and a
+    # transform around the optimizer does the work.
     common = {
         key: arguments.get(key) if key in known else arguments.pop(key, None)
         for key in _COMMON
@@ -86,11 +91,15 @@ def make_optimizer(
     tx = build(learning_rate=learning_rate, **arguments)
     if callable(name):
         checks.check_transform(f"what {_title(name)} returns", tx)
+        # A function of a user's own may return a transform without extra arguments, which the
+        # wrappers below pass on.
         tx = optax.with_extra_args_support(tx)
     if params is not None:
         parameters.resolve(params, arguments.get("rules", parameters.DEFAULT_RULES))
     if common["clip_global_norm"] is not None and "clip_global_norm" not in known:
         clip = clipping.clip_global_norm(common["clip_global_norm"], common["axis_name"])
+        # The order of the wrappers: the L2 term is part of the loss, so it is added before
+        # gradients are clipped; rounding needs the very last update, so it is outermost.
         tx = optax.chain(clip, tx)
     rules = common["l2_rules"]
     if common["l2"] is not None:
@@ -101,6 +110,7 @@ def make_optimizer(
     elif rules is not None:
         raise ValueError("l2_rules say which leaves are in the term l2, which is missing")
     seed = common["stochastic_rounding"]
+    # False is the number 0 to Python and here means no rounding, whereas 0 is a seed.
     if seed is None or seed is False:
         return tx
     if (type(seed) is not int and seed is not True) or seed < 0:
@@ -140,6 +150,7 @@ def own_arguments(name: Any) -> dict[str, inspect.Parameter]:
 def _parameters(build: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     """The function's named parameters, their annotations as types where these can be resolved."""
     try:
+        # Annotations of a user's own function may name what is imported for type checkers only.
         signature = inspect.signature(build, eval_str=True)
     except (AttributeError, NameError, SyntaxError, TypeError):
         signature = inspect.signature(build)

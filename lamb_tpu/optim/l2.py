@@ -47,6 +47,7 @@ def add_l2(
     ) -> tuple[optax.Updates, optax.OptState]:
         checks.gradient_leaves(updates, params)
 
+        # The table of facts is the first tree, so its `decay` is at hand leaf by leaf.
         def add(facts: parameters.ParameterFacts, grad: jax.Array, param: jax.Array) -> jax.Array:
             if not facts.decay:
                 return grad

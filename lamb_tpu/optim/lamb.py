@@ -151,18 +151,22 @@ def lamb(
         weights, facts, real = leaf.weights, leaf.facts, leaf.rate.dtype
         decays = decay if facts.decay else None
         decayed = leafwise.decay_at(weight_decay, facts, leaf.completed, real) * weights
+        # As an L2 term of the loss: the decay enters both moments.
         if decays == "gradient":
             leaf = leaf._replace(grad=leaf.grad + decayed)
         mu, nu = adam.moments(leaf, mu, nu)
         undecayed = adam.direction(leaf, mu, nu)
 
+        # u_t of Algorithm 2. It is a function, so that it can be computed twice, see below.
         def direction(mu: jax.Array, nu: jax.Array) -> jax.Array:
             value = undecayed(mu, nu)
             return value + decayed if decays == "direction" else value
 
         ratio = None
+        # The first pass over the leaf. Where it adapts, only the norm of this result is used.
         step = direction(mu, nu)
         if facts.adapt:
+            # Keras shrinks the weights before it takes their norm.
             shrunk = weights - leaf.rate * decayed if decays == "decoupled" else weights
             ratio = trust_ratio.trust_ratio(
                 trust_ratio.leaf_norm(shrunk, facts, norm, leaf.axis_name),
@@ -176,10 +180,12 @@ def lamb(
             # writing it out and reading it back. The barrier keeps the two from being merged.
             step = ratio * direction(*jax.lax.optimization_barrier((mu, nu)))
         length = leaf.rate
+        # The factor stands outside the ratio, which would cancel any factor of the direction.
         if bias_correction == "step":
             root = jnp.sqrt(one_minus_power(b2, leaf.count, real))
             length = length * root / one_minus_power(b1, leaf.count, real)
         update = -length * step
+        # The decay is not part of the direction, so the ratio does not scale it.
         if decays == "decoupled":
             update = update - leaf.rate * decayed
         return update, (mu, nu), ratio

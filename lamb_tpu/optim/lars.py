@@ -157,6 +157,7 @@ def lars(
         """The ratio of each layer, and whether neither of its norms is 0."""
         weight_norm = trust_ratio.leaf_norm(leaf.weights, leaf.facts, norm, leaf.axis_name)
         divisor_norm = trust_ratio.leaf_norm(divisor, leaf.facts, norm, leaf.axis_name)
+        # Per layer, of the norms' shape: size 1 along all axes that stack no layers.
         nonzero = (weight_norm > 0) & (divisor_norm > 0)
         ratio = trust_ratio.trust_ratio(
             weight_norm, divisor_norm, coefficient=coefficient, eps=eps, decay=decay,
@@ -166,6 +167,7 @@ def lars(
             # As a factor of the rate, so that all else stays; at the rate 0 nothing divides by it.
             factor = ratio / jnp.where(leaf.rate > 0, leaf.rate, 1.0)
             factor = jnp.where(ratio >= leaf.rate, 1.0, factor)
+            # LARC leaves a layer of zeros to the base optimizer, so its rate is not clipped either.
             ratio = jnp.where(nonzero, factor, ratio) if skip_zero else factor
         return ratio, nonzero
 
@@ -177,9 +179,12 @@ def lars(
         decay: float | jax.Array = 0.0
         if facts.decay:
             decay = leafwise.decay_at(weight_decay, facts, leaf.completed, leaf.rate.dtype)
+        # The ratio becomes known at one of three places, by its denominator: from the raw gradient,
+        # from the gradient with the decay added, or from the momentum's direction.
         ratio = None
         if facts.adapt and denominator == "gradient":
             ratio, nonzero = layer_ratio(leaf, leaf.grad, decay)
+            # LARC adds no decay to such a layer either; its other norm may well not be 0.
             if skip_zero:
                 decay = jnp.where(nonzero, decay, 0.0)
         summand = leaf.grad
@@ -188,6 +193,8 @@ def lars(
         if facts.adapt and denominator == "decayed":
             ratio, _ = layer_ratio(leaf, summand, 0.0)
 
+        # The momentum holds the factors of the summand; those that are left multiply the direction
+        # that comes out of it.
         if accumulate == "steps":
             summand = scaled(leaf.rate, ratio) * summand
         elif accumulate == "adapted":

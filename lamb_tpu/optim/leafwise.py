@@ -90,10 +90,12 @@ def transform(
     checks.check_axis_name(axis_name)
     if clip_global_norm is not None:
         clipping.check_max_norm(clip_global_norm)
+    # The fields of a state are the count, the buffers, and the readings.
     reads = state_type._fields[-1] == "readings"  # links of chains have none
     num_buffers = len(state_type._fields) - 1 - reads
 
     def columns(treedef: Any, rows: list[tuple], width: int) -> list[Any]:
+        # `zip` of no rows gives no columns; a tree without leaves still needs `width` of them.
         return [treedef.unflatten(c) for c in (zip(*rows) if rows else ((),) * width)]
 
     def init_fn(params: optax.Params) -> Any:
@@ -126,13 +128,17 @@ def transform(
         grads = checks.gradient_leaves(updates, params)
         checks.check_state(state, state_type)
         treedef = jax.tree.structure(params)
+        # The global norm needs all gradients, so it precedes the walk over the leaves.
         scale = None
         if clip_global_norm is not None:
             scale = clipping.global_scale(treedef.unflatten(grads), clip_global_norm, axis_name)
         try:
+            # Not `jax.tree.leaves`, which would drop the None of a leaf that has no such buffer.
             buffers = [treedef.flatten_up_to(tree) for tree in state[1 : 1 + num_buffers]]
         except ValueError as error:
             raise ValueError(f"state is that of another tree than params: {error}") from None
+        # A schedule is read at the number of completed updates: at 0 in the first. The new count is
+        # the t of bias corrections. It stays at the largest int32 instead of wrapping around.
         step_size, count = value_at(learning_rate, state.count), optax.safe_increment(state.count)
         rows, read = [], []
         for index, (path, param, grad, facts, *old) in enumerate(zip(
@@ -140,6 +146,7 @@ def transform(
             jax.tree.leaves(parameters.resolve(params, rules)), *buffers, strict=True,
         )):
             dtype, real = trust_ratio.compute_dtype(param), trust_ratio.real_dtype(param)
+            # The dtype is the parameter's, widened, whatever that of the gradient.
             grad, weights = grad.astype(dtype), jnp.asarray(param, dtype)
             if scale is not None:
                 grad = grad * scale.astype(real)
@@ -149,6 +156,7 @@ def transform(
             split = splits.split_of(axis_name, path, weights.shape, facts)
             leaf = Leaf(grad, weights, facts, rate, state.count, index, count, path, split)
             update, new, ratio = step_leaf(leaf, *old)
+            # Of all arrays of a step only the update is narrowed; buffers keep their dtypes.
             rows.append((update.astype(jnp.result_type(param)), *new))
             if collect:
                 read.append(
@@ -198,9 +206,12 @@ def widen(tree: Any) -> Any:
 def one_minus_power(base: float | jax.Array, count: jax.Array, dtype: Any) -> jax.Array:
     """1 - base ** count without cancellation: at b2 = 0.999 the plain form is off by 2e-5."""
     log: jax.Array | np.ndarray
+    # `optax.inject_hyperparams` passes arrays. A Python number has its logarithm taken in float64,
+    # before it is rounded to `dtype`.
     if isinstance(base, jax.Array):
         log = jnp.log(base.astype(dtype))
     else:
+        # At a base of 0, expm1(-inf) is -1, and the result 1.
         log = np.asarray(math.log(base) if base else -math.inf, dtype)
     return _one_minus_exp(log, count)
 

@@ -71,6 +71,8 @@ def muon(
         checks.check_range("consistent_rms", consistent_rms)
     parameters.check_rules(rules)
 
+    # Functions of a tree: Optax calls them with parameters or with updates, and inside
+    # `optax.partition` that tree holds the matrices only.
     def of_matrices(tree: Any) -> Any:
         facts = parameters.resolve(tree, rules)
         return jax.tree.map(lambda x, fact: MuonDimensionNumbers(*_sides(x, fact)), tree, facts)
@@ -79,6 +81,7 @@ def muon(
         facts = parameters.resolve(tree, rules)
         return jax.tree.map(lambda x, fact: "muon" if _sides(x, fact) else "adam", tree, facts)
 
+    # `optax.contrib.muon` knows no factors of rate and decay, so its links are put together here.
     orthogonal = optax.chain(
         scale_by_muon(
             ns_steps=ns_steps, beta=beta, eps=eps, nesterov=nesterov,
@@ -90,6 +93,7 @@ def muon(
     inner = under_rules(
         optax.chain(
             optax.partition({"muon": orthogonal, "adam": adam}, labels),
+            # Behind the partition: decay and rate are the same for both kinds.
             add_decayed_weights(weight_decay, rules),
             optax.scale_by_learning_rate(learning_rate),
         ),

@@ -168,15 +168,19 @@ def novograd(
         return mu, nu, jnp.copy(nu) if amsgrad else None
 
     def second_moment(leaf: Leaf, nu: jax.Array) -> jax.Array:
+        # One number for each layer, of the norms' shape.
         newest = trust_ratio.leaf_norm(leaf.grad, leaf.facts, norm, leaf.axis_name)
         if norm == "l2":
             newest = newest * newest
         average = b2 * leafwise.widen(nu) + (1 - b2) * newest
+        # nu is 0 for as long as all gradients of the layer have been 0.
         return (average if init_zero else jnp.where(nu == 0, newest, average)).astype(nu.dtype)
 
     def factor(nu: jax.Array, count: jax.Array, dtype: Any) -> jax.Array:
         """The factor of each layer's gradient; 1 while its gradients have all been 0."""
         nu = leafwise.widen(nu)
+        # With 'l2' nu is a squared norm. With 'linf' it is a norm, which has to be squared before
+        # eps_root is added: hypot does that without overflow.
         if norm == "l2":
             root = trust_ratio.root(nu + eps_root)
         else:
@@ -190,6 +194,7 @@ def novograd(
         grad, weights, facts = leaf.grad, leaf.weights, leaf.facts
         rate, completed, count = leaf.rate, leaf.completed, leaf.count
         dtype, real = weights.dtype, rate.dtype
+        # The step: v_t and the factor of the gradient, then m_t, then w_t.
         decayed = leafwise.decay_at(weight_decay, facts, completed, real) * weights
 
         ratio = None
@@ -199,6 +204,7 @@ def novograd(
                 nu_max = jnp.maximum(nu_max, nu)
             ratio = factor(nu_max if amsgrad else nu, count, real)
 
+        # m_t: the normalised gradient and the decay.
         summand = grad
         if ratio is not None and normalise == "gradient":
             summand = ratio * summand
@@ -212,6 +218,7 @@ def novograd(
             summand = rate * summand
         total = b1 * mu.astype(dtype) + summand
 
+        # Everything that is not in the momentum multiplies what comes out of it.
         direction = total
         if bias_correction:
             direction = direction / one_minus_power(b1, count, real)

@@ -75,11 +75,14 @@ class ParameterFacts:
         axes = self.layer_axes
         if not _are_axes(axes):
             raise ValueError(f"layer_axes must be distinct axes counted from 0, not {axes!r}")
+        # A frozen dataclass refuses plain assignment. Sorted, the last layer axis is the largest,
+        # which `resolve` leans on.
         object.__setattr__(self, "layer_axes", tuple(sorted(axes)))
         if self.matrix_axes is not None:
             object.__setattr__(self, "matrix_axes", _matrix_axes(self.matrix_axes, axes))
         for name in ("rate_factor", "decay_factor"):
             value = getattr(self, name)
+            # A bool is an int in Python; True as a factor would be a mistake.
             number = isinstance(value, (int, float)) and not isinstance(value, bool)
             if not number or not 0.0 <= value < math.inf:
                 raise ValueError(f"{name} must be a finite number of at least 0, not {value!r}")
@@ -90,11 +93,12 @@ class ParameterFacts:
                 "decay=False or a decay_factor, not both"
             )
 
-
     def matrix(self, num_axes: int) -> MatrixAxes | None:
         """The rows and the columns of a leaf with so many axes; None where it is no matrix."""
         if self.matrix_axes is not None:
             return self.matrix_axes or None
+        # No rule says it: the leaf is a matrix if just two axes are left, in Flax's order (inputs,
+        # outputs).
         sides = [axis for axis in range(num_axes) if axis not in self.layer_axes]
         return ((sides[0],), (sides[1],)) if len(sides) == 2 else None
 
@@ -214,6 +218,8 @@ def resolve(params: Any, rules: Rules) -> Any:
         facts.append(match)
     if paths and not isinstance(rules, str):
         hidden = _hidden_paths(params)
+        # A rule for a leaf that another part of a partition holds is no mistake. A hidden subtree
+        # has no paths of leaves to compare with, so here a mistake is a warning.
         for mistake in _idle_rules([regex for regex, _ in compiled], paths + hidden):
             if not hidden:
                 raise ValueError(mistake)
@@ -230,6 +236,7 @@ def _hidden_paths(params: Any) -> list[str]:
     def is_hidden(node: Any) -> bool:
         return isinstance(node, optax.MaskedNode)
 
+    # A `MaskedNode` is an empty container: without `is_leaf` it would have no path.
     leaves, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_hidden)
     return [_joined(path) for path, node in leaves if is_hidden(node)]
 
@@ -288,6 +295,7 @@ def table(params: Any, rules: Rules) -> str:
         *(name.replace("_", " ") for name in factors), *(["matrix axes"] if matrices else []),
     )]
     totals = {"total": [0, 0], "decay": [0, 0], "adapt": [0, 0]}
+    # Sorted by path, the table does not depend on the order of a container's keys.
     for path, leaf, fact in sorted(
         zip(leaf_paths(params), jax.tree.leaves(params), facts, strict=True),
         key=lambda row: row[0],
@@ -306,6 +314,7 @@ def table(params: Any, rules: Rules) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [
         "  ".join(
+            # Column 3 is the count.
             cell.rjust(width) if column == 3 else cell.ljust(width)
             for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
@@ -343,6 +352,7 @@ def _compile(rules: Rules) -> list[tuple[re.Pattern, ParameterFacts]]:
         )
     compiled = [_compile_rule(rule) for rule in rules]
     patterns = [regex.pattern for regex, _ in compiled]
+    # `check_rules` has no parameters, so a rule that can never decide is found by its text alone.
     for pattern in patterns:
         if patterns.count(pattern) > 1:
             raise ValueError(f"the rule {pattern!r} is given twice; only the first would decide")
@@ -361,6 +371,7 @@ def _compile_rule(rule: Any) -> tuple[re.Pattern, ParameterFacts]:
         ) from error
     if isinstance(facts, ParameterFacts):
         return regex, facts
+    # A mapping, as config files have it.
     known = [field.name for field in dataclasses.fields(ParameterFacts)]
     try:
         facts = dict(facts)

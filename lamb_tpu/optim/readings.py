@@ -35,10 +35,12 @@ def read(opt_state: optax.OptState) -> dict[str, dict[str, np.ndarray]]:
     """
     checks.check_opt_state(opt_state)
     found = [
+        # As leaves, whole `Readings` are found in a state of any structure.
         state for state in jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, Readings))
         if isinstance(state, Readings)
     ]
     quantities: dict[str, dict[str, np.ndarray]] = {}
+    # One transfer for all of them.
     for readings in jax.device_get(found):
         for name in QUANTITIES:
             tree = getattr(readings, name)
@@ -58,6 +60,7 @@ def summary(opt_state: optax.OptState, facts: Any) -> dict[str, float]:
       `ratio_min`, `ratio_median`, `ratio_max`; empty where no layer that adapts is collected.
     """
     paths, leaves = parameters.leaf_paths(facts), jax.tree.leaves(facts)
+    # None is a tree without leaves, which would pass.
     for fact in leaves if facts is not None else [facts]:
         if not isinstance(fact, parameters.ParameterFacts):
             raise ValueError(f"facts must be those of `parameters.resolve`, and hold {fact!r}")
@@ -122,6 +125,8 @@ def in_order(values: Mapping[str, float], paths: Sequence[str]) -> dict[str, flo
         indices = tuple(map(int, index.split(","))) if index else ()
         return QUANTITIES.index(quantity), places[path], indices
 
+    # By quantity, then by the parameter's place. Neighbouring stacks form one run of the groups,
+    # and the stable sort by the layer's index interleaves them layer by layer.
     ordered = sorted((parts(name), name) for name in values)
     runs = itertools.groupby(ordered, key=lambda item: (item[0][0], bool(item[0][2])))
     return {

@@ -85,16 +85,20 @@ def refined_schedule(
     total_steps = norms.size if total_steps is None else total_steps
     check_whole("total_steps", total_steps, lowest=2)
 
+    # An odd width, so that the filter has a middle.
     norms = _median_filter(norms, 2 * (int(smoothing * norms.size) // 2) + 1)
     weights = (norms / np.min(norms)) ** NORM_POWERS[norm]  # the scale falls out, without overflow
     behind = np.cumsum(weights[::-1])[::-1]  # the sum of this weight and all later ones
+    # The formula of the docstring up to a factor: the last reading has no later ones, hence 0.
     rates = weights * np.append(behind[1:], 0.0)
     rates *= peak / rates.max()
+    # The first update reads the first rate and the last update the last one.
     readings_a_step = (norms.size - 1) / (total_steps - 1)
 
     def schedule(count: jax.typing.ArrayLike) -> jax.Array:
         step = jnp.asarray(count).astype(jnp.result_type(float))
         places = jnp.arange(rates.size, dtype=step.dtype)
+        # Behind the last place `interp` stays at the last rate, which is 0.
         return jnp.interp(step * readings_a_step, places, jnp.asarray(rates, step.dtype))
 
     return schedule
@@ -107,6 +111,7 @@ def _median_filter(values: np.ndarray, width: int) -> np.ndarray:
     """
     half = width // 2
     padded = np.pad(np.pad(values, (0, half), mode="reflect"), (half, 0), mode="edge").tolist()
+    # The window is kept sorted while it moves: one value leaves and one enters at each place.
     window = sorted(padded[:width])
     medians = [window[half]]
     for leaving, entering in zip(padded, padded[width:], strict=False):

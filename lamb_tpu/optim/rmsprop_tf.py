@@ -128,6 +128,7 @@ def rmsprop_tf(
         checks.check_flag(name, flag)
     checks.check_dtype("momentum_dtype", momentum_dtype)
     checks.check_dtype("nu_dtype", nu_dtype, squares=True)
+    # Under `optax.inject_hyperparams` the momentum is an array and may change during a run.
     keeps_momentum = isinstance(momentum, jax.Array) or momentum != 0
 
     def init_leaf(param: jax.Array, facts: ParameterFacts, split: Split) -> tuple[Any, ...]:
@@ -151,6 +152,7 @@ def rmsprop_tf(
         if bias_correction:
             correction = 1 / one_minus_power(b2, leaf.count, real)
 
+        # The second moment v_t, and with `centered` the variance.
         nu = average(nu, trust_ratio.real_product(grad, grad))
         square = correction * nu.astype(real)
         if centered:
@@ -161,6 +163,7 @@ def rmsprop_tf(
         root = trust_ratio.root
         summand = grad / (root(square + eps) if eps_in_root else root(square) + eps)
 
+        # The momentum b_t. With the rate inside, it holds steps.
         if lr_in_momentum:
             summand = rate * summand
         step = summand
@@ -168,12 +171,15 @@ def rmsprop_tf(
             total = momentum * buffer.astype(dtype) + summand
             buffer = total.astype(buffer.dtype)
             step = momentum * total + summand if nesterov else total
+        # Elements whose step goes against their gradient are left out. The others grow by the
+        # inverse of the share that is kept, as timm has it, at most a thousandfold.
         if cautious:
             kept = (step * grad > 0).astype(dtype)
             share = trust_ratio.leaf_mean(kept, facts, leaf.axis_name)
             step = step * (kept / jnp.maximum(share, 1e-3))
         if not lr_in_momentum:
             step = rate * step
+        # Outside the momentum and the mask: the weights shrink by the rate of this update.
         if facts.decay and decay == "decoupled":
             step = step + rate * decayed
         return -step, (nu, mean, buffer), None

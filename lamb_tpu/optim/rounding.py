@@ -96,6 +96,7 @@ def stochastic_rounding(
         updates, inner_state = inner.update(
             leafwise.widen(updates), state.inner_state, wide, **extra_args
         )
+        # Made from the count and not kept in the state: a resumed run draws the same bits.
         key = jax.random.fold_in(jax.random.key(seed), state.count)
         treedef = jax.tree.structure(params)
         rounded = [
@@ -113,6 +114,8 @@ def stochastic_rounding(
         def of_shard(key: jax.Array, axes: MeshAxes) -> jax.Array:
             return jax.random.fold_in(key, jax.lax.axis_index(axes))
 
+        # Without the place on the mesh two shards of a leaf would share their bits. Replicas have
+        # no such axes, so they draw the same bits and stay equal.
         key = jax.random.fold_in(key, index)
         return trust_ratio.over(of_shard, key, trust_ratio.axes_of(axis_name, path))
 
@@ -120,6 +123,7 @@ def stochastic_rounding(
         # The difference is exact, or off by far less than half a digit of the new weight: where
         # the sum nearly cancels it has so few bits that it is not rounded at all.
         rounded = round_to_bfloat16(key, weights + update)
+        # An infinite weight that stays has the difference 0; inf - inf would be NaN.
         return jnp.where(rounded == weights, 0.0, rounded - weights)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -134,4 +138,5 @@ def round_to_bfloat16(key: jax.Array, values: jax.Array) -> jax.Array:
     bits = jax.lax.bitcast_convert_type(values, jnp.uint32)
     noise = jax.random.bits(key, values.shape, jnp.uint16).astype(jnp.uint32)
     rounded = jax.lax.bitcast_convert_type((bits + noise) & jnp.uint32(0xFFFF0000), jnp.float32)
+    # Carries and the mask would turn some NaNs into zeros or infinities.
     return jnp.where(jnp.isfinite(values), rounded, values)

@@ -58,11 +58,14 @@ def schedule_free_adamw(
         def rate(count: jax.Array) -> jax.Array:
             return learning_rate(count - 1)  # Optax counts from 1 here
 
+    # AdamW without a first moment: the average takes the place of its momentum.
     base = optax.chain(
         optax.scale_by_rms(b2, eps, eps_in_sqrt=False, bias_correction=True),
         add_decayed_weights(weight_decay, rules),
         optax.scale_by_learning_rate(learning_rate),
     )
+    # The factors of rules belong inside, where z takes its step. Optax keeps z in the parameters'
+    # dtypes, and b1 and the sum of weights in the narrowest of them, hence float32 around it all.
     averaged = schedule_free(under_rules(base, rules), rate, b1, weight_lr_power)
     return in_float32(averaged)
 
@@ -95,6 +98,7 @@ def evaluation_params(opt_state: Any, params: Any) -> Any:
     """
     checks.check_arrays("params", params)
     known = {}
+    # Paths in z are those of the parameters: inside `optax.partition` of those that the state has.
     for state in _averaging(opt_state):
         fields = state if isinstance(state, Mapping) else state._asdict()
         for path, point in zip(
@@ -106,6 +110,7 @@ def evaluation_params(opt_state: Any, params: Any) -> Any:
         if path not in known:
             return param
         point, b1 = known[path]
+        # y = (1 - b1) z + b1 x, solved for x, which is not stored.
         return ((param.astype(point.dtype) - (1.0 - b1) * point) / b1).astype(param.dtype)
 
     leaves, treedef = jax.tree.flatten(params)
@@ -117,6 +122,7 @@ def _averaging(opt_state: Any) -> list[Any]:
     checks.check_opt_state(opt_state)
 
     def is_one(node: Any) -> bool:
+        # A checkpoint gives back a dict in place of a named tuple: known by its keys.
         fields = set(ScheduleFreeState._fields)
         return isinstance(node, ScheduleFreeState) or (
             isinstance(node, Mapping) and set(node) == fields

@@ -136,6 +136,7 @@ def warmup(
             f"hold_steps {hold_steps!r} after warmup_steps {warmup_steps!r} must end by "
             f"total_steps {total_steps!r}"
         )
+    # S and T - S of the formula.
     start = peak_ends if decay_from == "warmup" else 0.0
     length = total_steps - start
 
@@ -143,12 +144,14 @@ def warmup(
         if callable(decay):
             return decay(jnp.maximum(step - start, 0.0))
         # (T - t) / (T - S) and not 1 - (t - S) / (T - S), which cancels near the end.
+        # A warm-up as long as the run leaves no decay: nothing is left of it, at any step.
         left = jnp.clip((total_steps - step) / length, 0.0, 1.0) if length > 0 else 0.0 * step
         return DECAYS[decay](left, power)
 
     def schedule(count: jax.typing.ArrayLike) -> jax.Array:
         step = _clock(count) + first_step
         rate = end_value + (peak - end_value) * part_left(step)
+        # Each part covers the one before: hold the decay, warm-up both.
         if hold_steps:
             rate = jnp.where(step < peak_ends, peak, rate)
         if warmup_steps:
@@ -218,6 +221,7 @@ def step_decay(boundaries: Sequence[float], factor: float) -> optax.Schedule:
     """
     _check_factor(factor)
     try:
+        # Anything that is no row of numbers ends in the error below.
         edges = np.asarray(boundaries, np.float64)
     except (TypeError, ValueError):
         edges = np.empty(0)
@@ -227,6 +231,7 @@ def step_decay(boundaries: Sequence[float], factor: float) -> optax.Schedule:
 
     def part(count: jax.typing.ArrayLike) -> jax.Array:
         step = _clock(count)
+        # Counts of any shape have an axis of boundaries added, (..., boundaries).
         reached = jnp.sum(step[..., None] >= edges.astype(step.dtype), axis=-1)
         return jnp.power(factor, reached.astype(step.dtype))
 
@@ -311,12 +316,14 @@ def by_examples(
             raise ValueError(f"batch_size has pairs (batch size, updates), and not {pair!r}")
         check_whole("each number in the pairs of batch_size", pair[0], lowest=1)
         check_whole("each number in the pairs of batch_size", pair[1], lowest=1)
+    # One row for each stage of constant batch size; the last stage has no end.
     sizes, lengths = np.asarray(pairs, np.float64).T
     starts = np.cumsum(lengths) - lengths
     lengths[-1] = np.inf
 
     def schedule_of_updates(count: jax.typing.ArrayLike) -> jax.Array:
         step = _clock(count)
+        # The updates of each stage so far, (..., stages).
         held = jnp.clip(step[..., None] - starts, 0.0, lengths)
         return schedule(jnp.sum(sizes * held, axis=-1).astype(step.dtype))
 

@@ -55,6 +55,7 @@ def state_sharding(
             f"params_sharding is empty: give one sharding for all, not {params_sharding!r}"
         )
     try:
+        # A prefix of the tree, such as one sharding for all, is given to all leaves below it.
         shardings = jax.tree.leaves(jax.tree.broadcast(params_sharding, params))
     except ValueError as error:
         raise ValueError(
@@ -70,6 +71,8 @@ def state_sharding(
     replicated = _with_spec(given[0], PartitionSpec())
 
     def place(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> Any:
+        # Suffixes from the longest on, down to the empty path of a bare parameter. Keys are
+        # compared, not text: 'a' as a dict's key and as an attribute differ.
         for start in range(len(path) + 1):
             if path[start:] in known:
                 shape, sharding = known[path[start:]]
@@ -78,8 +81,10 @@ def state_sharding(
             return replicated
         if leaf.shape == shape:
             return sharding
+        # Adafactor's factored moments, for example: which of the axes they kept is not known.
         if leaf.ndim != len(shape):
             return replicated
+        # A norm with size 1, or a projected moment: axes of another size are whole.
         axes = [
             axis if own == size else None
             for axis, own, size in zip(_spec(sharding), leaf.shape, shape, strict=False)
@@ -104,6 +109,7 @@ def _spec(sharding: Sharding | PartitionSpec) -> PartitionSpec:
 def _with_spec(sharding: Sharding | PartitionSpec, spec: PartitionSpec) -> Any:
     if isinstance(sharding, PartitionSpec):
         return spec
+    # `update` keeps the mesh and the kind of memory, such as pinned host memory.
     return sharding.update(spec=spec) if isinstance(sharding, NamedSharding) else sharding
 
 
@@ -119,6 +125,7 @@ def _check(path: str, shape: tuple[int, ...], sharding: Any) -> None:
         raise ValueError(
             f"the parameter {path!r} has the shape {shape}, fewer axes than its {_spec(sharding)}"
         )
+    # `shard_shape` raises for a size that the mesh axes do not divide.
     if isinstance(sharding, NamedSharding):
         try:
             sharding.shard_shape(shape)

@@ -35,6 +35,8 @@ class Split(NamedTuple):
           array: every axis whole; the first ones go with `axes`, others with none.
           axes: axes of the leaf.
         """
+        # An axis that several mesh axes split is cut in their order, the first one outermost, which
+        # is how `axis_index` counts over a tuple.
         for place, axis in enumerate(axes):
             names = self.names((axis,))
             if names:
@@ -53,6 +55,8 @@ def split_of(
     the axes of a spec are not bound.
     """
     given = axis_name(path) if callable(axis_name) else axis_name
+    # For norms, which must not be summed over devices that hold other layers. The next line asks
+    # for all axes: a leaf that is split by layers only is not whole.
     names = trust_ratio.axes_of(axis_name, path, facts.layer_axes)
     if not trust_ratio.axes_of(axis_name, path):
         return whole(shape)
@@ -62,10 +66,12 @@ def split_of(
         raise ValueError(
             f"axis_name gives {given} for the parameter {path!r}, which has {len(shape)} axes"
         )
+    # A spec may be shorter than the leaf; the axes behind it are whole.
     entries = [*given, *(None,) * (len(shape) - len(given))]
     axes = tuple(
         (entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in entries
     )
+    # `shape` is that of the part at hand: times the sizes of the mesh axes it is the whole leaf's.
     return Split(names, tuple(
         trust_ratio.over(lambda part, over: part * jax.lax.axis_size(over), size, names)
         for size, names in zip(shape, axes, strict=True)

@@ -144,6 +144,7 @@ def scale_by_trust_ratio(
                     ratio_bounds=ratio_bounds,
                     zero_ratio=zero_ratio,
                 )
+                # The product is taken in float32 too, and rounded once to the update's own dtype.
                 update = (value * update.astype(compute_dtype(update))).astype(update.dtype)
             scaled.append(update)
             if collect:
@@ -164,6 +165,8 @@ def axes_of(axis_name: AxisName, path: str, layer_axes: Sequence[int] = ()) -> M
     """
     axes = axis_name(path) if callable(axis_name) else axis_name
     names: Any = axes if isinstance(axes, tuple) else () if axes is None else (axes,)
+    # An entry of a spec is a mesh axis, a tuple of them, or None for an axis that is whole. Layer
+    # axes are left out: their norms must stay apart.
     if isinstance(axes, PartitionSpec):
         names = tuple(
             name for axis, entry in enumerate(axes) if axis not in layer_axes
@@ -189,10 +192,12 @@ def leaf_norm(
     leaf = jnp.asarray(leaf)
     leaf = leaf.astype(compute_dtype(leaf))
     axes = tuple(axis for axis in range(leaf.ndim) if axis not in facts.layer_axes)
+    # `initial` lets a leaf of size 0 have a maximum.
     if norm == "linf":
         value = jnp.max(jnp.abs(leaf), axis=axes, keepdims=True, initial=0.0)
         return over(jax.lax.pmax, value, axis_name)
     terms = jnp.abs(leaf) if norm == "l1" else real_product(leaf, leaf)
+    # The parts' sums of squares add up to that of the whole leaf. Their roots would not.
     value = over(jax.lax.psum, _sum(terms, axes), axis_name)
     return root(value) if norm == "l2" else value
 
@@ -201,6 +206,7 @@ def leaf_mean(leaf: jax.Array, facts: ParameterFacts, axis_name: MeshAxes = None
     """The mean of each of a leaf's layers, of values >= 0, shaped as `leaf_norm`."""
     total = leaf_norm(leaf, facts, "l1", axis_name)
     count = math.prod(leaf.shape) / math.prod(collected_shape(leaf, facts))
+    # The psum of a Python number is a product with the axis size; nothing is sent.
     return total / over(jax.lax.psum, count, axis_name)
 
 
@@ -222,6 +228,7 @@ def over(collective: Callable[..., Any], value: Any, axis_name: MeshAxes) -> Any
 def is_bound(axis_name: str | tuple[str, ...]) -> bool:
     """Returns True inside `shard_map` or `pmap` over the mesh axes."""
     try:
+        # This raises NameError for an axis that is not bound.
         jax.lax.axis_size(axis_name)
     except NameError:
         return False
@@ -244,6 +251,8 @@ def _root_jvp(
     (value,), (tangent,) = primals, tangents
     result = root(value)
     at_zero = value == 0.0
+    # The inner `where` keeps the 0 out of the division. Otherwise second derivatives would be NaN,
+    # because `where` differentiates both of its branches.
     slope = tangent / (2.0 * jnp.where(at_zero, 1.0, result))
     return result, jnp.where(at_zero, 0.0, slope)
 
@@ -305,12 +314,15 @@ def trust_ratio(
     phi = _clip(weight_norm, phi_bounds)
     zero = (weight_norm == 0.0) | (update_norm == 0.0)
     denominator = update_norm + decay * weight_norm + eps
+    # The 1.0 stands in for a denominator that may be 0, so that the branch which is not taken has a
+    # finite derivative.
     ratio = _clip(coefficient * phi / jnp.where(zero, 1.0, denominator), ratio_bounds)
     return jnp.where(zero, zero_ratio, ratio).astype(weight_norm.dtype)
 
 
 def _clip(value: jax.Array, bounds: tuple[float, float]) -> jax.Array:
     lower, upper = bounds
+    # Bounds that bind nothing add no operation. Maximum and minimum pass NaN on.
     if lower > 0.0:
         value = jnp.maximum(value, lower)
     return jnp.minimum(value, upper) if upper < math.inf else value
@@ -337,6 +349,7 @@ def leaf_readings(
 ) -> tuple[jax.Array, ...]:
     """The fields of `Readings` of one leaf; the ratio None counts as 1."""
     shape = collected_shape(weights, facts)
+    # The norms have size 1 along the axes that they reduce. A reading has the layer axes only.
     ratio = jnp.ones(shape) if ratio is None else ratio
     norms = (leaf_norm(leaf, facts, axis_name=axis_name) for leaf in (update, weights))
     return tuple(_whole(value.astype(jnp.float32).reshape(shape)) for value in (ratio, *norms))
@@ -357,6 +370,7 @@ def _whole(reading: jax.Array) -> jax.Array:
 
 def readings_of(treedef: Any, rows: Sequence[tuple[jax.Array, ...]]) -> Readings:
     """`Readings` from those of each leaf, in the order of `treedef`."""
+    # `zip` of no rows gives no columns, and a tree without leaves needs three empty ones.
     columns = zip(*rows) if rows else ((),) * len(Readings._fields)
     return Readings(*(treedef.unflatten(column) for column in columns))
 

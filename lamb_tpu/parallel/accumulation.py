@@ -57,10 +57,12 @@ def gradients(
       (gradients, in float32 at least where there are several microbatches; these rows' share of
       the loss; the new model state; metric sums). Shares, like gradients, add up over devices.
     """
+    # Over infinity a term without weight is 0, and its gradient too; over 0 it would be NaN.
     divisors = {term: jnp.where(weight > 0, weight, jnp.inf) for term, weight in weights.items()}
 
     def of(part: Batch, places: jax.Array, collections: Any) -> tuple[Any, Any]:
         def share(params: Any) -> tuple[Any, Any]:
+            # Set while the loss is traced; dropout reads them.
             with example_positions(places):
                 terms, (state, sums) = task.loss(params, collections, part, key)
             loss = sum(jax.tree.leaves(jax.tree.map(jnp.divide, dict(terms), divisors)))
@@ -73,19 +75,26 @@ def gradients(
         return grads, loss, state, sums
 
     def cut(field: jax.Array) -> jax.Array:
+        # (shards x microbatches x rows, ...) to (microbatches, shards x rows, ...). The axis of
+        # shards stays in front of the rows, so each device cuts up its own.
         rows = field.shape[0] // (num_shards * steps)
         field = field.reshape(num_shards, steps, rows, *field.shape[1:])
         field = jnp.moveaxis(field, 1, 0).reshape(steps, num_shards * rows, *field.shape[3:])
         if sharding is None:
             return field
+        # The axis of microbatches is whole: every device takes part in each of them.
         spec = jax.sharding.PartitionSpec(None, *sharding.spec)
         return lax.with_sharding_constraint(field, sharding.update(spec=spec))
 
     def step(totals: Any, part: tuple[Batch, jax.Array]) -> tuple[Any, Any]:
+        # Each microbatch starts from the same running averages. Its moments are stacked by the scan
+        # and combined once, behind it.
         grads, (loss, state, sums) = of(*part, {**model_state, MOMENTS: {}})
         totals = jax.tree.map(lambda total, x: total + x, totals, (grads, loss, sums))
         return totals, state.get(MOMENTS, {})
 
+    # A scan needs a carry of fixed shapes and dtypes, so these are known before it begins. Sums are
+    # float32: those of many bfloat16 microbatches would lose small terms.
     parts = jax.tree.map(cut, (dict(batch), positions))
     rows, places = jax.tree.map(lambda field: field[0], parts)
     grads, (loss, _, sums) = jax.eval_shape(lambda: of(rows, places, {**model_state, MOMENTS: {}}))

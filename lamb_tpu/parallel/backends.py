@@ -59,6 +59,8 @@ class JitBackend:
         Returns them with the residual that the exchange keeps, see `exchange`; under jit the
         compiler sends the gradients, and the residual is as it was.
         """
+        # The constraint says where the sums are to be: whole where moments are whole, in parts
+        # under ZeRO-1. The compiler may still reduce whole arrays and cut them.
         return lax.with_sharding_constraint(grads, self.layout.moments), residual
 
     def parts(self, params: Any) -> Any:
@@ -97,6 +99,8 @@ class ShardMapBackend:
         return mesh_lib.state_axis(self.layout.mesh)
 
     def positions(self, rows: int, steps: int) -> jax.Array:
+        # Microbatch j is the j-th run of consecutive examples of the global batch; each device has
+        # `within` neighbouring ones of it, by its place on the batch axes.
         within = rows // steps
         microbatch = mesh_lib.num_batch_shards(self.layout.mesh) * within
         starts = jnp.arange(steps, dtype=jnp.int32)[:, None] * microbatch
@@ -120,6 +124,7 @@ class ShardMapBackend:
 
     def parts(self, params: Any) -> Any:
         def part(leaf: jax.Array, axis: int, held: int) -> jax.Array:
+            # Whole in the optimizer's state too, or, under FSDP, held as a part already.
             if axis < 0 or held >= 0:
                 return leaf
             return collectives.local_part(leaf, axis, self._state_axis)
@@ -133,6 +138,7 @@ class ShardMapBackend:
         leaves, treedef = jax.tree.flatten(params)
         axes = jax.tree.leaves(self.layout.split_axes(self.layout.moments))
         held = jax.tree.leaves(self.layout.split_axes(self.layout.params))
+        # Split in the optimizer's state, but whole between updates: ZeRO-1.
         missing = [i for i in range(len(leaves)) if axes[i] >= 0 and held[i] < 0]
         gathered = collectives.all_gather(
             [leaves[i] for i in missing], [axes[i] for i in missing], self._state_axis
@@ -142,4 +148,5 @@ class ShardMapBackend:
         return treedef.unflatten(leaves)
 
     def norm(self, tree: Any) -> jax.Array:
+        # Leaves that are split are summed over the state axis; whole ones must count once.
         return clipping.global_norm(tree, self.layout.axis_name)

@@ -63,6 +63,7 @@ def reduce_scatter(
     parts = lax.axis_size(name)
 
     def run(bucket: list[jax.Array], cuts: list[int]) -> list[jax.Array]:
+        # Matrices (parts, values of a part): row i of each is to end on device i.
         rows = [
             _rows(_sent(leaf, dtype), axis, parts)
             for leaf, axis in zip(bucket, cuts, strict=True)
@@ -80,6 +81,8 @@ def reduce_scatter(
 def _scatter(packed: jax.Array, name: str, parts: int) -> jax.Array:
     """Sums (parts, rows, lanes) over devices; returns this device's entry, (1, rows, lanes)."""
     _, rows, lanes = packed.shape
+    # Runs as near to the square root as the number of devices allows; 1 for a prime number. Values
+    # too few for tiles are not cut into runs either.
     near = max(k for k in range(1, math.isqrt(parts) + 1) if parts % k == 0)
     if near == 1 or lanes != _LANES:
         return lax.psum_scatter(packed, name, scatter_dimension=0, tiled=True)
@@ -111,6 +114,8 @@ def all_gather(leaves: Sequence[jax.Array], axes: Sequence[int], name: str) -> l
     parts = lax.axis_size(name)
 
     def run(bucket: list[jax.Array], cuts: list[int]) -> list[jax.Array]:
+        # A device's part of every leaf is one row, (1, values); gathered, there is one for each
+        # device.
         packed = _pack([leaf.reshape(1, -1) for leaf in bucket])
         packed = lax.all_gather(packed, name, axis=0, tiled=True)
         columns = _unpack(packed, [leaf.size for leaf in bucket])
@@ -119,6 +124,7 @@ def all_gather(leaves: Sequence[jax.Array], axes: Sequence[int], name: str) -> l
             for rows, leaf, axis in zip(columns, bucket, cuts, strict=True)
         ]
 
+    # What is gathered is `parts` times what a device gives, and a bucket is measured by it.
     return _in_buckets(run, leaves, axes, parts)
 
 
@@ -141,6 +147,8 @@ def _in_buckets(
     buckets: dict[Any, list[list[int]]] = {}
     filled: dict[Any, int] = {}
     for index, leaf in enumerate(leaves):
+        # A leaf larger than a bucket gets one of its own. Leaves of several dtypes cannot be packed
+        # into one array.
         size = copies * leaf.size * leaf.dtype.itemsize
         own = buckets.setdefault(leaf.dtype, [])
         if not own or filled[leaf.dtype] + size > BUCKET_BYTES:
@@ -171,9 +179,11 @@ def _pack(rows: Sequence[jax.Array]) -> jax.Array:
     """
     many, few = _large_and_small([matrix.shape[1] for matrix in rows])
     blocks = [rows[i] for i in many]
+    # Small leaves share their padding: together they are the last block.
     if few:
         blocks.append(jnp.concatenate([rows[i] for i in few], 1))
     if sum(matrix.shape[1] for matrix in rows) < _FEW:
+        # All of them are small here, so there is one block: (parts, 1, values), without padding.
         return blocks[0][:, None]
     return jnp.concatenate([_tiled(block) for block in blocks], 1)
 
@@ -187,6 +197,7 @@ def _unpack(packed: jax.Array, lengths: Sequence[int]) -> list[jax.Array]:
         rest = packed[:, 0]
     else:
         for index in many:
+            # Rows of the block, whose length is rounded up to whole tiles.
             stop = start + -(-lengths[index] // _TILES) * _TILES // _LANES
             block = packed[:, start:stop].reshape(len(packed), -1)
             found[index], start = block[:, : lengths[index]], stop
@@ -214,6 +225,7 @@ def _part_shape(shape: tuple[int, ...], axis: int, parts: int) -> tuple[int, ...
 
 def _rows(leaf: jax.Array, axis: int, parts: int) -> jax.Array:
     """Cuts an array along `axis` into rows: (parts, values of a part)."""
+    # (before, parts, size / parts x behind) to (parts, before x size / parts x behind).
     before = math.prod(leaf.shape[:axis])
     return jnp.moveaxis(leaf.reshape(before, parts, -1), 1, 0).reshape(parts, -1)
 

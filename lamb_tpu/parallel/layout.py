@@ -53,6 +53,8 @@ class Layout:
         )
 
     def __post_init__(self) -> None:
+        # Looked up by path whenever the optimizer is traced. Mesh axes other than the state axis
+        # are left out: inside shard_map they split no parameter.
         state = mesh_lib.state_axis(self.mesh)
         specs = {
             path: PartitionSpec(*(entry if entry == state else None for entry in sharding.spec))

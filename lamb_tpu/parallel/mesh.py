@@ -45,6 +45,7 @@ def make_mesh(
     sizes = _sizes(shape, len(devices))
     names = tuple(axis for axis in AXES if sizes[axis] > 1 or axis == DATA_AXIS)
     lengths = [sizes[axis] for axis in names]
+    # Devices without the attribute, such as CPUs, count as one slice.
     slices = len({getattr(device, "slice_index", 0) for device in devices})
     if slices > 1:
         if sizes[DATA_AXIS] % slices:
@@ -54,6 +55,7 @@ def make_mesh(
             )
         across = [slices if axis == DATA_AXIS else 1 for axis in names]
         within = [length // count for length, count in zip(lengths, across, strict=True)]
+        # Sizes within a slice and over slices multiply to those of the mesh.
         array = mesh_utils.create_hybrid_device_mesh(within, across, devices)
     elif group_replicas > 1 and set(names) <= set(BATCH_AXES):
         array = np.array(torus.order(devices, group_replicas)).reshape(lengths)
@@ -84,6 +86,8 @@ def _sizes(shape: Mapping[str, int], num_devices: int) -> dict[str, int]:
             "what the others leave"
         )
     fixed = math.prod(size for size in sizes.values() if size != -1)
+    # A size of -1 takes what the others leave, so they must divide the devices; without one they
+    # must multiply to them.
     if num_devices % fixed or (not free and fixed != num_devices):
         asked = ", ".join(f"{axis}={size}" for axis, size in shape.items())
         raise UserError(
@@ -135,6 +139,7 @@ def local_rows(batch_size: int, mesh: Mesh) -> np.ndarray:
     rows if an axis that does not split the batch crosses processes.
     """
     devices = batch_sharding(mesh).addressable_devices_indices_map((batch_size,))
+    # (start, stop, step) of each device's rows; a set, because replicas hold the same rows.
     held = {index[0].indices(batch_size) for index in devices.values() if index is not None}
     rows = np.concatenate([np.arange(*bounds) for bounds in sorted(held)])
     rows.setflags(write=False)  # the next caller gets the same array
@@ -150,6 +155,7 @@ def microbatch_order(batch_size: int, num_shards: int, steps: int) -> np.ndarray
     >>> microbatch_order(8, 2, 2)
     array([0, 1, 4, 5, 2, 3, 6, 7])
     """
+    # Axes: (microbatch, shard, row) to (shard, microbatch, row).
     return np.arange(batch_size).reshape(steps, num_shards, -1).swapaxes(0, 1).ravel()
 
 
@@ -168,6 +174,8 @@ def shard_batch(
     def place(value: np.ndarray) -> jax.Array:
         def part(index: tuple[slice, ...] | None) -> np.ndarray:
             assert index is not None  # the batch is split along its first axis
+            # `index` counts rows of the global batch, `value` those of this process. A device's
+            # rows are consecutive, and `rows` ascend, so they are consecutive in `value` too.
             start = np.searchsorted(rows, index[0].start or 0)
             stop = batch_size if index[0].stop is None else index[0].stop
             return value[start : start + stop - (index[0].start or 0)]

@@ -75,15 +75,18 @@ class Averages:
         if value is None:
             return None
         whole = mesh_lib.replicated(layout.mesh)
+        # As (parameters, model state): under ZeRO-1 the first are split as the moments are.
         return layout.moments, jax.tree.map(lambda _: whole, value[1])
 
     def updated(self, value: Any, update: Update) -> Any:
         if value is None:
             return None
         step = update.step
+        # The ramp lets early averages forget the initial weights: d_0 is 0.1.
         decay = jnp.minimum(self.decay, (1.0 + step) / (10.0 + step))
 
         def moved(average: jax.Array, new: jax.Array) -> jax.Array:
+            # An integer, such as a count, has no average.
             if not jnp.issubdtype(new.dtype, jnp.floating):
                 return new
             rest = (1 - decay).astype(average.dtype)

@@ -57,6 +57,7 @@ class TrainState:
 
     def replace(self, **changes: Any) -> "TrainState":
         """Returns the state with other attributes or parts."""
+        # What is no field must be a part.
         own = {name: changes.pop(name) for name in _FIELDS if name in changes}
         if strangers := changes.keys() - self.parts.keys():
             raise TypeError(f"a train state has no {', '.join(sorted(strangers))}")
@@ -64,6 +65,8 @@ class TrainState:
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], tuple[str, ...]]:
         names = tuple(self.parts)
+        # Keys as of attributes: paths, and names in checkpoints, are 'params/...' and 'ema/...',
+        # not 'parts/ema/...'.
         pairs = [(GetAttrKey(name), getattr(self, name)) for name in _FIELDS]
         return pairs + [(GetAttrKey(name), self.parts[name]) for name in names], names
 
@@ -105,9 +108,12 @@ def make_init(
 
         init_key, train_key = jax.random.split(key)
         if prng != str(jax.random.key_impl(key)):
+            # A key of one generator is no key of another; its bits are a seed of one.
             train_key = jax.random.key(jax.random.bits(train_key), impl=prng)
+        # Initial weights depend on the shapes of a batch and not on its values.
         zeros = {name: jnp.zeros_like(value) for name, value in batch.items()}
         model_state = dict(task.init(init_key, zeros))
+        # Filled in first: optimizers and averages start from the parameters, also from given ones.
         params = filled("params", model_state.pop("params"))
         model_state = filled("model_state", model_state)
         opt_state = filled("opt_state", tx.init(params))
@@ -164,6 +170,7 @@ def check_update(
     parts = jax.tree.map(lambda sharding: sharding.spec, layout.moments)
     specs = sharding.state_sharding(tx, params, parts)
     update = jax.shard_map(
+        # Gradients have the shapes of parameters; nothing else of them matters to a trace.
         lambda params, state: tx.update(params, state, params),
         mesh=layout.mesh, in_specs=(parts, specs), out_specs=(parts, specs), check_vma=False,
     )

@@ -37,6 +37,8 @@ def check_statistics(
         return
 
     def new_state(model_state: Any, batch: Any, params: Any, key: Any) -> Any:
+        # `models.norm.BatchNorm` writes its moments where it is given this collection, so its
+        # layers can be told from others.
         _, (state, _) = task.loss(params, {**model_state, MOMENTS: {}}, batch, key)
         return state
 
@@ -45,8 +47,11 @@ def check_statistics(
         (model_state, dict(batch), params, key),
     )
     traced, shapes = jax.make_jaxpr(new_state, return_shape=True)(*given)
+    # The inputs of a jaxpr are the leaves of the arguments in order: model state, then the batch,
+    # which is a flat dict.
     rows = traced.jaxpr.invars[len(paths):][:len(given[1])]
     depends = _depending(traced.jaxpr, rows) if whole else [True] * len(traced.jaxpr.outvars)
+    # Moments have the paths of the running averages, below another collection.
     known = {f"batch_stats/{path}" for path in parameters.leaf_paths(shapes.get(MOMENTS, {}))}
     layers = [
         path.rpartition("/")[0].partition("/")[2] or path

@@ -56,11 +56,14 @@ def make_update(
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Sums]:
         rows = len(next(iter(batch.values())))
+        # The gradient of these rows' share of the loss. The key is a function of the number of the
+        # update, so a resumed run draws what the uninterrupted one does.
         grads, loss, model_state, sums = accumulation.gradients(
             task,
             backend.whole_params(state.params),
             state.model_state,
             batch,
+            # Weights of the whole batch: the loss is divided by them once, before it is summed.
             backend.add(task.weights(batch)),
             jax.random.fold_in(state.key, state.step),
             backend.positions(rows, accumulation_steps),
@@ -68,12 +71,18 @@ def make_update(
             backend.num_shards,
             backend.batch_sharding,
         )
+        # Sums over all examples, then the update, on this device's part of the state.
         grads, _ = backend.reduce(grads, ())  # no exchange keeps a residual yet
+        # The model state needs no sum: BatchNorm takes its statistics over devices by itself.
         loss, sums = backend.add((loss, sums))
+        # Accumulation and exchange may have widened them. Moments of Optax's optimizers take the
+        # gradient's dtype, and a state must keep its own.
         grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
         old = backend.parts(state.params)
         updates, opt_state = tx.update(grads, state.opt_state, old)
         params = optax.apply_updates(old, updates)
+        # The metrics, each a pair (sum, weight). Loss and norms are already those of the whole
+        # batch.
         norm, one = backend.norm(grads), jnp.ones((), jnp.float32)
         sums = {
             **sums,
@@ -81,6 +90,7 @@ def make_update(
             "grad_norm": (norm, one),
             "param_norm": (backend.norm(params), one),
         }
+        # One element that is NaN or infinite makes the norm so, on every device.
         finite = jnp.isfinite(norm) if skip_nonfinite else None
         moved = Update(state.step, params, model_state, finite)
         after = {part.name: part.updated(state.parts[part.name], moved) for part in parts}
@@ -90,8 +100,11 @@ def make_update(
                 (params, model_state, opt_state, after),
                 (old, state.model_state, state.opt_state, dict(state.parts)),
             )
+            # A pair (0, 0) changes no mean over several updates.
             sums = jax.tree.map(lambda x: jnp.where(finite, x, jnp.zeros_like(x)), sums)
             sums["skipped"] = (1 - finite.astype(jnp.float32), one)
+        # After the skip and the averages, which work on parts: under ZeRO-1 whole parameters are
+        # gathered once.
         params = backend.from_parts(params)
         new = TrainState(state.step + 1, params, model_state, opt_state, state.key, after)
         return new, sums
@@ -145,6 +158,8 @@ def make_train_step(
             out_specs=(specs, PartitionSpec()),
             check_vma=False,
         )
+    # Without shardings of the output the compiler might place the new state otherwise than the old,
+    # and compile again for it.
     return jax.jit(
         update, in_shardings=(shardings, batch), out_shardings=(shardings, whole), donate_argnums=0
     )

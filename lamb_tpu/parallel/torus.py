@@ -46,10 +46,12 @@ def order(devices: Sequence[jax.Device], replicas: int) -> list[jax.Device]:
         return list(devices)
     # As in JAX' device ids, the core on a chip varies fastest, then x.
     at = {(*reversed(d.coords), getattr(d, "core_on_chip", 0)): d for d in devices}
+    # Coordinates of a slice need not start at 0, so places are counted in ticks of each axis.
     ticks = [sorted(set(axis)) for axis in zip(*at)]
     sides = [len(axis) for axis in ticks]
     if not len(at) == len(devices) == math.prod(sides):
         return list(devices)
+    # With the whole torus as one tile the order is a single path.
     tile = sides if replicas <= LARGEST_RING else _tile(sides, replicas)
     tiles = [side // length for side, length in zip(sides, tile)]
     return [
@@ -72,5 +74,6 @@ def _path(sides: Sequence[int]) -> list[tuple[int, ...]]:
         return [()]
     inner = _path(sides[1:])
     return [
+        # Every other row is walked backwards, so that the next one begins beside its end.
         (i, *place) for i in range(sides[0]) for place in (reversed(inner) if i % 2 else inner)
     ]

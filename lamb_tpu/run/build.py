@@ -109,6 +109,8 @@ class Run:
                  for name, spec in self.train_set.element_spec.items()}
         paths: list[str] = []
 
+        # The walk happens while `init` is traced, because JAX sorts the keys of a traced function's
+        # result.
         def walk(tree: Any, path: str = "") -> None:
             for name, value in tree.items():
                 if isinstance(value, Mapping):
@@ -121,8 +123,10 @@ class Run:
             if isinstance(params, Mapping):  # a user's own may be a list
                 walk(params)
 
+        # Only for `walk`: nothing is computed.
         jax.eval_shape(init, jax.random.key(0), batch)
         known = parameters.leaf_paths(self.abstract_state.params)
+        # `walk` knows mappings only. For other containers the tree's own order has to do.
         return paths if sorted(paths) == sorted(known) else known
 
     @property
@@ -152,6 +156,8 @@ class Run:
         """Returns the state before the first update, created on the devices where it stays."""
         key = jax.random.key(self.config.seed)
         given = self.start.values(self.abstract_state) if self.start else {}
+        # Without out_shardings jit would put scalars, such as the optimizer's count, on one device,
+        # and a step over the mesh would refuse them.
         return jax.jit(self.init, out_shardings=self.shardings)(key, given)
 
     def make_train_step(self) -> jax.stages.Wrapped:
@@ -171,6 +177,7 @@ class Run:
 
     def local_rows(self) -> np.ndarray:
         """Returns the rows of a training batch that this process reads, as `shard_batch` needs."""
+        # Places of the batch in the order in which shards and microbatches cut it.
         order = mesh_lib.microbatch_order(
             self.config.batch_size, mesh_lib.num_batch_shards(self.mesh),
             self.config.accumulation_steps,
@@ -235,11 +242,13 @@ def prepare(
             "in a folder of its name; give that folder as --workdir, and if --config is needed, "
             "one phase's (often the config's argument phase=N)"
         )
+    # Mesh, model and task. Inside shard_map BatchNorm and the optimizer must know the mesh axes.
     named = config.parallel.backend == "shard_map"
     mesh = mesh_lib.make_mesh(config.mesh, devices)
     batch_norm = ""
     if training:
         group_replicas, batch_norm = checks.check_batch(config, mesh)
+        # If several devices share a group of BatchNorm, they have to be neighbours.
         mesh = mesh_lib.make_mesh(config.mesh, devices, group_replicas)
     if named and set(mesh.shape) - set(mesh_lib.BATCH_AXES):
         raise UserError(
@@ -255,6 +264,7 @@ def prepare(
     _, rules = resolve_optimizer(config, resolve(config, num_examples=10**6))
     for number, rule in enumerate(config.parallel.rules):
         rules_lib.check_rule(number, rule)
+    # The folder and the initial weights, also before the data.
     folder = None if workdir is None else Workdir(workdir)
     if folder is not None:
         free_keys = config_lib.FREE_KEYS if training else config_lib.EVAL_FREE_KEYS
@@ -265,6 +275,7 @@ def prepare(
     elif folder is None and config.init_from:
         start = initial.of_weights(config)
 
+    # The data.
     options = _data_options(config, folder, start)
     with naming("config.data"):
         train_set, eval_set = (
@@ -282,9 +293,11 @@ def prepare(
             )
         )
         data.check_same_text(train_set, eval_set)
+    # Durations with the true number of examples.
     recipe = resolve(config, len(train_set), start.updates_before if start else 0)
     with naming("config.model"):
         task.check(train_set)
+    # One example, for its shapes: neither it nor the parameters reach a device.
     example = train_set.gather(np.zeros(1, np.int64))
     params = jax.eval_shape(task.init, jax.random.key(0), example)["params"]
     with naming("config.optimizer"):
@@ -302,6 +315,7 @@ def prepare(
         checks.check_split(config, params, layout.axis_name)
     # A user's own optimizer gets only the axes; a shipped one also the dimension that they split.
     split = layout.axis_name if own.is_own(config.optimizer.name) else layout.update_spec
+    # The optimizer, and its state as shapes, dtypes and shardings.
     tx, _ = resolve_optimizer(config, recipe, params, split if named else None)
     parts = state_parts(config)
     init = state_lib.make_init(task, tx, example, parts, config.prng)
@@ -309,14 +323,17 @@ def prepare(
         abstract = jax.eval_shape(init, jax.random.key(0))
     places = state_lib.state_shardings(abstract, tx, layout, parts)
     placed = state_lib.with_shardings(abstract, places)
+    # An evaluation holds no batch of training.
     rows = config.batch_size if training else 1
     memory.check_memory(placed, mesh, rows // jax.process_count(), train_set.element_spec)
     if named:
         with naming("config.optimizer"):
             state_lib.check_update(tx, abstract.params, abstract.opt_state, layout)
+    # Under jit without microbatches every layer sees the whole batch.
     if training and (named or config.accumulation_steps > 1):
         checks.check_statistics(config, abstract, train_set)
     table = parameters.table(params, rules)
+    # A folder that is used again has a record of its parameters and its vocabulary.
     if folder is not None:
         folder.check_parameters(table)
         folder.check_text(train_set)

@@ -25,20 +25,24 @@ def check_batch(config: ConfigDict, mesh: Mesh) -> tuple[int, str]:
     """
     parts, steps = mesh_lib.num_batch_shards(mesh), config.accumulation_steps
     over = f"the {parts} devices of config.mesh"
+    # These axes do not split the batch, so there are more devices than parts.
     if "model" in mesh.shape or "sequence" in mesh.shape:
         over = f"the {parts} parts into which config.mesh splits it"
     mesh_lib.check_divides("config.batch_size", config.batch_size, parts, over)
     if steps > 1:
         over += f" in config.accumulation_steps={steps} microbatches"
         mesh_lib.check_divides("config.batch_size", config.batch_size, parts * steps, over)
+    # BatchNorm sees one microbatch at a time.
     with naming("config.model"):
         return models.batch_norm_groups(config.model, config.batch_size // steps, parts)
 
 
 def check_pairs(config: ConfigDict, mesh: Mesh, task: tasks.Task) -> None:
     """Refuses a batch size that would split the pairs of examples that a task mixes."""
+    # Only tasks that mix examples have the attribute.
     names = getattr(task, "mixed_by", ())
     if names:
+        # Both examples of a pair must be on one device and in one microbatch.
         parts, steps = mesh_lib.num_batch_shards(mesh), config.accumulation_steps
         mesh_lib.check_divides(
             "config.batch_size", config.batch_size, 2 * parts * steps,
@@ -100,6 +104,7 @@ def check_split(config: ConfigDict, params: Any, axis_name: Callable[[str], Any]
     split = [path for path in parameters.leaf_paths(params) if axis_name(path)]
     if not own.is_own(name) or not split:
         return
+    # Any optimizer that takes the axis is trusted to sum over it.
     taken = {parameter.name for parameter in own.parameters(optimizer_of(name))}
     if "axis_name" not in taken:
         raise UserError(

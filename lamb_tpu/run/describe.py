@@ -51,6 +51,7 @@ def describe(run: Run) -> str:
     settings = terminal.fit("\n".join(lines))
     if run.folder is not None:
         settings = f"workdir: {run.folder.path}\n{settings}"
+    # A table with broken rows cannot be read; its last line is a sentence, which may be wrapped.
     *rows, totals = run.table.split("\n")
     whole = "\n".join([settings, *rows, terminal.fit(totals)])
     fits = whole.count("\n") < terminal.ROWS and max(map(len, rows)) <= terminal.COLUMNS

@@ -40,6 +40,7 @@ def make_evaluator(
     """
     task, num_examples = run.task, len(run.eval_set)
     scored = task if isinstance(task, HostScored) else None
+    # All processes score, because all return the metrics; the first one keeps the files.
     keep_file = keep_file if jax.process_index() == 0 else None
     eval_step = step_lib.make_eval_step(task, run.mesh)
     predict_step = None if scored is None else step_lib.make_predict_step(scored, run.mesh)
@@ -67,6 +68,7 @@ def make_evaluator(
         models = {"": (params, state.model_state)}
         if state.ema is not None:
             models["ema_"] = place(state.ema)
+        # For each set of weights the outputs of `predict`, one element a batch.
         outputs: dict[str, list[Any]] = {prefix: [] for prefix in models}
 
         def steps() -> Iterator[dict[str, tuple[Sums, Any]]]:
@@ -80,6 +82,7 @@ def make_evaluator(
                     for prefix, model in models.items()
                 }
 
+        # Hands the sums on to `mean_metrics` and sets the outputs aside.
         def sums() -> Iterator[Sums]:
             for found in fetched(steps()):
                 for prefix, (_, output) in found.items():
@@ -108,6 +111,7 @@ def make_evaluator(
 
 def metric_names(run: Run) -> list[str]:
     """Returns the names of the evaluation's metrics, without computing any."""
+    # The fields of a batch as `eval_batches` yields it.
     batch = run.eval_set.gather(np.zeros(1, np.int64)) | {"mask": np.ones(1, np.float32)}
     state = run.abstract_state
     names = list(jax.eval_shape(run.task.evaluate, state.params, state.model_state, batch))

@@ -107,10 +107,14 @@ class Start:
             )
         here = _flat({"params": abstract.params, "model_state": abstract.model_state})
         wanted = {path: here[path] for path in self.match.taken}
+        # The layers are stacked on one side and unrolled on the other.
         if self.match.convert is not None:
             return _converted(self.weights, self.match.convert, wanted)
+        # Weights are read by the containers that they were written with.
         nested = _as_there(self.weights.shapes, wanted)
         if self.record["optimizer_state"] == "keep":
+            # `_check_kept` found the same paths in both optimizer states; the containers may
+            # differ.
             ours = _flat({"opt_state": abstract.opt_state})
             kept = {"opt_state": self.weights.shapes["opt_state"]}
             nested |= jax.tree_util.tree_map_with_path(lambda path, _: ours[_join(path)], kept)
@@ -152,6 +156,7 @@ def find(config: ConfigDict, folder: Workdir | None) -> Start | None:
     if folder is None:
         return None
     source, record = config.init_from, folder.read_init()
+    # The run has begun: its state comes from its own checkpoint, its counts from the record.
     if folder.has_checkpoint():
         if record is None and source is not None:
             raise UserError(
@@ -160,6 +165,7 @@ def find(config: ConfigDict, folder: Workdir | None) -> Start | None:
             )
         return None if record is None else Start(record, notes=_changed(record, source))
     if source is None:
+        # The run was started but has saved nothing, so it needs the weights again.
         if record is not None:
             raise UserError(
                 f"--workdir {folder.path} holds a run that began from {record['init_from']} and "
@@ -188,6 +194,7 @@ def of_weights(config: ConfigDict) -> Start:
         "init_from": str(weights.folder),
         "update": weights.step,
         "optimizer_state": config.init.optimizer_state,
+        # The other run may itself have continued the counts of a third one.
         "updates_before": weights.updates_before + (weights.step or 0) if keeps else 0,
     }
     return Start(record, weights)
@@ -248,11 +255,14 @@ def match(
     _check_model(model, config.model, where)
     here = _flat({"params": abstract.params, "model_state": abstract.model_state})
     found = {part: there.get(part, {}) for part in ("params", "model_state")}
+    # Arrays are compared in this run's layout, stacked or unrolled.
     convert = _conversion(found["params"], abstract.params)
     if convert is not None:
         found["params"] = jax.eval_shape(convert, found["params"])
     found = _flat(found)
     pattern = config.init.new_parameters
+    # An array is taken if its path and its shape agree. All others must be allowed to start at
+    # random.
     fits = {path for path in here if path in found and found[path].shape == here[path].shape}
     taken = tuple(path for path in here if path in fits)
     new = tuple(path for path in here if path not in fits)
@@ -322,6 +332,8 @@ def _check_model(there: Mapping[str, Any], here: Mapping[str, Any], where: str) 
 def _check_text(weights: Weights, train_set: Source) -> None:
     """Refuses text with another vocabulary or case; the vocabulary's size is checked by shapes."""
     text, here = weights.text(), train_set.vocabulary
+    # A vocabulary of another size shows in the embedding's shape, for which `match` has a better
+    # message.
     if text is None or here is None or len(text[0]) != len(here):
         return
     vocabulary, cased = text
@@ -343,6 +355,7 @@ def _other_pixels(weights: Weights, task: Mapping[str, Any]) -> tuple[str, ...]:
     notes = []
     for field, theirs in zip(("input_mean", "input_std"), weights.pixels or (), strict=False):
         ours = task.get(field, getattr(Classification, field))
+        # Pixels are 0 ... 255, and the published values are rounded.
         if not np.allclose(ours, theirs, atol=0.01):
             notes.append(f"they were trained with config.task.{field}={theirs}, here it is {ours}")
     return tuple(notes)
@@ -352,6 +365,7 @@ def _conversion(there: Any, here: Any) -> Callable[[Any], Any] | None:
     def has(tree: Any, name: str) -> bool:
         return any(re.search(f"(^|/){name}/", path) for path in _flat(tree))
 
+    # Unrolled layers are named layer_0, layer_1 and so on; stacked layers share the name layers.
     if has(there, "layer_0") and has(here, "layers"):
         return stack_layers
     if has(there, "layers") and has(here, "layer_0"):
@@ -371,6 +385,7 @@ def _as_there(there: Any, wanted: Mapping[str, Any], path: str = "") -> Any:
     if not isinstance(there, (list, tuple)):
         return wanted.get(path.removesuffix("/"))
     found = [_as_there(value, wanted, f"{path}{index}/") for index, value in enumerate(there)]
+    # A list without some of its elements would have other indices, and so other paths.
     if any(value is None for value in found) and any(value is not None for value in found):
         raise UserError(
             f"config.init_from: {path.removesuffix('/')} is a list, of which only a part fits; "

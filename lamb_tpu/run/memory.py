@@ -44,6 +44,7 @@ def check_memory(state: Any, mesh: Mesh, rows: int, spec: Mapping[str, FieldSpec
     if limit is None:  # devices of a CPU share the machine's memory
         limit, needed = host, of_device * len(devices)
         where = f"the {len(devices)} device(s) of this machine"
+    # Activations come on top of this, so what passes here may still not fit.
     _compare(
         f"{what} {{}} on {where}", needed, limit,
         "the model smaller, or split it over more devices by config.mesh, config.parallel.rules "
@@ -66,6 +67,7 @@ def host_bytes() -> int:
             sizes.append(int(pathlib.Path(path).read_text()))
         except (OSError, ValueError):  # no container, or no limit: the text 'max'
             continue
+    # Without a limit, version 1 gives a number beyond any memory.
     return min(sizes)
 
 
@@ -84,6 +86,7 @@ def _device_bytes(device: jax.Device) -> int | None:
 
 def _part_bytes(leaf: jax.ShapeDtypeStruct) -> int:
     """Returns the bytes of an array on each of its devices."""
+    # NumPy has no such dtype, and a key takes a few bytes only.
     if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended):  # random keys
         return 0
     return math.prod(leaf.sharding.shard_shape(leaf.shape)) * np.dtype(leaf.dtype).itemsize

@@ -98,10 +98,12 @@ def apply(config: ConfigDict, overrides: Sequence[Override]) -> None:
     Raises:
       UserError: a field is unknown (the message lists the known ones), or a value has another type.
     """
+    # Of several flags for one key the last one counts, as in absl.
     last = {override[:3]: override for override in overrides}.values()
     # First names, which decide what the other fields are; then presets, which decide the defaults.
     for override in sorted(last, key=lambda o: (o.field != "name", o.field != "preset")):
         _apply(config, override)
+    # A new name on the command line keeps the file's fields, which must all be fields of it.
     for override in last:
         if override.field == "name":
             _check_file_fits(config, override)
@@ -165,6 +167,7 @@ def defaults(section: str, fields: Mapping[str, Any], name: Any) -> dict[str, An
     """Returns the defaults of all arguments that `fields`, a section of a config, leaves out."""
     found = {key: field.default for key, field in own_fields(section, name).items()}
     if section == "optimizer" and fields.get("preset") is not None:
+        # A preset takes the place of the optimizer's own defaults.
         with naming("config.optimizer"):
             found |= presets.preset(name, fields["preset"])
     missing = inspect.Parameter.empty
@@ -174,7 +177,9 @@ def defaults(section: str, fields: Mapping[str, Any], name: Any) -> dict[str, An
 def _apply(config: ConfigDict, override: Override) -> None:
     section, field, key = override.section, override.field, override.key
     phase = _phase(config, override.phase)
+    # The fields that are in force: a phase's lie over those of the whole config.
     fields = _section(config, section) | _section(phase, section)
+    # The options of a data set belong to config.data.name.
     if section == "data.options":
         data = _section(config, "data") | _section(phase, "data")
         name = data["name"]
@@ -194,9 +199,12 @@ def _apply(config: ConfigDict, override: Override) -> None:
     if section == "data.options":
         kind = kind | None  # None means the default
     value = convert(key, override.text, kind, default)
+    # The value in force without this flag. Giving the same one must add no key. Types are compared
+    # too, because 1 == 1.0 == True.
     before = (defaults(section, fields, name) | fields).get(field, _UNFIT)
     if type(value) is type(before) and value == before:
         return
+    # A value may replace one of another type, such as a number None.
     with config.unlocked(), config.ignore_type():
         node = config if phase is None else phase
         for part in section.split("."):
@@ -261,6 +269,8 @@ def convert(where: str, text: str, kind: Any, default: Any = inspect.Parameter.e
       UserError: `text` is not a value of that type.
     """
     kinds = _members(kind)
+    # For text alone, 1e-3 stays text. Other types are read as a Python literal first, and as the
+    # text itself last.
     candidates: list[Any] = [text] if str in kinds and set(kinds) <= {str, type(None)} else []
     if text.lower() == "none":
         candidates.insert(0, None)
@@ -268,6 +278,7 @@ def convert(where: str, text: str, kind: Any, default: Any = inspect.Parameter.e
         tree = _Names().visit(ast.parse(text.strip(), mode="eval"))
         candidates.append(ast.literal_eval(tree))
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        # Not a literal. Deeply nested brackets raise the last two.
         pass
     for candidate in [*candidates, text]:
         for own in kinds:
@@ -305,12 +316,14 @@ def _fit(value: Any, kind: Any) -> Any:
     """Returns `value` converted to type `kind`, or `_UNFIT`."""
     if kind is Any:
         return value
+    # type() and not isinstance(), because True is an int.
     if kind is float:
         return float(value) if type(value) in (int, float) else _UNFIT
     if kind in _KINDS:
         return value if type(value) is kind else _UNFIT
     if isinstance(value, (tuple, list)) and _is_sequence(kind):
         inner = typing.get_args(kind) or (Any,)
+        # Sequence[X] and tuple[X, ...] have any number of values.
         if typing.get_origin(kind) is not tuple or inner[-1] is Ellipsis:
             inner = inner[:1] * len(value)
         if len(inner) != len(value):

@@ -82,6 +82,7 @@ def split(config: ConfigDict, workdir: str | os.PathLike[str] = "") -> list[Phas
             _merge(whole, changes, where, "")
             if phases:
                 whole.init_from = str(phases[-1].folder)
+        # A mistake may show only in the merged config, but the phase's key is where to mend it.
         with errors_in_phase(name, changes):
             check_keys(whole)
             check_values(whole)
@@ -120,6 +121,7 @@ def errors_in_phase(name: str, changes: Mapping[str, Any] | None = None) -> Iter
             raise
         text = str(error)
         key = re.match(r"config\.([\w.]*\w)", text)
+        # The mistake is in a key that the phase sets, or else in one of the whole config.
         own = key is not None and key[1] in flatten(changes or {})
         where = f"config.phases.{name}"
         raise UserError(f"{where}.{text[7:]}" if own else f"{where}: {text}") from error
@@ -135,9 +137,11 @@ def due(config: ConfigDict, workdir: str | os.PathLike[str]) -> list[Phase]:
       UserError: a phase has a mistake, even if it is not the next one.
     """
     phases = split(config, workdir)
+    # All folders first: this check is quick, while data may have to be prepared.
     for phase in phases:
         Workdir(phase.folder).check(phase.config)
     begun = [n for n, phase in enumerate(phases) if Workdir(phase.folder).has_checkpoint()]
+    # A phase whose successor has begun is complete: the successor has taken its weights.
     phases = phases[_agreed(begun[-1] if begun else 0):]
     runs: list[Run] = []
     for phase in phases:
@@ -160,17 +164,20 @@ def _prepare(phase: Phase, before: Run | None) -> Run:
         state = before.abstract_state
         there = {field: getattr(state, field) for field in ("params", "model_state", "opt_state")}
         where = "the phase before it"
+        # Raises if the weights will not fit; the match itself is of no use yet.
         initial.match(phase.config, run.abstract_state, there, before.config.model, where)
     return run
 
 
 def _is_complete(phase: Phase, total_steps: int) -> bool:
+    # The answer of process 0 is the one that counts, see `_agreed`.
     if jax.process_index() != 0:
         return False
     folder = Workdir(phase.folder)
     metrics, last = folder.path / "metrics.jsonl", folder.checkpoints / str(total_steps)
     if not last.is_dir() or not metrics.exists():
         return False
+    # A run that was preempted in its last evaluation has saved the last update without it.
     evaluated = [record["step"] for record in read_records(metrics, "eval")]
     return total_steps in evaluated and checksums.find_damage(last) is None
 

@@ -46,11 +46,16 @@ class Session:
 
     def __enter__(self) -> "Session":
         run, recipe = self._run, self._run.recipe
+        # If a part cannot be entered, those before it are left again; `pop_all` prevents that at
+        # the end.
         with contextlib.ExitStack() as stack:
             enter = stack.enter_context
+            # First the lock: nothing may be written into a folder that another run holds.
             enter(self._folder.hold(self._is_first))
             self._preemption = enter(Preemption())
             self._watchdog = enter(distributed.Watchdog(run.config.guards.hang_seconds))
+            # Last in and first out: while a save is waited for, signals are still noticed, the
+            # watchdog still watches and the folder is still locked.
             self._checkpoints = enter(Checkpoints(
                 self._folder.checkpoints,
                 run.config.checkpoint.keep,
@@ -86,7 +91,10 @@ class Session:
         """
         run, config = self._run, self._run.config
         with distributed.together():
+            # A complete run that is started again trains nothing, so it leaves no receipt.
             if self._is_first and not is_over:
+                # From its first checkpoint on, the run does without the folder of its initial
+                # weights.
                 if not self.resumed and run.start is not None:
                     self._folder.write_init(run.start.record)
                 facts = {
@@ -106,6 +114,7 @@ class Session:
           UserError: a save or the writing of a file failed.
         """
         self._watchdog.progress(completed)
+        # Saves fail in a thread, which cannot raise here.
         if (failure := self._checkpoints.failure()) is not None:
             self.fail(failure)
         self._preemption.poll()
@@ -123,6 +132,7 @@ class Session:
         try:
             self._folder.write_file(name, text)
         except UserError as error:
+            # Raised here, in one process, it would leave the others waiting in the evaluation.
             self.fail(error)
 
     def save(self, step: int, state: TrainState, position: Position) -> None:

@@ -127,6 +127,7 @@ def open_weights(
             raise UserError(f"{key} {path} is no run's, so it has no update {step}")
         return _of_published(path, file, key, network)
     if not workdir.has_checkpoint():
+        # Perhaps the folder has a file of PyTorch's, for which there is a better message.
         for other in sorted(path.iterdir()):
             _check_format(other, key)
     return _of_run(workdir, key, step, report)
@@ -145,8 +146,10 @@ def network_of(folder: str) -> tuple[str, Any] | None:
         return None
     if "model.name" in settings:  # of a run
         kinds = (settings.get(f"task.input_{kind}") for kind in ("mean", "std"))
+        # One number for all channels, or a list with one for each.
         pixels = tuple(tuple(found) if isinstance(found, list) else found for found in kinds)
         return settings["model.name"], None if None in pixels else pixels
+    # timm's names may end with the recipe of the weights: resnet50.a1_in1k.
     name = NETWORKS.get(str(settings.get("architecture")).partition(".")[0])
     return None if name is None else (name, _pixels(settings))
 
@@ -173,11 +176,13 @@ def _of_published(
         except ValueError as error:
             raise UserError(f"{path / CONFIG} is not JSON ({error})") from None
     name, taken = None, ""
+    # `lamb_tpu.export` writes this key for a user's own network.
     model = settings.get("model") if isinstance(settings, dict) else None
     if isinstance(model, dict) and own.is_own(model.get("name")):
         return _of_own(path, file, model)
     if isinstance(settings, dict):
         name = settings.get("architecture")  # timm's word; transformers' is in the plural
+    # A file alone does not say which network it is of.
     if not name and not settings and network in _OF_NETWORK:
         name = _OF_NETWORK[network]
         taken = f"; it is taken to be {name}, for config.model.name is {network!r}"
@@ -220,6 +225,7 @@ def _pixels(settings: Mapping[str, Any]) -> tuple[tuple[float, ...], tuple[float
     """Returns `Weights.pixels` of timm's config.json."""
     preprocessing = settings.get("pretrained_cfg") or settings  # early files have it flat
     try:
+        # timm normalises pixels scaled to 0 ... 1.
         mean, deviation = (
             tuple(round(255 * value, 3) for value in preprocessing[kind])
             for kind in ("mean", "std")
@@ -302,6 +308,8 @@ def _of_run(
 
     def read(wanted: Mapping[str, Any]) -> dict[str, Any]:
         wanted, averaged = dict(wanted), averages and {"params", "opt_state"} & set(wanted)
+        # Parameters alone are wanted for evaluation. A schedule-free optimizer computes these from
+        # its state, which is read whole on every device: the shardings at hand are the parameters'.
         if averaged == {"params"}:
             place = next(leaf.sharding for leaf in jax.tree.leaves(wanted["params"]))
             if isinstance(place, NamedSharding):
@@ -323,6 +331,7 @@ def _of_run(
         workdir.path,
         newest,
         model,
+        # A part may be empty, as the model state of a network without BatchNorm.
         {part: shapes[part] for part in PARTS if parameters.leaf_paths(shapes.get(part))},
         record["updates_before"] if record else 0,
         read,

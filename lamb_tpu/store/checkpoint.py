@@ -141,8 +141,10 @@ class Checkpoints:
         Raises:
           UserError: this save or the one before failed; the message names the safe checkpoint.
         """
+        # One save at a time. An error of the last one must be raised before another begins.
         self.wait()
         self.try_out()
+        # A list of its own, because deleting changes the steps.
         for damaged in [there for there in self.steps() if there >= step]:
             self._checkpointer.delete(damaged)
         self._saving = step
@@ -181,6 +183,7 @@ class Checkpoints:
             self._background.wait()
             if jax.process_index() == 0:
                 folder = self.directory / str(self._saving)
+                # Names only: the files have just been read for their checksums.
                 if (damage := checksums.find_damage(folder, contents=False)) is not None:
                     raise ValueError(damage)
         except Exception as error:
@@ -188,6 +191,7 @@ class Checkpoints:
             raise self._failed(error) from None
 
     def _failed(self, error: BaseException) -> UserError:
+        # A missing folder explains any error, and needs other advice.
         return self._gone() or UserError(
             f"the checkpoint of update {self._saving} cannot be saved in {self.directory} "
             f"({writing.reason(error)}); {self._what_is_safe()}"
@@ -200,6 +204,7 @@ class Checkpoints:
         )
 
     def _what_is_safe(self) -> str:
+        # The disk may be the one that has just failed.
         with contextlib.suppress(OSError):
             if steps := [
                 int(path.name) for path in self.directory.iterdir()
@@ -218,6 +223,7 @@ class Checkpoints:
         write.
         """
         if jax.process_index() == 0:
+            # Orbax' temporary name of the checkpoint, such as 7.orbax-checkpoint-tmp.
             (folder,) = self.directory.glob(f"{self._saving}.*")
             checksums.write(folder)
 
@@ -270,6 +276,7 @@ class Checkpoints:
             `jax.ShapeDtypeStruct`s with shardings.
         """
         context = ocp.Context()
+        # Otherwise Orbax wants the whole structure of the state.
         context.pytree.loading.partial_load = True
         with context:
             found = ocp.load(self._path / str(step), abstract, checkpointable_name="state")
@@ -295,6 +302,8 @@ class Checkpoints:
         damage = None
         if jax.process_index() == 0:
             damage = checksums.find_damage(self.directory / str(step))
+        # One conclusion for all: if some processes took another checkpoint, or raised, the others
+        # would wait for them in the next collective operation.
         damaged = multihost_utils.broadcast_one_to_all(np.bool_(damage is not None))
         return (damage or "process 0 finds it damaged") if damaged else None
 
@@ -342,6 +351,8 @@ class Checkpoints:
                     self._finish()
                     self._saving = None
             finally:
+                # After a failed save of several processes nothing is closed: Orbax' threads wait
+                # for those of the process that failed.
                 if self._background.error is None:
                     self._checkpointer.close()
                 elif jax.process_count() == 1:

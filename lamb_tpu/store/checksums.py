@@ -18,6 +18,7 @@ def write(folder: pathlib.Path) -> None:
     Raises:
       ValueError: a file that is needed to read the checkpoint is missing.
     """
+    # Checksums of an incomplete checkpoint would fit it perfectly, so it is refused first.
     names = _names(folder)
     if (missing := _missing(names)) is not None:
         raise ValueError(f"{missing} is missing: it was not written whole")
@@ -34,6 +35,7 @@ def find_damage(folder: pathlib.Path, contents: bool = True) -> str | None:
     """
     try:
         sums = json.loads((folder / NAME).read_text())
+        # In the order of cost: names first, then the contents of each file.
         there = _names(folder)
         for name in sums.keys() - set(there):
             return f"{name} is missing"
@@ -46,6 +48,7 @@ def find_damage(folder: pathlib.Path, contents: bool = True) -> str | None:
             return f"{missing} is missing"
     except FileNotFoundError:
         return f"{NAME} is missing"
+    # The file of checksums may be damaged itself: no JSON, or JSON that is no object.
     except (OSError, ValueError, AttributeError) as error:
         return f"{type(error).__name__}: {error}"
     return None

@@ -22,6 +22,7 @@ def fetched(trees: Iterable[Any]) -> Iterator[Any]:
 
     The devices compute a tree while the host fetches the one before.
     """
+    # Asking for the next tree starts its computation, so that comes before the fetch of this one.
     before: list[Any] = []
     for tree in trees:
         yield from map(jax.device_get, before)
@@ -93,6 +94,7 @@ class MetricsWriter:
         if not enabled:
             return
         if self.path.exists():
+            # This replaces the file, so it comes before the file is opened for appending.
             _remove_records_after(self.path, start_step, evaluated)
         self._file = writing.LineFile(self.path, failed)
         if tensorboard:
@@ -143,6 +145,7 @@ class _TensorBoard:
         with writing.checked(folder):
             folder.mkdir(parents=True, exist_ok=True)
             self._file = event_file_writer.EventsWriter(str(folder / "events"))
+            # TensorBoard hides what earlier files have from the step of START on.
             self._add(start_step + 1, file_version="brain.Event:2")
             self._add(start_step + 1, session_log=begun)
             self._flush()
@@ -155,6 +158,7 @@ class _TensorBoard:
             with writing.checked(self._folder):
                 for name, value in values.items():
                     self._add(step, summary=summary.scalar(name, value))
+                # Flushed seldom: metrics.jsonl is the record, and this file a mirror of it.
                 if time.monotonic() > self._flushed + _FLUSH_SECONDS:
                     self._flush()
         except UserError as error:
@@ -168,6 +172,7 @@ class _TensorBoard:
         self._flushed = time.monotonic()
 
     def _fail(self, error: UserError) -> None:
+        # Later values are dropped, so `failed` is called once.
         self._file = None
         if self._failed is None:
             raise error
@@ -177,6 +182,7 @@ class _TensorBoard:
         """Writes what is left; it may be closed already."""
         if self._file is None:
             return
+        # None first, so that a second call does nothing even if this one fails.
         file, self._file = self._file, None
         try:
             with writing.checked(self._folder):
@@ -200,6 +206,7 @@ def read_records(path: pathlib.Path, kind: str | None = None) -> list[dict[str, 
     except ValueError as error:
         raise UserError(f"{path} cannot be read ({error})") from None
     records = []
+    # What follows the last newline is empty, or an unfinished line.
     for number, line in enumerate(text.split("\n")[:-1], start=1):
         try:
             record = reading.parse_json(line)
@@ -229,9 +236,11 @@ def _of_a_run(path: pathlib.Path, records: list[dict[str, Any]]) -> list[dict[st
 
 def _remove_records_after(path: pathlib.Path, step: int, evaluated: bool) -> None:
     def remains(record: Mapping[str, Any]) -> bool:
+        # Records of the update `step` itself stay, but not those of an evaluation that comes anew.
         return record["step"] < step + (record["kind"] not in ("eval", "target") or evaluated)
 
     kept = [record for record in _of_a_run(path, read_records(path)) if remains(record)]
+    # By rename: a run killed here keeps all of its records.
     writing.replace(path, "".join(json.dumps(record) + "\n" for record in kept))
 
 

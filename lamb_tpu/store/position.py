@@ -29,12 +29,14 @@ class Position:
 
     def to_json(self) -> dict[str, Any]:
         """Returns one flat dict, with the observers' states under their names."""
+        # Not `dataclasses.asdict`, which would copy the observers' states in depth.
         own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {**own.pop("observers"), **own}
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> "Position":
         """Returns the position that `to_json` wrote; missing keys get their defaults."""
+        # Any other key is the name of an observer, also of one that this run does not have.
         own = {field.name for field in dataclasses.fields(cls)} - {"observers"}
         observers = {name: value for name, value in saved.items() if name not in own}
         return cls(observers=observers, **{name: saved[name] for name in own if name in saved})

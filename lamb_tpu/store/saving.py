@@ -49,6 +49,7 @@ class Background:
             self.error = error
             if jax.process_count() > 1:
                 text = f"{type(error).__name__}: {error}"
+                # Several processes may fail and set the same key; any of their texts will do.
                 distributed.client().key_value_set(self._key, text, allow_overwrite=True)
 
     def wait(self) -> None:
@@ -60,10 +61,12 @@ class Background:
         while self._response is not None:
             if self.error is not None:
                 raise self.error
+            # Nobody else can fail, so there is nothing to poll for.
             if jax.process_count() == 1:
                 self._response.result()
                 self._response = None
                 break
+            # Short waits in turn: for the end of the save here, and for a failure elsewhere.
             self._look()
             try:
                 self._response.result(timeout=_POLL_SECONDS)
@@ -78,6 +81,7 @@ class Background:
         `wait` calls it for a save that succeeded. After a failed save it must be called when the
         save's threads have ended.
         """
+        # A later save may have taken the listener over already.
         if _listener.target is self:
             _listener.target = None
 
@@ -103,8 +107,10 @@ class _Listener(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         """Returns whether to print the record."""
         target = self.target
+        # Other programs have modules of these names too.
         if target is None or record.module not in _TELLING or "orbax" not in record.pathname:
             return True
+        # Orbax also logs progress and warnings there, which are no failures.
         if not record.exc_info or record.exc_info[1] is None:
             return True
         target.fail(record.exc_info[1])
@@ -112,4 +118,5 @@ class _Listener(logging.Filter):
 
 
 _listener = _Listener()
+# Orbax logs by absl, from threads of its own, so one filter for the process serves all saves.
 absl_logging.get_absl_logger().addFilter(_listener)

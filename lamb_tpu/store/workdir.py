@@ -55,6 +55,7 @@ class Workdir:
             raise UserError(
                 f"{key} {os.fspath(path)!r} is not UTF-8; give a folder with another name"
             ) from None
+        # pathlib would take a URL for a relative path.
         if "://" in str(path):
             raise UserError(f"{key} {path} is remote; give a local or mounted folder")
         self.path = pathlib.Path(path).expanduser().absolute()
@@ -85,7 +86,9 @@ class Workdir:
                 f"{self._key} {self.path} cannot be written ({error.strerror}); give a folder "
                 "that can"
             ) from None
+        # Before anything is read, so that a folder called config.json is told as what it is.
         self._check_kinds()
+        # A run that has begun goes on only with the config that it began with.
         if self.config.exists():
             old, new = self.read_config(), flatten(config)
             changed = differences(old, new, free_keys)
@@ -105,6 +108,7 @@ class Workdir:
     def _how_to_go_on(self, old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
         """Returns advice for a run that is asked to be longer; '' for other changes."""
         try:
+            # A config without the key or with an invalid length gets no advice.
             before, after = (durations.parse(config["duration"]) for config in (old, new))
         except (KeyError, ValueError):
             return ""
@@ -137,6 +141,7 @@ class Workdir:
 
     def has_checkpoint(self) -> bool:
         """Returns whether the folder has a checkpoint, whole or damaged."""
+        # Unfinished saves have other names than a number.
         return any(path.name.isdecimal() for path in self.checkpoints.glob("*/"))
 
     @contextlib.contextmanager
@@ -175,6 +180,7 @@ class Workdir:
             if reading.kind(self.path) not in (None, "a folder"):
                 raise UserError(f"{self._key} {self.path} is no folder; give the folder of a run")
             raise UserError(f"{self._key} {self.path} holds no run: config.json is missing")
+        # A flat config has keys such as 'model.name' and no key 'model' beside them.
         sections = {key[:at] for key in config for at, char in enumerate(key) if char == "."}
         if sections & config.keys() or any(isinstance(x, dict) for x in config.values()):
             raise self._damaged(self.config, "its keys are not those of a config")
@@ -217,6 +223,7 @@ class Workdir:
 
     def check_parameters(self, table: str) -> None:
         """Refuses to resume if the table of parameter facts has changed since the run began."""
+        # Bytes: a damaged file need not be UTF-8.
         if self.parameters.exists() and self.parameters.read_bytes() != table.encode():
             raise UserError(
                 f"the parameter table differs from {self.parameters}, so this is not the model or "
@@ -257,6 +264,7 @@ class Workdir:
         writing.replace(self.parameters, table)
         if source is not None and source.vocabulary is not None:
             saved.save(self.path, source.vocabulary, source.cased)
+        # A start may have other versions and hardware than the one before, so each has a line.
         record = {
             "command": [pathlib.Path(sys.argv[0]).name, *sys.argv[1:]],
             "lamb_tpu": __version__,

@@ -130,6 +130,7 @@ def _build_own(
     own.check("config.task", "task", name, known, fields)
     with own.making(name, key):
         task = own.find(name, key)(model=model, **fields)
+    # `isinstance` with the protocol would not say which part is missing.
     missing = [part for part in ("model", *_METHODS) if not hasattr(task, part)]
     if missing:
         raise UserError(

@@ -43,12 +43,14 @@ class Classification:
     def __post_init__(self) -> None:
         for name in ("label_smoothing", "mixup_alpha", "cutmix_alpha"):
             value = getattr(self, name)
+            # `isinstance` would accept True as a number.
             if type(value) not in (int, float):
                 raise UserError(f"config.task.{name} is {value!r}; it must be a number")
             if name != "label_smoothing" and not 0 <= value < math.inf:
                 raise UserError(f"config.task.{name} is {value}; it must be at least 0")
         for name in ("input_mean", "input_std"):
             value = getattr(self, name)
+            # An empty tuple becomes its own element, which the next check refuses.
             numbers = value if isinstance(value, (tuple, list)) and value else (value,)
             if any(type(x) not in (int, float) or not math.isfinite(x) for x in numbers):
                 raise UserError(
@@ -94,6 +96,7 @@ class Classification:
                 f"config.task.cutmix_alpha is {self.cutmix_alpha}; it takes images of a height and "
                 f"a width, those of {source.name} have the shape {spec.shape}"
             )
+        # The network is traced, not run: a mistake is told before anything is compiled.
         image = jax.ShapeDtypeStruct((1, *spec.shape), spec.dtype)
         variables = jax.eval_shape(self.init, jax.random.key(0), {"image": image})
         logits, _ = jax.eval_shape(
@@ -102,6 +105,8 @@ class Classification:
         )
         if source.num_classes is not None and logits.shape[-1] != source.num_classes:
             known = logits.shape[-1]
+            # Only photographs have a tally, and only their options have `num_classes`: a folder may
+            # lack some of the classes that a network knows.
             lacking = source.tally is not None and source.num_classes < known
             raise ValueError(
                 f"the model tells {known} classes apart, {source.name} has {source.num_classes}; "
@@ -115,6 +120,7 @@ class Classification:
 
     def weights(self, batch: Mapping[str, jax.Array]) -> dict[str, np.float32]:
         """Returns the number of examples."""
+        # From a shape alone, so it needs no communication.
         return {"cross_entropy": np.float32(len(batch["label"]))}
 
     def loss(
@@ -136,6 +142,7 @@ class Classification:
         if self.mixed_by:
             others = mixing.partners(labels)
             correct = shares * correct + (1 - shares) * (named == others)
+        # Targets as an array (batch, num_classes) are made only where they are not one-hot.
         if self.mixed_by or self.label_smoothing:
             targets = jax.nn.one_hot(labels, logits.shape[-1])
             if self.mixed_by:

@@ -78,7 +78,9 @@ class MaskedLm:
         outputs, model_state = self.model.apply(
             {"params": params, **model_state}, batch, train=True, key=key
         )
+        # A training batch has no padded rows.
         metrics = _metrics(outputs, batch, jnp.ones(len(batch["input_ids"]), bool))
+        # Terms have the names of `weights`, because each is divided by the weight of its name.
         terms = {term: metrics[f"{term}_loss"][0] for term in self.weights(batch)}
         return terms, (model_state, metrics)
 
@@ -94,6 +96,7 @@ def _metrics(
     outputs: Mapping[str, jax.Array], batch: Mapping[str, jax.Array], mask: jax.Array
 ) -> dict[str, Pair]:
     """Returns metric sums over the examples where `mask` (rows,) is true."""
+    # (rows, max_predictions): 0 for unused places and in rows that do not count.
     weights = jnp.where(mask[:, None], batch["masked_weights"], 0.0)
     found = _scores("mlm", outputs["mlm_logits"], batch["masked_ids"], weights)
     if _PAIRS in batch:

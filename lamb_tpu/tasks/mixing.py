@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from lamb_tpu.models.dropout import positions_of
 
 # Folded into the key, so that a network's keys from the same key differ from these.
+# The number is 'mix' in ASCII.
 _PURPOSE = 0x6D6978
 
 
@@ -48,9 +49,12 @@ def mix(
     if rows % 2:
         raise ValueError(f"there are {rows} rows to be mixed in pairs; it takes an even number")
     # With an 'rbg' key the bits would depend on how many rows a device has.
+    # An rbg key has four words, a threefry key two.
     key = jax.random.wrap_key_data(jax.random.key_data(key).ravel()[:2], impl="threefry2x32")
     key = jax.random.fold_in(key, _PURPOSE)
     pairs = positions_of(rows).reshape(-1, 2)[:, 0] // 2
+    # Columns of `chance`, uniform in [0, 1): two for the share, two for the centre of the box, one
+    # for the choice between the two methods.
     chance = jax.vmap(lambda pair: jax.random.uniform(jax.random.fold_in(key, pair), (5,)))(pairs)
 
     if not cutmix_alpha:
@@ -62,6 +66,7 @@ def mix(
             other_share, other_own = _mixup(chance, mixup_alpha, shape)
             share = jnp.where(chosen, share, other_share)
             own = jnp.where(_along(chosen, shape), own, other_own)
+    # (pairs, 2, ...): the two images of a pair beside each other.
     own, two = own[:, None], images.reshape(-1, 2, *shape)
     mixed = own * two + (1 - own) * two[:, ::-1]
     share = jnp.broadcast_to(share[:, None], (rows // 2, 2)).reshape(rows)
@@ -88,6 +93,7 @@ def symmetric_beta(u: jax.Array, v: jax.Array, alpha: float) -> jax.Array:
     # Numerator and denominator are multiplied by u^(1 / alpha), whose inverse may overflow float32.
     power, rest = jnp.exp(exponent), -jnp.expm1(exponent)
     cosine = jnp.cos(2 * jnp.pi * v)
+    # 1e-30 avoids 0 / 0 where the power underflows and the cosine is 0.
     ratio = cosine * jnp.sqrt(rest) / jnp.sqrt(power + rest * cosine**2 + 1e-30)
     return (1 + jnp.clip(ratio, -1, 1)) / 2
 
@@ -103,6 +109,7 @@ def _mixup(chance: jax.Array, alpha: float, shape: list[int]) -> tuple[jax.Array
 
 def _cutmix(chance: jax.Array, alpha: float, shape: list[int]) -> tuple[jax.Array, jax.Array]:
     height, width, *channels = shape
+    # As a share of each side of the image, so that the area is 1 - s.
     side = jnp.sqrt(1 - symmetric_beta(chance[:, 0], chance[:, 1], alpha))
     rows = _stretch(height, side, chance[:, 2])
     columns = _stretch(width, side, chance[:, 3])

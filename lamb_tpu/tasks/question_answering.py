@@ -46,6 +46,7 @@ class QuestionAnswering:
     version2: bool = False
     null_threshold: float = 0.0
 
+    # Without an annotation, so that it is no field of the dataclass.
     score_names = ("exact_match", "f1")
 
     def __post_init__(self) -> None:
@@ -81,6 +82,7 @@ class QuestionAnswering:
 
     def weights(self, batch: Mapping[str, jax.Array]) -> dict[str, np.float32]:
         """Returns the number of features."""
+        # From a shape alone, so it needs no communication.
         return {"span": np.float32(len(batch["input_ids"]))}
 
     def loss(
@@ -126,9 +128,11 @@ class QuestionAnswering:
             num_best=self.num_best, max_answer_length=self.max_answer_length,
             with_null=self.version2,
         )
+        # In v1.1 every question has an answer, so "" does not compete.
         predictions = choose(answers, self.null_threshold if self.version2 else None)
         scores = squad_metric.evaluate(source.questions, predictions, self.version2)
         best = {id_: [answer._asdict() for answer in found] for id_, found in answers.items()}
+        # Only texts that the official script reads go into the first file.
         files = {"predictions.json": predictions, "nbest_predictions.json": best}
         return (
             {name: scores[name] for name in self.score_names},

@@ -45,11 +45,15 @@ def best_answers(
     Returns:
       id -> answers, best first; the list is empty if no pair counts.
     """
+    # First the pairs of each question's windows, as (score, window, first token, last token).
     found: list[list[tuple[float, int, int, int]]] = [[] for _ in questions]
     nulls = np.full(len(questions), np.inf)
     for window, number in enumerate(features.question):
         starts, ends = start_logits[window].astype(float), end_logits[window].astype(float)
+        # Token 0 is [CLS], which marks that the window has no answer.
         nulls[number] = min(nulls[number], starts[0] + ends[0])
+        # `first` is a column and `last` a row, so that expressions of both are (starts, ends). A
+        # stable sort puts the earlier of equal logits first, as in the original.
         first = np.argsort(-starts, kind="stable")[:num_best, None]
         last = np.argsort(-ends, kind="stable")[None, :num_best]
         is_context = features.char_start[window] >= 0
@@ -57,11 +61,13 @@ def best_answers(
             is_context[first] & is_context[last] & features.best_window[window][first]
             & (first <= last) & (last - first < max_answer_length)
         )
+        # Row by row: the order of the original's loops, which decides between equal scores.
         rows, columns = np.nonzero(counts)
         found[number] += [
             (starts[i] + ends[j], window, int(i), int(j))
             for i, j in zip(first[rows, 0], last[0, columns])
         ]
+    # Then the best distinct texts of each question.
     answers = {}
     for number, question in enumerate(questions):
         candidates = [
@@ -69,12 +75,15 @@ def best_answers(
             for score, window, i, j in found[number]
         ]
         if with_null:
+            # An empty range of characters gives the text "".
             candidates.append((float(nulls[number]), 0, 0))
         texts: dict[str, float] = {}
         for score, start, stop in sorted(candidates, key=lambda item: -item[0]):
             if len(texts) == num_best:
                 break
+            # The first of equal texts has the highest score.
             texts.setdefault(" ".join(question.context[start:stop].split()), float(score))
+        # `choose` needs this score, even if it is not among the best.
         if with_null and "" not in texts:
             texts[""] = float(nulls[number])
         answers[question.id] = [Answer(text, score) for text, score in texts.items()]

@@ -39,6 +39,7 @@ def evaluate(
         answers = [normalize(text) for text, _ in question.answers]
         if version2:
             answers = [answer for answer in answers if answer]
+        # An impossible question is right if the prediction is empty, by both measures.
         if not answers if version2 else question.impossible:
             exact += not prediction
             f1 += not prediction

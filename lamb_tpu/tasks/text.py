@@ -48,6 +48,7 @@ def check_text(
         name: jax.ShapeDtypeStruct((1, *spec.shape), spec.dtype)
         for name, spec in source.element_spec.items()
     }
+    # The network is traced, not run, to learn the names and shapes of its outputs.
     variables = jax.eval_shape(model.init, jax.random.key(0), batch)
     outputs, _ = jax.eval_shape(lambda v, x: model.apply(v, x, train=False), variables, batch)
     return outputs

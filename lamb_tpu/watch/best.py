@@ -42,6 +42,7 @@ class Best(Observer):
             return
         value = metrics.get(self._metric, math.nan)
         sign = 1 if self._mode == "max" else -1
+        # Before the first evaluation the value is NaN, with which every comparison is False.
         if sign * value > sign * self.value or (self.step is None and not math.isnan(value)):
             self.step, self.value = step, value
 
@@ -58,6 +59,7 @@ class Best(Observer):
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continues from a `state`; a state of another metric or mode is ignored."""
+        # config.checkpoint.best may change between two starts of a run.
         if state["step"] is not None and [state["metric"], state["mode"]] == [
             self._metric, self._mode
         ]:

@@ -47,6 +47,7 @@ class Clock:
 
     def times(self) -> dict[str, float]:
         """Returns `seconds`, `seconds_with_startup` and `starts`."""
+        # Read once, so that the two numbers differ by the start-up time exactly.
         seconds = self.seconds
         return {
             "seconds": seconds, "seconds_with_startup": seconds + self.startup,

@@ -38,6 +38,7 @@ def make_desync_check(abstract: Any, mesh: Mesh) -> Callable[[Any, int], None]:
         array, and the devices whose copies differ from the majority's.
     """
     leaves = jax.tree.leaves(abstract)
+    # Numbers and specs of the leaves of which some part lies on several devices.
     copied = {
         number: leaf.sharding.spec
         for number, leaf in enumerate(leaves)
@@ -48,6 +49,7 @@ def make_desync_check(abstract: Any, mesh: Mesh) -> Callable[[Any, int], None]:
     paths = leaf_paths(abstract)
 
     def hashes(arrays: list[jax.Array]) -> jax.Array:
+        # (arrays,) on each device; gathered to (devices, arrays).
         own = jnp.stack([_hash(array) for array in arrays])
         return jax.lax.all_gather(own, mesh.axis_names)
 
@@ -66,6 +68,7 @@ def make_desync_check(abstract: Any, mesh: Mesh) -> Callable[[Any, int], None]:
         table = np.asarray(gathered([arrays[number] for number in copied]))
         found = []
         for (number, spec), column in zip(copied.items(), table.T, strict=True):
+            # Both are (parts, copies of the part).
             values, devices = (_by_part(a, spec, mesh) for a in (column, mesh.devices.ravel()))
             if (values != values[:, :1]).any():
                 found.append((paths[number], values, devices))
@@ -101,6 +104,7 @@ class Desync(Observer):
 
     def saving(self, step: int, state: TrainState) -> None:
         """Refuses a state if two copies of an array differ."""
+        # An interval and a save can fall on the same update.
         if self._recipe.desync_every and self._compared != step:
             self._check(_copied(state), step)
             self._compared = step
@@ -115,16 +119,19 @@ def _hash(array: jax.Array) -> jax.Array:
 
     The hash is a sum over elements modulo 2**32, so it is the same in any order of summation.
     """
+    # JAX does not bitcast booleans.
     if array.dtype == bool:
         array = array.astype(jnp.uint8)
     # Elements wider than 32 bits become pairs, along a new last axis.
     width = min(32, 8 * array.dtype.itemsize)
     bits = jax.lax.bitcast_convert_type(array, jnp.dtype(f"uint{width}")).astype(jnp.uint32)
+    # The index of each element in the flattened array, in the array's shape.
     place = jnp.zeros(bits.shape, jnp.uint32)
     for axis, length in enumerate(bits.shape):
         # A reshape to one axis would be simpler, but on a TPU it moves every element.
         place = place * np.uint32(length) + jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
     # Each step is bijective (MurmurHash3's finalizer), so one changed element changes the sum.
+    # 0x9E3779B9 is 2**32 divided by the golden ratio, which keeps near places far apart.
     mixed = bits + place * np.uint32(0x9E3779B9)
     mixed = (mixed ^ (mixed >> 16)) * np.uint32(0x85EBCA6B)
     mixed = (mixed ^ (mixed >> 13)) * np.uint32(0xC2B2AE35)
@@ -145,6 +152,7 @@ def _num_copies(spec: PartitionSpec, mesh: Mesh) -> int:
 def _by_part(column: np.ndarray, spec: PartitionSpec, mesh: Mesh) -> np.ndarray:
     """Reshapes a value of every device, (devices,), to (parts, copies of the part)."""
     split = [mesh.axis_names.index(axis) for axis in _axes(spec)]
+    # Axes that split the array come first: a row is a part, and its columns are the copies.
     cube = np.moveaxis(column.reshape(mesh.devices.shape), split, range(len(split)))
     return cube.reshape(-1, _num_copies(spec, mesh))
 

@@ -97,6 +97,7 @@ class Guards(Observer):
 
     def started(self, start: Start) -> None:
         self._start = start
+        # The state of the run counts the skipped updates of earlier starts too.
         self.skipped = int(start.state.skipped)
 
     def fetched(self, updates: Iterable[tuple[int, Sums]]) -> None:
@@ -110,6 +111,7 @@ class Guards(Observer):
           Diverged: a number is not finite, or too many updates were skipped.
         """
         for step, sums in updates:
+            # The metrics of a skipped update are pairs of 0, so they pass.
             for name, (total, _) in sums.items():
                 if not math.isfinite(total):
                     self._end(f"{name} became {float(total)} at update {step}", step)

@@ -29,6 +29,8 @@ class Heartbeat(Observer):
         self._step = start.step
         if self._every and jax.process_index():
             self._who = f"process {jax.process_index()} of {jax.process_count()}"
+            # A thread prints while the main thread waits, which is when its lines are of use. As a
+            # daemon it does not keep the process alive.
             threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
     def updated(self, step: int, state: TrainState) -> None:
@@ -52,6 +54,7 @@ class Heartbeat(Observer):
 def _resident() -> str:
     """Returns ', 1.23 GiB resident', or '' if the system does not tell."""
     try:
+        # The second number of the file counts resident pages.
         pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
     except OSError:
         return ""

@@ -117,6 +117,7 @@ def _arguments(run: Run) -> dict[str, Any]:
     name, preset = fields.pop("name"), fields.pop("preset", None)
     signature = inspect.signature(factory.OPTIMIZERS.get(name) or optimizer_of(name))
     arguments = {key: parameter.default for key, parameter in signature.parameters.items()}
+    # A preset takes the place of defaults; fields of the config come last.
     arguments |= presets.preset(name, preset) if preset else {}
     arguments |= fields
     if run.recipe.weight_decay is not None:
@@ -141,11 +142,13 @@ class MLPerfLog(Observer):
     def started(self, start: Start) -> None:
         """Writes the beginning of the start, its `hyperparameters`, and `run_start`."""
         wanted = self._run.config.log.mlperf and jax.process_index() == 0
+        # A complete run that is started again is no further attempt at the target.
         has_work = start.eval_due or not start.is_over
         if not wanted or not has_work or self._target.reached is not None:
             return
         assert self._run.folder is not None  # a start has one
         self._file = writing.LineFile(self._run.folder.path / "mlperf.log", start.fail)
+        # Compiling is over at this point, so the line is dated back to when the start began.
         self._write(_START, "init_start", ago=start.clock.startup_of_this_start)
         for key, value in hyperparameters(self._run).items():
             self._write(_POINT, key, value)
@@ -157,6 +160,7 @@ class MLPerfLog(Observer):
         if self._file is None or self._block is not None:
             return
         recipe = self._recipe
+        # There always is one: the last update is evaluated.
         due = next(
             later for later in range(step + 1, recipe.total_steps + 1)
             if recipe.is_due(recipe.eval_every, later)
@@ -172,6 +176,7 @@ class MLPerfLog(Observer):
         if reason != "evaluation":
             yield
             return
+        # An evaluation that a resumed run repeats comes before its first block.
         if self._block is not None:
             self._write(_END, "block_stop", metadata=self._block | self._samples(step))
             self._block = None

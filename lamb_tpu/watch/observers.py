@@ -35,7 +35,9 @@ def make_observers(run: Run, progress: RunProgress) -> Observers:
         Pictures(run, tell),
         Records(recipe),
         progress,
+        # After the records: in metrics.jsonl the target follows the evaluation that reached it.
         target,
+        # After the target, which it asks.
         MLPerfLog(run, target),
         Heartbeat(config.log.heartbeat_seconds),
     ])

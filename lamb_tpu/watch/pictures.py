@@ -23,6 +23,7 @@ class Pictures(Observer):
 
     def completed(self, step: int) -> None:
         counts = counts_read(self._run)
+        # A complete run that is started again would record its evaluation's pictures a second time.
         if counts and not self._start.is_over:
             self._start.records.write(step, "pictures", counts)
             self._tell(describe_read(self._run))

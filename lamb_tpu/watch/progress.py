@@ -72,6 +72,7 @@ class RunProgress(Observer):
         self._recipe = recipe
         self._amount, self._unit = tokens or recipe.batch_size, "tokens" if tokens else "examples"
         self._shown, self._told = shown, shown and not quiet
+        # With soft_wrap rich breaks no lines, which `terminal.fit` has done already.
         self._console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
         self._bar: Progress | None = None
         if shown and self._console.is_terminal:
@@ -105,6 +106,7 @@ class RunProgress(Observer):
         seconds = self._clock.since_began
         self.message(f"first update after {seconds:.1f} s, reading data and compiling included")
         self._start = (time.monotonic(), step)
+        # rich leaves the first value out of its rate, so earlier starts' updates do not count.
         if self._bar:
             self._bar.update(self._task, completed=step)
 
@@ -150,4 +152,5 @@ class RunProgress(Observer):
         if self._told:
             # Text such as ':train:' must not become an emoji.
             self._console.print(terminal.fit(text), markup=False, emoji=False)
+            # Without it a file or a pipe would get nothing until a buffer is full.
             self._console.file.flush()

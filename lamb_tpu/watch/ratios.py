@@ -23,5 +23,6 @@ class Ratios(Observer):
         record.values |= readings.summary(opt_state, self._run.facts)
         layers = readings.scalars(opt_state)
         if layers:
+            # The state's own order is alphabetical, with layer_10 before layer_2.
             ordered = readings.in_order(layers, self._run.parameter_order)
             self._records.write(record.step, "layers", ordered)

@@ -67,11 +67,13 @@ class Target(Observer):
             return
         value = metrics.get(self._config.metric, math.nan)
         sign = 1 if self._config.mode == "max" else -1
+        # Not written with <, because every comparison with NaN is False.
         if not sign * value >= sign * self._config.value:
             return
         epoch = self._recipe.epoch(step)
         self.reached = {"step": step, "epoch": epoch, "value": value, **self._start.clock.times()}
         self._start.records.write(step, "target", self.reached)
+        # A run that ends at its target prints the summary in its last line.
         if not self.end_reason:
             self._tell(self.summary())
 

@@ -30,6 +30,7 @@ class Updates:
     def add(self, step: int, metrics: tasks.Sums) -> None:
         """Adds the metrics of update `step`, and waits for an earlier update."""
         self._on_device.append((step, metrics))
+        # An update is complete when its metrics are.
         self._in_flight.append(metrics)
         if len(self._in_flight) > _IN_FLIGHT:
             jax.block_until_ready(self._in_flight.popleft())
@@ -42,6 +43,7 @@ class Updates:
         """Fetches the metrics to the host; returns the new ones, as pairs (update, metrics)."""
         fetched = jax.device_get(self._on_device)
         self._on_device.clear()
+        # As plain numbers, because a checkpoint holds them as JSON.
         self.unlogged.extend(jax.tree.map(float, sums) for _, sums in fetched)
         return fetched
 

@@ -86,10 +86,13 @@ class AugmentedArraySource(ArraySource):
         """Gathers and augments examples, see `Source`."""
         indices = np.asarray(indices, np.int64)
         batch = super().gather(indices)
+        # Five random words for each picture: row and column of the crop, the mirror, row and column
+        # of the square. Each has its place, so an option does not change the others' draws.
         draws = words(
             self._seed, np.broadcast_to(epochs, indices.shape)[:, None], indices[:, None],
             np.arange(5),
         )
+        # `gather` of an ArraySource copies, so the pictures may be changed in place.
         images, options = batch["image"], self._options
         height, width = images.shape[1:3]
         if options.pad:
@@ -111,6 +114,8 @@ def _shift(
 ) -> np.ndarray:
     sides = ((0, 0), (options.pad, options.pad), (options.pad, options.pad), (0, 0))
     padded = np.pad(images, sides, mode=_PAD_MODES[options.pad_mode])
+    # A view (n, rows, columns, channels, height, width) of all crops; only the chosen ones are
+    # copied.
     windows = np.lib.stride_tricks.sliding_window_view(padded, images.shape[1:3], axis=(1, 2))
     places = 2 * options.pad + 1
     chosen = windows[np.arange(len(images)), below(row_draw, places), below(column_draw, places)]

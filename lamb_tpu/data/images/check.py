@@ -54,6 +54,7 @@ def check_records(records: Records, max_pixels: int) -> Iterator[tuple[str, str,
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
+        # argparse would print its usage and end the process; `main` tells a mistake in a sentence.
         raise UserError(f"{message}; see --help")
 
 
@@ -70,6 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(asked: argparse.Namespace) -> int:
     options = {
+        # A run may stop at the first mistake; this command lists them all.
         "on_bad_record": "skip", "num_classes": asked.num_classes,
         "max_megapixels": asked.max_megapixels,
     }
@@ -79,6 +81,7 @@ def _run(asked: argparse.Namespace) -> int:
     )
     if not isinstance(source, ImageSource):
         raise UserError(f"--name={asked.name} is no set of photographs that are decoded when read")
+    # Notes are of wrong lines in labels.tsv and of classes without a picture.
     for note in source.notes:
         print(f"bad\t{note}")
     counts = dict.fromkeys(_SUMMARY, 0)

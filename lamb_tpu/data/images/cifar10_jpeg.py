@@ -66,5 +66,6 @@ def _decode(
             images[index - start], _ = decode_whole(encoded)
 
     with ThreadPoolExecutor(num_cores()) as pool:
+        # Taking the results raises what a thread has raised.
         list(pool.map(fill, range(start, stop, _CHUNK)))
     return images, labels[start:stop].astype(np.int32)

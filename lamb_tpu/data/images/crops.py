@@ -48,6 +48,7 @@ def inception_box(
     least, most = min_area * height * width, height * width
     for _ in range(_ATTEMPTS):
         ratio = ASPECT_RATIOS[0] + rng.random() * (ASPECT_RATIOS[1] - ASPECT_RATIOS[0])
+        # Heights from `low` to `high`: the area is within its bounds, and the rounded width fits.
         high = min(height, math.floor((width + 0.5) / ratio), round(math.sqrt(most / ratio)))
         low = min(high, round(math.sqrt(least / ratio)))
         box_height = low + int(rng.random() * (high - low + 1))
@@ -58,6 +59,8 @@ def inception_box(
         if not (1 <= box_height <= height and 1 <= box_width <= width):
             continue
         area = box_height * box_width
+        # The picture is the object that TensorFlow wants covered, so its covered share is the box's
+        # share of the area.
         if area < least or area / most < min_covered:
             continue
         place = rng.random()
@@ -74,6 +77,7 @@ def central_box(height: int, width: int, fraction: float) -> Box:
     0.875.
     """
     side = max(1, int(fraction * min(height, width)))
+    # Rounded as in `_decode_and_center_crop` of the TPU code.
     return Box((height - side + 1) // 2, (width - side + 1) // 2, side, side)
 
 

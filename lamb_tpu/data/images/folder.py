@@ -61,6 +61,7 @@ class FolderRecords:
         self._root = pathlib.Path(root)
         if not self._root.is_dir():
             raise UserError(f"config.data.dir={self._root} is no folder")
+        # With a separator at the end, so that DIR does not hold DIR2.
         self._real_root = os.path.join(os.path.realpath(self._root), "")
         self._listed = (self._root / LABELS).exists()
         self._skip = skip
@@ -74,6 +75,7 @@ class FolderRecords:
             )
         parts = slices(str(self._root), split, {name: len(part) for name, part in splits.items()})
         chosen = [row for name, start, stop in parts for row in splits[name][start:stop]]
+        # Training takes the rows outside of the holdout, evaluation those in it.
         if holdout:
             chosen = [row for row in chosen if (_place(row[0]) < holdout) != training]
             if not chosen:
@@ -113,9 +115,11 @@ class FolderRecords:
         path = self._root / LABELS
         splits: dict[str, list[tuple[str, int]]] = {}
         wrong, outside, greatest = [], [], -1
+        # Each folder is looked up once.
         is_inside = functools.cache(self._is_inside)
         for row in _rows(path):
             text = row["label"].strip()
+            # `int` by itself would accept signs, underscores and digits of other scripts.
             label = int(text) if re.fullmatch(r"[0-9]{1,9}", text) else -1
             rows = splits.setdefault(row.get("split", _WHOLE), [])
             if label < 0 or (num_classes and label >= num_classes):
@@ -154,6 +158,7 @@ class FolderRecords:
         self, split: str, num_classes: int
     ) -> tuple[dict[str, list[tuple[str, int]]], int]:
         # Only requested splits are listed completely: ImageNet has over a million files.
+        # Names of the splits in TFDS syntax: 'train[:10%]+val' has train and val.
         names = [part.partition("[")[0].strip() for part in split.split("+")]
         found, folders = _splits(self._root)
         missing = [name for name in names if name not in found]
@@ -162,6 +167,7 @@ class FolderRecords:
                 f"{self._root} has no folder {missing[0]!r} for the split {split!r}; it has "
                 f"{', '.join(sorted(found)) or 'none'}, and no {LABELS}"
             )
+        # Sorted, because the order of a folder's entries differs between machines.
         classes = sorted({name for folders in found.values() for name in folders})
         if not classes:
             raise UserError(f"{self._root} has no folders of classes in {', '.join(sorted(found))}")
@@ -215,6 +221,8 @@ def split_names(root: str | os.PathLike[str]) -> list[str]:
 def _splits(root: pathlib.Path) -> tuple[dict[str, list[str]], dict[str, pathlib.Path]]:
     """Returns split -> names of its class folders, and split -> the folder that has them."""
     found = {name: _folders(root / name) for name in _folders(root)}
+    # The pictures lie one level higher: these folders are classes, and the only split has no
+    # folder.
     if not any(found.values()) and any(_files(root / name) for name in found):
         return {_WHOLE: list(found)}, {_WHOLE: root}
     return found, {name: root / name for name in found}
@@ -248,11 +256,13 @@ def _rows(path: pathlib.Path) -> list[dict[str, str]]:
 
 def _place(path: str) -> float:
     """Returns a pseudo-random number in [0, 1) that depends on the name only."""
+    # 48 bits, which a float64 holds exactly.
     return int.from_bytes(hashlib.sha256(os.fsencode(path)).digest()[:6], "big") / 2**48
 
 
 def _folders(path: pathlib.Path) -> list[str]:
     with os.scandir(path) as entries:
+        # Hidden folders and files are those of tools and systems, not of the set.
         return [e.name for e in entries if e.is_dir() and not e.name.startswith(".")]
 
 

@@ -117,6 +117,7 @@ def decode_whole(content: bytes, max_pixels: int = MAX_PIXELS) -> tuple[np.ndarr
         return _decode_other(content, PngImageFile, max_pixels), "png"
     if frame.components == 4:
         return _decode_other(content, JpegImageFile, max_pixels), "cmyk"
+    # A copy, because the thread's buffer is used again.
     pixels = _decode_rows(content, frame.height, frame.width, left_over=False).copy()
     return pixels, "grey" if frame.components == 1 else "rgb"
 
@@ -132,6 +133,7 @@ def picture_size(content: bytes) -> tuple[int, int]:
         return frame.height, frame.width
     if not content.startswith(_PNG) or len(content) < 24:
         raise BadImage("it is no JPEG and no PNG")
+    # The signature has 8 bytes. The first chunk has its width at byte 16 and its height at 20.
     return int.from_bytes(content[20:24], "big"), int.from_bytes(content[16:20], "big")
 
 
@@ -158,6 +160,8 @@ def _read_frame(content: bytes, max_pixels: int) -> _Frame | None:
             return frame
         length = int.from_bytes(content[at + 2 : at + 4], "big")
         if 0xC0 <= marker <= 0xCF and marker not in _NOT_FRAMES and at + 10 <= len(content):
+            # After the marker and the length: a byte of precision, height, width, number of
+            # components.
             height = int.from_bytes(content[at + 5 : at + 7], "big")
             width = int.from_bytes(content[at + 7 : at + 9], "big")
             if not (height and width):
@@ -174,6 +178,7 @@ def _decode_box(content: bytes, frame: _Frame, box: Box, shrink: int) -> np.ndar
     bottom = box.top + box.height
     # Where colour has fewer rows than light, the last row needs some of the next one's.
     needed = bottom + (frame.unit > 8)
+    # Rows are coded in units, so the height is rounded up to whole units.
     rows = min(frame.height, -(-needed // frame.unit) * frame.unit)
     shorter: bytes | bytearray = content
     if rows < frame.height:
@@ -182,6 +187,7 @@ def _decode_box(content: bytes, frame: _Frame, box: Box, shrink: int) -> np.ndar
     pixels = _decode_rows(shorter, -(-rows // shrink), -(-frame.width // shrink))
     if shrink == 1:
         return _cut(pixels, box)
+    # Edges are rounded outwards to whole pixels of the smaller scale.
     top, left = box.top // shrink, box.left // shrink
     return pixels[top : -(-bottom // shrink), left : -(-(box.left + box.width) // shrink)]
 
@@ -197,6 +203,7 @@ def _decode_rows(
       left_over: whether undecoded bytes may remain.
     """
     num_bytes = height * width * 3
+    # The buffer grows to the largest picture that the thread has seen.
     if getattr(_SCRATCH, "pixels", np.empty(0)).size < num_bytes:
         _SCRATCH.pixels = np.empty(num_bytes, np.uint8)
     pixels = _SCRATCH.pixels[:num_bytes]

@@ -19,7 +19,9 @@ import numpy as np
 
 FILL = 128
 _LEVELS = np.arange(256)
+# As ITU-R BT.601 has them, and so Pillow and OpenCV.
 _GREY = np.array([0.299, 0.587, 0.114])  # weights of red, green and blue in a grey level
+# Pillow's filter SMOOTH.
 _SMOOTH = np.array([[1, 1, 1], [1, 5, 1], [1, 1, 1]], np.float32) / 13
 
 
@@ -42,6 +44,7 @@ def equalize(image: np.ndarray) -> np.ndarray:
         # Pixels for each of the 255 steps, those of the brightest value aside.
         step = (counts.sum() - counts[counts > 0][-1]) // 255
         below = np.cumsum(counts) - counts
+        # A channel with nearly all pixels at its brightest value stays as it is.
         tables.append(np.minimum((step // 2 + below) // step, 255) if step else _LEVELS)
     return _looked_up(image, np.stack(tables, 1))
 
@@ -83,6 +86,7 @@ def contrast(image: np.ndarray, factor: float) -> np.ndarray:
     The TPU code uses a 256th of the number of pixels, at most 255, instead of the mean, although
     its comment says mean: 196 for all images of 224 x 224 pixels.
     """
+    # Rounded as in Pillow's ImageEnhance.Contrast.
     mean = math.floor(cv2.cvtColor(image, cv2.COLOR_RGB2GRAY).mean() + 0.5)
     return _looked_up(image, np.clip(np.rint(mean + factor * (_LEVELS - mean)), 0, 255))
 
@@ -146,6 +150,7 @@ def _looked_up(image: np.ndarray, table: np.ndarray) -> np.ndarray:
 def _moved(image: np.ndarray, x: Sequence[float], y: Sequence[float]) -> np.ndarray:
     """Takes each pixel from the place that linear functions of (x, y, 1) give, rounded."""
     height, width = image.shape[:2]
+    # With WARP_INVERSE_MAP the matrix leads from a pixel of the result to one of the image.
     return cv2.warpAffine(
         image, np.array([x, y], np.float64), (width, height),
         flags=cv2.INTER_NEAREST | cv2.WARP_INVERSE_MAP,

@@ -41,6 +41,8 @@ class Operation(NamedTuple):
     high: float = 0.0
 
 
+# RandAugment draws an operation by its place in this table, so the order is part of what a seed
+# means.
 OPERATIONS = {
     "AutoContrast": Operation(operations.autocontrast),
     "Equalize": Operation(operations.equalize),
@@ -136,6 +138,7 @@ def _randaugment(
     num_layers: int, magnitude: float, image: np.ndarray, rng: np.random.Generator
 ) -> np.ndarray:
     names = list(OPERATIONS)
+    # With replacement: an operation may come twice.
     for index in rng.integers(len(names), size=num_layers):
         image = _apply(OPERATIONS[names[index]], magnitude, image, rng)
     return image

@@ -184,6 +184,7 @@ class ImageSource:
         """
         indices = np.asarray(indices, np.int64)
         seeds = words(self._seed, np.broadcast_to(epochs, indices.shape), indices)
+        # Threads fill disjoint rows of these arrays, so they need no lock.
         images = np.empty((len(indices), *self.element_spec["image"].shape), np.uint8)
         labels = np.empty(len(indices), np.int32)
         mask = np.empty(len(indices), np.float32)
@@ -210,6 +211,8 @@ class ImageSource:
                     raise BadImage(
                         f"its label is {record.label}, out of the range 0 to {self.num_classes - 1}"
                     )
+                # `seed` remains that of the example asked for, so a replacement is random anew in
+                # each epoch and still a function of (seed, epoch, index).
                 return self._image(index, record.content, seed), record.label, attempt == 1
             except BadImage as bad:
                 name = self.records.name(index)
@@ -219,6 +222,7 @@ class ImageSource:
                         "without such records with config.data.options.on_bad_record='skip'"
                     ) from None
                 self.tally.skip(index, name, str(bad))
+            # The neighbour is the same for all processes and in every run.
             index = (index + 1) % len(self)
             (record,) = self.records.read([index])
         raise UserError(
@@ -240,9 +244,12 @@ class ImageSource:
         if rng is None or self._options.crop != "inception":
             return functools.partial(central_box, fraction=self._fraction)
 
+        # A function, because the size of a picture is known only when its header is read.
         def choose(height: int, width: int) -> Box:
             options = self._options
             box = inception_box(height, width, rng, options.min_area, options.min_covered)
+            # As in the TPU code, whose `_decode_and_random_crop` takes a box of the whole picture
+            # as a failure.
             if box is None or (box.height, box.width) == (height, width):
                 return central_box(height, width, self._fraction)
             return box
@@ -266,6 +273,8 @@ class ImageSource:
 
 def num_cores() -> int:
     """Returns the number of cores that this process may use."""
+    # Containers and batch systems often give a process fewer cores than the machine has. macOS does
+    # not tell.
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -42,6 +42,7 @@ def survey(root: str | os.PathLike[str]) -> Survey:
     """
     names = split_names(root)
     train = _chosen(names, _TRAINED) or (names[0] if len(names) == 1 else "")
+    # The split for evaluation has a common name, or is the only other one.
     others = [name for name in names if name != train]
     held = _chosen(others, _EVALUATED) or (others[0] if len(others) == 1 else "")
     if not train or (others and not held):
@@ -50,6 +51,7 @@ def survey(root: str | os.PathLike[str]) -> Survey:
             f"{' or '.join(_EVALUATED if train else _TRAINED)}; name them so, or make one of them"
         )
     records = FolderRecords(root, train, skip=True)
+    # Spread over the whole list, because neighbours are of one class.
     looked_at = np.unique(np.linspace(0, len(records) - 1, _LOOKED_AT).astype(int))
     sides = []
     for record in (records.read([index])[0] for index in looked_at.tolist()):
@@ -64,5 +66,6 @@ def survey(root: str | os.PathLike[str]) -> Survey:
 
 
 def _chosen(names: list[str], known: tuple[str, ...]) -> str:
+    # Reversed, so that of names that differ only in case the first one is taken.
     lower = {name.lower(): name for name in reversed(names)}
     return next((lower[name] for name in known if name in lower), "")

@@ -26,6 +26,7 @@ class Tally:
         self._source = source
         self._training = training
         self._lock = threading.Lock()
+        # Indices and not counts, because a run reads the same example in every epoch.
         self._found: dict[str, set[int]] = {}
 
     def add(self, kind: str, index: int) -> int:
@@ -46,6 +47,7 @@ class Tally:
                 "data set %s: %s is left out, and %s: %s (%d so far)",
                 self._source, name, consequence, reason, count,
             )
+        # True at each power of two.
         elif count and count & (count - 1) == 0:
             _LOGGER.warning("data set %s: %d records are left out", self._source, count)
 

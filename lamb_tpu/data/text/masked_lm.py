@@ -76,6 +76,7 @@ class MaskedLmSource:
         if options.next_sentence:
             copies = [
                 pack_pairs(
+                    # Without [CLS] and two [SEP].
                     *bounds, options.sequence_length - 3, options.seed, copy,
                     options.short_probability,
                 )
@@ -84,6 +85,8 @@ class MaskedLmSource:
             self._pairs = tuple(np.concatenate(column) for column in zip(*copies))
             self._length = len(self._pairs[0])
         else:
+            # Without [CLS] and the last [SEP]. All copies have the same examples and differ in
+            # their masks.
             self._spans = pack_sentences(*bounds, options.sequence_length - 2)
             self._length = len(self._spans.start) * max(1, options.dupe_factor)
         tokens, places = (options.sequence_length,), (options.max_predictions,)
@@ -109,8 +112,11 @@ class MaskedLmSource:
         indices = np.asarray(indices, np.int64)
         options, vocabulary = self._options, self._shards.vocabulary
         make = self._gather_pairs if options.next_sentence else self._gather_spans
+        # First the examples without masks, (n, length).
         ids, is_text, lengths, extra = make(indices)
+        # Static data has the same masks in every epoch.
         epochs = 0 if options.dupe_factor else epochs
+        # Every token is a word of its own unless whole words are asked for.
         is_head = ~vocabulary.continues[ids] if options.whole_words else np.ones_like(is_text)
         masked, positions, targets, weights = mask_tokens(
             ids,
@@ -137,12 +143,14 @@ class MaskedLmSource:
         a_start, a_length, b_start, b_length, is_random = (
             column[indices][:, None] for column in self._pairs
         )
+        # Columns of an example: [CLS], A from 1 on, [SEP], B from `b_column` on, [SEP], padding.
         columns = np.arange(self._options.sequence_length)
         in_a = (columns >= 1) & (columns < 1 + a_length)
         b_column = 2 + a_length
         in_b = (columns >= b_column) & (columns < b_column + b_length)
         lengths = (b_column + b_length + 1)[:, 0]
         ids = self._special_ids(lengths)
+        # Places outside of both segments mean nothing; only those of `is_text` are read.
         places = np.where(in_a, a_start + columns - 1, b_start + columns - b_column)
         is_text = in_a | in_b
         ids[is_text] = self._shards.read(places[is_text])
@@ -155,7 +163,9 @@ class MaskedLmSource:
     def _gather_spans(
         self, indices: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, Batch]:
+        # The copies follow each other, so that the index tells them apart and masks each anew.
         start, length = (column[indices % len(self._spans.start)] for column in self._spans)
+        # All tokens of all examples in one row: the example of each, and its place within.
         rows = np.repeat(np.arange(len(indices)), length)
         within = np.arange(length.sum()) - np.repeat(np.cumsum(length) - length, length)
         places = start[rows] + within
@@ -182,6 +192,7 @@ class MaskedLmSource:
 
 
 def _check(shards: TokenShards, options: Options) -> None:
+    # The special tokens, and a token for each segment.
     least = 5 if options.next_sentence else 3
     for name, found, low in (
         ("sequence_length", options.sequence_length, least),

@@ -43,6 +43,7 @@ def mask_tokens(
       without a prediction hold 0.
     """
     chosen = _choose(is_text, is_head, keys, max_predictions, probability)
+    # Row by row and ascending within a row, which the positions rely on.
     rows, columns = np.nonzero(chosen)
     originals = ids[rows, columns]
     kind = uniform(words(_KIND, keys[rows], columns))
@@ -52,6 +53,7 @@ def mask_tokens(
     masked[rows, columns] = np.where(kind < _KEEP_BELOW, originals, replaced)
 
     counts = chosen.sum(1)
+    # The rank of each prediction within its row.
     places = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
     positions, targets = np.zeros((2, len(ids), max_predictions), np.int32)
     weights = np.zeros((len(ids), max_predictions), np.float32)
@@ -71,19 +73,23 @@ def _choose(
     # The special tokens: [CLS], and a separator behind each run of text.
     before = np.pad(is_text, ((0, 0), (1, 0)))[:, :-1]
     specials = 1 + (is_text & ~before).sum(1)
+    # Special tokens count, and halves are rounded to even, as in the original in Python.
     wanted = np.rint((is_text.sum(1) + specials) * probability).astype(np.int64)
     wanted = np.clip(wanted, 1, max_predictions)
 
     heads = is_text & (is_head | ~before)
+    # The column of the head of each token's word, and the number of tokens of each word.
     head_of = np.maximum.accumulate(np.where(heads, columns, 0), axis=1)
     flat_heads = (np.arange(num_examples)[:, None] * length + head_of)[is_text]
     sizes = np.bincount(flat_heads, minlength=is_text.size).reshape(is_text.shape)
+    # The shift frees the highest bit for the mark of what is no head.
     random_order = words(_ORDER, keys[:, None], columns) >> np.uint64(1)
     # What is no head comes last.
     order = np.argsort(random_order | ((~heads).astype(np.uint64) << np.uint64(63)), axis=1)
     sizes_in_order = np.take_along_axis(sizes, order, axis=1)
     taken_in_order = np.zeros(is_text.shape, bool)
     taken = np.zeros(num_examples, np.int64)
+    # One word of every example at a time, because whether a word fits depends on those before it.
     for rank in range(heads.sum(1).max(initial=0)):
         size = sizes_in_order[:, rank]
         fits = (size > 0) & (taken + size <= wanted)

@@ -71,6 +71,7 @@ def pack_pairs(
         raise ValueError(
             f"need two documents and two tokens, found {num_documents} and {max_tokens}"
         )
+    # `place` is the next sentence of each document, `documents` those that are not used up.
     tokens, documents = sentence_starts, np.arange(num_documents)
     place, ends = document_starts[:-1].copy(), document_starts[1:]
     rounds: list[tuple[np.ndarray, ...]] = []
@@ -80,6 +81,8 @@ def pack_pairs(
         def draw(purpose: int) -> np.ndarray:
             return words(seed, copy, documents, first, purpose)
 
+        # The sentences of an example, and how many of them are A. Random numbers depend on (copy,
+        # document, first sentence), not on the round.
         is_short = uniform(draw(_TARGET)) < short_probability
         target = np.where(is_short, 2 + below(draw(_LENGTH), max_tokens - 1), max_tokens)
         stop = np.minimum(np.searchsorted(tokens, tokens[first] + target), end)
@@ -88,17 +91,21 @@ def pack_pairs(
         middle = first + a_count
         a_length = tokens[middle] - tokens[first]
 
+        # A random B, from another document.
         is_random = (count == 1) | (uniform(draw(_RANDOM)) < 0.5)
         other = below(draw(_DOCUMENT), num_documents - 1)
+        # Skips the document itself, so that all others are equally likely.
         other += other >= documents
         other_first, other_end = document_starts[other], ends[other]
         start = other_first + below(draw(_START), other_end - other_first)
         reached = np.searchsorted(tokens, tokens[start] + target - a_length)
+        # At least one sentence, and none of the next document.
         other_stop = np.clip(reached, start + 1, other_end)
         b_first = np.where(is_random, start, middle)
         b_stop = np.where(is_random, other_stop, stop)
         b_length = tokens[b_stop] - tokens[b_first]
 
+        # A pair that is too long is cut at both ends of its segments.
         a_kept, b_kept = _truncate(a_length, b_length, max_tokens)
         a_front = _binomial(draw(_FRONT_A), a_length - a_kept)
         b_front = _binomial(draw(_FRONT_B), b_length - b_kept)
@@ -106,6 +113,7 @@ def pack_pairs(
             documents, tokens[first] + a_front, a_kept.astype(np.int32),
             tokens[b_first] + b_front, b_kept.astype(np.int32), is_random,
         ))
+        # Sentences that a random B has displaced are used again.
         place[documents] = np.where(is_random, middle, stop)
         documents = documents[place[documents] < end]
     columns = [np.concatenate(column) for column in zip(*rounds)]
@@ -132,6 +140,8 @@ def pack_sentences(
     if max_tokens < 1:
         raise ValueError(f"need max_tokens >= 1, found {max_tokens}")
     lengths = np.diff(sentence_starts)
+    # Sentences longer than an example are cut into pieces of its length; `within` numbers a
+    # sentence's pieces.
     pieces = -(-lengths // max_tokens)
     within = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
     begins = np.repeat(sentence_starts[:-1], pieces) + within * max_tokens
@@ -143,6 +153,7 @@ def pack_sentences(
     as_stop = begins + np.searchsorted(document_stops, begins, side="left")
     starts = []
     piece = 0
+    # Each example takes as many pieces as fit, so its start depends on the example before.
     while piece < len(begins) - 1:
         starts.append(piece)
         limit = as_start[piece] + max_tokens

@@ -110,6 +110,8 @@ def prepare_text(
     if folder.is_file():
         raise UserError(f"--output={output} is a file; it must be a folder")
     with _locked(folder):
+        # A complete output is only checked; an incomplete one goes on if it was begun by this
+        # command.
         pieces, files = _plan(inputs, settings)
         identity = _identity(files, settings)
         if (folder / shards.MANIFEST).exists():
@@ -119,13 +121,16 @@ def prepare_text(
             return manifest
         if (folder / _SETTINGS).exists():
             _compare(folder, _read_json(folder / _SETTINGS), identity)
+        # Anything but the lock, which this process has just made.
         elif [path for path in folder.iterdir() if path.name != _LOCK]:
             raise UserError(
                 f"--output={output} is not empty and was not begun by this command; give another "
                 "folder"
             )
         else:
+            # Written before the first shard, so that a later command can compare.
             _write_json(folder / _SETTINGS, identity)
+        # The work that is left: the vocabulary, then a shard for each group of pieces.
         groups = _group(pieces, settings.shard_bytes)
         vocabulary = _vocabulary(folder, groups, settings)
         names = [f"text-{i:05}-of-{len(groups):05}.array_record" for i in range(len(groups))]
@@ -133,6 +138,7 @@ def prepare_text(
             name: (folder / name, group, settings) for name, group in zip(names, groups)
         }
         _work(jobs, folder, processes, report)
+        # The manifest makes the output complete. Only then are intermediate files removed.
         manifest = _manifest(folder, names, identity, vocabulary)
         _write_json(folder / shards.MANIFEST, manifest)
         for name in names:
@@ -182,12 +188,15 @@ def _plan(inputs: Sequence[str], settings: Settings) -> tuple[list[Piece], dict[
 
 
 def _identity(files: dict[str, str], settings: Settings) -> dict[str, Any]:
+    # Threads suffice, because hashing runs without Python's global lock.
     with concurrent.futures.ThreadPoolExecutor() as pool:
         sums = pool.map(_sha256, files.values())
+    # Paths may differ between machines; the content decides.
     described = asdict(settings)
     del described["data_dir"]
     described["vocab"] = settings.vocab and _sha256(settings.vocab)
     return {
+        # Versions of the tokenizer may split a text differently.
         "settings": {"format": shards.FORMAT, **described, "tokenizers": tokenizers.__version__},
         "inputs": [
             {"name": name, "bytes": os.path.getsize(path), "sha256": digest}
@@ -237,6 +246,7 @@ def _vocabulary(
 
         def read() -> Iterator[str]:
             for group in groups:
+                # Counted when the shards are made, not here.
                 for lines in _documents(group, settings, Counter()):
                     yield from sentences(lines, settings.sentences, Counter())
 
@@ -246,6 +256,7 @@ def _vocabulary(
         except UserError:  # nothing is prepared yet, so this mistake must not stay in the output
             (folder / _SETTINGS).unlink()
             raise
+    # Renamed when it is whole: a restart takes a vocabulary that exists.
     part = folder / f".{shards.VOCABULARY}.part"
     vocabulary.write(part)
     part.rename(path)
@@ -269,6 +280,7 @@ def _work(
     report: Callable[[Progress], None],
 ) -> None:
     sizes = {name: sum(piece.num_bytes for piece in job[1]) for name, job in jobs.items()}
+    # What an earlier run finished is not done again.
     todo = [name for name in jobs if not _is_whole(folder / name)]
     resumed = sum(sizes.values()) - sum(sizes[name] for name in todo)
     done = resumed
@@ -284,9 +296,12 @@ def _work(
                     count, multiprocessing.get_context("spawn"), _start_worker
                 )
             )
+            # Called before the pool's own exit, which would finish all shards after an error or
+            # Ctrl-C.
             stack.callback(pool.shutdown, wait=True, cancel_futures=True)
             futures = {pool.submit(_prepare_shard, *jobs[name]): name for name in todo}
             finished = concurrent.futures.as_completed(futures)
+            # `result()` raises what the worker raised, and is None otherwise.
             names = (futures[future] for future in finished if future.result() is None)
         else:
 
@@ -345,6 +360,7 @@ def _tokenize(
         document = []
         for start in range(0, len(texts), _BATCH):
             batch = texts[start : start + _BATCH]
+            # The fast variant leaves out the offsets, which only questions need.
             for encoded in tokenizer.encode_batch_fast(batch, add_special_tokens=False):
                 ids = encoded.ids
                 if ids:  # a sentence of control characters only, for example, has no ids
@@ -355,6 +371,7 @@ def _tokenize(
         if document:
             yield document
         else:
+            # The reader has counted it as a document with text.
             counts["documents"] -= 1
             counts["empty_documents"] += 1
 
@@ -422,6 +439,7 @@ def _read_json(path: pathlib.Path) -> dict[str, Any]:
 
 
 def _write_json(path: pathlib.Path, value: Any) -> None:
+    # A rename within a folder is atomic, so a kill leaves no half-written file of the final name.
     part = path.with_name(f".{path.name}.part")
     part.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     part.rename(path)

@@ -69,6 +69,8 @@ def load_python_docs_cloze(split: str, options: ClozeOptions, training: bool) ->
 def documents(split: str) -> dict[str, list[str]]:
     """Returns topic -> paragraphs of prose, each in one line and in one topic only."""
     found: dict[str, list[str]] = {}
+    # Some topics repeat paragraphs of others; each stays in the first, so that the splits share
+    # none.
     seen = set[str]()
     for topic, text in sorted(topics.topics.items()):
         blocks = (_prose(block) for block in re.split(r"\n\s*\n", text))
@@ -93,11 +95,13 @@ def cloze_questions(split: str) -> list[Question]:
             parts = list(sentences([context], "split", Counter()))
             place = 0
             for part in parts:
+                # Searched from the last sentence's end on, because a sentence may occur twice.
                 first = context.index(part, place)
                 place = first + len(part)
                 found = list(re.finditer(r"\w+", part))
                 if len(parts) < 2 or len(found) < _LEAST_WORDS:
                     continue
+                # A fixed seed: the questions are a data set, and the same in every run.
                 draws = words(0, len(questions), np.arange(2))
                 size = 1 + int(below(draws[0], 3))
                 start = int(below(draws[1], len(found) - size + 1))
@@ -130,6 +134,7 @@ def _shards(vocab_size: int) -> dict[str, TokenShards]:
             else:
                 settings = Settings(vocab=str(vocabulary))
             prepare_text([f"{folder}/*.txt"], output, settings, processes=1)
+            # In memory, because the folder is deleted at the end.
             prepared[split] = TokenShards(output, in_memory=True)
     return prepared
 

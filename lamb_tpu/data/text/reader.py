@@ -14,6 +14,7 @@ from lamb_tpu.errors import UserError
 
 DOCUMENT_RULES = ("file", "blank-lines", "titles")
 TFDS_PREFIX = "tfds:"
+# A document is held in memory as a whole.
 _MAX_DOCUMENT_BYTES = 2**28
 _TITLE = re.compile(r"= (?!=).*[^=] =")  # of an article in WikiText; a section has = = on each side
 
@@ -59,6 +60,7 @@ def cut_files(paths: Sequence[str], rule: str, max_bytes: int) -> list[Piece]:
                 "documents in it are by --documents=blank-lines or --documents=titles"
             )
         step = size if rule == "file" else max_bytes
+        # An empty file is a piece too, so that it is counted.
         for start in range(0, size, step) if size else [0]:
             stop = min(start + step, size)
             pieces.append(Piece(path, start, stop, stop - start))
@@ -89,6 +91,7 @@ def read_piece(piece: Piece, rule: str, counts: Counter[str]) -> Iterator[list[s
     num_bytes = 0  # size of the current document
     with open(piece.path, "rb") as file:
         if piece.start:
+            # From the byte before, so that a line that begins exactly at the start is not skipped.
             file.seek(piece.start - 1)
             file.readline()  # the rest of a line that began in the previous piece
         position = file.tell()
@@ -98,9 +101,11 @@ def read_piece(piece: Piece, rule: str, counts: Counter[str]) -> Iterator[list[s
                 if lines:
                     counts["documents"] += 1
                     yield lines
+                # This document belongs to the next piece, though its first line was read here.
                 if blank >= piece.stop:
                     return
                 lines, num_bytes = [], 0
+            # No document begins in this piece.
             elif lines is None and position >= piece.stop:
                 return
             if lines is not None and text:
@@ -166,6 +171,7 @@ def cut_tfds(name: str, data_dir: str | None, max_bytes: int) -> list[Piece]:
     """Cuts a prepared set's records into pieces of about `max_bytes`. Raises as `tfds_builder`."""
     builder, split = tfds_builder(name, data_dir)
     info = builder.info.splits[split]
+    # TFDS knows the size of a split, not of each record.
     bytes_each = max(1, info.num_bytes // max(1, info.num_examples))
     step = max(1, max_bytes // bytes_each)
     return [
@@ -215,4 +221,5 @@ def _decode(path: str, position: int, content: bytes) -> tuple[str, bool]:
         text = content.decode()
     except UnicodeDecodeError:
         text, broken = content.decode(errors="replace"), True
+    # Some editors begin a UTF-8 file with a byte order mark.
     return text.removeprefix("\ufeff").strip(), broken

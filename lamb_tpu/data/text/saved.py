@@ -31,6 +31,7 @@ def read(path: str | pathlib.Path) -> tuple[Vocabulary, bool | None]:
     path = pathlib.Path(path).expanduser()
     file = path / VOCABULARY if path.is_dir() else path
     vocabulary = Vocabulary.read(file)
+    # transformers' tokenizer of BERT removes case unless `do_lower_case` is false.
     for name in (SETTINGS, _OF_TRANSFORMERS):
         beside = file.with_name(name)
         if not beside.is_file():

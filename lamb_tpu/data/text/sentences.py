@@ -56,11 +56,14 @@ def _split(line: str) -> Iterator[str]:
 def _ends_sentence(line: str, start: int, match: re.Match[str]) -> bool:
     if match[0][0] in "。！？":
         return True
+    # A sentence begins with a capital letter, a digit, or a letter of a script without case.
     following = line[match.end() : match.end() + 4].lstrip(_OPENING)
     if following and not (following[0].isupper() or following[0].isdigit()):
         return following[0].isalpha() and not following[0].islower()  # letters without case
     if match[0].strip() != ".":
         return True
+    # A full stop may belong to an abbreviation or an initial. The word before it is within 20
+    # characters, or it is none of these.
     before = line[max(start, match.start() - 20) : match.start()].split()
     word = before[-1].lstrip(_OPENING) if before else ""
     # "I." ends a sentence about as often as not; other single capitals are initials.
@@ -74,6 +77,7 @@ def _cut(sentence: str) -> Iterator[str]:
         space = sentence.rfind(" ", start, start + MAX_CHARACTERS + 1)
         stop = space if space > start else start + MAX_CHARACTERS
         yield sentence[start:stop]
+        # The space at the cut belongs to neither part.
         start = stop + (stop == space)
     if start < len(sentence):
         yield sentence[start:]

@@ -26,6 +26,7 @@ MANIFEST = "manifest.json"
 VOCABULARY = "vocab.txt"
 FORMAT = 1
 IN_MEMORY_BYTES = 2**30  # token ids up to this size are held in memory by default
+# A record ends before the sentence that would exceed this; a sentence is never cut.
 _RECORD_TOKENS = 8192
 _READ_CHUNK = 256  # records read together when shards are opened
 _OTHER_FILES = 256  # number of files that a process may have open besides shards
@@ -93,6 +94,7 @@ class TokenShards:
         self.folder = pathlib.Path(folder)
         content = _read(self.folder)
         self.manifest = json.loads(content)
+        # The manifest has the hashes of all shards, so its own hash stands for the text.
         self.fingerprint = hashlib.sha256(content).hexdigest()[:12]
         self.vocabulary = Vocabulary.read(self.folder / VOCABULARY)
         self.cased: bool = self.manifest["settings"]["cased"]
@@ -107,6 +109,7 @@ class TokenShards:
         counts: list[int] = []  # sentences of each document
         parts: list[np.ndarray] = []
         record_tokens: list[int] = []
+        # Bounds of sentences are always held in memory, ids only if asked for.
         for path in paths:
             for record in _records(path):
                 continues, sentence_lengths, ids = self._decode(record)
@@ -121,6 +124,7 @@ class TokenShards:
         self.sentence_starts = _starts(np.concatenate([np.zeros(0, np.int64), *lengths]))
         self.document_starts = _starts(np.array(counts, np.int64))
         self._record_starts = _starts(np.array(record_tokens, np.int64))
+        # Damage that can be decoded shows in the totals.
         found = (len(counts), len(self.sentence_starts) - 1, int(self.sentence_starts[-1]))
         stated = self.manifest["counts"]
         expected = (stated["documents"], stated["sentences"], stated["tokens"])
@@ -147,6 +151,7 @@ class TokenShards:
         """
         if self._tokens is not None:
             return self._tokens[places].astype(np.int32)
+        # Each record is read once, however many places are in it.
         record_of = np.searchsorted(self._record_starts, places, side="right") - 1
         wanted, which = np.unique(record_of, return_inverse=True)
         if not len(wanted):
@@ -157,10 +162,12 @@ class TokenShards:
             raise _unreadable(self.folder, error) from error
         ids = [self._decode(item)[2] for item in records]
         offsets = _starts(np.array([len(item) for item in ids], np.int64))[:-1]
+        # From a place in the row of all tokens to one in the records that were read.
         shift = (offsets - self._record_starts[wanted])[which.reshape(places.shape)]
         return np.concatenate(ids)[places + shift].astype(np.int32)
 
     def _decode(self, record: bytes) -> tuple[bool, np.ndarray, np.ndarray]:
+        # The header has two uint32, 8 bytes, and 4 bytes for the length of each sentence.
         continues, count = np.frombuffer(record, "<u4", 2)
         lengths = np.frombuffer(record, "<u4", count, offset=8).astype(np.int64)
         return bool(continues), lengths, np.frombuffer(record, self._dtype, offset=8 + 4 * count)
@@ -245,6 +252,7 @@ def _allow_open(folder: pathlib.Path, num_shards: int) -> None:
             f"process may open {hard:,} files here; raise that (ulimit -Hn), or prepare the text "
             "with a larger --shard-bytes"
         )
+    # A process may raise its soft limit up to the hard one.
     if soft != resource.RLIM_INFINITY:
         wanted = soft + num_shards
         limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)

@@ -93,6 +93,7 @@ def read_questions(path: str | pathlib.Path) -> list[Question]:
         raise UserError(f"{path} has no question")
     seen = set[str]()
     for question in questions:
+        # The id names the prediction, so it must be unique.
         if question.id in seen:
             raise UserError(f"{path} has the question {question.id} twice")
         seen.add(question.id)
@@ -125,6 +126,7 @@ def make_features(
       UserError: the lengths leave no room, a question for training has no answer, or no question
         is left.
     """
+    # The least context of a window, beside the longest question and three special tokens.
     room = max_length - max_query - 3
     if min(room, document_stride, max_query) < 1 or document_stride > room:
         raise UserError(
@@ -133,6 +135,7 @@ def make_features(
             "at least 1 and at most that"
         )
     tokenizer = make_tokenizer(vocabulary, cased)
+    # Many questions share a context, which is tokenized once.
     texts = list(dict.fromkeys(question.context for question in questions))
     encoded = tokenizer.encode_batch(texts, add_special_tokens=False)
     contexts = {text: _Context(item) for text, item in zip(texts, encoded)}
@@ -142,6 +145,7 @@ def make_features(
     for number, (question, query) in enumerate(zip(questions, queries)):
         context = contexts[question.context]
         span = None
+        # A question without an answer is trained on too, with both positions at [CLS].
         if training and not question.impossible:
             span = _answer_span(question, context)
             if span is None:
@@ -161,10 +165,12 @@ def make_features(
         )
     if not rows:
         raise UserError("there is no question to make features of")
+    # A row is one window; all rows have the same keys.
     stacked = {key: np.stack([row[key] for row in rows]) for key in rows[0]}
     for key in ("start_position", "end_position", "question"):
         if key in stacked:
             stacked[key] = stacked[key].astype(np.int32)
+    # These lead from tokens back to text, on the host; they are no fields of a batch.
     apart = {
         key: stacked.pop(key) for key in ("question", "char_start", "char_stop", "best_window")
     }
@@ -214,6 +220,8 @@ def _answer_span(question: Question, context: _Context) -> tuple[int, int] | Non
     stop = start + len(text)
     if not text or start < 0 or question.context[start:stop] != text:
         return None
+    # The first token that ends after the answer's first character, and the last that begins before
+    # its end.
     first = int(np.searchsorted(context.char_stop, start, side="right"))
     last = int(np.searchsorted(context.char_start, stop, side="left")) - 1
     return (first, last) if first <= last else None
@@ -237,10 +245,12 @@ def _windows(
     room = max_length - len(query_ids) - 3
     num_tokens = len(context.ids)
     firsts = [0]
+    # Windows start a stride apart, until one reaches the end of the context.
     while firsts[-1] + room < num_tokens:
         firsts.append(firsts[-1] + stride)
     sizes = [min(room, num_tokens - first) for first in firsts]
     best = _best_windows(np.array(firsts), np.array(sizes), num_tokens)
+    # The context begins behind [CLS], the question and [SEP].
     offset = len(query_ids) + 2
     rows = []
     for number, (first, size) in enumerate(zip(firsts, sizes)):

@@ -58,10 +58,13 @@ def train_vocabulary(
             f"--train-vocab={size} is too few: the special tokens and single characters of this "
             f"text are {len(given):,}"
         )
+    # Special tokens keep their order in the vocabulary. The characters are given as such, so the
+    # trainer needs no alphabet of its own.
     trainer = trainers.WordPieceTrainer(
         vocab_size=size, special_tokens=given, limit_alphabet=0, show_progress=False
     )
     tokenizer.train_from_iterator(read(), trainer)
+    # `get_vocab` has no order; the ids give it.
     ids = tokenizer.get_vocab()
     return Vocabulary(sorted(ids, key=ids.__getitem__))
 
@@ -70,6 +73,7 @@ def _characters(parts: Iterable[str], tokenizer: Tokenizer) -> list[str]:
     """Returns the most frequent characters of a text, and `##` with those within words."""
     words, frequencies, within = Counter[str](), Counter[str](), set[str]()
 
+    # A word is split once, however often it occurs.
     def count_characters() -> None:
         for text, count in words.items():
             for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(text):

@@ -38,8 +38,11 @@ class Cast:
         parts = collectives.reduce_scatter(
             [leaves[i] for i in split], [axes[i] for i in split], state_axis, self.dtype
         )
+        # The parts are small by then: devices that hold the same part add theirs up, over the outer
+        # axes of the batch.
         if outer := all_axes[:-1]:
             parts = collectives.all_reduce(parts, outer, self.dtype)
         sums = collectives.all_reduce([leaves[i] for i in whole], all_axes, self.dtype)
+        # Back into the order of the leaves.
         placed = dict(zip(split + whole, parts + sums, strict=True))
         return treedef.unflatten([placed[i] for i in range(len(leaves))]), residual
