@@ -59,6 +59,12 @@ def define_process_flags() -> None:
         "num_processes", None, "Number of the run's processes; 1 looks for no others."
     )
     flags.DEFINE_integer("process_id", None, "Id of this process, from 0.")
+    define_cpu_devices()
+
+
+def define_cpu_devices() -> None:
+    """Defines --cpu_devices, which `lamb_tpu.run.cores.make_devices` reads."""
+    flags.disclaim_key_flags()
     flags.DEFINE_string(
         "cpu_devices",
         "auto",
@@ -75,6 +81,7 @@ def answer_help() -> None:
     """
     help_asked = [item for item in sys.argv if re.fullmatch(r"-{1,2}(h|help|helpfull)", item)]
     if help_asked:
+        # absl heads the help with the docstring of the main module.
         program = sys.modules["__main__"]
         program.__doc__ = terminal.fit_docstring(program.__doc__ or "")
 
@@ -86,6 +93,7 @@ def answer_help() -> None:
 
 
 def _parse_flags(argv: list[str], required: Sequence[str]) -> list[str]:
+    # Asked again for commands, such as the launcher, that have not asked before their imports.
     answer_help()
     try:
         if "config" in flags.FLAGS:
@@ -101,6 +109,7 @@ def _parse_with_config(argv: list[str], required: Sequence[str]) -> list[str]:
     """Parses flags that include --config, and applies and checks its overrides."""
     from lamb_tpu.run import overrides  # late: it imports every optimizer, model, task and data set
 
+    # A --flagfile is expanded first, so that overrides inside it are found too.
     everything = [argv[0], *flags.FLAGS.read_flags_from_files(argv[1:], force_gnu=False)]
     own, argv = overrides.take(_with_path(everything))
     _ARGV[:] = argv
@@ -109,6 +118,8 @@ def _parse_with_config(argv: list[str], required: Sequence[str]) -> list[str]:
     except UserError:
         raise
     except (Exception, SystemExit):  # a config file can raise anything
+        # ml_collections reports a bad file or key in its own words. These two calls find the cause
+        # again and name it; any other error is raised as it is.
         _check_overrides(argv, _load_config_file(argv))
         raise
     config = flags.FLAGS["config"].value
@@ -117,6 +128,7 @@ def _parse_with_config(argv: list[str], required: Sequence[str]) -> list[str]:
     if config is not None:
         overrides.apply(config, own)
         _check_phases(everything, config)
+    # A config is printed without a workdir.
     if flags.FLAGS.print_config:
         required = ["config"]
     _check_given(rest, required)
@@ -134,6 +146,7 @@ def _with_path(argv: list[str]) -> list[str]:
             flag += "="
         else:
             continue
+        # The file ends at the first colon; the rest is the recipe's argument.
         path, colon, argument = value.partition(":")
         found[number] = flag + recipe_path(path) + colon + argument
     return found
@@ -144,6 +157,8 @@ def _check_given(rest: Sequence[str], required: Sequence[str]) -> None:
         raise UserError(f"unexpected argument {rest[1]!r}; flags start with --, see --help")
     for name in flags.FLAGS:  # an empty path would be the current folder
         flag = flags.FLAGS[name]
+        # Keys of the config may be empty, and a required flag that is empty counts as missing
+        # below.
         if (
             flag.present and flag.value == "" != flag.default
             and not name.startswith("config.") and name not in required
@@ -160,6 +175,7 @@ def _load_config_file(argv: list[str]) -> ConfigDict:
     Raises:
       UserError: there is no such config, or its file fails.
     """
+    # Both forms, --config=FILE and --config FILE; the last one counts, as in absl.
     values = [
         item.partition("=")[2] if "=" in item else following
         for item, following in itertools.zip_longest(argv, argv[1:])
@@ -180,6 +196,8 @@ def _load_config_file(argv: list[str]) -> ConfigDict:
     except UserError:
         raise
     except (Exception, SystemExit) as error:
+        # The innermost line within the config file is the one to show. A file with a syntax error
+        # did not run, so it has no frame; the error has the line.
         lines = [
             frame.lineno
             for frame in traceback.extract_tb(error.__traceback__)
@@ -203,6 +221,7 @@ def _load_config_file(argv: list[str]) -> ConfigDict:
 def _check_overrides(argv: list[str], config: ConfigDict) -> None:
     """Raises a UserError for an override of an unknown key."""
     for item in argv:
+        # absl sets a boolean to False by --noconfig.KEY.
         override = re.match(r"-{1,2}(?:no)?config\.([^=]*)", item)
         node, path = config, "config"
         for part in override[1].split(".") if override else ():
@@ -250,6 +269,7 @@ def run_main(main: Callable[[], None], required: Sequence[str] = ()) -> None:
         del argv
         if not flags.FLAGS["verbosity"].present:
             logging.set_verbosity(logging.WARNING)  # Orbax logs a great deal at INFO
+        # This import would bring JAX to commands that do without it, such as the launcher.
         if "jax" in sys.modules:
             from lamb_tpu.optim.quiet import hush_libtpu
 
@@ -260,6 +280,7 @@ def run_main(main: Callable[[], None], required: Sequence[str] = ()) -> None:
             main()
         sys.stdout.flush()  # a failure can be reported here, but not at exit
 
+    # A command that saves before it ends replaces this handler.
     signal.signal(signal.SIGTERM, _end_preempted)
     logging.set_verbosity(logging.ERROR)  # ml_collections would warn of what is an error below
     try:
@@ -280,12 +301,14 @@ def run_main(main: Callable[[], None], required: Sequence[str] = ()) -> None:
             traceback.print_exc()
         else:
             print(f"error: {told}", file=sys.stderr)
+        # Status 2 means a mistake of the user's, which a bug or a lost process is not.
         _end(1 if told is None or _is_of_lost_peer(error) else 2)
 
 
 def _sentence(error: Exception) -> str | None:
     """Returns one sentence for an error that is not a bug of the program; None for a bug."""
     lost_output = terminal.lose_stdout(error)
+    # XLA's messages can be pages long.
     reason = " ".join(str(error).split())[:300]
     if lost_output is not None:
         return f"standard output cannot be written ({lost_output})"
@@ -345,6 +368,7 @@ def _end_where_unraisable(
         before(unraisable)
         return
     print(unraisable.exc_value, file=sys.stderr, flush=True)
+    # Python ignores exceptions in this hook too, so `sys.exit` would not end the process.
     os._exit(os.EX_TEMPFAIL)
 
 

@@ -42,7 +42,7 @@ ROOMS: dict[str, set[str]] = {
     "cost": set(),
     "cluster": set(),
     "models": {"files", "cost"},
-    "data": {"files"},
+    "data": {"files", "cluster"},
     "tasks": {"models", "data"},
     "parallel": {"optim", "tasks", "models"},
     "store": {"files", "cluster", "data", "optim"},

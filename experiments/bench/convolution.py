@@ -21,7 +21,7 @@ from jax import lax
 
 from experiments.bench.text_throughput import processor
 from lamb_tpu import cli
-from lamb_tpu.data.images.source import num_cores
+from lamb_tpu.cluster.host import num_cores
 from lamb_tpu.models.convolution import convolve
 
 

@@ -23,6 +23,7 @@ from absl import flags
 from experiments.bench.cpu_networks import NETWORKS, Network, config_of
 from lamb_tpu import cli
 from lamb_tpu.cluster import cpu_devices
+from lamb_tpu.cluster.host import num_cores
 from lamb_tpu.run.build import prepare
 
 Update = Callable[[], None]
@@ -50,7 +51,7 @@ def theirs(network: Network, form: str) -> Update | None:
         module = network.peer(torch)
     except ImportError:
         return None
-    torch.set_num_threads(cpu_devices.num_cores())
+    torch.set_num_threads(num_cores())
     optimizer = timm.Lamb(module.parameters(), lr=1e-3, weight_decay=0.01, foreach=True)
     if network.pixels:
         # PyTorch's own advice for convolutions on CPUs.
@@ -152,7 +153,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     flags.DEFINE_integer("rounds", 5, "Timed updates of each contender.", lower_bound=1)
-    flags.DEFINE_integer("devices", cpu_devices.num_cores(), "Devices of the CPU.", lower_bound=1)
+    flags.DEFINE_integer("devices", num_cores(), "Devices of the CPU.", lower_bound=1)
     flags.DEFINE_multi_enum("networks", [], list(NETWORKS), "Those to measure; default all.")
     flags.DEFINE_bool("write", False, "Whether to write cpu_step.md beside this file.")
     cli.run_main(main)

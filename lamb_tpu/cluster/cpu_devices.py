@@ -4,6 +4,7 @@ import os
 
 import jax
 
+from lamb_tpu.cluster.host import num_cores
 from lamb_tpu.errors import UserError
 
 AUTO = "auto"
@@ -11,13 +12,6 @@ AUTO = "auto"
 # under way on all devices, the all-reduce of a step can wait for ever.
 _THREADS = 32
 _FORCED = "xla_force_host_platform_device_count"
-
-
-def num_cores() -> int:
-    """Returns the number of cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def is_set_elsewhere() -> bool:

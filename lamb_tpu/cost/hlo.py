@@ -12,10 +12,13 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
+# Of a computation: 'ENTRY %main (x: f32[8]) -> f32[8] {'.
 _HEADER = re.compile(r"(ENTRY )?%?([^\s(]+) \(.*\{$")
+# Of an instruction: ' ROOT %y = f32[8]{0} add(%x, %x), metadata={...}'.
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%?(\S+) = (.*?)\s([a-z][a-z0-9-]*)\((.*)")
 _CYCLES = re.compile(r'"estimated_cycles":"?(\d+)')
 _CONSTANT = re.compile(r"(-?\d+)\)")
+# Of a type: 'f32[8,3]' or 'f8e4m3fn[8]'; a scalar is 'f32[]'.
 _ARRAY = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+[a-z]*)?)\[([\d,]*)\]")
 
 
@@ -128,6 +131,7 @@ class Program:
                 root = instruction if found[1] else root
         if self.entry not in self.computations:
             raise ValueError("the text is no HLO module: it has no entry computation")
+        # The first line has one count, or both; a module for one device has none.
         counts = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", hlo.partition("\n")[0])
         self.num_devices = math.prod(int(count) for count in counts)
 
@@ -145,6 +149,8 @@ class Program:
           ValueError: a loop with counted instructions has an unknown number of iterations.
         """
 
+        # A computation may be called from several places. Its runs are found once, with their
+        # sizes.
         @functools.cache
         def of(name: str) -> tuple[list[Execution], int]:
             computation = self.computations[name]
@@ -170,6 +176,8 @@ class Program:
         """
         if instruction.opcode == "while":
             called = instruction.attribute("body") + instruction.attribute("condition")
+            # The number of iterations is needed only if the loop has counted instructions; it may
+            # be unknown otherwise.
             if not any(of(name)[1] for name in called):
                 return []
             times = self._turns(instruction, computation)
@@ -190,6 +198,8 @@ class Program:
         body = self.computations[loop.attribute("body")[0]]
         condition = self.computations[loop.attribute("condition")[0]]
         try:
+            # The condition must be counter < limit, with the counter an element of the loop's
+            # tuple.
             if condition.root.opcode != "compare" or "direction=LT" not in condition.root.rest:
                 raise KeyError(condition.root.opcode)
             counter, limit = condition.root.operands()
@@ -197,15 +207,18 @@ class Program:
             if found is None:
                 raise KeyError(counter)
             index = int(found[1])
+            # The counter before the loop, in the tuple that the loop gets; and in the tuple that
+            # the body returns.
             start = computation.instructions[loop.operands()[0]].operands()[index]
             step = body.instructions[body.root.operands()[index]]
             if step.opcode != "add":
                 raise KeyError(step.opcode)
-            return math.ceil(
+            return max(0, math.ceil(
                 (_value(limit, condition) - _value(start, computation))
                 / _value(step.operands()[1], body)
-            )
-        except (KeyError, IndexError, TypeError):
+            ))
+        # Any other form of loop ends here: a name that is not found, or too few operands.
+        except (KeyError, IndexError, TypeError, ZeroDivisionError):
             raise ValueError(f"the loop %{loop.name} does not tell how often it runs") from None
 
 
@@ -316,12 +329,15 @@ def _convolution(convolution: Instruction, computation: Computation) -> int:
         return window[key].split("x") if key in window else [default] * len(spatial)
 
     spatial = sorted(label for label in inputs if label.isdigit())
+    # Pairs of an output place and a kernel place that meet a value of the input and not a zero. The
+    # axes are independent, so their numbers multiply.
     pairs = 1
     for axis, size, stride, pad, spread, dilation, turned in zip(
         spatial, each("size", "1"), each("stride", "1"), each("pad", "0_0"),
         each("lhs_dilate", "1"), each("rhs_dilate", "1"), each("rhs_reversal", "0"), strict=True,
     ):
         del turned  # a reversed kernel multiplies as often
+        # Padding is 'low_high', and the high side does not move any place.
         low = int(pad.split("_")[0])
         places = (
             place * int(stride) + offset * int(dilation) - low

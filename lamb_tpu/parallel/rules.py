@@ -48,6 +48,8 @@ def partition_params(
     checked = [check_rule(number, rule) for number, rule in enumerate(rules)]
 
     def place(name: str, leaf: Any, fact: ParameterFacts) -> NamedSharding:
+        # All matches, so that an idle rule can be told apart: it matches nothing, or only what
+        # earlier rules have decided.
         found = [i for i, (pattern, _) in enumerate(checked) if pattern.search(name)]
         decided.update(found)
         if not found:
@@ -56,6 +58,7 @@ def partition_params(
         split, where = rules[found[0]][1], f"config.parallel.rules[{found[0]}]"
         if split == "fsdp":
             axis = divisible_axis(leaf.shape, mesh, fact)
+            # A scalar, also one for each stacked layer, is too small to matter and stays whole.
             if axis is None and leaf.ndim > len(fact.layer_axes):
                 parts = mesh.shape[mesh_lib.state_axis(mesh)]
                 raise UserError(
@@ -121,6 +124,7 @@ def _spec(
             f"{where} has {len(split)} axes and {name!r} has the shape {shape}; give one for each "
             "axis of the parameter"
         )
+    # One list of rules serves meshes with and without an axis.
     axes = [axis if axis in mesh.shape else None for axis in split]
     for axis, size in zip(axes, shape, strict=False):
         if axis is not None and size % mesh.shape[axis]:
@@ -142,7 +146,6 @@ def sequence_axes(mesh: Mesh, num_heads: int, length: int) -> tuple[str, ...]:
     """The mesh axes over which a model splits sequences, see `transformer.split_sequence`.
 
     Args:
-      mesh: over all devices.
       mesh: the mesh over all devices.
       num_heads: number of attention heads.
       length: length of the sequences, in tokens.
@@ -158,6 +161,7 @@ def sequence_axes(mesh: Mesh, num_heads: int, length: int) -> tuple[str, ...]:
             f"config.mesh.sequence is {sequence}, which does not divide sequences of {length} "
             "tokens"
         )
+    # In attention a device has whole sequences of some heads, split over both axes.
     if num_heads % (sequence * model):
         raise UserError(
             f"config.mesh.sequence={sequence} and config.mesh.model={model} split attention into "
@@ -173,7 +177,9 @@ def _check_mesh_is_used(shardings: Any, mesh: Mesh, activation_axes: Sequence[st
         for entry in sharding.spec
         for axis in (entry if isinstance(entry, tuple) else (entry,))
     }
-    for axis in set(mesh.shape) - set(mesh_lib.BATCH_AXES) - set(activation_axes) - named:
+    # Devices along an axis that splits nothing would all compute the same.
+    used = {*mesh_lib.BATCH_AXES, *activation_axes, *named}
+    for axis in (axis for axis in mesh.shape if axis not in used):
         raise UserError(
             f"config.mesh.{axis} is {mesh.shape[axis]}, but nothing is split over that axis; make "
             "it 1, or give config.parallel.rules that name it"
@@ -198,6 +204,7 @@ def divisible_axis(
     parts = mesh.shape[mesh_lib.state_axis(mesh)]
     for axis, size in enumerate(shape):
         free = axis >= len(taken) or taken[axis] is None
+        # An axis of length 0 divides by anything, but there is nothing to split.
         if free and axis not in facts.layer_axes and size % parts == 0 and size:
             return axis
     return None
@@ -207,6 +214,7 @@ def split_spec(spec: PartitionSpec, axis: int | None, mesh: Mesh) -> PartitionSp
     """Returns `spec` with `axis` split over the state axis too; None returns it unchanged."""
     if axis is None:
         return spec
+    # A spec may be shorter than the parameter has axes.
     axes = list(spec) + [None] * (axis + 1 - len(spec))
     axes[axis] = mesh_lib.state_axis(mesh)
     return _trimmed(axes)
@@ -247,6 +255,7 @@ def zero1(params: Any, params_sharding: Any, mesh: Mesh, facts: Any) -> Any:
 
     def place(leaf: Any, sharding: NamedSharding, fact: ParameterFacts) -> NamedSharding:
         state = mesh_lib.state_axis(mesh)
+        # Under FSDP the parameter itself is split over the state axis, and so are its moments.
         if state in sharding.spec:
             return sharding
         axis = divisible_axis(leaf.shape, mesh, fact, sharding.spec)

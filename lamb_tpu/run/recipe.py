@@ -122,6 +122,7 @@ def resolve(config: ConfigDict, num_examples: int, updates_before: int = 0) -> R
     """
 
     def in_steps(text: str) -> float:
+        # `total_steps` is set below, before the first call: a percentage needs it.
         return durations.parse(text).steps(config.batch_size, num_examples, total_steps)
 
     def steps(key: str) -> float:
@@ -140,6 +141,7 @@ def resolve(config: ConfigDict, num_examples: int, updates_before: int = 0) -> R
             f"{config.batch_size:,} examples; a run has at most {_MOST_UPDATES:,}"
         )
 
+    # The learning rate.
     schedule = config.schedule
     peak, warmup_steps = _peak_and_warmup(config, num_examples, steps("schedule.warmup"))
     hold_steps, decay = steps("schedule.hold"), _decay(schedule, peak, in_steps)
@@ -156,6 +158,7 @@ def resolve(config: ConfigDict, num_examples: int, updates_before: int = 0) -> R
             first_step=schedule.first_step,
             **decay,
         )
+    # For `is_due` an interval of 0 means never, which makes no sense for these three.
     intervals = {}
     for key in ("eval.every", "checkpoint.every", "log.every"):
         intervals[key] = steps(key)
@@ -210,6 +213,7 @@ def _decay(
     if decay not in DECAY_KEYS:
         raise UserError(f"config.schedule.decay is {decay!r}; known: {', '.join(DECAY_KEYS)}")
     defaults = base_config().schedule
+    # A field of another decay would be ignored without a word.
     for key in sorted({key for keys in DECAY_KEYS.values() for key in keys}):
         if key not in DECAY_KEYS[decay] and schedule[key] != defaults[key]:
             raise UserError(
@@ -256,6 +260,7 @@ def _weight_decay(config: ConfigDict, num_examples: int, peak: float) -> float |
             "config.schedule.weight_decay_scaling is 'timescale', which needs "
             "config.optimizer.name='adamw' and config.optimizer.weight_decay"
         )
+    # A duration in steps sees more data at a larger batch, so each batch size has its data size.
     duration, base_size = durations.parse(config.duration), config.schedule.base_batch_size
     with naming("config.schedule.weight_decay_scaling"):
         timescale = scaling.adamw_timescale(
@@ -299,10 +304,12 @@ def resolve_optimizer(
             "keeps an average of the weights itself, at which it is evaluated; it must be 0"
         )
     with naming("config.optimizer"):
+        # Only the mesh, the layout and the backend say over which axes an update is split.
         if fields.get("axis_name") is not None:
             raise UserError("axis_name has no meaning in a config: config.parallel decides it")
         fields["name"] = optimizer_of(fields.get("name"))
         rules = _rules(fields)
+        # The arguments of a user's own optimizer; `make_optimizer` checks those that all take.
         if callable(fields["name"]):
             known = own.fields(fields["name"], ("learning_rate", "axis_name"))
             given = {key: value for key, value in fields.items() if key in known}
@@ -330,9 +337,10 @@ def _rules(fields: Mapping[str, Any]) -> parameters.Rules:
 
 @contextlib.contextmanager
 def naming(key: str) -> Iterator[None]:
-    """Turns a ValueError or TypeError of a wrong value into a UserError that names a config key."""
+    """Turns the error that a wrong value raises into a UserError that names a config key."""
     try:
         yield
     except (ValueError, TypeError, ArithmeticError, UserError) as error:
         text = " ".join(str(error).split())
+        # A message that names its key already is left as it is.
         raise UserError(text if text.startswith("config.") else f"{key}: {text}") from error

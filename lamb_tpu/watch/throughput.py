@@ -26,6 +26,7 @@ class Throughput(Observer):
         self._first = start.step + 1
 
     def updated(self, step: int, state: TrainState) -> None:
+        # Later updates are only started when this hook is called, so they cannot be timed here.
         if step == self._first:
             self._since = (step, time.monotonic())
 
@@ -34,11 +35,13 @@ class Throughput(Observer):
         if self._since is None:
             return
         first, began = self._since
-        updates, seconds = record.step - first, time.monotonic() - began
-        self._since = (record.step, time.monotonic())
+        ended = time.monotonic()
+        updates, seconds = record.step - first, ended - began
+        self._since = (record.step, ended)
         if not updates or seconds <= 0:
             return
         rates = {name: amount * updates / seconds for name, amount in self._amounts.items()}
+        # MFU is shown to the user; the other rates are only written.
         if "mfu" in rates:
             record.values["mfu"] = rates.pop("mfu")
         record.rates |= rates
@@ -50,4 +53,5 @@ class Throughput(Observer):
         yield
         if self._since is not None:
             first, began = self._since
+            # As if the updates before the pause had begun later by its length.
             self._since = (first, began + time.monotonic() - before)

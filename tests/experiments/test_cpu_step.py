@@ -23,7 +23,8 @@ def test_networks_are_recipes(name: str) -> None:
 
 
 def test_times_are_of_updates() -> None:
-    network = NETWORKS["LeNet-5"]._replace(batch=16, peer=missing)
+    model = {"name": "mlp", "hidden_sizes": (8,), "num_classes": 10}
+    network = NETWORKS["LeNet-5"]._replace(model=model, batch=16, peer=missing)
     updates = cpu_step.contenders(network)
     assert updates.keys() == {"ours, 1", "ours, 8"}
     seconds = {"ours, 1": 0.4, "ours, 8": 0.2, "eager": 0.1, "compiled": 0.3}

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from ml_collections import ConfigDict
 
-from configs import cifar10, digits, imagenet_efficientnet, mnist_lenet
-from lamb_tpu.cluster import cpu_devices
+from configs import bert_pretrain, cifar10, digits, imagenet_efficientnet, mnist_lenet
+from lamb_tpu.cluster.host import num_cores
 from lamb_tpu.errors import UserError
 from lamb_tpu.run import cores
 from tests import tiny
@@ -46,6 +46,13 @@ def test_groups_of_batch_norm_have_to_fit() -> None:
     config = cifar10.get_config()
     config.batch_size, config.model.group_size = 48, 16
     assert cores.choose(config, 4) == 3  # of 12 rows a device a group would have a part
+
+
+def test_phases_share_the_devices() -> None:
+    config = bert_pretrain.get_config("size=tiny")
+    first, second = (config.phases[name] for name in sorted(config.phases))
+    first.batch_size, second.batch_size = 32, 12
+    assert cores.choose(config, 8) == 4
 
 
 def test_mistake_in_a_config() -> None:
@@ -84,11 +91,11 @@ def test_a_run_goes_on_with_other_devices(tmp_path: pathlib.Path) -> None:
     assert wrong.returncode == 2 and wrong.stderr.startswith("error: --cpu_devices is 'many'; it ")
 
 
-@pytest.mark.skipif(cpu_devices.num_cores() < 2, reason="there is one core")
+@pytest.mark.skipif(num_cores() < 2, reason="there is one core")
 def test_auto_is_one_a_core_for_convolutions(tmp_path: pathlib.Path) -> None:
     done = run(
         "lamb_tpu.train", "--config=configs/mnist_lenet.py:smoke", f"--workdir={tmp_path}",
         "--config.duration=1 steps", "--config.log.tensorboard=false",
     )
-    count = max(n for n in range(1, cpu_devices.num_cores() + 1) if 128 % n == 0)
+    count = max(n for n in range(1, num_cores() + 1) if 128 % n == 0)
     assert f"mesh: data={count} over {count} cpu device(s)" in done.stdout, done.stderr

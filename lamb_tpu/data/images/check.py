@@ -13,10 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NoReturn
 
 from lamb_tpu import terminal
+from lamb_tpu.cluster.host import num_cores
 from lamb_tpu.data import load
 from lamb_tpu.data.images.jpeg import MAX_PIXELS, BadImage, decode_whole
 from lamb_tpu.data.images.records import Records
-from lamb_tpu.data.images.source import ImageSource, num_cores
+from lamb_tpu.data.images.source import ImageSource
 from lamb_tpu.data.images.tally import KINDS
 from lamb_tpu.errors import UserError
 

@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
+from lamb_tpu.cluster.host import num_cores
 from lamb_tpu.data.images.jpeg import BadImage, decode_whole
-from lamb_tpu.data.images.source import num_cores
 from lamb_tpu.data.source import ArraySource
 from lamb_tpu.data.splits import slices
 from lamb_tpu.errors import UserError

@@ -1,7 +1,6 @@
 """A `Source` of encoded pictures, decoded, cropped and augmented while they are read."""
 
 import functools
-import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import cast, get_args
 import cv2
 import numpy as np
 
+from lamb_tpu.cluster.host import num_cores
 from lamb_tpu.data.hashing import words
 from lamb_tpu.data.images.crops import Box, central_box, inception_box, tpu_fraction
 from lamb_tpu.data.images.jpeg import MAX_PIXELS, BadImage, Resize, decode_crop
@@ -269,12 +269,3 @@ class ImageSource:
         if options.erasing:
             image = random_erasing(image, rng, options.erasing)
         return image
-
-
-def num_cores() -> int:
-    """Returns the number of cores that this process may use."""
-    # Containers and batch systems often give a process fewer cores than the machine has. macOS does
-    # not tell.
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
