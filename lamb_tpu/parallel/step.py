@@ -10,6 +10,7 @@ import optax
 from jax.sharding import Mesh, PartitionSpec
 
 from lamb_tpu.parallel import accumulation, backends
+from lamb_tpu.parallel.compiling import compiler_options
 from lamb_tpu.parallel.exchange import make_exchange
 from lamb_tpu.parallel.layout import Layout
 from lamb_tpu.parallel.mesh import batch_axes, batch_sharding, replicated
@@ -161,7 +162,8 @@ def make_train_step(
     # Without shardings of the output the compiler might place the new state otherwise than the old,
     # and compile again for it.
     return jax.jit(
-        update, in_shardings=(shardings, batch), out_shardings=(shardings, whole), donate_argnums=0
+        update, in_shardings=(shardings, batch), out_shardings=(shardings, whole),
+        donate_argnums=0, compiler_options=compiler_options(mesh),
     )
 
 
@@ -170,12 +172,19 @@ def make_eval_step(task: Task, mesh: Mesh) -> jax.stages.Wrapped:
 
     Parameters may be split in any way.
     """
-    return jax.jit(_in_mesh(mesh, task.evaluate), out_shardings=replicated(mesh))
+    return _jit(task.evaluate, mesh)
 
 
 def make_predict_step(task: HostScored, mesh: Mesh) -> jax.stages.Wrapped:
     """Returns `(params, model_state, batch) -> outputs` of all rows, whole on every device."""
-    return jax.jit(_in_mesh(mesh, task.predict), out_shardings=replicated(mesh))
+    return _jit(task.predict, mesh)
+
+
+def _jit(function: Callable[..., Any], mesh: Mesh) -> jax.stages.Wrapped:
+    return jax.jit(
+        _in_mesh(mesh, function), out_shardings=replicated(mesh),
+        compiler_options=compiler_options(mesh),
+    )
 
 
 def _in_mesh(mesh: Mesh, function: Callable[..., Any]) -> Callable[..., Any]:

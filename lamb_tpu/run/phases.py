@@ -24,13 +24,13 @@ from lamb_tpu.config import check_keys, check_values, flatten
 from lamb_tpu.errors import UserError
 from lamb_tpu.run import initial
 from lamb_tpu.run.build import Run, prepare
-from lamb_tpu.store import checksums
+from lamb_tpu.store import checksums, programs
 from lamb_tpu.store.metrics import read_records
 from lamb_tpu.store.workdir import Workdir
 
 # Sections in which a phase may set fields that the config leaves at their defaults.
 _OPEN = ("data.options", "model", "task", "optimizer", "mesh")
-_TAKEN = ("checkpoints", "logs", "tensorboard")  # folders of a run
+_TAKEN = ("checkpoints", programs.FOLDER, "logs", "tensorboard")  # folders of a run
 
 
 @dataclasses.dataclass(frozen=True)

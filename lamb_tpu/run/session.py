@@ -1,4 +1,4 @@
-"""A run's hold on its folder and its process: lock, signals, watchdog, checkpoints."""
+"""A run's hold on its folder and its process: lock, signals, watchdog, checkpoints, programs."""
 
 import contextlib
 from collections.abc import Callable
@@ -11,6 +11,7 @@ from lamb_tpu.cluster.preemption import Preemption
 from lamb_tpu.errors import UserError
 from lamb_tpu.parallel.state import TrainState
 from lamb_tpu.run.build import Run
+from lamb_tpu.store import programs
 from lamb_tpu.store.checkpoint import Checkpoints
 from lamb_tpu.store.metrics import MetricsWriter
 from lamb_tpu.store.position import Position
@@ -52,6 +53,7 @@ class Session:
             enter = stack.enter_context
             # First the lock: nothing may be written into a folder that another run holds.
             enter(self._folder.hold(self._is_first))
+            enter(programs.kept_in(self._folder.path))
             self._preemption = enter(Preemption())
             self._watchdog = enter(distributed.Watchdog(run.config.guards.hang_seconds))
             # Last in and first out: while a save is waited for, signals are still noticed, the

@@ -23,6 +23,7 @@ from lamb_tpu.data.text import saved
 from lamb_tpu.errors import UserError
 from lamb_tpu.files import reading, writing
 from lamb_tpu.optim import durations
+from lamb_tpu.store import programs
 
 _LISTED = 8  # differing keys in a message
 # Files and folders of a run.
@@ -30,7 +31,7 @@ _FILES = (
     "config.json", "run.jsonl", "parameters.txt", "init.json", "metrics.jsonl", "mlperf.log",
     ".lock", saved.VOCABULARY, saved.SETTINGS,
 )
-_FOLDERS = ("checkpoints", "tensorboard")
+_FOLDERS = ("checkpoints", "tensorboard", programs.FOLDER)
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 

@@ -1,0 +1,47 @@
+"""Compiled programs of a run, kept in its workdir, so that a resumed run need not compile again."""
+
+import contextlib
+import hashlib
+import pathlib
+import platform
+from collections.abc import Iterator
+
+import jax
+import jaxlib.version
+from jax.experimental.compilation_cache import compilation_cache
+
+FOLDER = "compiled"
+
+
+@contextlib.contextmanager
+def kept_in(workdir: pathlib.Path) -> Iterator[None]:
+    """Makes a folder of the workdir JAX's compilation cache; one that the user has set stays.
+
+    JAX's limits apply: by default it keeps what took a second or more to compile, and only process
+    0 writes. An entry that cannot be read is compiled anew, with a warning.
+    """
+    if jax.config.jax_compilation_cache_dir is not None:
+        yield
+        return
+    jax.config.update("jax_compilation_cache_dir", str(workdir / FOLDER / _machine()))
+    try:
+        yield
+    finally:
+        jax.config.update("jax_compilation_cache_dir", None)
+        # JAX looks at the folder once, and the next run of this process has another one.
+        compilation_cache.reset_cache()
+
+
+def _machine() -> str:
+    """Returns a name for this kind of machine, by its version of jaxlib and its instruction set.
+
+    A workdir may be resumed on another machine, and a program with instructions that its CPU does
+    not have would end the process.
+    """
+    facts = [jaxlib.version.__version__, platform.system(), platform.machine()]
+    with contextlib.suppress(OSError):  # systems other than Linux have no such file
+        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+        # 'flags' on x86-64, 'Features' on ARM; the same for all cores.
+        facts += [line for line in lines if line.startswith(("flags", "Features"))][:1]
+    digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()
+    return f"jaxlib-{facts[0]}-{digest[:12]}"
