@@ -3,11 +3,11 @@
 XLA's CPU backend has fast convolutions for one order of axes and one group only. JAX' own gradients
 have another order and take tens of times as long within a loop, such as that over microbatches.
 Depthwise convolutions and those with 2x2 outputs are slow everywhere, forward and backward. So
-programs for CPUs are written in another way. The input's gradient is a convolution in the fast
-order, the kernel's a sum of matrix products over chunks of images. If the kernel is depthwise or
-has one place, or the output has few pixels, the convolution is a sum of products over the kernel's
-places. Programs for other devices are JAX' own. `python -m experiments.bench.convolution` measures
-this.
+programs for CPUs are written in another way. Both gradients are convolutions in the fast order: the
+input's of the outputs' gradient, the kernel's with batch and channels exchanged. If the kernel is
+depthwise or has one place, or the output has few pixels, the convolution is a sum of products over
+the kernel's places. Programs for other devices are JAX' own.
+`python -m experiments.bench.convolution` measures this.
 """
 
 import functools
@@ -21,7 +21,6 @@ from jax import lax
 
 _NHWC = ("NHWC", "HWIO", "NHWC")
 _FEW_PIXELS = 9  # outputs up to this size are sums; from 16 pixels on convolutions are as fast
-_CACHE_BYTES = 3 * 2**20  # of the patches that are multiplied at once
 _Pads = tuple[tuple[int, int], ...]
 
 
@@ -180,56 +179,24 @@ def _gradients_on_cpu(
 def _kernel_gradient(
     x: jax.Array, kernel: jax.Array, gradient: jax.Array, strides: tuple[int, ...], pads: _Pads
 ) -> jax.Array:
-    """Computes the kernel's gradient as products of patches and outputs, a few images at a time.
+    """Computes the kernel's gradient as convolutions of the images with the outputs' gradients.
 
-    The patches of all images are many times the images. Those of a few stay in the cache, and a
-    product uses every core.
+    Batch and channels change places: the channels are the batch of this convolution, and the sum
+    over its channels is one over the images. With strides the kernel's places fall into as many
+    kinds as there are pixels in a stride, and each kind sees every so many pixels of the images.
     """
-    (height, width, channels, outputs), (down, right) = kernel.shape, strides
-    rows, out_height, out_width = gradient.shape[:3]
-    pixels, places = out_height * out_width, height * width * channels
-    # The rows of each device are cut alike, and are all here inside shard_map.
-    mesh = jax.sharding.get_abstract_mesh()
-    automatic = [mesh.shape[axis] for axis in mesh.axis_names if axis not in mesh.manual_axes]
-    parts = math.gcd(rows, math.prod(automatic))
-    images = _images_a_chunk(rows // parts, pixels * places * x.dtype.itemsize)
     dtype = jnp.promote_types(x.dtype, jnp.float32)
-
-    def chunks(tree: jax.Array) -> jax.Array:
-        tree = tree.reshape(parts, rows // parts // images, images, *tree.shape[1:])
-        return jnp.moveaxis(tree, 1, 0)
-
-    def add(total: jax.Array, chunk: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-        some, their_gradient = chunk
-        padded = jnp.pad(some, ((0, 0), (0, 0), *pads, (0, 0)))
-        patches = jnp.concatenate([
-            padded[
-                :, :,
-                row : row + (out_height - 1) * down + 1 : down,
-                column : column + (out_width - 1) * right + 1 : right,
-            ]
-            for row, column in itertools.product(range(height), range(width))
-        ], axis=-1)
-        product = jnp.einsum(
-            "dpk,dpo->dko",
-            patches.reshape(parts, images * pixels, places),
-            their_gradient.reshape(parts, images * pixels, outputs),
-            preferred_element_type=dtype,
+    images = jnp.pad(x.astype(dtype), ((0, 0), *pads, (0, 0))).transpose(3, 1, 2, 0)
+    weights = gradient.astype(dtype).transpose(1, 2, 0, 3)
+    (height, width), (down, right) = kernel.shape[:2], strides
+    found = jnp.zeros(kernel.shape, dtype)
+    for row, column in itertools.product(range(min(down, height)), range(min(right, width))):
+        rows, columns = len(range(row, height, down)), len(range(column, width, right))
+        pixels = images[:, row::down, column::right]
+        pixels = pixels[:, : weights.shape[0] + rows - 1, : weights.shape[1] + columns - 1]
+        # (channels, rows, columns, outputs)
+        places = lax.conv_general_dilated(
+            pixels, weights, (1, 1), "VALID", dimension_numbers=_NHWC
         )
-        return total + product, None
-
-    # Zeros that depend on both, as shard_map's check_vma wants it of a sum of what depends on them.
-    zero = jnp.where((x[0, 0, 0, 0] > 0) & (gradient[0, 0, 0, 0] > 0), 0, 0).astype(dtype)
-    start = jnp.full((parts, places, outputs), zero)
-    total, _ = lax.scan(add, start, (chunks(x), chunks(gradient)))
-    return total.sum(0).reshape(kernel.shape).astype(kernel.dtype)
-
-
-def _images_a_chunk(rows: int, patches_bytes: int) -> int:
-    """Returns the number of images, a divisor of `rows`, whose patches fit into the cache.
-
-    >>> [_images_a_chunk(rows, 2**20) for rows in (1, 7, 16, 24, 1024)]
-    [1, 1, 2, 3, 2]
-    """
-    most = max(1, _CACHE_BYTES // patches_bytes)
-    return max(count for count in range(1, min(most, rows) + 1) if rows % count == 0)
+        found = found.at[row::down, column::right].set(places.transpose(1, 2, 0, 3))
+    return found.astype(kernel.dtype)
