@@ -59,17 +59,12 @@ def define_process_flags() -> None:
         "num_processes", None, "Number of the run's processes; 1 looks for no others."
     )
     flags.DEFINE_integer("process_id", None, "Id of this process, from 0.")
-    define_cpu_devices()
-
-
-def define_cpu_devices() -> None:
-    """Defines --cpu_devices, which `lamb_tpu.run.cores.make_devices` reads."""
-    flags.disclaim_key_flags()
-    flags.DEFINE_string(
+    flags.DEFINE_integer(
         "cpu_devices",
-        "auto",
-        "Devices to make of a CPU. 'auto' makes up to one a core, as many as divide the batch, and "
-        "one for an mlp or a network of your own; it leaves JAX_NUM_CPU_DEVICES alone.",
+        None,
+        "Devices to make of a CPU, to try out what a run does on many; it must divide the batch. "
+        "One device uses every core and is the fastest. Default: JAX_NUM_CPU_DEVICES, or else 1.",
+        lower_bound=1,
     )
 
 

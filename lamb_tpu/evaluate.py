@@ -39,10 +39,9 @@ import jax
 from ml_collections import ConfigDict
 
 from lamb_tpu import terminal
-from lamb_tpu.cluster import distributed
+from lamb_tpu.cluster import cpu_devices, distributed
 from lamb_tpu.config import base_config, check_keys, unflatten
 from lamb_tpu.errors import UserError
-from lamb_tpu.run import cores
 from lamb_tpu.run.build import Run, prepare
 from lamb_tpu.run.describe import describe_read
 from lamb_tpu.run.evaluator import make_evaluator
@@ -186,11 +185,8 @@ def _tell(text: str) -> None:
 
 def main() -> None:
     """Entry point of the command line."""
-    config = flags.FLAGS.config
-    if config is None and flags.FLAGS.workdir:
-        config = unflatten(Workdir(flags.FLAGS.workdir).read_config())
     # Both calls must come before anything asks JAX for a device.
-    cores.make_devices(config)
+    cpu_devices.make_from_flags()
     distributed.initialize_from_flags()
     step = flags.FLAGS.step
     if step is not None and step != "best":

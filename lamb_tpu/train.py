@@ -26,10 +26,10 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from lamb_tpu import data
-from lamb_tpu.cluster import distributed
+from lamb_tpu.cluster import cpu_devices, distributed
 from lamb_tpu.config import check_keys
 from lamb_tpu.errors import Interrupted, Preempted
-from lamb_tpu.run import cores, phases
+from lamb_tpu.run import phases
 from lamb_tpu.run.build import prepare
 from lamb_tpu.run.describe import describe
 from lamb_tpu.run.evaluator import make_evaluator, metric_names
@@ -222,7 +222,7 @@ def _position(
 def main() -> None:
     """Entry point of the command line."""
     # Both calls must come before anything asks JAX for a device.
-    cores.make_devices(flags.FLAGS.config)
+    cpu_devices.make_from_flags()
     distributed.initialize_from_flags()
     train(flags.FLAGS.config, flags.FLAGS.workdir)
 

@@ -23,7 +23,7 @@ from experiments.bench.text_throughput import processor
 from lamb_tpu import cli
 from lamb_tpu.cluster.host import num_cores
 from lamb_tpu.data import TrainLoader
-from lamb_tpu.run import cores, phases
+from lamb_tpu.run import phases
 from lamb_tpu.run.build import prepare
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -41,7 +41,6 @@ def start(recipe: str, spawned: float) -> dict[str, float]:
     marks = [spawned, time.time()]
     whole = importlib.import_module(f"configs.{recipe}").get_config("smoke")
     config = phases.split(whole)[0].config
-    cores.make_devices(config)
     run = prepare(config, None)
     loader = TrainLoader(run.train_set, run.recipe.batch_size, config.seed, run.local_rows())
     marks.append(time.time())
@@ -103,5 +102,4 @@ if __name__ == "__main__":
     flags.DEFINE_bool("write", False, "Whether to write start_up.md beside this file.")
     flags.DEFINE_enum("start", None, RECIPES, "For the program itself: one start in this process.")
     flags.DEFINE_float("spawned", 0.0, "For the program itself: the time of its start.")
-    cli.define_cpu_devices()
     cli.run_main(main)

@@ -20,7 +20,6 @@ from ml_collections import ConfigDict
 from configs import bert_pretrain
 from experiments.records import Record, evaluations, facts, machines, versions
 from lamb_tpu import cli
-from lamb_tpu.run import cores
 from lamb_tpu.store.metrics import read_records
 from lamb_tpu.train import train
 
@@ -103,9 +102,7 @@ def page(records: Sequence[Record]) -> str:
 def main() -> None:
     """Trains, unless it is done, and writes records and page."""
     folder = pathlib.Path(flags.FLAGS.runs).expanduser()
-    config = make_config(flags.FLAGS.data_dir)
-    cores.make_devices(config)
-    train(config, folder, label="BERT-Large")
+    train(make_config(flags.FLAGS.data_dir), folder, label="BERT-Large")
     records = collect(folder)
     (FOLDER / "large_steps.jsonl").write_text(
         "".join(json.dumps(record) + "\n" for record in records)
@@ -118,5 +115,4 @@ def main() -> None:
 if __name__ == "__main__":
     flags.DEFINE_string("runs", "runs/bert_large_steps", "The run's workdir.")
     flags.DEFINE_string("data_dir", None, "Folder with the prepared texts train and validation.")
-    cli.define_cpu_devices()
     cli.run_main(main, required=("data_dir",))

@@ -27,7 +27,6 @@ from experiments.records import Records, best_rates, evaluations, facts, integer
 from lamb_tpu import cli
 from lamb_tpu.data.text.vocabulary import Vocabulary
 from lamb_tpu.errors import UserError
-from lamb_tpu.run import cores
 from lamb_tpu.store.metrics import read_records
 from lamb_tpu.train import train
 
@@ -147,7 +146,6 @@ def main() -> None:
     how = records, runs, collect, run if values.train else None
     size = values.examples, values.hidden_size
     tuning = tuning_cells(*size)
-    cores.make_devices(make_config(tuning[0], None))
     run_missing(tuning, *how)
     rates = best_rates(records.of(tuning), tuning, lambda record: record["mlm_loss"])
     wanted = cells(*size, seeds, rates)
@@ -166,5 +164,4 @@ if __name__ == "__main__":
     flags.DEFINE_integer("hidden_size", 256, "Units, of 64 a head.", lower_bound=64)
     flags.DEFINE_list("seeds", ["0"], "Seeds to train.")
     flags.DEFINE_bool("train", True, "Whether to train what is missing before collecting.")
-    cli.define_cpu_devices()
     cli.run_main(main)

@@ -30,7 +30,6 @@ from experiments.records import (
 from lamb_tpu import cli
 from lamb_tpu.config import differences, flatten
 from lamb_tpu.errors import UserError
-from lamb_tpu.run import cores
 from lamb_tpu.train import train
 
 FOLDER = pathlib.Path(__file__).parent
@@ -160,7 +159,6 @@ def main() -> None:
         for optimizer in choices("optimizers", PAPER)
         for seed in integers("seeds")
     ]
-    cores.make_devices(mnist_lenet.get_config(f"network={wanted[0].network}"))
     run_missing(
         wanted, records, runs, lambda runs, cells: collect(runs), run if values.train else None
     )
@@ -178,5 +176,4 @@ if __name__ == "__main__":
     flags.DEFINE_list("seeds", ["0", "1", "2"], "Seeds to train.")
     flags.DEFINE_string("data_dir", None, "Folder with MNIST's original files; else download.")
     flags.DEFINE_bool("train", True, "Whether to train what is missing before collecting.")
-    cli.define_cpu_devices()
     cli.run_main(main)

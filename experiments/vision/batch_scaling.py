@@ -28,7 +28,6 @@ from experiments.records import Record, Records, best_rates, choices, integers, 
 from experiments.vision import batch_scaling_page, cifar10
 from lamb_tpu import cli
 from lamb_tpu.errors import UserError
-from lamb_tpu.run import cores
 
 FOLDER = pathlib.Path(__file__).parent
 BATCHES = (512, 1024, 2048, 4096, 8192, 16_384)
@@ -154,7 +153,6 @@ def study(
 def main() -> None:
     """Entry point of the command line."""
     values = flags.FLAGS
-    cores.make_devices(recipe.get_config(f"model={values.model}"))  # the base batch's
     print(study(
         Setting(values.data, values.model, values.width, values.epochs),
         choices("optimizers", batch_scaling_page.LINES), integers("batches"), integers("seeds"),

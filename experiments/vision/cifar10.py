@@ -33,7 +33,6 @@ from experiments.records import (
 )
 from lamb_tpu import cli
 from lamb_tpu.errors import UserError
-from lamb_tpu.run import cores
 from lamb_tpu.store.metrics import read_records
 from lamb_tpu.train import train
 from lamb_tpu.watch.guards import Diverged
@@ -186,7 +185,6 @@ def define_flags(runs: str) -> None:
     flags.DEFINE_float("epochs", recipe.EPOCHS, "Of every run.", lower_bound=0.01)
     flags.DEFINE_list("seeds", ["0"], "Seeds to train.")
     flags.DEFINE_bool("train", True, "Whether to train what is missing before collecting.")
-    cli.define_cpu_devices()
 
 
 def study(
@@ -219,7 +217,6 @@ def main() -> None:
         for optimizer in choices("optimizers", OPTIMIZERS) for seed in integers("seeds")
     ]
     runs = pathlib.Path(values.runs).expanduser()
-    cores.make_devices(recipe.get_config())
     print(study(wanted, runs, values.data_dir, values.train))
 
 

@@ -29,7 +29,6 @@ from experiments.vision import photographs_page
 from lamb_tpu import cli
 from lamb_tpu.config import base_config
 from lamb_tpu.errors import UserError
-from lamb_tpu.run import cores
 from lamb_tpu.store.metrics import read_records
 from lamb_tpu.train import train
 
@@ -139,7 +138,6 @@ def main() -> None:
     def run(cell: Cell, folder: pathlib.Path) -> None:
         train(make_config(cell, values.data_dir), folder, label=cell.name)
 
-    cores.make_devices(make_config(wanted[0], None))
     records = Records(FOLDER / "photographs.jsonl", Cell._fields)
     runs = pathlib.Path(values.runs).expanduser()
     records_lib.run_missing(wanted, records, runs, collect, run if values.train else None)
@@ -161,5 +159,4 @@ if __name__ == "__main__":
     flags.DEFINE_integer("epochs", 60, "At most.", lower_bound=EPOCHS_BETWEEN_EVALUATIONS)
     flags.DEFINE_integer("seed", 0, "Seed.")
     flags.DEFINE_bool("train", True, "Whether to train what is missing before collecting.")
-    cli.define_cpu_devices()
     cli.run_main(main)

@@ -34,7 +34,6 @@ from lamb_tpu.config import base_config
 from lamb_tpu.data.images.folder import LABELS
 from lamb_tpu.errors import UserError
 from lamb_tpu.models.resnet import STEMS
-from lamb_tpu.run import cores
 from lamb_tpu.train import train
 
 FOLDER = pathlib.Path(__file__).parent
@@ -170,7 +169,6 @@ def main() -> None:
     records = Records(FOLDER / "tiny_imagenet.jsonl", Cell._fields)
     size = values.batch, values.pixels, values.stem
     tuning = tuning_cells(values.tuning_epochs, *size)
-    cores.make_devices(make_config(tuning[0], None))
     run_missing(tuning)
     rates = records_lib.best_rates(records, tuning, lambda record: -record["accuracy"])
     wanted = cells(rates, values.epochs, *size, seeds)
@@ -194,5 +192,4 @@ if __name__ == "__main__":
     flags.DEFINE_integer("tuning_epochs", 2, "Of the runs that choose the rates.", lower_bound=1)
     flags.DEFINE_list("seeds", ["0", "1"], "Seeds of the long runs.")
     flags.DEFINE_bool("train", True, "Whether to train what is missing before collecting.")
-    cli.define_cpu_devices()
     cli.run_main(main)

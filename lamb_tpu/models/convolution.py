@@ -186,17 +186,34 @@ def _kernel_gradient(
     kinds as there are pixels in a stride, and each kind sees every so many pixels of the images.
     """
     dtype = jnp.promote_types(x.dtype, jnp.float32)
-    images = jnp.pad(x.astype(dtype), ((0, 0), *pads, (0, 0))).transpose(3, 1, 2, 0)
+    images = x.astype(dtype).transpose(3, 1, 2, 0)
     weights = gradient.astype(dtype).transpose(1, 2, 0, 3)
-    (height, width), (down, right) = kernel.shape[:2], strides
     found = jnp.zeros(kernel.shape, dtype)
-    for row, column in itertools.product(range(min(down, height)), range(min(right, width))):
-        rows, columns = len(range(row, height, down)), len(range(column, width, right))
-        pixels = images[:, row::down, column::right]
-        pixels = pixels[:, : weights.shape[0] + rows - 1, : weights.shape[1] + columns - 1]
+    for first in itertools.product(*map(range, map(min, strides, kernel.shape))):
+        # The pixels are cut out and not padded: the convolution itself pads many times as fast.
+        seen, around = zip(*(
+            _pixels(start - before, stride, len(range(start, reach, stride)) + output - 1, size)
+            for start, stride, reach, output, size, (before, _) in zip(
+                first, strides, kernel.shape, weights.shape, x.shape[1:], pads
+            )
+        ))
         # (channels, rows, columns, outputs)
         places = lax.conv_general_dilated(
-            pixels, weights, (1, 1), "VALID", dimension_numbers=_NHWC
+            images[:, *seen], weights, (1, 1), around, dimension_numbers=_NHWC
         )
-        found = found.at[row::down, column::right].set(places.transpose(1, 2, 0, 3))
+        rows, columns = (slice(start, None, stride) for start, stride in zip(first, strides))
+        found = found.at[rows, columns].set(places.transpose(1, 2, 0, 3))
     return found.astype(kernel.dtype)
+
+
+def _pixels(first: int, stride: int, count: int, size: int) -> tuple[slice, tuple[int, int]]:
+    """Returns a slice of `count` pixels from `first` on, and how many lie before and behind.
+
+    >>> _pixels(-3, 2, 6, 7)
+    (slice(1, 6, 2), (2, 1))
+    """
+    before = max(0, -(first // stride))
+    start = first + before * stride
+    inside = min(count - before, len(range(start, size, stride)))
+    behind = count - before - inside
+    return slice(start, start + (inside - 1) * stride + 1, stride), (before, behind)

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from lamb_tpu.models.convolution import convolve
-from lamb_tpu.models.lenet import max_pool_2x2
 from lamb_tpu.models.norm import BatchNorm
+from lamb_tpu.models.pooling import max_pool_2x2
 
 # PyTorch's default: uniform within 1 / sqrt(inputs).
 _KERNEL_INIT = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")

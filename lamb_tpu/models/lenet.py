@@ -4,24 +4,14 @@ import functools
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 
 from lamb_tpu.models.convolution import convolve
 from lamb_tpu.models.dropout import Dropout
+from lamb_tpu.models.pooling import max_pool_2x2
 
 # Keras' default, which the author's code uses; Linen's is LeCun's normal.
 _KERNEL_INIT = nn.initializers.glorot_uniform()
 _Conv = functools.partial(nn.Conv, kernel_init=_KERNEL_INIT, conv_general_dilated=convolve)
-
-
-def max_pool_2x2(x: jax.Array) -> jax.Array:
-    """Maximum over 2x2 windows of (batch, height, width, channels), height and width even.
-
-    It takes two element-wise maxima instead of a window reduction. The gradient is then a select
-    instead of a select-and-scatter, which on a CPU makes LeNet's whole step about 1.3 times faster.
-    """
-    x = jnp.maximum(x[:, 0::2], x[:, 1::2])
-    return jnp.maximum(x[:, :, 0::2], x[:, :, 1::2])
 
 
 class LeNet(nn.Module):

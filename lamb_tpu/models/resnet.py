@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from lamb_tpu.models.convolution import convolve
 from lamb_tpu.models.norm import BatchNorm
+from lamb_tpu.models.pooling import max_pool_3x3
 
 STEMS = ("imagenet", "cifar")
 # He et al. (2015) by the outputs. torchvision does the same.
@@ -119,7 +120,7 @@ class ResNet(nn.Module):
         x = nn.relu(norm(name="stem_norm")(x))
         if photographs:
             # Padded on both sides, as in torchvision. SAME would pad only at the end.
-            x = nn.max_pool(x, (3, 3), (2, 2), ((1, 1), (1, 1)))
+            x = max_pool_3x3(x)
         for stage, count in enumerate(self.blocks):
             width = 64 * 2**stage
             layers: tuple[tuple[int, int], ...] = ((3, width), (3, width))

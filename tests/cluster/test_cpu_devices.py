@@ -1,36 +1,23 @@
-"""Devices of a CPU: the flag's value, and what the environment says besides."""
+"""Several devices of a CPU, and runs on them."""
 
+import json
 import os
+import pathlib
+import subprocess
+import sys
 
 import jax
 import pytest
 
 from lamb_tpu.cluster import cpu_devices
 from lamb_tpu.errors import UserError
+from tests import tiny
 
 
-@pytest.mark.parametrize("text, count", [("auto", None), ("1", 1), ("12", 12)])
-def test_values(text: str, count: int | None) -> None:
-    assert cpu_devices.parse(text) == count
-
-
-@pytest.mark.parametrize("text", ["0", "-1", "2.0", "two", ""])
-def test_wrong_values(text: str) -> None:
-    with pytest.raises(UserError, match=f"--cpu_devices is '{text}'; it must be 'auto' or a whole"):
-        cpu_devices.parse(text)
-
-
-def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("JAX_NUM_CPU_DEVICES", raising=False)
-    monkeypatch.delenv("XLA_FLAGS", raising=False)
-    assert not cpu_devices.is_set_elsewhere()
+def test_two_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
-    assert cpu_devices.is_set_elsewhere()
     with pytest.raises(UserError, match="--cpu_devices is 2, and XLA_FLAGS='--xla_force_host_"):
         cpu_devices.make(2)
-    monkeypatch.delenv("XLA_FLAGS")
-    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "4")
-    assert cpu_devices.is_set_elsewhere()
 
 
 @pytest.mark.parametrize("count, given, threads", [(1, None, None), (2, None, "32"),
@@ -47,3 +34,33 @@ def test_threads_are_enough(
         monkeypatch.delenv("NPROC")
     cpu_devices.make(count)
     assert made == {"jax_num_cpu_devices": count} and os.environ.get("NPROC") == threads
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess:
+    """Runs a command in an environment that says nothing of devices."""
+    environment = {name: value for name, value in os.environ.items()
+                   if name not in ("JAX_NUM_CPU_DEVICES", "NPROC", "XLA_FLAGS")}
+    return subprocess.run(
+        [sys.executable, "-m", *arguments], cwd=tiny.ROOT, env=environment, capture_output=True,
+        text=True, timeout=200,
+    )
+
+
+@pytest.mark.long
+def test_a_run_goes_on_with_other_devices(tmp_path: pathlib.Path) -> None:
+    train = (
+        "lamb_tpu.train", "--config=configs/digits.py:smoke", f"--workdir={tmp_path}",
+        "--config.duration=2 steps", "--config.log.tensorboard=false",
+    )
+    first = run(*train, "--cpu_devices=2")
+    assert "mesh: data=2 over 2 cpu device(s)" in first.stdout, first.stderr
+    again = run(*train)
+    assert "mesh: data=1 over 1 cpu device(s)" in again.stdout, again.stderr
+    assert "resumed from the checkpoint of update 2" in again.stdout
+    evaluated = [run("lamb_tpu.evaluate", f"--workdir={tmp_path}", f"--cpu_devices={count}")
+                 for count in (1, 2)]
+    one, two = (json.loads(done.stdout) for done in evaluated)
+    assert one == pytest.approx(two, rel=1e-5) and one["step"] == 2
+    wrong = run(*train, "--cpu_devices=many")
+    assert wrong.returncode == 2 and "--cpu_devices=many" in wrong.stderr
+    assert len(wrong.stderr.splitlines()) == 1

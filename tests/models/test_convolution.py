@@ -1,5 +1,6 @@
 """The forms for CPUs are the convolutions of `jax.lax`, and other devices get those themselves."""
 
+import doctest
 import functools
 from typing import Any
 
@@ -12,7 +13,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from lamb_tpu.models import convolution
+from lamb_tpu.models import convolution as convolution_lib
 from lamb_tpu.models.convolution import convolve
 
 ORDER = ("NHWC", "HWIO", "NHWC")
@@ -169,3 +170,7 @@ def test_in_flax() -> None:
 def test_what_is_not_made_for_it(change: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="takes NHWC images, no dilation and no precision"):
         convolve(*inputs((3, 3, 4, 5), np.float32), (1, 1), "SAME", **change)
+
+
+def test_examples_in_docstrings() -> None:
+    assert doctest.testmod(convolution_lib) == (0, 1)
