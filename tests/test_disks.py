@@ -259,7 +259,8 @@ def test_killed_in_mid_save(tmp_path: pathlib.Path, whole: pathlib.Path) -> None
     assert not list(tmp_path.glob("checkpoints/*tmp*"))
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("processes", [1, 2])
 def test_brackets_in_the_path(
     tmp_path: pathlib.Path, whole: pathlib.Path, processes: int
 ) -> None:

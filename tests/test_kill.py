@@ -13,6 +13,9 @@ import pytest
 from lamb_tpu.store.metrics import read_records
 from tests import tiny
 
+# tests/test_resume.py and test_train.py have a run that is ended and resumed in `make test`.
+pytestmark = pytest.mark.long
+
 ARGUMENTS = [
     "--config=configs/digits.py:optimizer=lamb,batch=32",
     "--config.duration=400 steps",

@@ -76,7 +76,8 @@ def learned(tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainState, int, 
 
 
 @pytest.mark.parametrize("num_devices, batch_size", [
-    (1, 1), (1, 7), (1, 64), (1, 400), (3, 64), (8, 64),
+    pytest.param(1, 1, marks=pytest.mark.long),
+    (1, 7), (1, 64), (1, 400), (3, 64), (8, 64),
 ])
 def test_each_photograph_counts_once(
     learned: tuple[TrainState, int, int, float], num_devices: int, batch_size: int

@@ -3,8 +3,9 @@
   python -m experiments.bench.convolution --write
 
 Times value and gradients of one layer as its network has it, float32, alone and as the body of a
-loop, as it is when a batch comes in microbatches. Both take turns in one process, so that what else
-the machine does falls on both; read the ratios and not the milliseconds.
+loop, as it is when a batch comes in microbatches; with the compiler's options of a run. Both take
+turns in one process, so that what else the machine does falls on both; read the ratios and not the
+milliseconds.
 """
 
 import functools
@@ -23,6 +24,7 @@ from experiments.bench.text_throughput import processor
 from lamb_tpu import cli
 from lamb_tpu.cluster.host import num_cores
 from lamb_tpu.models.convolution import convolve
+from lamb_tpu.parallel.compiling import compiler_options
 
 
 class Layer(NamedTuple):
@@ -38,6 +40,7 @@ class Layer(NamedTuple):
 
 
 LAYERS = (
+    Layer("LeNet, second", 14, 32, 64, 5, 1),
     Layer("DavidNet, second", 32, 64, 128, 3, 1),
     Layer("ResNet-50, 3x3 of stage 2", 9, 128, 128, 3, 1),
     Layer("ResNet-50, 1x1 of stage 1", 18, 64, 256, 1, 1),
@@ -85,11 +88,14 @@ def measure(layer: Layer, batch: int, rounds: int) -> dict[tuple[str, bool], flo
     inputs = 1 if layer.depthwise else layer.channels
     kernel = jax.random.normal(keys[1], (layer.kernel, layer.kernel, inputs, layer.outputs))
     functions = {}
+    options = compiler_options(jax.make_mesh((1,), ("data",)))
     for whose, convolution in (("jax", lax.conv_general_dilated), ("ours", convolve)):
         function = functools.partial(gradients, convolution, layer)
         for loop in (False, True):
             whole = functools.partial(in_a_loop, function) if loop else function
-            functions[whose, loop] = jax.jit(whole).lower(x, kernel).compile()
+            functions[whose, loop] = jax.jit(whole, compiler_options=options).lower(
+                x, kernel
+            ).compile()
     seconds: dict[tuple[str, bool], list[float]] = {key: [] for key in functions}
     for _ in range(rounds + 1):
         for key, compiled in functions.items():

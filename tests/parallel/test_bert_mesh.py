@@ -91,6 +91,7 @@ def test_a_network_without_attention_leaves_the_axis_unused() -> None:
             run_of(mesh__sequence=2)
 
 
+@pytest.mark.long
 def test_rbg_draws_dropout_and_nothing_else(on_one: Any, tmp_path: pathlib.Path) -> None:
     _, sums_threefry, threefry = on_one
     state, sums, run = trained(1, 1, **CHANGES, **RBG)
