@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import pathlib
 import platform
+import warnings
 from collections.abc import Iterator
 
 import jax
@@ -18,12 +19,15 @@ def kept_in(workdir: pathlib.Path) -> Iterator[None]:
     """Makes a folder of the workdir JAX's compilation cache; one that the user has set stays.
 
     JAX's limits apply: by default it keeps what took a second or more to compile, and only process
-    0 writes. An entry that cannot be read is compiled anew, with a warning.
+    0 writes. A program that cannot be read or written is compiled as without the folder.
     """
-    if jax.config.jax_compilation_cache_dir is not None:
+    # JAX defines its flags at run time, so type checkers do not know them.
+    if jax.config.jax_compilation_cache_dir is not None:  # type: ignore[attr-defined]
         yield
         return
     jax.config.update("jax_compilation_cache_dir", str(workdir / FOLDER / _machine()))
+    # The run is right without the folder, and a disk that is full is told in a sentence of its own.
+    warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache entry")
     try:
         yield
     finally:

@@ -4,6 +4,7 @@ import os
 import pathlib
 import re
 import shutil
+import warnings
 
 import jax
 import pytest
@@ -61,6 +62,26 @@ def test_each_run_has_its_own_folder(
                 jax.jit(lambda x, n=number: x * n)(1.0)
             assert jax.config.jax_compilation_cache_dir is None
             assert list((tmp_path / name).rglob("*-cache"))
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+        programs.compilation_cache.reset_cache()
+
+
+def test_damaged_program_is_compiled_anew(tmp_path: pathlib.Path) -> None:
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for _ in range(2):
+                with programs.kept_in(tmp_path):
+                    assert jax.jit(lambda x: x * 7 + 1)(1.0) == 8
+                for entry in tmp_path.rglob("*-cache"):
+                    entry.write_bytes(entry.read_bytes()[:100])  # as if killed while writing
+                jax.clear_caches()
+            (tmp_path / "file").write_text("no folder")
+            with programs.kept_in(tmp_path / "file"):
+                assert jax.jit(lambda x: x * 8 + 1)(1.0) == 9
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
         programs.compilation_cache.reset_cache()
