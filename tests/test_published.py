@@ -159,7 +159,7 @@ def test_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
         workdir, config, step, split = None, None, None, None
 
     asked: list[Any] = []
-    monkeypatch.setattr(evaluate.cores, "make_devices", lambda config: None)
+    monkeypatch.setattr(evaluate.cpu_devices, "make_from_flags", lambda: None)
     monkeypatch.setattr(evaluate.distributed, "initialize_from_flags", lambda: None)
     monkeypatch.setattr(evaluate.flags, "FLAGS", Values)
     for Values.config in (None, tiny.digits()):

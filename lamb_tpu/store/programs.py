@@ -2,13 +2,13 @@
 
 import contextlib
 import hashlib
+import importlib.metadata
 import pathlib
 import platform
 import warnings
 from collections.abc import Iterator
 
 import jax
-import jaxlib.version
 from jax.experimental.compilation_cache import compilation_cache
 
 FOLDER = "compiled"
@@ -42,7 +42,7 @@ def _machine() -> str:
     A workdir may be resumed on another machine, and a program with instructions that its CPU does
     not have would end the process.
     """
-    facts = [jaxlib.version.__version__, platform.system(), platform.machine()]
+    facts = [importlib.metadata.version("jaxlib"), platform.system(), platform.machine()]
     with contextlib.suppress(OSError):  # systems other than Linux have no such file
         lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
         # 'flags' on x86-64, 'Features' on ARM; the same for all cores.

@@ -56,6 +56,7 @@ def test_each_run_has_its_own_folder(
 ) -> None:
     before = jax.config.jax_compilation_cache_dir
     jax.config.update("jax_compilation_cache_dir", None)
+    programs.compilation_cache.reset_cache()  # an earlier test may have opened its folder
     try:
         for number, name in enumerate(("one", "two"), start=2):
             with programs.kept_in(tmp_path / name):
@@ -70,6 +71,7 @@ def test_each_run_has_its_own_folder(
 def test_damaged_program_is_compiled_anew(tmp_path: pathlib.Path) -> None:
     before = jax.config.jax_compilation_cache_dir
     jax.config.update("jax_compilation_cache_dir", None)
+    programs.compilation_cache.reset_cache()  # an earlier test may have opened its folder
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -93,6 +95,8 @@ def test_machines_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     read = pathlib.Path.read_text
     monkeypatch.setattr(
         pathlib.Path, "read_text",
-        lambda path: "flags : sse2\n" if str(path) == "/proc/cpuinfo" else read(path),
+        lambda path, *how, **more: (
+            "flags : sse2\n" if str(path) == "/proc/cpuinfo" else read(path, *how, **more)
+        ),
     )
     assert programs._machine() != here
