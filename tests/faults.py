@@ -83,13 +83,16 @@ def run(workdir: pathlib.Path, kill: Kill | None = None) -> Start:
             except subprocess.TimeoutExpired:
                 finished = checkpoints(workdir)
                 moment, last = _moment(workdir, starts)
-                if kill.target != "all":
-                    os.kill(processes[kill.target], kill.number)
-                elif kill.number == signal.SIGTERM:
-                    launcher.send_signal(kill.number)
-                else:
-                    for process in processes.values():
-                        os.kill(process, kill.number)
+                try:
+                    if kill.target != "all":
+                        os.kill(processes[kill.target], kill.number)
+                    elif kill.number == signal.SIGTERM:
+                        launcher.send_signal(kill.number)
+                    else:
+                        for process in processes.values():
+                            os.kill(process, kill.number)
+                except ProcessLookupError:
+                    moment = ""  # it has ended by itself in the meantime, so nothing was killed
         out, err = launcher.communicate(timeout=120)
     finally:
         launcher.kill()

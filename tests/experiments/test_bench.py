@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from experiments.bench import bert, image_routes
+from experiments.bench import bert, convolution, image_routes
 from experiments.bench.bert import Target
 from experiments.bench.image_throughput import start
 from lamb_tpu.data.text.vocabulary import SPECIAL_TOKENS, Vocabulary
@@ -57,7 +57,7 @@ def test_convolution():
     done = tiny.command("experiments.bench.convolution", "--batch=4", "--rounds=1")
     assert done.returncode == 0, done.stderr
     rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines()[5:]]
-    assert len(rows) == 6 and "batch 4, float32" in done.stdout
+    assert len(rows) == len(convolution.LAYERS) and "batch 4, float32" in done.stdout
     for _, _, *cells in rows:
         values = [float(cell) for cell in cells]
         assert min(values[:2] + values[3:5]) > 0
