@@ -80,7 +80,7 @@ def test_values_and_gradients(kernel: Any, strides: Any, padding: Any, groups: i
 
 @pytest.mark.parametrize("rows", [16, 12])
 def test_rows_of_eight_devices_stay_where_they_are(rows: int) -> None:
-    """Of split rows (16) each device has a sum of its own; 12 lie whole on every one."""
+    """Each device sums its own rows where they are split (16); 12 lie whole on every one."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     kernel, how = (3, 3, 4, 5), ((1, 1), "SAME", 1)
     x, weights = inputs(kernel, np.float32)
