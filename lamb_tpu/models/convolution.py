@@ -1,19 +1,22 @@
 """The convolution of all networks here, in forms that XLA also computes fast on CPUs.
 
-XLA's CPU backend has fast convolutions for one order of axes and one group only. JAX' own gradients
-have another order and take tens of times as long within a loop, such as that over microbatches.
-Depthwise convolutions and those with 2x2 outputs are slow everywhere, forward and backward. So
-programs for CPUs are written in another way. Both gradients are convolutions in the fast order: the
-input's of the outputs' gradient, the kernel's with batch and channels exchanged. If the kernel is
-depthwise or has one place, or the output has few pixels, the convolution is a sum of products over
-the kernel's places. Programs for other devices are JAX' own.
-`python -m experiments.bench.convolution` measures this.
+XLA's CPU backend has fast convolutions for one order of axes, one group and no dilation. JAX' own
+gradients have other orders and dilations and take tens of times as long within a loop, such as
+that over microbatches. Depthwise convolutions and those with 2x2 outputs are slow everywhere,
+forward and backward. So programs for CPUs are written in another way:
+- Both gradients are convolutions in the fast order: the input's of the outputs' gradient, the
+  kernel's with batch and channels exchanged. With strides the kernel's places fall into kinds, each
+  of which sees every so many pixels, and every kind has a convolution without strides of its own.
+- If the kernel is depthwise or has one place, or the output has few pixels, the convolution is a
+  sum of products over the kernel's places.
+Programs for other devices are JAX' own. `python -m experiments.bench.convolution` measures this.
 """
 
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -99,11 +102,15 @@ def _backward(
     def on_cpu(
         x: jax.Array, kernel: jax.Array, gradient: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        if _has_sums(x, kernel, strides, pads, groups):
+        if groups == 1 and _has_sums(x, kernel, strides, pads, groups):
             return derived(_sums, x, kernel, gradient)
-        if groups > 1:  # of several channels: no network here has them
+        if groups > 1 and not _is_depthwise(x, kernel, groups):  # no network here has them
             return derived(_lax, x, kernel, gradient)
-        found = _gradients_on_cpu(x, kernel, gradient, strides, pads)
+        of_kernel = _kernel_gradient if groups == 1 else _depthwise_gradient
+        found = (
+            _input_gradient(x, kernel, gradient, strides, pads, groups),
+            of_kernel(x, kernel, gradient, strides, pads),
+        )
         # Both are written as gradients of a factor, so that under shard_map's check_vma JAX sums
         # those of a replicated factor, as in its own derivatives.
         return jax.grad(lambda *both: sum(map(jnp.vdot, both, found)), (0, 1))(x, kernel)
@@ -129,12 +136,16 @@ def _has_sums(
 ) -> bool:
     """Returns whether a CPU computes this convolution as a sum over the kernel's places."""
     if groups > 1:
-        return groups == x.shape[3] == kernel.shape[3]
+        return _is_depthwise(x, kernel, groups)
     outputs = [
         (size + sum(ends) - reach) // stride + 1
         for size, ends, reach, stride in zip(x.shape[1:3], pads, kernel.shape, strides)
     ]
     return kernel.shape[:2] == (1, 1) or math.prod(outputs) <= _FEW_PIXELS
+
+
+def _is_depthwise(x: jax.Array, kernel: jax.Array, groups: int) -> bool:
+    return groups == x.shape[3] == kernel.shape[3]
 
 
 def _sums(
@@ -153,27 +164,114 @@ def _sums(
         ]
         place = kernel[row, column]
         if groups == 1:
-            total += jnp.matmul(pixels, place, preferred_element_type=dtype)
+            # Of two axes: the gradient's product over more axes is transposed first.
+            rows = pixels.reshape(-1, pixels.shape[3])
+            product = jnp.matmul(rows, place, preferred_element_type=dtype)
+            total += product.reshape(*pixels.shape[:3], -1)
         else:
             total += pixels * place.astype(dtype)
     return jnp.asarray(total, x.dtype)
 
 
-def _gradients_on_cpu(
+class _Kind(NamedTuple):
+    """Those places of a kernel along one axis that meet the same pixels, every so many apart.
+
+    Attributes:
+      places: their slice of the kernel.
+      reach: their number.
+      pixels: the slice of the input that they meet.
+      outside: how many pixels of padding they meet before and behind it.
+    """
+
+    places: slice
+    reach: int
+    pixels: slice
+    outside: tuple[int, int]
+
+
+def _kinds(
     x: jax.Array, kernel: jax.Array, gradient: jax.Array, strides: tuple[int, ...], pads: _Pads
-) -> tuple[jax.Array, jax.Array]:
-    """Returns the gradients of the input and of the kernel, for one group."""
-    # The input's: a convolution of the dilated outputs with the reversed kernel.
-    sizes = list(zip(x.shape[1:3], kernel.shape, gradient.shape[1:3], strides, pads))
-    back = [
-        (reach - 1 - before, size + before - (output - 1) * stride - 1)
-        for size, reach, output, stride, (before, _) in sizes
-    ]
-    of_x = lax.conv_general_dilated(
-        gradient, kernel[::-1, ::-1].transpose(0, 1, 3, 2), (1, 1), back, lhs_dilation=strides,
-        dimension_numbers=_NHWC,
+) -> Iterator[tuple[_Kind, _Kind]]:
+    """Yields the kinds of places, of rows and columns: as many as a stride has pixels."""
+
+    def along(
+        size: int, reach: int, outputs: int, stride: int, ends: tuple[int, int]
+    ) -> Iterator[_Kind]:
+        for first in range(min(stride, reach)):
+            count = len(range(first, reach, stride))
+            met = _pixels(first - ends[0], stride, count + outputs - 1, size)
+            yield _Kind(slice(first, None, stride), count, *met)
+
+    axes = zip(x.shape[1:3], kernel.shape, gradient.shape[1:3], strides, pads)
+    rows, columns = (along(*axis) for axis in axes)
+    return itertools.product(rows, columns)
+
+
+def _input_gradient(
+    x: jax.Array,
+    kernel: jax.Array,
+    gradient: jax.Array,
+    strides: tuple[int, ...],
+    pads: _Pads,
+    groups: int,
+) -> jax.Array:
+    """Computes the input's gradient, for one group or depthwise.
+
+    The pixels that one kind of places meets are a convolution of the outputs' gradient with those
+    places in reverse; they lie a stride apart.
+    """
+    zero = jnp.zeros((), x.dtype)
+    total: int | jax.Array = 0
+    for kinds in _kinds(x, kernel, gradient, strides, pads):
+        rows, columns = (kind.places for kind in kinds)
+        places = kernel[rows, columns][::-1, ::-1]
+        around = [
+            (kind.reach - 1 - before, kind.reach - 1 - behind)
+            for kind in kinds for before, behind in [kind.outside]
+        ]
+        if groups == 1:
+            turned = places.transpose(0, 1, 3, 2)
+            found = _lax(gradient, turned, (1, 1), tuple(around), groups)
+        else:
+            ends = [(before, behind, 0) for before, behind in around]
+            cut = lax.pad(gradient, zero, ((0, 0, 0), *ends, (0, 0, 0)))  # ends may be negative
+            found = _sums(cut, places, (1, 1), ((0, 0), (0, 0)), groups)
+        apart = [
+            (kind.pixels.start, size - kind.pixels.stop, stride - 1)
+            for kind, size, stride in zip(kinds, x.shape[1:3], strides)
+        ]
+        total += lax.pad(found, zero, ((0, 0, 0), *apart, (0, 0, 0)))
+    return jnp.asarray(total)
+
+
+def _depthwise_gradient(
+    x: jax.Array, kernel: jax.Array, gradient: jax.Array, strides: tuple[int, ...], pads: _Pads
+) -> jax.Array:
+    """Computes a depthwise kernel's gradient, one row of all outputs after another.
+
+    A place's products with a row of outputs add to those of the rows before; images and columns
+    are summed at the end. Rows and sums stay in a core's cache, and sums that keep the channels
+    and another axis are the ones that XLA's CPU backend computes on whole vectors.
+    """
+    dtype = jnp.promote_types(x.dtype, jnp.float32)
+    padded = jnp.pad(x, ((0, 0), *pads, (0, 0)))
+    (height, width), (down, right) = kernel.shape[:2], strides
+
+    def products(output: int | jax.Array) -> list[jax.Array]:
+        weights = lax.dynamic_index_in_dim(gradient, output, 1, keepdims=False).astype(dtype)
+        rows = lax.dynamic_slice_in_dim(padded, output * down, height, 1).astype(dtype)
+        return [
+            rows[:, row, column : padded.shape[2] - width + column + 1 : right] * weights
+            for row, column in itertools.product(range(height), range(width))
+        ]
+
+    sums = lax.fori_loop(
+        1, gradient.shape[1],
+        lambda output, sums: jax.tree.map(jnp.add, sums, products(output)),
+        products(0),
     )
-    return of_x, _kernel_gradient(x, kernel, gradient, strides, pads)
+    places = jnp.stack([jnp.sum(total, (0, 1)) for total in sums])
+    return places.reshape(kernel.shape).astype(kernel.dtype)
 
 
 def _kernel_gradient(
@@ -182,27 +280,18 @@ def _kernel_gradient(
     """Computes the kernel's gradient as convolutions of the images with the outputs' gradients.
 
     Batch and channels change places: the channels are the batch of this convolution, and the sum
-    over its channels is one over the images. With strides the kernel's places fall into as many
-    kinds as there are pixels in a stride, and each kind sees every so many pixels of the images.
+    over its channels is one over the images.
     """
     dtype = jnp.promote_types(x.dtype, jnp.float32)
     images = x.astype(dtype).transpose(3, 1, 2, 0)
     weights = gradient.astype(dtype).transpose(1, 2, 0, 3)
     found = jnp.zeros(kernel.shape, dtype)
-    for first in itertools.product(*map(range, map(min, strides, kernel.shape))):
+    for rows, columns in _kinds(x, kernel, gradient, strides, pads):
         # The pixels are cut out and not padded: the convolution itself pads many times as fast.
-        seen, around = zip(*(
-            _pixels(start - before, stride, len(range(start, reach, stride)) + output - 1, size)
-            for start, stride, reach, output, size, (before, _) in zip(
-                first, strides, kernel.shape, weights.shape, x.shape[1:], pads
-            )
-        ))
+        seen = images[:, rows.pixels, columns.pixels]
         # (channels, rows, columns, outputs)
-        places = lax.conv_general_dilated(
-            images[:, *seen], weights, (1, 1), around, dimension_numbers=_NHWC
-        )
-        rows, columns = (slice(start, None, stride) for start, stride in zip(first, strides))
-        found = found.at[rows, columns].set(places.transpose(1, 2, 0, 3))
+        places = _lax(seen, weights, (1, 1), (rows.outside, columns.outside), 1)
+        found = found.at[rows.places, columns.places].set(places.transpose(1, 2, 0, 3))
     return found.astype(kernel.dtype)
 
 
