@@ -5,42 +5,27 @@
 Times the whole update (forward, backward and LAMB) in float32: ours, PyTorch's as it stands and by
 torch.compile, with timm's Lamb. The extras `bench` and `interchange` install PyTorch, timm and
 transformers. The contenders take turns in one process, so that what else the machine does falls on
-all of them; read the ratios and not the milliseconds.
+all of them; read the ratios and not the milliseconds. A second table has the time of ours by kind
+of operation; `cpu_profile` says how it is taken and what keeps a network behind.
 """
 
 import importlib
 import pathlib
 import statistics
 import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpy as np
 from absl import flags
 
-from experiments.bench.cpu_networks import NETWORKS, Network, config_of
+from experiments.bench import cpu_profile
+from experiments.bench.cpu_networks import NETWORKS, Network
+from experiments.bench.cpu_update import Update, ours
 from lamb_tpu import cli
 from lamb_tpu.cluster import cpu_devices
 from lamb_tpu.cluster.host import num_cores
-from lamb_tpu.run.build import prepare
 
-Update = Callable[[], None]
 _FORMS = ("eager", "compiled")
-
-
-def ours(network: Network) -> Update:
-    """One update of our step on all devices, on a batch that stays there."""
-    run = prepare(config_of(network), None)
-    state, step = run.first_state(), run.make_train_step()
-    batch = run.shard_batch(run.train_set.gather(np.arange(network.batch)))
-
-    def update() -> None:
-        nonlocal state
-        state, sums = step(state, batch)
-        jax.block_until_ready((state, sums))
-
-    return update
 
 
 def theirs(network: Network, form: str) -> Update | None:
@@ -144,6 +129,8 @@ def main() -> None:
     for name in names:
         lines.append(row(name, NETWORKS[name], measure(NETWORKS[name], values.rounds)))
         print(lines[-1], flush=True)
+    print("\n".join(table := ["", *cpu_profile.lines(names)]), flush=True)
+    lines += table
     if values.write:
         pathlib.Path(__file__).with_suffix(".md").write_text("\n".join(lines) + "\n")
 

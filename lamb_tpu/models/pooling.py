@@ -11,10 +11,40 @@ import jax.numpy as jnp
 from jax import lax
 
 
+@jax.custom_vjp
 def max_pool_2x2(x: jax.Array) -> jax.Array:
-    """Maximum over 2x2 windows of (batch, height, width, channels), height and width even."""
+    """Maximum over 2x2 windows of (batch, height, width, channels), height and width even.
+
+    Differentiable in reverse mode.
+    """
     x = jnp.maximum(x[:, 0::2], x[:, 1::2])
     return jnp.maximum(x[:, :, 0::2], x[:, :, 1::2])
+
+
+def _forward_2x2(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return max_pool_2x2(x), x
+
+
+def _backward_2x2(x: jax.Array, gradient: jax.Array) -> tuple[jax.Array]:
+    # JAX' own derivative pads each of the four pixels to the whole image and adds the images up;
+    # this is one pass over it.
+    batch, height, width, channels = x.shape
+    pairs = x.reshape(batch, height // 2, 2, width, channels)
+    rows = jnp.maximum(pairs[:, :, 0], pairs[:, :, 1])
+    columns = rows.reshape(batch, height // 2, width // 2, 2, channels)
+    of_rows = _of_pair(columns, gradient, 3).reshape(rows.shape)
+    return (_of_pair(pairs, of_rows, 2).reshape(x.shape),)
+
+
+max_pool_2x2.defvjp(_forward_2x2, _backward_2x2)
+
+
+def _of_pair(pair: jax.Array, gradient: jax.Array, axis: int) -> jax.Array:
+    """Returns the gradient of the maximum over an axis of two; equal ones get half of it each."""
+    first, second = (lax.index_in_dim(pair, at, axis, keepdims=True) for at in (0, 1))
+    share = jnp.where(first == second, 0.5, 1.0).astype(gradient.dtype)
+    share *= jnp.expand_dims(gradient, axis)
+    return jnp.where(pair == jnp.maximum(first, second), share, jnp.zeros((), share.dtype))
 
 
 def max_pool_3x3(x: jax.Array) -> jax.Array:

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from experiments.bench import cpu_step
+from experiments.bench import cpu_profile, cpu_step
 from experiments.bench.cpu_networks import NETWORKS, config_of
 from lamb_tpu.run.build import prepare
 from tests.marks import some
@@ -46,3 +46,22 @@ def test_random_examples_are_the_same_in_each_run() -> None:
 
     first, second = (cpu_data.images("all", **options).gather(np.arange(4)) for _ in range(2))
     assert all(np.array_equal(first[name], second[name]) for name in first)
+
+
+def test_profile_has_every_operation_of_an_update() -> None:
+    model = {"name": "mlp", "hidden_sizes": (512,), "num_classes": 10}
+    update = cpu_step.ours(NETWORKS["LeNet-5"]._replace(model=model, batch=256))
+    whole, seconds = cpu_profile.profile(update)
+    assert seconds.keys() == set(cpu_profile.KINDS)
+    assert seconds["products and sums"] > 0 and seconds["element-wise"] > 0
+    assert whole <= sum(seconds.values()) + 1e-9
+
+
+@pytest.mark.parametrize("operation, kind", [
+    ("convolution.1", "convolutions"), ("conv_general_dilated.3", "convolutions"),
+    ("ynn_fusion", "products and sums"), ("dot.7", "products and sums"), ("copy.2", "copies"),
+    ("transpose_copy_fusion", "copies"), ("slice_concatenate_fusion", "copies"),
+    ("broadcast_subtract_fusion.9", "element-wise"), ("convert_add_fusion", "element-wise"),
+])
+def test_kinds(operation: str, kind: str) -> None:
+    assert cpu_profile.kind_of(operation) == kind

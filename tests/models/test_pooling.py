@@ -52,6 +52,23 @@ def test_zeros_of_a_relu_pass_no_gradient(ours: Pool, theirs: Pool) -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
+def test_gradient_of_equal_pixels_is_that_of_pairs_of_maxima() -> None:
+    """Pixels of few values: most windows have several largest."""
+    x = jax.random.randint(jax.random.key(0), (2, 8, 6, 16), 0, 3).astype(jnp.float32)
+
+    def pairs(x: jax.Array) -> jax.Array:
+        x = jnp.maximum(x[:, 0::2], x[:, 1::2])
+        return jnp.maximum(x[:, :, 0::2], x[:, :, 1::2])
+
+    found, expected = (
+        jax.grad(lambda x, pool=pool: jnp.sum(jnp.sin(pool(x) + jnp.arange(16))))(x)
+        for pool in (max_pool_2x2, pairs)
+    )
+    np.testing.assert_array_equal(found, expected)
+    half = jax.grad(lambda x: jnp.sum(max_pool_2x2(x)))(x.astype(jnp.bfloat16))
+    assert half.dtype == jnp.bfloat16 and half.sum() == 2 * 4 * 3 * 16
+
+
 def test_nan_stays() -> None:
     x = jnp.ones((1, 4, 4, 1)).at[0, 1, 1, 0].set(jnp.nan)
     assert jnp.isnan(max_pool_3x3(x)).sum() == 4 and jnp.isnan(max_pool_2x2(x)).sum() == 1

@@ -1,0 +1,25 @@
+"""One update of a network of `cpu_networks`, on a batch that stays on the devices."""
+
+from collections.abc import Callable
+
+import jax
+import numpy as np
+
+from experiments.bench.cpu_networks import Network, config_of
+from lamb_tpu.run.build import prepare
+
+Update = Callable[[], None]
+
+
+def ours(network: Network) -> Update:
+    """One update of our step on all devices, on a batch that stays there."""
+    run = prepare(config_of(network), None)
+    state, step = run.first_state(), run.make_train_step()
+    batch = run.shard_batch(run.train_set.gather(np.arange(network.batch)))
+
+    def update() -> None:
+        nonlocal state
+        state, sums = step(state, batch)
+        jax.block_until_ready((state, sums))
+
+    return update
