@@ -9,6 +9,7 @@
 #   make test-storage    runs on disks that are full, read-only, lost; killed in a save; with a table
 #   make test-interchange  BERT beside transformers, image networks beside timm and torchvision;
 #                        installs them and PyTorch
+#   make report          the pages of all that was measured: experiments/report, and HTML in site
 #   make bench FLAGS=--data_dir=FOLDER   the benchmarks; FOLDER has MNIST's original files. Rows of
 #                        PyTorch need the extra bench: .venv/bin/pip install -e '.[bench]'
 #   make bench-distribution   one run on 1 to 8 devices and 1 to 4 processes: differences, traffic
@@ -22,7 +23,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.ready-$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 
-.PHONY: setup demo lint test test-long test-all test-faults test-storage test-interchange bench \
+.PHONY: setup demo lint test test-long test-all test-faults test-storage test-interchange report bench \
         bench-distribution bench-tpu clean
 
 setup: $(STAMP)
@@ -58,6 +59,9 @@ test-storage: setup
 test-interchange: setup
 	$(RUN) -m pip install --quiet --editable '.[interchange]'
 	$(RUN) -m pytest -q tests/interchange
+
+report: setup
+	$(RUN) -m lamb_tpu.reproduce report --html=site
 
 bench: setup
 	$(RUN) -m experiments.bench.update_speed --write

@@ -4,7 +4,8 @@ Paper: arXiv:1904.00962, appendix, MNIST/LeNet (mean of 5 runs): LAMB 0.9945, Ad
 0.9933; recalled, not read in the paper. Learning rates, warm-up, weight decay, decay power 0.5,
 clipping and the network's dropout of 0.4 are those of the first author's code and logs
 (github.com/fastalgo/mnist_tpu). In the public commit, that code's AdamW folder multiplies by LAMB's
-ratio, so its rate of 0.004 may not be AdamW's best.
+ratio, so its rate of 0.004 may not be AdamW's best. LARS, in these logs at batch 8,192 and 60,000,
+has the momentum and decay of the authors' other code.
 
   python -m lamb_tpu.train --config=configs/mnist_lenet.py --workdir=DIR
   python -m lamb_tpu.train --config=configs/mnist_lenet.py:network=lenet5,optimizer=adamw \
@@ -13,8 +14,8 @@ ratio, so its rate of 0.004 may not be AdamW's best.
 
 The original files are downloaded, or taken from a folder: --config.data.dir=FOLDER.
 
-Expected metric, hardware and wall time: measured here, in experiments/lamb/mnist.md. The rates
-are given for batch 1,024; `batch=` rescales them (LAMB by LEGW, momentum linearly).
+Expected metric, hardware and wall time: measured here, in experiments/report/lamb-mnist.md. The
+rates are given for batch 1,024; `batch=` rescales them (LAMB and LARS by LEGW, momentum linearly).
 """
 
 from ml_collections import ConfigDict
@@ -26,6 +27,9 @@ NETWORKS = ("lenet", "lenet5")
 
 # In the author's code biases do not decay, and every tensor adapts.
 _RULES = (("bias$", {"decay": False}), (".*", {}))
+
+# LARS leaves biases to momentum.
+_LARS_RULES = (("bias$", {"decay": False, "adapt": False}), (".*", {}))
 
 # Optimizer fields, scaling rule, warm-up at batch 1,024, last learning rate / peak.
 OPTIMIZERS = {
@@ -40,14 +44,24 @@ OPTIMIZERS = {
         dict(learning_rate=0.004, weight_decay=0.01, rules=_RULES, clip_global_norm=1.0),
         "identity", "1 epochs", 0.0,
     ),
+    "adam": (
+        dict(learning_rate=0.004, rules=_RULES, clip_global_norm=1.0), "identity", "1 epochs", 0.0,
+    ),
     "momentum": (
         dict(learning_rate=0.08, momentum=0.9, rules=_RULES), "linear", "0 epochs", 0.0001 / 0.08,
+    ),
+    # By LEGW the author's rate 6.0 and warm-up of 16 epochs at batch 8,192.
+    "lars": (
+        dict(learning_rate=6.0 / 8**0.5, momentum=0.9, weight_decay=1e-4, rules=_LARS_RULES),
+        "legw", "2 epochs", 0.0,
     ),
 }
 
 
 def get_config(argument: str | None = None) -> ConfigDict:
-    """Arguments: network=lenet|lenet5, optimizer=lamb|adamw|momentum, batch=1024, smoke."""
+    """Arguments: network=lenet|lenet5, optimizer=lamb|adamw|adam|momentum|lars, batch=1024,
+    smoke.
+    """
     arg = parse_argument(argument, network="lenet", optimizer="lamb", batch=1024, smoke=False)
     for key, known in (("network", NETWORKS), ("optimizer", OPTIMIZERS)):
         check_argument(key, arg[key], known)

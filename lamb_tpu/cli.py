@@ -178,7 +178,17 @@ def _load_config_file(argv: list[str]) -> ConfigDict:
     ]
     if not values or not values[-1]:
         raise UserError("--config is missing; see --help")
-    path, colon, argument = values[-1].partition(":")
+    return load_recipe(values[-1])
+
+
+def load_recipe(recipe: str) -> ConfigDict:
+    """Returns the config of a recipe as --config takes it: a file, or a name; then ':argument'.
+
+    Raises:
+      UserError: there is no such config, or its file fails.
+    """
+    path, colon, argument = recipe.partition(":")
+    path = recipe_path(path)
     if not os.path.isfile(path):
         shipped = ", ".join(sorted(file.stem for file in recipe_folder().glob("*.py")))
         raise UserError(

@@ -52,7 +52,10 @@ ROOMS: dict[str, set[str]] = {
     "watch": {
         "files", "cost", "cluster", "optim", "models", "data", "tasks", "parallel", "store", "run",
     },
+    "reproduce": {"files", "optim", "store", "run", "watch"},
 }
+# Commands that a room above them runs.
+COMMANDS = {"reproduce": {"train"}}
 SERVES_ALL = {"cli", "config", "errors", "own", "style", "terminal", "__version__"}
 
 
@@ -73,7 +76,7 @@ def test_rooms_import_downwards_only(room: str) -> None:
     assert ROOMS[room] <= set(below)  # so there is no circle
     known = {path.stem for path in (ROOT / "lamb_tpu").iterdir()}
     for path in (ROOT / "lamb_tpu" / room).rglob("*.py"):
-        strangers = (rooms_of(path) & known) - ROOMS[room] - SERVES_ALL
+        strangers = (rooms_of(path) & known) - ROOMS[room] - SERVES_ALL - COMMANDS.get(room, set())
         assert not strangers, f"{path.relative_to(ROOT)} imports {strangers}"
 
 
@@ -94,7 +97,10 @@ def test_commands_are_imported_by_none() -> None:
     commands = tuple(
         f"lamb_tpu.{name}" for name in ("train", "evaluate", "predict", "export", "plan", "launch")
     )
-    assert not offenders("", commands)
+    above = tuple(
+        f"lamb_tpu/{room}/" for room, runs in COMMANDS.items() if runs
+    )
+    assert not [line for line in offenders("", commands) if not line.startswith(above)]
 
 
 def test_finding_a_users_own_part_needs_no_room() -> None:

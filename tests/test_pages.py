@@ -1,7 +1,7 @@
 """Every number on a page of experiments/ comes from a record beside it.
 
-A page is of one of three kinds. A page that is `MADE` is made anew here from the records beside it,
-byte for byte. One that is `PRINTED` is the whole output of a benchmark's command with --write, so
+A page is of one of four kinds. A page that is `MADE` is made anew here from the records beside it,
+byte for byte, and one that is `REPORTED` in the tests of lamb_tpu.reproduce. One that is `PRINTED` is the whole output of a benchmark's command with --write, so
 it is itself the record. A page that is `WRITTEN` by hand repeats: each number in its prose and
 tables stands, rounded perhaps, on one of the pages that it links to, or follows from two of those
 by a calculation told here, or is quoted from a paper in experiments/quoted.json.
@@ -20,7 +20,6 @@ import pytest
 from experiments.bert import end_to_end, large_steps, scaling_page
 from experiments.bert import pod_plan as bert_pod_plan
 from experiments.demo import page as demo_page
-from experiments.lamb import mnist
 from experiments.vision import (
     batch_scaling_page,
     cifar10,
@@ -62,7 +61,6 @@ MADE: dict[str, Callable[[], str]] = {
     "bert/pod_plan.md": lambda: bert_pod_plan.page(_kept("bert/pod_plan.json")),
     "bert/scaling.md": lambda: scaling_page.page(*_by_length("bert/scaling.jsonl", "examples")),
     "demo/README.md": demo_page.page,
-    "lamb/mnist.md": lambda: mnist.table(_kept("lamb/mnist.jsonl")),
     "vision/batch_scaling.md": lambda: batch_scaling_page.page(
         *_by_length("vision/batch_scaling.jsonl", "epochs")
     ),
@@ -71,6 +69,8 @@ MADE: dict[str, Callable[[], str]] = {
     "vision/pod_plan.md": lambda: pod_plan.page(_kept("vision/pod_plan.json")),
     "vision/tiny_imagenet.md": _tiny_imagenet,
 }
+# Of lamb_tpu.reproduce, made anew by tests/reproduce/test_report.py.
+REPORTED = {f"report/{path.name}" for path in (FOLDER / "report").glob("*.md")}
 PRINTED = {f"bench/{path.name}" for path in (FOLDER / "bench").glob("*.md")}
 
 
@@ -149,7 +149,7 @@ def test_a_page_written_by_hand_repeats(name: str) -> None:
 
 def test_every_page_is_looked_at() -> None:
     found = {str(path.relative_to(FOLDER)) for path in FOLDER.rglob("*.md")}
-    assert found == {*MADE, *PRINTED, *WRITTEN}
+    assert found == {*MADE, *PRINTED, *REPORTED, *WRITTEN}
     for name in MADE:
         assert re.search(r"jax \d|libtpu", MADE[name]())
         assert re.search("[Cc]ommand|One run: `|python -m", MADE[name]())
@@ -194,7 +194,7 @@ def test_quotations_are_those_of_the_papers() -> None:
 
 def test_the_papers_columns_are_quotations() -> None:
     told = {
-        *mnist.PAPER.values(), *cifar10.PAPER.values(), bert_pod_plan.PAPER_MINUTES,
+        *cifar10.PAPER.values(), bert_pod_plan.PAPER_MINUTES,
         *(float(row.quoted) for row in pod_plan.ROWS if re.fullmatch(r"[\d.]+", row.quoted)),
     }
     assert told <= set(quoted())

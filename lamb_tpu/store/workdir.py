@@ -1,7 +1,6 @@
 """The folder of a run: its files, and the checks before it is used again."""
 
 import contextlib
-import fcntl
 import importlib.metadata
 import json
 import os
@@ -21,7 +20,7 @@ from lamb_tpu.config import FREE_KEYS, differences, flatten
 from lamb_tpu.data import Source, title
 from lamb_tpu.data.text import saved
 from lamb_tpu.errors import UserError
-from lamb_tpu.files import reading, writing
+from lamb_tpu.files import locks, reading, writing
 from lamb_tpu.optim import durations
 from lamb_tpu.store import programs
 
@@ -158,16 +157,11 @@ class Workdir:
         if not enabled:
             yield
             return
-        with (self.path / ".lock").open("w") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # freed even by kill -9
-            except BlockingIOError:
-                raise UserError(
-                    f"{self._key} {self.path} is in use by another run; wait until it ends, or "
-                    "give another folder"
-                ) from None
-            except OSError:
-                pass  # a file system without locks
+        refusal = (
+            f"{self._key} {self.path} is in use by another run; wait until it ends, or give "
+            "another folder"
+        )
+        with locks.hold(self.path / ".lock", refusal):
             yield
 
     def read_config(self) -> dict[str, Any]:

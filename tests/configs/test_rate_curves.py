@@ -206,6 +206,9 @@ def _small() -> list[Case]:
         for optimizer, curve in (
             ("lamb", create_optimizer(0.004, total, MNIST / 1024, 0.5)),
             ("adamw", create_optimizer(0.004, total, MNIST / 1024, 0.5)),
+            ("adam", create_optimizer(0.004, total, MNIST / 1024, 0.5)),
+            # The warm-up of two epochs, that of 8,192 by LEGW.
+            ("lars", create_optimizer(6.0 / 8**0.5, total, 2 * MNIST / 1024, 0.5)),
             ("momentum", mnist_momentum(0.08, total)),
         )
     ]

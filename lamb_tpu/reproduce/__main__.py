@@ -1,0 +1,125 @@
+"""Shows tables of papers beside what was measured here, and measures what is missing.
+
+`python -m lamb_tpu.reproduce list`, then `show lamb/mnist`, then `run lamb/mnist --scale=small`.
+"""
+
+import argparse
+import pathlib
+import re
+import sys
+
+from lamb_tpu import cli, terminal
+from lamb_tpu.errors import UserError
+
+_EXAMPLES = """\
+examples:
+  python -m lamb_tpu.reproduce list
+  python -m lamb_tpu.reproduce show lamb/mnist
+  python -m lamb_tpu.reproduce run lamb/mnist --scale=small --seeds=5 --data=DATA
+  python -m lamb_tpu.reproduce run lamb --time-limit=2h --processes=2
+  python -m lamb_tpu.reproduce commands lamb/table1
+  python -m lamb_tpu.reproduce adopt gs-copy/bert_32k
+  python -m lamb_tpu.reproduce report --html=site
+
+A run that was killed resumes; a cell that is measured is not run again, unless
+its config has changed. DATA has one folder for each data set, such as mnist;
+without it data sets are downloaded.
+"""
+_UNITS = {"s": 1, "m": 60, "h": 3600}
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m lamb_tpu.reproduce", allow_abbrev=False, epilog=_EXAMPLES,
+        description=terminal.fit_docstring(__doc__ or "").partition("\n")[0],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    kinds = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def add(name: str, text: str) -> argparse.ArgumentParser:
+        found = kinds.add_parser(name, help=text, description=f"{text}.", allow_abbrev=False)
+        found.add_argument("--papers", metavar="DIR", help="folder of the papers' tables "
+                           "(default: experiments of this checkout)")
+        return found
+
+    add("list", "list papers and tables, and how many cells are measured")
+    show = add("show", "print the paper's values beside those measured here")
+    show.add_argument("tables", nargs="+", metavar="TABLE", help="such as lamb/mnist, or lamb")
+    run = add("run", "train what is missing or stale")
+    run.add_argument("tables", nargs="+", metavar="TABLE", help="such as lamb/mnist, or lamb")
+    for part in (run, commands := add("commands", "print the commands that train each cell")):
+        if part is commands:
+            part.add_argument("tables", nargs="+", metavar="TABLE")
+        part.add_argument("--scale", metavar="smoke|small|paper",
+                          help=f"size of the runs (default: {'small' if part is run else 'paper'}"
+                          ", or the only one a table has)")
+        part.add_argument("--cells", metavar="NAMES", help="comma-separated (default: all)")
+    run.add_argument("--seeds", type=int, metavar="N",
+                     help="seeds 0 to N-1 (default: as many as the table asks for)")
+    run.add_argument("--runs", default="runs/reproduce", metavar="DIR",
+                     help="folder of the workdirs (default: %(default)s)")
+    run.add_argument("--data", metavar="DIR", help="folder of the data sets' folders")
+    run.add_argument("--processes", type=int, default=1, metavar="N",
+                     help="runs side by side, which share the cores (default: 1)")
+    run.add_argument("--time-limit", metavar="TIME",
+                     help="save and end after this time, such as 90m or 2h")
+    run.add_argument("--dry-run", action="store_true", help="only list what would run")
+    adopt = add("adopt", "take a finished run made elsewhere into its cell")
+    adopt.add_argument("workdir", metavar="WORKDIR", help="folder of the finished run")
+    report = add("report", "write the pages of all that was measured")
+    report.add_argument("--output", metavar="DIR",
+                        help="folder of the Markdown pages and pictures (default: report in "
+                        "the folder of the papers)")
+    report.add_argument("--html", metavar="DIR", help="also write a site of HTML pages there")
+    return terminal.refuse_empty(parser.parse_args(arguments))
+
+
+def seconds(text: str | None) -> float | None:
+    """Parses a time such as '90m', '2h' or '1.5h'.
+
+    Raises:
+      UserError: it is no such time.
+    """
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text)
+    if match is None or not float(match[1]):
+        raise UserError(
+            f"--time-limit is {text!r}; give a number above 0 with a unit, such as 30s, 90m or 2h"
+        )
+    return float(match[1]) * _UNITS[match[2]]
+
+
+def main(options: argparse.Namespace) -> None:
+    """Runs a command."""
+    from lamb_tpu.reproduce import commands, tables  # late: they import JAX, --help does not
+
+    papers = tables.folder() if options.papers is None else pathlib.Path(options.papers)
+    found = tables.load_all(papers.expanduser().absolute())
+    if options.command == "list":
+        commands.show_list(found)
+        return
+    if options.command == "adopt":
+        commands.take_in(found, pathlib.Path(options.workdir))
+        return
+    if options.command == "report":
+        commands.report(found, papers, options.output, options.html)
+        return
+    chosen = tables.choose(found, options.tables)
+    if options.command == "show":
+        commands.show(chosen)
+    elif options.command == "commands":
+        commands.show_commands(chosen, options.scale, options.cells)
+    else:
+        request = commands.Request(
+            options.scale, options.cells, options.seeds, pathlib.Path(options.runs).expanduser(),
+            options.data and pathlib.Path(options.data).expanduser().absolute(),
+            options.processes, seconds(options.time_limit), options.dry_run,
+        )
+        commands.run(chosen, request)
+
+
+if __name__ == "__main__":
+    parsed = _parse(sys.argv[1:])
+    del sys.argv[1:]  # the flags of absl, of which there are none here
+    cli.run_main(lambda: main(parsed))

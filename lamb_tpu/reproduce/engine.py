@@ -1,0 +1,169 @@
+"""Runs what a table asks for and nobody has measured yet, one run after another or side by side.
+
+A run is a training run in a workdir of its own, so it resumes where it was killed. Its name ends in
+the hash of its config: a config that has changed begins anew.
+"""
+
+import pathlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from lamb_tpu.errors import UserError
+from lamb_tpu.reproduce import jobs as jobs_lib
+from lamb_tpu.reproduce import results as results_lib
+from lamb_tpu.reproduce.jobs import Job, Stage
+from lamb_tpu.reproduce.results import Record, Results
+from lamb_tpu.reproduce.tables import Cell, Scale, Table
+from lamb_tpu.train import train
+from lamb_tpu.watch.guards import Diverged
+
+
+class Finished(NamedTuple):
+    """A run that is complete: its job, its record, and the flattened configs of its stages."""
+
+    job: Job
+    record: Record
+    configs: Sequence[Mapping[str, Any]]
+
+
+class Place(NamedTuple):
+    """Folders of the machine: the workdirs, and the data sets or None to download them."""
+
+    runs: pathlib.Path
+    data: pathlib.Path | None
+
+
+def cells_at(table: Table, scale: str) -> list[Cell]:
+    """Returns the cells of a table that exist at a scale."""
+    return [cell for cell in table.cells.values() if not cell.only or scale in cell.only]
+
+
+def searches(table: Table, scale: Scale, cell: Cell) -> list[Job]:
+    """Returns the runs of a cell's search; none if the table has no search."""
+    if table.tuning is None or cell.unknown:
+        return []
+    return [
+        Job(table, scale, cell, seed, factor)
+        for factor in table.tuning.factors for seed in range(table.tuning.seeds)
+    ]
+
+
+def best_factor(jobs: Sequence[Job], results: Results) -> float | None:
+    """Returns the factor that a search found best; None if a run of it is missing.
+
+    The mean over the seeds decides; a run that diverged is worse than any number.
+    """
+    means: dict[float, float] = {}
+    for job in jobs:
+        record = results.of(job)
+        if record is None or results.changes(job):
+            return None
+        metric = job.scale.metric
+        sign = 1.0 if metric.better == "higher" else -1.0
+        score = float("-inf") if record["values"] is None else sign * record["values"][metric.key]
+        assert job.factor is not None
+        means[job.factor] = means.get(job.factor, 0.0) + score  # all have as many seeds
+    return max(means, key=lambda factor: means[factor])
+
+
+def measurements(
+    table: Table, scale: Scale, cell: Cell, seeds: int, results: Results
+) -> list[Job] | None:
+    """Returns the runs that measure a cell; None while its search is not complete."""
+    chosen: float | None = 1.0
+    if cell.unknown:
+        return []
+    if table.tuning is not None:
+        chosen = best_factor(searches(table, scale, cell), results)
+    if chosen is None:
+        return None
+    return [Job(table, scale, cell, seed, None, chosen) for seed in range(seeds)]
+
+
+def due(
+    table: Table, scale: Scale, cells: Iterable[Cell], seeds: int, results: Results
+) -> list[Job]:
+    """Returns the runs that are missing or stale and can be run now: searches first."""
+    found: list[Job] = []
+    for cell in cells:
+        wanted = measurements(table, scale, cell, seeds, results)
+        if wanted is None:
+            wanted = searches(table, scale, cell)
+        found += [job for job in wanted if not results.holds(job)]
+    return found
+
+
+def execute(job: Job, place: Place) -> Finished:
+    """Trains a job, or resumes it, and returns its record.
+
+    Raises:
+      UserError: a config, the data or a folder has a mistake.
+      Preempted: SIGTERM or Ctrl-C arrived, and everything is saved.
+    """
+    stages = jobs_lib.stages(job, place.data)
+    configs = [stage.config() for stage in stages]
+    flat = jobs_lib.flat_configs(configs)
+    digest = jobs_lib.config_hash(flat)
+    folder = place.runs / job.table.key / f"{job.name}-{digest}"
+    workdirs = stage_folders(folder, stages)
+    diverged = None
+    for number, (config, workdir) in enumerate(zip(configs, workdirs)):
+        if number:
+            with config.unlocked():
+                config.init_from = str(workdirs[number - 1])
+        try:
+            train(config, workdir, label=job.name, quiet=True)
+        except Diverged as error:
+            diverged = str(error).partition(";")[0]
+            break
+    last = workdirs[number]
+    if configs[number].phases:
+        last /= sorted(configs[number].phases)[-1]
+    record = results_lib.of_run(job, last, diverged)
+    return Finished(job, record | {"config": digest}, flat)
+
+
+def stage_folders(folder: pathlib.Path, stages: Sequence[Stage]) -> list[pathlib.Path]:
+    """Returns the workdir of each stage of a run."""
+    if len(stages) == 1:
+        return [folder]
+    return [folder / f"stage_{number}" for number in range(1, len(stages) + 1)]
+
+
+def check(jobs: Sequence[Job], place: Place) -> None:
+    """Makes the config of every job, so that a mistake is told before anything is trained.
+
+    Raises:
+      UserError: a config has a mistake, or a folder of data is missing.
+    """
+    seen = set()
+    for job in jobs:
+        if (job.scale.name, job.cell.name, job.factor) in seen:
+            continue
+        seen.add((job.scale.name, job.cell.name, job.factor))
+        for stage in jobs_lib.stages(job, place.data):
+            stage.config()
+            folder = stage.overrides.get("data.dir")
+            if folder is not None and not pathlib.Path(folder).is_dir():
+                raise UserError(
+                    f"--data {place.data} has no folder {pathlib.Path(folder).name!r}, which "
+                    f"{job.table.key} needs at the scale {job.scale.name}; leave --data out to "
+                    "download the data set"
+                )
+
+
+def run_one_by_one(
+    jobs: Sequence[Job], place: Place, begun: Callable[[Job], None],
+    done: Callable[[Finished], None],
+) -> None:
+    """Runs jobs in this process.
+
+    Args:
+      jobs: in the order in which they run.
+      place: the folders.
+      begun: called before each run.
+      done: called after each run, to keep its record.
+    """
+    for job in jobs:
+        begun(job)
+        done(execute(job, place))

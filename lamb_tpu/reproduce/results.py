@@ -1,0 +1,191 @@
+"""Records of a table's runs: what was measured, and whether it still holds.
+
+Beside a table mnist.toml lie mnist.jsonl, one line a run, and mnist.configs.json, the configs of
+those runs by their hash. Records outlive the workdirs: a run with a record is not run again, unless
+its config has changed or its line is deleted.
+"""
+
+import json
+import pathlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from lamb_tpu.errors import UserError
+from lamb_tpu.files import reading, writing
+from lamb_tpu.reproduce import jobs as jobs_lib
+from lamb_tpu.reproduce.jobs import Job
+from lamb_tpu.reproduce.tables import Table
+from lamb_tpu.store.metrics import read_records
+from lamb_tpu.store.workdir import Workdir
+
+Record = dict[str, Any]
+# Fields of every record, with their types.
+_FIELDS: Mapping[str, tuple[type, ...]] = {
+    "cell": (str,), "scale": (str,), "seed": (int,), "factor": (float, int, type(None)),
+    "values": (dict, type(None)), "config": (str,), "updates": (int,), "seconds": (float, int),
+    "device": (str,), "devices": (int,), "cores": (int,), "jax": (str,),
+    "commit": (str, type(None)), "evaluations": (list,), "losses": (list,), "ratios": (dict,),
+}
+# Points kept of a curve: of a plot some inches wide, more would not be seen.
+_POINTS, _RATIO_POINTS = 60, 20
+
+
+class Results:
+    """The records of a table.
+
+    Args:
+      table: the table.
+      folder: where they lie; None: beside the table. Runs that only try out the commands (smoke)
+        are kept elsewhere.
+
+    Raises:
+      UserError: a file of them is damaged; the message names file and line.
+    """
+
+    def __init__(self, table: Table, folder: pathlib.Path | None = None) -> None:
+        folder = folder or table.path.parent
+        self._path = folder / table.records.name
+        self._configs_path = self._path.with_suffix(".configs.json")
+        self._found: dict[Any, Record] = {}
+        self._changes: dict[Any, list[str]] = {}
+        if self._path.exists():
+            for number, record in enumerate(read_records(self._path), start=1):
+                self._check(number, record)
+                self._found[_key(record)] = record
+        try:
+            self._configs = reading.read_json(self._configs_path)
+        except FileNotFoundError:
+            self._configs = {}
+        except ValueError as error:
+            raise self._damaged(self._configs_path, str(error)) from None
+        for record in self:
+            if record["config"] not in self._configs:
+                raise self._damaged(
+                    self._configs_path, f"the config {record['config']} of a record is missing"
+                )
+
+    def __iter__(self) -> Iterator[Record]:
+        return (self._found[key] for key in sorted(self._found, key=str))
+
+    def of(self, job: Job) -> Record | None:
+        """Returns the record of a job, whether or not its config still holds."""
+        return self._found.get(job.key)
+
+    def config(self, record: Record) -> list[dict[str, Any]]:
+        """Returns the flattened configs of a record's run, one for each stage."""
+        return list(self._configs[record["config"]])
+
+    def changes(self, job: Job) -> list[str]:
+        """Returns what has changed in a job's config since its record; empty if nothing has."""
+        record = self.of(job)
+        if record is None:
+            return []
+        key = (*job.key, job.chosen, record["config"])
+        if key not in self._changes:
+            flat = jobs_lib.flat_configs([stage.config() for stage in jobs_lib.stages(job)])
+            same = record["config"] == jobs_lib.config_hash(flat)
+            self._changes[key] = [] if same else jobs_lib.changes(self.config(record), flat)
+        return self._changes[key]
+
+    def holds(self, job: Job) -> bool:
+        """Returns whether a job has a record of the config that it has now."""
+        return self.of(job) is not None and not self.changes(job)
+
+    def add(self, record: Record, flat: Sequence[Mapping[str, Any]]) -> None:
+        """Adds a record with its configs and writes both files, in place of an older record."""
+        self._configs[record["config"]] = list(flat)
+        self._found[_key(record)] = record
+        used = {record["config"] for record in self}
+        configs = {key: self._configs[key] for key in sorted(used)}
+        # The configs first: a record whose config is missing would be damaged.
+        writing.replace(self._configs_path, json.dumps(configs, indent=1, sort_keys=True) + "\n")
+        writing.replace(self._path, "".join(json.dumps(record) + "\n" for record in self))
+
+    def _check(self, number: int, record: Record) -> None:
+        for field, kinds in _FIELDS.items():
+            if field not in record or not isinstance(record[field], kinds):
+                raise self._damaged(
+                    self._path, f"line {number} has no {field} of type {kinds[0].__name__}"
+                )
+
+    def _damaged(self, path: pathlib.Path, reason: str) -> UserError:
+        return UserError(f"{path} is damaged ({reason}); restore it, or delete the line")
+
+
+def of_run(job: Job, folder: pathlib.Path, diverged: str | None = None) -> Record:
+    """Makes the record of a complete run from the files in its workdir.
+
+    Args:
+      job: the job.
+      folder: the workdir of its last stage.
+      diverged: why the run ended early; None: it is complete.
+    """
+    path = folder / "metrics.jsonl"
+    evaluations, trained = read_records(path, "eval"), read_records(path, "train")
+    receipt = read_records(folder / "run.jsonl")[-1]
+    metric = job.scale.metric.key
+    if diverged is None and metric not in evaluations[-1]:
+        known = ", ".join(sorted(evaluations[-1].keys() - {"step", "kind", "epoch"}))
+        raise UserError(
+            f"{job.table.path}: metric.key is {metric!r}, which the evaluations of cell "
+            f"{job.cell.name} do not have; they have: {known}"
+        )
+    values = {
+        key: value for key, value in evaluations[-1].items()
+        if isinstance(value, float) and key != "epoch"
+    } if evaluations and diverged is None else None
+    layers = _thinned(read_records(path, "layers"), _RATIO_POINTS)
+    names = [key for key in (layers[0] if layers else {}) if key.startswith("ratios/")]
+    flat = Workdir(folder).read_config()
+    return {
+        "cell": job.cell.name,
+        "scale": job.scale.name,
+        "seed": job.seed,
+        "factor": job.factor,
+        "chosen": job.chosen if job.table.tuning and job.factor is None else None,
+        "values": values,
+        "diverged": diverged,
+        "updates": trained[-1]["step"] if trained else 0,
+        "seconds": round(trained[-1]["seconds"], 1) if trained else 0.0,
+        "batch": flat["batch_size"],
+        "optimizer": flat["optimizer.name"],
+        "learning_rate": max((record["learning_rate"] for record in trained), default=None),
+        "config": "",
+        **{key: receipt[key] for key in ("device", "devices", "cores", "jax", "commit", "python")},
+        "evaluations": [
+            [round(record["epoch"], 4), _rounded(record.get(metric))] for record in evaluations
+        ],
+        "losses": [
+            [record["step"], _rounded(record["loss"])] for record in _thinned(trained, _POINTS)
+            if "loss" in record
+        ],
+        "ratios": {
+            name.removeprefix("ratios/"): [
+                [record["step"], _rounded(record[name])] for record in layers
+            ]
+            for name in names
+        },
+    }
+
+
+def _key(record: Record) -> tuple[Any, ...]:
+    return record["scale"], record["cell"], record["seed"], record["factor"]
+
+
+def _thinned(records: Sequence[Record], count: int) -> list[Record]:
+    """Returns at most about `count` of the records, evenly spaced, with the last."""
+    every = max(1, -(-len(records) // count))
+    return list(records[::-1][::every][::-1])
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.5g}")
+
+
+def by_cell(records: Iterable[Record]) -> dict[str, list[Record]]:
+    """Groups records of runs that measure by their cell."""
+    found: dict[str, list[Record]] = {}
+    for record in records:
+        if record["factor"] is None:
+            found.setdefault(record["cell"], []).append(record)
+    return found

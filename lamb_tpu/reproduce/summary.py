@@ -1,0 +1,115 @@
+"""A cell's measurements beside the paper's value, for the terminal and for pages."""
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from scipy import stats
+
+from lamb_tpu.reproduce import engine
+from lamb_tpu.reproduce.results import Record, Results
+from lamb_tpu.reproduce.tables import Cell, Metric, Scale, Table
+
+
+class Summary(NamedTuple):
+    """What is known of a cell at a scale.
+
+    Attributes:
+      cell: the cell.
+      published: the paper's value as text; '' if it has none.
+      records: of the runs that measure, with the config of today.
+      values: their metric in the published unit; None for a run that diverged.
+      mean: of the values; None if there are none or one diverged.
+      half_width: of the mean's 95 % interval (Student's t); None for fewer than two runs.
+      distance: mean minus published; None unless both are numbers.
+      stale: how many records have another config, and what changed in the first of them.
+      status: 'measured', '2 of 5 seeds', 'stale', 'not run', how far the search is, or why the cell
+        cannot be run.
+    """
+
+    cell: Cell
+    published: str
+    records: Sequence[Record]
+    values: Sequence[float | None]
+    mean: float | None
+    half_width: float | None
+    distance: float | None
+    stale: tuple[int, Sequence[str]]
+    status: str
+
+
+def summaries(table: Table, scale: Scale, results: Results) -> list[Summary]:
+    """Returns the summary of every cell of a table at a scale."""
+    return [_summary(table, scale, cell, results) for cell in engine.cells_at(table, scale.name)]
+
+
+def _summary(table: Table, scale: Scale, cell: Cell, results: Results) -> Summary:
+    metric = scale.metric
+    wanted = engine.measurements(table, scale, cell, scale.seeds, results)
+    # More seeds may have been run than the table asks for.
+    seeds = {r["seed"] for r in results if (r["scale"], r["cell"]) == (scale.name, cell.name)}
+    more = engine.measurements(table, scale, cell, max(seeds, default=-1) + 1, results) or []
+    fresh, changed = [], []
+    for job in more:
+        record = results.of(job)
+        if record is not None:
+            changes = results.changes(job)
+            if changes:
+                changed.append(changes)
+            else:
+                fresh.append(record)
+    values = [
+        None if record["values"] is None else metric.factor * record["values"][metric.key]
+        for record in fresh
+    ]
+    numbers = [value for value in values if value is not None]
+    mean = statistics.fmean(numbers) if numbers and len(numbers) == len(values) else None
+    published = cell.published.get(metric.key)
+    if cell.unknown:
+        status = cell.unknown
+    elif wanted is None:
+        jobs = engine.searches(table, scale, cell)
+        status = f"search: {sum(map(results.holds, jobs))} of {len(jobs)} runs"
+    elif fresh:
+        count = sum(map(results.holds, wanted))
+        status = "measured" if count == len(wanted) else f"{count} of {len(wanted)} seeds"
+    else:
+        status = "stale" if changed else "not run"
+    return Summary(
+        cell, shown(published, metric), fresh, values, mean, half_width(numbers) if mean else None,
+        mean - published if mean is not None and isinstance(published, (int, float)) else None,
+        (len(changed), changed[0] if changed else ()), status,
+    )
+
+
+def half_width(values: Sequence[float]) -> float | None:
+    """Returns half the 95 % interval of the mean of some values by Student's t.
+
+    >>> round(half_width([1.0, 2.0, 3.0]), 3)
+    2.484
+    """
+    if len(values) < 2:
+        return None
+    deviation = statistics.stdev(values) / math.sqrt(len(values))
+    return float(stats.t.ppf(0.975, len(values) - 1)) * deviation
+
+
+def shown(value: float | str | None, metric: Metric) -> str:
+    """Formats a value of the metric; text as it is, None as ''."""
+    if value is None or isinstance(value, str):
+        return value or ""
+    return f"{value:.{metric.digits}f}"
+
+
+def measured(summary: Summary, metric: Metric) -> str:
+    """Formats the mean with its interval, such as '0.9940 ± 0.0006'; '' if nothing is measured."""
+    if not summary.values:
+        return ""
+    failed = sum(value is None for value in summary.values)
+    if failed:
+        return f"{failed} of {len(summary.values)} diverged"
+    mean = shown(summary.mean, metric)
+    if summary.half_width is None:
+        return mean
+    return f"{mean} ± {summary.half_width:.{metric.digits}f}"

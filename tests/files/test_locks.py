@@ -1,0 +1,32 @@
+"""A lock keeps a second process out and is free again when its holder ends."""
+
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from lamb_tpu.errors import UserError
+from lamb_tpu.files import locks
+
+HOLDER = """
+import pathlib, sys
+from lamb_tpu.files import locks
+with locks.hold(pathlib.Path(sys.argv[1]), "held"):
+    print("holds", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_hold(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "lock"
+    other = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert other.stdout is not None and other.stdout.readline() == b"holds\n"
+    with pytest.raises(UserError, match=r"^it is taken$"), locks.hold(path, "it is taken"):
+        pass
+    other.kill()
+    other.communicate()
+    with locks.hold(path, "it is taken"):
+        pass

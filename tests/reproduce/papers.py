@@ -1,0 +1,51 @@
+"""A folder of papers with one small table of runs on the embedded digits."""
+
+import json
+import pathlib
+from typing import Any
+
+from lamb_tpu.reproduce.engine import Place
+from lamb_tpu.reproduce.tables import Table, load_all
+
+TABLE = """
+title = "Digits by optimizer"
+source = "Table 9"
+known = "recalled"
+metric = {key = "accuracy", label = "test accuracy, %", digits = 1, factor = 100.0}
+cells = [
+  {name = "lamb", argument = "optimizer=lamb", published = {accuracy = 93.0}},
+  {name = "adamw", argument = "optimizer=adamw", published = {accuracy = 92.5}, known = "seen"},
+  {name = "lars", published = {accuracy = "diverged"}, unknown = "settings not published"},
+]
+
+[scales.small]
+config = "digits:batch=128"
+overrides = {duration = "4 steps", "log.every" = "2 steps"}
+seeds = 2
+"""
+
+
+def write(folder: pathlib.Path, table: str = TABLE, name: str = "digits") -> Table:
+    """Writes the paper 'small' with a table and returns the table."""
+    paper = folder / "small"
+    paper.mkdir(parents=True, exist_ok=True)
+    (paper / "paper.toml").write_text('title = "A small paper"\narxiv = "0000.00000"\n')
+    (paper / f"{name}.toml").write_text(table)
+    return load_all(folder)[f"small/{name}"]
+
+
+def place(folder: pathlib.Path) -> Place:
+    """Returns folders for runs without data of their own."""
+    return Place(folder / "runs", None)
+
+
+def record(cell: str, seed: int, accuracy: float | None, **more: Any) -> dict[str, Any]:
+    """Returns a record as a run leaves it."""
+    return {
+        "cell": cell, "scale": "small", "seed": seed, "factor": None, "chosen": None,
+        "values": None if accuracy is None else {"accuracy": accuracy, "loss": 1.0},
+        "diverged": None, "updates": 4, "seconds": 1.5, "batch": 128, "optimizer": cell,
+        "learning_rate": 0.01, "config": "", "device": "cpu", "devices": 1, "cores": 2,
+        "jax": "0.10.2", "commit": "0123456789ab", "python": "3.11.7",
+        "evaluations": [[0.36, accuracy]], "losses": [[2, 2.0], [4, 1.5]], "ratios": {},
+    } | json.loads(json.dumps(more))

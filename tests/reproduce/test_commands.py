@@ -1,0 +1,142 @@
+"""The command line: what it prints, kills at random moments, and mistakes as one sentence."""
+
+import contextlib
+import io
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from lamb_tpu.errors import UserError
+from lamb_tpu.reproduce import __main__ as command
+from lamb_tpu.reproduce.results import Results
+from lamb_tpu.store.metrics import read_records
+from tests.reproduce.papers import TABLE, write
+from tests.tiny import ROOT
+
+
+def call(tmp_path: pathlib.Path, *arguments: str) -> str:
+    """Runs a command in this process and returns what it printed."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        command.main(command._parse([*arguments, f"--papers={tmp_path}"]))
+    return out.getvalue()
+
+
+def test_a_whole_story(tmp_path: pathlib.Path) -> None:
+    table = write(tmp_path)
+    runs = f"--runs={tmp_path / 'runs'}"
+    assert "small/digits  Digits by optimizer\n    measured: 0 of 3" in call(tmp_path, "list")
+    told = call(tmp_path, "run", "small", runs, "--seeds=1", "--dry-run")
+    assert told == "small/digits, small: 2 runs to train\n  lamb-small-seed0\n  adamw-small-seed0\n"
+    assert not (tmp_path / "runs").exists()
+    told = call(tmp_path, "run", "small/digits", runs, "--seeds=1", "--cells=lamb")
+    assert "small/digits: run 1 of 1: lamb-small-seed0" in told and "accuracy " in told
+    told = call(tmp_path, "run", "small/digits", runs, "--seeds=1")
+    assert "lamb" not in told.replace("lamb_tpu", "") and "run 1 of 1: adamw" in told
+    shown = call(tmp_path, "show", "small")
+    assert "arXiv:0000.00000, Table 9" in shown and "93.0 (recalled)" in shown
+    assert "1 of 2 seeds" in shown and "settings not published" in shown
+    assert "2 of 3" in call(tmp_path, "list")
+    printed = call(tmp_path, "commands", "small")
+    assert printed.count("python -m lamb_tpu.train --config=digits:batch=128,optimizer=") == 2
+    told = call(tmp_path, "report", f"--html={tmp_path / 'site'}")
+    assert told.split() == [str(tmp_path / "report/README.md"), str(tmp_path / "site/index.html")]
+    # The table changes: its cells are stale and are run again.
+    write(tmp_path, TABLE.replace("4 steps", "5 steps"))
+    shown = call(tmp_path, "show", "small")
+    assert "lamb: 1 stale (duration: '4 steps' there, '5 steps' now)" in shown
+    assert call(tmp_path, "run", "small", runs, "--seeds=1").count("run 1 of 2") == 1
+    assert {r["updates"] for r in Results(table)} == {5}
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (["run", "huge"], "there is no table 'huge'; known: small/digits"),
+    (["run", "small", "--scale=paper"], "--scale is 'paper'; small/digits has: small"),
+    (["run", "small", "--scale=huge"], "--scale is 'huge'; small/digits has: smoke, small, paper"),
+    (["run", "small", "--cells=lamb,sgd"], "--cells has 'sgd'; .* has: lamb, adamw"),
+    (["run", "small", "--seeds=0"], "--seeds is 0; it must be at least 1"),
+    (["run", "small", "--processes=0"], "--processes is 0; it must be at least 1"),
+    (["run", "small", "--time-limit=2"], "--time-limit is '2'; give a number above 0 with a unit"),
+    (["run", "small", "--time-limit=0h"], "--time-limit is '0h'"),
+    (["run", "small", "--runs=/dev/null/x"], "--runs /dev/null/x cannot be written"),
+    (["adopt", "/nowhere"], "WORKDIR /nowhere holds no run"),
+])
+def test_mistakes(tmp_path: pathlib.Path, arguments: list[str], message: str) -> None:
+    write(tmp_path)
+    with pytest.raises(UserError, match=message):
+        call(tmp_path, *arguments)
+    assert not (tmp_path / "small" / "digits.jsonl").exists()
+
+
+def test_times() -> None:
+    assert [command.seconds(text) for text in (None, "30s", "1.5h", "90m")] == [
+        None, 30.0, 5400.0, 5400.0
+    ]
+
+
+def start(tmp_path: pathlib.Path, *arguments: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-m", "lamb_tpu.reproduce", "run", "small", f"--papers={tmp_path}",
+         f"--runs={tmp_path / 'runs'}", *arguments],
+        cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )
+
+
+def wait_for(process: "subprocess.Popen[str]", text: str) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if text in line:
+            return
+    raise AssertionError(f"it ended without {text!r}")
+
+
+LONG = TABLE.replace("4 steps", "3000 steps").replace("seeds = 2", "seeds = 1")
+
+
+def test_two_at_once_and_a_time_limit(tmp_path: pathlib.Path) -> None:
+    write(tmp_path, LONG.replace("3000", "300000"))
+    first = start(tmp_path, "--time-limit=12s")
+    wait_for(first, "run 1 of 2")
+    second = start(tmp_path)
+    told, _ = second.communicate(timeout=120)
+    assert second.returncode == 2 and "is in use by another reproduce" in told
+    assert told.startswith("error: --runs ") and "Traceback" not in told
+    told, _ = first.communicate(timeout=120)
+    assert first.returncode == 0 and "the time limit of 0:12 is reached" in told
+    (folder,) = (tmp_path / "runs" / "small" / "digits").glob("lamb-*")
+    assert list((folder / "checkpoints").iterdir())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("processes", [1, 2])
+def test_killed_at_five_moments_it_ends_as_one_left_alone(
+    tmp_path: pathlib.Path, processes: int
+) -> None:
+    random.seed(processes)
+    rest: dict[str, list[dict]] = {}
+    for name in ("alone", "killed"):
+        folder = tmp_path / name
+        folder.mkdir()
+        table = write(folder, LONG.replace(
+            "overrides = {", 'overrides = {"checkpoint.every" = "100 steps", '
+        ))
+        for _ in range(5 if name == "killed" else 0):
+            process = start(folder, f"--processes={processes}")
+            wait_for(process, "run 1 of")
+            time.sleep(random.uniform(0.5, 8.0))
+            process.send_signal(random.choice([signal.SIGKILL, signal.SIGTERM]))
+            process.communicate(timeout=60)
+            time.sleep(2.0)  # processes without a parent save and end
+        process = start(folder, f"--processes={processes}")
+        told, _ = process.communicate(timeout=300)
+        assert process.returncode == 0, told
+        rest[name] = [
+            {key: value for key, value in record.items() if key != "seconds"}
+            for record in read_records(table.records)
+        ]
+    assert rest["alone"] == rest["killed"] and len(rest["alone"]) == 2

@@ -1,0 +1,117 @@
+"""What is missing is run, once; a run that diverges is a result."""
+
+import pathlib
+from typing import Any
+
+import pytest
+
+from lamb_tpu.errors import UserError
+from lamb_tpu.reproduce import engine
+from lamb_tpu.reproduce.engine import Place
+from lamb_tpu.reproduce.jobs import Job
+from lamb_tpu.reproduce.results import Results
+from lamb_tpu.reproduce.tables import Table
+from lamb_tpu.store.metrics import read_records
+from tests.reproduce.papers import TABLE, place, write
+from tests.reproduce.test_jobs import TUNED
+from tests.reproduce.test_results import add
+
+
+def due(table: Table, seeds: int = 1) -> list[Job]:
+    scale = table.scales["small"]
+    cells = engine.cells_at(table, "small")
+    return engine.due(table, scale, cells, seeds, Results(table))
+
+
+def test_run(tmp_path: pathlib.Path) -> None:
+    table = write(tmp_path)
+    results, told = Results(table), []
+    assert [job.name for job in due(table)] == ["lamb-small-seed0", "adamw-small-seed0"]
+
+    def done(finished: engine.Finished) -> None:
+        results.add(finished.record, finished.configs)
+
+    engine.run_one_by_one(due(table), place(tmp_path), lambda job: told.append(job.name), done)
+    assert told == ["lamb-small-seed0", "adamw-small-seed0"] and due(table) == []
+    assert [job.name for job in due(table, 2)] == ["lamb-small-seed1", "adamw-small-seed1"]
+    (folder,) = (tmp_path / "runs" / "small" / "digits").glob("lamb-small-seed0-*")
+    found = next(record for record in results if record["cell"] == "lamb")
+    last = read_records(folder / "metrics.jsonl", "eval")[-1]
+    assert found["values"] == {key: last[key] for key in ("accuracy", "loss")}
+    assert found["updates"] == 4 and found["batch"] == 128 and found["optimizer"] == "lamb"
+    assert found["evaluations"][-1] == [round(last["epoch"], 4), round(last["accuracy"], 5)]
+    assert [step for step, _ in found["losses"]] == [2, 4]
+    assert folder.name.endswith(found["config"])
+    # A run that is complete but has no record, as after a kill between the two, trains nothing.
+    before = (folder / "metrics.jsonl").read_text()
+    finished = engine.execute(Job(table, table.scales["small"], table.cells["lamb"], 0),
+                              place(tmp_path))
+    assert finished.record == found and (folder / "metrics.jsonl").read_text() == before
+
+
+def test_diverged_is_a_result(tmp_path: pathlib.Path) -> None:
+    table = write(tmp_path, TABLE.replace(
+        'overrides = {', 'overrides = {"optimizer.learning_rate" = 1e38, "schedule.warmup" = '
+        '"0 steps", "guards.max_skipped" = 0, '
+    ))
+    job = Job(table, table.scales["small"], table.cells["adamw"], 0)
+    finished = engine.execute(job, place(tmp_path))
+    assert finished.record["values"] is None and "inf" in finished.record["diverged"]
+    Results(table).add(finished.record, finished.configs)
+    assert Results(table).holds(job)
+
+
+def test_stages(tmp_path: pathlib.Path) -> None:
+    table = write(tmp_path, TABLE.replace(
+        'config = "digits:batch=128"',
+        'stages = ["digits:batch=64", "digits:batch=128"]',
+    ).replace('"optimizer=lamb"', '"optimizer=adamw"'))
+    job = Job(table, table.scales["small"], table.cells["lamb"], 0)
+    finished = engine.execute(job, place(tmp_path))
+    assert [flat["batch_size"] for flat in finished.configs] == [64, 128]
+    assert [flat["optimizer.name"] for flat in finished.configs] == ["adamw", "lamb"]
+    (folder,) = (tmp_path / "runs" / "small" / "digits").iterdir()
+    assert (folder / "stage_2" / "init.json").exists()
+
+
+def test_search(tmp_path: pathlib.Path) -> None:
+    table = write(tmp_path, TUNED)
+    scale, cell = table.scales["small"], table.cells["lamb"]
+    wanted = engine.searches(table, scale, cell)
+    assert [(job.factor, job.seed) for job in wanted] == [
+        (0.5, 0), (0.5, 1), (1, 0), (1, 1), (2, 0), (2, 1)
+    ]
+    results = Results(table)
+    for job, accuracy in zip(wanted, (0.9, 0.8, 0.95, None, 0.85, 0.87)):
+        assert engine.best_factor(wanted, results) is None
+        assert engine.measurements(table, scale, cell, 1, results) is None
+        add_search(results, job, accuracy)
+    # The mean of 0.5 is 0.85, of 2 it is 0.86, and one run of 1 diverged.
+    assert engine.best_factor(wanted, results) == 2
+    (job,) = engine.measurements(table, scale, cell, 1, results) or []
+    assert (job.chosen, job.factor) == (2, None)
+    assert engine.searches(table, scale, table.cells["lars"]) == []
+    assert engine.measurements(table, scale, table.cells["lars"], 1, results) == []
+
+
+def add_search(results: Results, job: Job, accuracy: float | None) -> None:
+    add(results, job, accuracy)
+    found = next(r for r in list(results) if r["factor"] is None)
+    config = results.config(found)
+    del results._found["small", job.cell.name, job.seed, None]
+    results.add(found | {"factor": job.factor}, config)
+
+
+@pytest.mark.parametrize("text, data, message", [
+    (TABLE.replace("seeds = 2", 'data = ["mnist"]'), "data", "--data .* has no folder 'mnist'"),
+    (TABLE.replace("digits:batch=128", "digits:btach=128"), None, "unknown key 'btach'"),
+    (TABLE.replace("digits:batch=128", "digitz"), None, "'digitz', which does not exist"),
+])
+def test_mistakes_are_told_before_anything_trains(
+    tmp_path: pathlib.Path, text: str, data: Any, message: str
+) -> None:
+    table = write(tmp_path, text)
+    where = Place(tmp_path / "runs", data and tmp_path / data)
+    with pytest.raises(UserError, match=message):
+        engine.check([Job(table, table.scales["small"], table.cells["lamb"], 0)], where)
+    assert not (tmp_path / "runs").exists()

@@ -1,0 +1,72 @@
+"""Records are kept beside their table, and a damaged file is one sentence."""
+
+import json
+import pathlib
+
+import pytest
+
+from lamb_tpu.errors import UserError
+from lamb_tpu.reproduce import jobs, results
+from lamb_tpu.reproduce.jobs import Job
+from lamb_tpu.reproduce.results import Results
+from lamb_tpu.reproduce.tables import Table
+from tests.reproduce.papers import TABLE, record, write
+
+
+def job_of(table: Table, cell: str = "lamb", seed: int = 0) -> Job:
+    return Job(table, table.scales["small"], table.cells[cell], seed)
+
+
+def add(found: Results, job: Job, accuracy: float | None) -> None:
+    flat = jobs.flat_configs([stage.config() for stage in jobs.stages(job)])
+    digest = jobs.config_hash(flat)
+    found.add(record(job.cell.name, job.seed, accuracy, config=digest), flat)
+
+
+def test_records_outlive_the_process(tmp_path: pathlib.Path) -> None:
+    table = write(tmp_path)
+    found = Results(table)
+    assert list(found) == [] and not found.holds(job_of(table))
+    for seed in (1, 0):
+        add(found, job_of(table, seed=seed), 0.9)
+    again = Results(table)
+    assert [r["seed"] for r in again] == [0, 1]
+    assert again.holds(job_of(table)) and not again.holds(job_of(table, seed=2))
+    # Both seeds have one config, which is kept once.
+    assert len(json.loads((tmp_path / "small" / "digits.configs.json").read_text())) == 1
+    add(again, job_of(table), 0.8)
+    assert [r["values"]["accuracy"] for r in Results(table)] == [0.8, 0.9]
+
+
+def test_a_changed_config_makes_a_record_stale(tmp_path: pathlib.Path) -> None:
+    table = write(tmp_path)
+    add(Results(table), job_of(table), 0.9)
+    table = write(tmp_path, TABLE.replace("4 steps", "5 steps"))
+    found = Results(table)
+    assert found.of(job_of(table)) is not None and not found.holds(job_of(table))
+    assert found.changes(job_of(table)) == ["duration: '4 steps' there, '5 steps' now"]
+    add(found, job_of(table), 0.7)
+    assert found.holds(job_of(table)) and len(list(found)) == 1
+    # The config of nobody's record is gone.
+    assert len(json.loads((tmp_path / "small" / "digits.configs.json").read_text())) == 1
+
+
+@pytest.mark.parametrize("name, text, message", [
+    ("digits.jsonl", "{\n", "line 1 of .*digits.jsonl is not JSON"),
+    ("digits.jsonl", '{"cell": "lamb"}\n', "digits.jsonl is damaged .line 1 has no scale"),
+    ("digits.configs.json", "[", "digits.configs.json is damaged"),
+    ("digits.configs.json", "{}", "digits.configs.json is damaged .the config .* is missing"),
+])
+def test_damage(tmp_path: pathlib.Path, name: str, text: str, message: str) -> None:
+    table = write(tmp_path)
+    add(Results(table), job_of(table), 0.9)
+    (tmp_path / "small" / name).write_text(text)
+    with pytest.raises(UserError, match=message):
+        Results(table)
+
+
+def test_curves_are_thinned_and_keep_their_end() -> None:
+    found = results._thinned([{"step": n} for n in range(1, 1001)], 60)
+    assert 50 <= len(found) <= 60 and found[-1]["step"] == 1000
+    assert results._thinned([], 60) == []
+    assert [r["step"] for r in results._thinned([{"step": 1}, {"step": 2}], 60)] == [1, 2]

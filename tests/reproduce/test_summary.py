@@ -1,0 +1,55 @@
+"""A cell's measurements beside the published value."""
+
+import doctest
+import pathlib
+
+import pytest
+
+from lamb_tpu.reproduce import summary
+from lamb_tpu.reproduce.results import Results
+from lamb_tpu.reproduce.summary import Summary, measured, summaries
+from tests.reproduce.papers import TABLE, write
+from tests.reproduce.test_results import add, job_of
+
+
+def of(tmp_path: pathlib.Path, text: str = TABLE) -> dict[str, Summary]:
+    table = write(tmp_path, text)
+    found = summaries(table, table.scales["small"], Results(table))
+    return {one.cell.name: one for one in found}
+
+
+def test_summaries(tmp_path: pathlib.Path) -> None:
+    table = write(tmp_path)
+    metric = table.scales["small"].metric
+    found = of(tmp_path)
+    assert [one.status for one in found.values()] == [
+        "not run", "not run", "settings not published"
+    ]
+    assert (found["lamb"].published, found["lars"].published) == ("93.0", "diverged")
+    results = Results(table)
+    add(results, job_of(table), 0.92)
+    assert of(tmp_path)["lamb"].status == "1 of 2 seeds"
+    assert measured(of(tmp_path)["lamb"], metric) == "92.0"
+    for seed, accuracy in ((1, 0.94), (2, 0.96)):
+        add(results, job_of(table, seed=seed), accuracy)
+    lamb = of(tmp_path)["lamb"]
+    assert lamb.status == "measured" and len(lamb.values) == 3  # one more than asked for
+    assert lamb.mean == pytest.approx(94.0) and lamb.distance == pytest.approx(1.0)
+    assert lamb.half_width == pytest.approx(4.303 * 2.0 / 3**0.5, rel=1e-3)
+    assert measured(lamb, metric) == "94.0 ± 5.0"
+    add(results, job_of(table, "adamw"), None)
+    adamw = of(tmp_path)["adamw"]
+    assert measured(adamw, metric) == "1 of 1 diverged" and adamw.distance is None
+
+
+def test_stale(tmp_path: pathlib.Path) -> None:
+    table = write(tmp_path)
+    add(Results(table), job_of(table), 0.92)
+    lamb = of(tmp_path, TABLE.replace("4 steps", "5 steps"))["lamb"]
+    assert lamb.status == "stale" and lamb.values == []
+    assert lamb.stale == (1, ["duration: '4 steps' there, '5 steps' now"])
+
+
+def test_examples() -> None:
+    assert doctest.testmod(summary).failed == 0
+    assert summary.half_width([1.0]) is None

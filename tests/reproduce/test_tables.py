@@ -1,0 +1,75 @@
+"""Tables are read from TOML, and every mistake in one is a sentence that names file and key."""
+
+import pathlib
+import re
+
+import pytest
+
+from lamb_tpu.errors import UserError
+from lamb_tpu.reproduce import tables
+from tests.reproduce.papers import TABLE, write
+
+
+def test_table(tmp_path: pathlib.Path) -> None:
+    table = write(tmp_path)
+    assert (table.key, table.paper.arxiv, table.source) == ("small/digits", "0000.00000", "Table 9")
+    assert [cell.known for cell in table.cells.values()] == ["recalled", "seen", "recalled"]
+    scale = table.scales["small"]
+    assert scale.stages == ("digits:batch=128",) and scale.seeds == 2
+    assert scale.overrides == {"duration": "4 steps", "log.every": "2 steps"}
+    assert table.records == tmp_path / "small" / "digits.jsonl"
+
+
+def test_keys_may_be_dotted_or_nested(tmp_path: pathlib.Path) -> None:
+    text = TABLE.replace('overrides = {duration = "4 steps", "log.every" = "2 steps"}',
+                         '[scales.small.overrides]\nlog.every = "2 steps"\noptimizer.b2 = 0.9')
+    text = text.replace("seeds = 2\n", "")
+    scale = write(tmp_path, text).scales["small"]
+    assert scale.overrides == {"log.every": "2 steps", "optimizer.b2": 0.9}
+
+
+def test_choose(tmp_path: pathlib.Path) -> None:
+    write(tmp_path)
+    write(tmp_path, name="other")
+    found = tables.load_all(tmp_path)
+    assert [table.key for table in tables.choose(found, ["small"])] == [
+        "small/digits", "small/other"
+    ]
+    assert [table.key for table in tables.choose(found, ["small/other"] * 2)] == ["small/other"]
+    with pytest.raises(UserError, match="no table 'big'; known: small/digits, small/other"):
+        tables.choose(found, ["big"])
+
+
+@pytest.mark.parametrize("old, new, message", [
+    ("title =", "titel =", "title is missing"),
+    ('source = "Table 9"', 'sauce = "Table 9"', "sauce is unknown; known: .*source"),
+    ('known = "recalled"', 'known = "guessed"', "known is 'guessed'; known: seen, recalled"),
+    ("digits = 1", 'digits = "1"', "metric.digits is '1'; it must be of type int"),
+    ("[scales.small]", "[scales.huge]", "scales.huge is unknown; known: smoke, small, paper"),
+    ('config = "digits:batch=128"', "", "scales.small must have either config"),
+    ("seeds = 2", "seeds = 0", "scales.small.seeds is 0; it must be at least 1"),
+    ('name = "adamw"', 'name = "lamb"', r"cells\[2\].name is 'lamb', which another cell has"),
+    ('name = "adamw"', 'name = "Adam W"', "name 'Adam W' must be of lower-case letters"),
+    ("{accuracy = 92.5}", "{accuracy = true}", "published.accuracy of cell adamw is True"),
+    ('known = "seen"}', 'only = ["paper"]}', "cell adamw names the scale 'paper'; .* has: small"),
+    ("[scales.small]", "[tuning]\nkey = \"a\"\nfactors = [0]\n[scales.small]", "tuning.factors is"),
+    ('title = "Digits', "title = Digits", "is not TOML"),
+    ("seeds = 2", 'data = ["a", "b"]', "scales.small.data is .* folder for each of the 1 stage"),
+])
+def test_mistakes(tmp_path: pathlib.Path, old: str, new: str, message: str) -> None:
+    assert old in TABLE
+    with pytest.raises(UserError, match=message) as raised:
+        write(tmp_path, TABLE.replace(old, new, 1))
+    assert str(tmp_path / "small" / "digits.toml") in str(raised.value)
+
+
+def test_folder_without_papers(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(UserError, match=f"--papers {re.escape(str(tmp_path))} has no tables"):
+        tables.load_all(tmp_path)
+
+
+def test_shipped_tables_are_sound() -> None:
+    found = tables.load_all(tables.folder())
+    assert "lamb/mnist" in found
+    for table in found.values():
+        assert any(not cell.unknown for cell in table.cells.values()), table.key
