@@ -1,10 +1,11 @@
 """Every number on a page of experiments/ comes from a record beside it.
 
 A page is of one of four kinds. A page that is `MADE` is made anew here from the records beside it,
-byte for byte, and one that is `REPORTED` in the tests of lamb_tpu.reproduce. One that is `PRINTED` is the whole output of a benchmark's command with --write, so
-it is itself the record. A page that is `WRITTEN` by hand repeats: each number in its prose and
-tables stands, rounded perhaps, on one of the pages that it links to, or follows from two of those
-by a calculation told here, or is quoted from a paper in experiments/quoted.json.
+byte for byte, and one that is `REPORTED` in the tests of lamb_tpu.reproduce. One that is `PRINTED`
+is the whole output of a benchmark's command with --write, so it is itself the record. A page that
+is `WRITTEN` by hand repeats: each number in its prose and tables stands, rounded perhaps, on one of
+the pages that it links to, or follows from two of those by a calculation told here, or is quoted
+from a paper in experiments/quoted.json.
 """
 
 import json
