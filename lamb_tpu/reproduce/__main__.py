@@ -42,10 +42,16 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
                            "(default: experiments of this checkout)")
         return found
 
+    def add_records(found: argparse.ArgumentParser) -> None:
+        found.add_argument("--records", metavar="DIR", help="folder of records of your own "
+                           "(default: the records beside the tables)")
+
     add("list", "list papers and tables, and how many cells are measured")
     show = add("show", "print the paper's values beside those measured here")
     show.add_argument("tables", nargs="+", metavar="TABLE", help="such as lamb/mnist, or lamb")
+    add_records(show)
     run = add("run", "train what is missing or stale")
+    add_records(run)
     run.add_argument("tables", nargs="+", metavar="TABLE", help="such as lamb/mnist, or lamb")
     for part in (run, commands := add("commands", "print the commands that train each cell")):
         if part is commands:
@@ -67,6 +73,8 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     adopt = add("adopt", "take a finished run made elsewhere into its cell")
     adopt.add_argument("workdir", metavar="WORKDIR", help="folder of the finished run")
     report = add("report", "write the pages of all that was measured")
+    add_records(report)
+    report.add_argument("tables", nargs="*", metavar="TABLE", help="only these (default: all)")
     report.add_argument("--output", metavar="DIR",
                         help="folder of the Markdown pages and pictures (default: report in "
                         "the folder of the papers)")
@@ -102,19 +110,23 @@ def main(options: argparse.Namespace) -> None:
     if options.command == "adopt":
         commands.take_in(found, pathlib.Path(options.workdir))
         return
+    chosen = tables.choose(found, options.tables) if options.tables else list(found.values())
+    records = None
+    if options.command != "commands" and options.records is not None:
+        records = pathlib.Path(options.records).expanduser()
     if options.command == "report":
-        commands.report(found, papers, options.output, options.html)
-        return
-    chosen = tables.choose(found, options.tables)
-    if options.command == "show":
-        commands.show(chosen)
+        output = papers / "report" if options.output is None else pathlib.Path(options.output)
+        html = options.html and pathlib.Path(options.html)
+        commands.report({table.key: table for table in chosen}, output, html, records)
+    elif options.command == "show":
+        commands.show(chosen, records)
     elif options.command == "commands":
         commands.show_commands(chosen, options.scale, options.cells)
     else:
         request = commands.Request(
             options.scale, options.cells, options.seeds, pathlib.Path(options.runs).expanduser(),
             options.data and pathlib.Path(options.data).expanduser().absolute(),
-            options.processes, seconds(options.time_limit), options.dry_run,
+            options.processes, seconds(options.time_limit), options.dry_run, records,
         )
         commands.run(chosen, request)
 

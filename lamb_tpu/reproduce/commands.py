@@ -15,7 +15,7 @@ from lamb_tpu.reproduce import jobs as jobs_lib
 from lamb_tpu.reproduce.engine import Finished, Place
 from lamb_tpu.reproduce.jobs import Job
 from lamb_tpu.reproduce.results import Results
-from lamb_tpu.reproduce.summary import measured, summaries
+from lamb_tpu.reproduce.summary import matrix, measured, summaries
 from lamb_tpu.reproduce.tables import SCALES, Cell, Scale, Table
 from lamb_tpu.terminal import fit
 from lamb_tpu.watch.progress import format_seconds
@@ -32,6 +32,7 @@ class Request(NamedTuple):
     processes: int
     time_limit: float | None
     dry_run: bool
+    records: pathlib.Path | None
 
 
 def show_list(tables: Mapping[str, Table]) -> None:
@@ -51,8 +52,13 @@ def show_list(tables: Mapping[str, Table]) -> None:
         print(fit(f"    measured: {', '.join(counts)}"))
 
 
-def show(tables: Sequence[Table]) -> None:
-    """Prints the cells of some tables: the paper's value, ours, and their distance."""
+def show(tables: Sequence[Table], records: pathlib.Path | None) -> None:
+    """Prints the cells of some tables: the paper's value, ours, and their distance.
+
+    Args:
+      tables: the tables.
+      records: folder of records of one's own; None: those beside the tables.
+    """
     for number, table in enumerate(tables):
         if number:
             print()
@@ -64,7 +70,7 @@ def show(tables: Sequence[Table]) -> None:
             print(fit(where))
         if table.about:
             print(fit(" ".join(table.about.split())))
-        results = Results(table)
+        results = Results(table, records)
         for scale in table.measured_scales():
             _show_scale(table, scale, results)
 
@@ -74,9 +80,15 @@ def _show_scale(table: Table, scale: Scale, results: Results) -> None:
     print()
     print(fit(f"{scale.name}: {metric.label} ({metric.better} is better)"
               + (f"; {' '.join(scale.about.split())}" if scale.about else "")))
+    found = summaries(table, scale, results)
+    if grid := matrix(found, metric):
+        _print_columns(grid)
+        if any(summary.published for summary in found):
+            print("  In parentheses: the paper's.")
+        print()
     rows = [("cell", "paper", "measured", "difference", "seeds", "")]
     notes = []
-    for summary in summaries(table, scale, results):
+    for summary in found:
         known = f" ({summary.cell.known})" if summary.published else ""
         distance = summary.distance
         rows.append((
@@ -87,11 +99,15 @@ def _show_scale(table: Table, scale: Scale, results: Results) -> None:
         count, changes = summary.stale
         if count:
             notes.append(f"{summary.cell.name}: {count} stale ({'; '.join(changes[:4])})")
+    _print_columns(rows)
+    for note in notes:
+        print(fit(f"  {note}"))
+
+
+def _print_columns(rows: Sequence[Sequence[str]]) -> None:
     widths = [max(map(len, column)) for column in zip(*rows)]
     for row in rows:
         print("  " + "  ".join(f"{text:<{width}}" for text, width in zip(row, widths)).rstrip())
-    for note in notes:
-        print(fit(f"  {note}"))
 
 
 def show_commands(tables: Sequence[Table], scale: str | None, cells: str | None) -> None:
@@ -135,7 +151,7 @@ def run(tables: Sequence[Table], request: Request) -> None:
         engine.check(first, place)
     if request.dry_run:
         for table, scale, cells in plans:
-            results = Results(table)
+            results = Results(table, request.records)
             jobs = engine.due(table, scale, cells, request.seeds or scale.seeds, results)
             _list_due(table, scale, jobs)
         return
@@ -179,7 +195,9 @@ def _run(
 def _run_table(
     table: Table, scale: Scale, cells: Sequence[Cell], request: Request, place: Place
 ) -> None:
-    results, seeds = _results(table, scale, place), request.seeds or scale.seeds
+    # Runs that only try out the commands leave no record in the checkout.
+    records = request.records or (place.runs if scale.name == "smoke" else None)
+    results, seeds = Results(table, records), request.seeds or scale.seeds
     while jobs := engine.due(table, scale, cells, seeds, results):
         count, took = len(jobs), list[float]()
         started: dict[tuple, float] = {}
@@ -199,16 +217,8 @@ def _run_table(
             workers.run_side_by_side(jobs, place, request.processes, begun, done)
         else:
             engine.run_one_by_one(jobs, place, begun, done)
-    told = "is run" if scale.name == "smoke" else f"is measured; show {table.key} prints it"
-    print(f"{table.key}: {scale.name} {told}", flush=True)
-
-
-def _results(table: Table, scale: Scale, place: Place) -> Results:
-    if scale.name != "smoke":
-        return Results(table)
-    folder = place.runs / table.key
-    folder.mkdir(parents=True, exist_ok=True)
-    return Results(table, folder)
+    print()
+    _show_scale(table, scale, results)
 
 
 def _told(finished: Finished, took: float) -> str:
@@ -235,15 +245,13 @@ def take_in(tables: Mapping[str, Table], workdir: pathlib.Path) -> None:
 
 
 def report(
-    tables: Mapping[str, Table], papers: pathlib.Path, output: str | None, html: str | None
+    tables: Mapping[str, Table], output: pathlib.Path, html: pathlib.Path | None,
+    records: pathlib.Path | None,
 ) -> None:
     """Writes the pages of all that was measured."""
-    from lamb_tpu.reproduce.report import site
+    from lamb_tpu.reproduce.report import site  # late: it brings Matplotlib
 
-    site.write(
-        tables, pathlib.Path(output) if output else papers / "report",
-        pathlib.Path(html) if html else None,
-    )
+    site.write(tables, output, html, records)
 
 
 def _scale(table: Table, name: str | None, default: str) -> Scale:

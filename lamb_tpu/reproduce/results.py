@@ -35,16 +35,18 @@ class Results:
 
     Args:
       table: the table.
-      folder: where they lie; None: beside the table. Runs that only try out the commands (smoke)
-        are kept elsewhere.
+      folder: records of one's own lie there, in a folder of the paper; None: those beside the
+        table.
 
     Raises:
       UserError: a file of them is damaged; the message names file and line.
     """
 
     def __init__(self, table: Table, folder: pathlib.Path | None = None) -> None:
-        folder = folder or table.path.parent
-        self._path = folder / table.records.name
+        if folder is None:
+            self._path = table.records
+        else:
+            self._path = folder / table.paper.key / table.records.name
         self._configs_path = self._path.with_suffix(".configs.json")
         self._found: dict[Any, Record] = {}
         self._changes: dict[Any, list[str]] = {}
@@ -97,6 +99,7 @@ class Results:
         self._found[_key(record)] = record
         used = {record["config"] for record in self}
         configs = {key: self._configs[key] for key in sorted(used)}
+        self._path.parent.mkdir(parents=True, exist_ok=True)
         # The configs first: a record whose config is missing would be damaged.
         writing.replace(self._configs_path, json.dumps(configs, indent=1, sort_keys=True) + "\n")
         writing.replace(self._path, "".join(json.dumps(record) + "\n" for record in self))

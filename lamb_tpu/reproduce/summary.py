@@ -83,6 +83,27 @@ def _summary(table: Table, scale: Scale, cell: Cell, results: Results) -> Summar
     )
 
 
+def matrix(found: Sequence[Summary], metric: Metric) -> list[list[str]]:
+    """Returns the cells as lines of a matrix, the first with the columns' names; empty if they
+    have no rows and columns.
+
+    An entry is what was measured, and the published value in parentheses.
+    """
+    if not any(summary.cell.row for summary in found):
+        return []
+    entries = {
+        (summary.cell.row, summary.cell.column): " ".join(filter(None, [
+            measured(summary, metric) or "-", summary.published and f"({summary.published})",
+        ]))
+        for summary in found
+    }
+    columns = list(dict.fromkeys(column for _, column in entries))
+    return [["", *columns], *(
+        [row, *(entries.get((row, column), "") for column in columns)]
+        for row in dict.fromkeys(row for row, _ in entries)
+    )]
+
+
 def half_width(values: Sequence[float]) -> float | None:
     """Returns half the 95 % interval of the mean of some values by Student's t.
 

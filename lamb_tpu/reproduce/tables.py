@@ -25,7 +25,8 @@ and a file for each table, such as mnist.toml, which is then the table lamb/mnis
     argument = "optimizer=lamb"
     published = {accuracy = 0.9945}
 
-A run's config is the scale's, with the cell's argument and with the overrides of both.
+A run's config is the scale's, with the cell's argument and with the overrides of both. Cells that
+all have a `row` and a `column` are shown as a matrix.
 """
 
 import pathlib
@@ -114,6 +115,7 @@ class Cell(NamedTuple):
       only: scales at which the cell exists; empty: all.
       at: overrides for one scale, by its name.
       unknown: why the cell cannot be run, such as 'settings not published'; '' if it can.
+      row, column: its place in a matrix, such as 'LAMB' and '1,024'; '' if it has none.
     """
 
     name: str
@@ -124,6 +126,8 @@ class Cell(NamedTuple):
     only: tuple[str, ...]
     at: Mapping[str, Mapping[str, Any]]
     unknown: str
+    row: str
+    column: str
 
 
 class Paper(NamedTuple):
@@ -312,6 +316,10 @@ def _table(path: pathlib.Path, paper: Paper) -> Table:
             raise section.error(f"cells[{number}].name is {cell.name!r}, which another cell has")
         cells[cell.name] = cell
     tuning = section.section("tuning")
+    if any(bool(cell.row) != bool(cell.column) for cell in cells.values()) or (
+        len({bool(cell.row) for cell in cells.values()}) > 1
+    ):
+        raise section.error("all cells must have a row and a column, or none")
     table = Table(
         f"{paper.key}/{path.stem}", path, paper, section.take("title", str),
         section.take("source", str, ""), section.take("about", str, ""),
@@ -376,7 +384,8 @@ def _cell(section: _Section, known: str, scales: Iterable[str]) -> Cell:
         section.choice("known", ("seen", "recalled"), known) if published else "",
         tuple(section.take("only", list, [])),
         {scale: _dotted(values) for scale, values in section.section("at").items()},
-        section.take("unknown", str, ""),
+        section.take("unknown", str, ""), section.take("row", str, ""),
+        section.take("column", str, ""),
     )
     for scale in (*cell.only, *cell.at):
         if scale not in scales:

@@ -37,7 +37,7 @@ def test_a_whole_story(tmp_path: pathlib.Path) -> None:
     told = call(tmp_path, "run", "small/digits", runs, "--seeds=1", "--cells=lamb")
     assert "small/digits: run 1 of 1: lamb-small-seed0" in told and "accuracy " in told
     told = call(tmp_path, "run", "small/digits", runs, "--seeds=1")
-    assert "lamb" not in told.replace("lamb_tpu", "") and "run 1 of 1: adamw" in told
+    assert "lamb-small" not in told and "run 1 of 1: adamw" in told
     shown = call(tmp_path, "show", "small")
     assert "arXiv:0000.00000, Table 9" in shown and "93.0 (recalled)" in shown
     assert "1 of 2 seeds" in shown and "settings not published" in shown
@@ -46,6 +46,17 @@ def test_a_whole_story(tmp_path: pathlib.Path) -> None:
     assert printed.count("python -m lamb_tpu.train --config=digits:batch=128,optimizer=") == 2
     told = call(tmp_path, "report", f"--html={tmp_path / 'site'}")
     assert told.split() == [str(tmp_path / "report/README.md"), str(tmp_path / "site/index.html")]
+    # Records of one's own, away from those of the checkout.
+    mine = f"--records={tmp_path / 'mine'}"
+    before = table.records.read_text()
+    told = call(tmp_path, "run", "small", runs, mine, "--cells=lamb", "--seeds=1")
+    assert "run 1 of 1: lamb-small-seed0" in told and table.records.read_text() == before
+    assert (tmp_path / "mine" / "small" / "digits.jsonl").exists()
+    assert call(tmp_path, "show", "small", mine).count("not run") == 1
+    call(tmp_path, "report", "small", mine, f"--output={tmp_path / 'mine' / 'report'}")
+    assert "| adamw | 92.5 (seen) | - |" in (
+        tmp_path / "mine" / "report" / "small-digits.md"
+    ).read_text()
     # The table changes: its cells are stale and are run again.
     write(tmp_path, TABLE.replace("4 steps", "5 steps"))
     shown = call(tmp_path, "show", "small")

@@ -76,6 +76,17 @@ def test_report(tmp_path: pathlib.Path) -> None:
         assert not re.search(part, text)
 
 
+def test_matrix(tmp_path: pathlib.Path) -> None:
+    text = TABLE
+    for name in ("lamb", "adamw", "lars"):
+        text = text.replace(f'name = "{name}"', f'name = "{name}", row = "<{name}>", column = "1"')
+    table = write(tmp_path, text)
+    site.write({table.key: table}, tmp_path / "report", tmp_path / "site")
+    assert "| <lamb> | - (93.0) |" in (tmp_path / "report" / "small-digits.md").read_text()
+    page = (tmp_path / "site" / "small-digits.html").read_text()
+    assert '<tr><td>&lt;lamb&gt;</td><td class="number">- (93.0)</td></tr>' in page
+
+
 def test_two_reports_are_equal(tmp_path: pathlib.Path) -> None:
     table = measured(tmp_path)
     for name in ("one", "two"):

@@ -7,7 +7,7 @@ import pytest
 
 from lamb_tpu.reproduce import summary
 from lamb_tpu.reproduce.results import Results
-from lamb_tpu.reproduce.summary import Summary, measured, summaries
+from lamb_tpu.reproduce.summary import Summary, matrix, measured, summaries
 from tests.reproduce.papers import TABLE, write
 from tests.reproduce.test_results import add, job_of
 
@@ -40,6 +40,23 @@ def test_summaries(tmp_path: pathlib.Path) -> None:
     add(results, job_of(table, "adamw"), None)
     adamw = of(tmp_path)["adamw"]
     assert measured(adamw, metric) == "1 of 1 diverged" and adamw.distance is None
+
+
+def test_matrix(tmp_path: pathlib.Path) -> None:
+    assert matrix(list(of(tmp_path).values()), write(tmp_path).scales["small"].metric) == []
+    text = TABLE
+    for name, column in (("lamb", "32"), ("adamw", "64"), ("lars", "32")):
+        row = "others" if name == "lars" else "ours"
+        text = text.replace(f'name = "{name}"', f'name = "{name}", row = "{row}", '
+                            f'column = "{column}"')
+    table = write(tmp_path, text)
+    add(Results(table), job_of(table), 0.92)
+    found = summaries(table, table.scales["small"], Results(table))
+    assert matrix(found, table.scales["small"].metric) == [
+        ["", "32", "64"],
+        ["ours", "92.0 (93.0)", "- (92.5)"],
+        ["others", "- (diverged)", ""],
+    ]
 
 
 def test_stale(tmp_path: pathlib.Path) -> None:

@@ -18,7 +18,7 @@ from lamb_tpu.reproduce import jobs as jobs_lib
 from lamb_tpu.reproduce.jobs import Job
 from lamb_tpu.reproduce.report import pictures
 from lamb_tpu.reproduce.results import Results
-from lamb_tpu.reproduce.summary import Summary, measured, summaries
+from lamb_tpu.reproduce.summary import Summary, matrix, measured, summaries
 from lamb_tpu.reproduce.tables import Scale, Table
 
 # The text below each picture.
@@ -59,10 +59,14 @@ class Row(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A table at one scale: its rows, and file names of its pictures by kind."""
+    """A table at one scale: its rows, and file names of its pictures by kind.
+
+    `matrix` has the same values as lines of a matrix; it is empty if cells have no place in one.
+    """
 
     scale: Scale
     about: str
+    matrix: list[list[str]]
     rows: tuple[Row, ...]
     pictures: Mapping[str, str]
 
@@ -78,13 +82,17 @@ class Page(NamedTuple):
     num_cells: int
 
 
-def write(tables: Mapping[str, Table], output: pathlib.Path, html: pathlib.Path | None) -> None:
+def write(
+    tables: Mapping[str, Table], output: pathlib.Path, html: pathlib.Path | None,
+    records: pathlib.Path | None = None,
+) -> None:
     """Writes the report and prints where it lies.
 
     Args:
       tables: every table.
       output: folder of the Markdown pages and of PNG pictures.
       html: folder of the site with SVG pictures; None for none.
+      records: folder of records of one's own; None: those beside the tables.
 
     Raises:
       UserError: a folder cannot be written, or records are damaged.
@@ -96,7 +104,7 @@ def write(tables: Mapping[str, Table], output: pathlib.Path, html: pathlib.Path 
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"{folder} cannot be written ({error.strerror})") from None
-        pages = [_page(table, folder, suffix) for table in tables.values()]
+        pages = [_page(table, folder, suffix, records) for table in tables.values()]
         kind = "md" if suffix == "png" else "html"
         environment = jinja2.Environment(
             loader=jinja2.FileSystemLoader(pathlib.Path(__file__).parent / "templates"),
@@ -115,8 +123,10 @@ def _render(environment: jinja2.Environment, name: str, path: pathlib.Path, **va
     writing.replace(path, environment.get_template(f"{name}.j2").render(**values))
 
 
-def _page(table: Table, folder: pathlib.Path, suffix: str) -> Page:
-    results, slug, parts = Results(table), table.key.replace("/", "-"), []
+def _page(
+    table: Table, folder: pathlib.Path, suffix: str, records: pathlib.Path | None
+) -> Page:
+    results, slug, parts = Results(table, records), table.key.replace("/", "-"), []
     for scale in table.measured_scales():
         found = summaries(table, scale, results)
         names = {}
@@ -128,8 +138,8 @@ def _page(table: Table, folder: pathlib.Path, suffix: str) -> Page:
                 with writing.checked(folder / names[kind]):
                     figure.savefig(folder / names[kind], metadata=nothing)
         rows = tuple(_row(table, scale, summary, results) for summary in found)
-        about = _line(scale.about)
-        parts.append(Part(scale, about[:1].upper() + about[1:], rows, names))
+        about, grid = _line(scale.about), matrix(found, scale.metric)
+        parts.append(Part(scale, about[:1].upper() + about[1:], grid, rows, names))
     rows_of_all = [row for part in parts for row in part.rows]
     count = sum(row.seeds > 0 for row in rows_of_all)
     return Page(table, _line(table.about), slug, tuple(parts), count, len(rows_of_all))
