@@ -96,6 +96,8 @@ def _show_scale(table: Table, scale: Scale, results: Results) -> None:
             "" if distance is None else f"{distance:+.{metric.digits}f}",
             str(len(summary.values) or ""), summary.status,
         ))
+        if summary.search:
+            notes.append(f"{summary.cell.name}: {summary.search}")
         count, changes = summary.stale
         if count:
             notes.append(f"{summary.cell.name}: {count} stale ({'; '.join(changes[:4])})")

@@ -5,6 +5,7 @@ the hash of its config: a config that has changed begins anew.
 """
 
 import pathlib
+import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -48,22 +49,32 @@ def searches(table: Table, scale: Scale, cell: Cell) -> list[Job]:
     ]
 
 
-def best_factor(jobs: Sequence[Job], results: Results) -> float | None:
-    """Returns the factor that a search found best; None if a run of it is missing.
+def search_means(jobs: Sequence[Job], results: Results) -> dict[float, float] | None:
+    """Returns the mean of the metric at each factor of a search; None if a run of it is missing.
 
-    The mean over the seeds decides; a run that diverged is worse than any number.
+    A factor at which a run diverged has the worst of all means, an infinity.
     """
-    means: dict[float, float] = {}
+    values: dict[float, list[float]] = {}
     for job in jobs:
         record = results.of(job)
         if record is None or results.changes(job):
             return None
         metric = job.scale.metric
-        sign = 1.0 if metric.better == "higher" else -1.0
-        score = float("-inf") if record["values"] is None else sign * record["values"][metric.key]
+        worst = float("-inf") if metric.better == "higher" else float("inf")
         assert job.factor is not None
-        means[job.factor] = means.get(job.factor, 0.0) + score  # all have as many seeds
-    return max(means, key=lambda factor: means[factor])
+        values.setdefault(job.factor, []).append(
+            worst if record["values"] is None else record["values"][metric.key]
+        )
+    return {factor: statistics.fmean(found) for factor, found in values.items()}
+
+
+def best_factor(jobs: Sequence[Job], results: Results) -> float | None:
+    """Returns the factor with the best mean of a search; None if a run of it is missing."""
+    means = search_means(jobs, results)
+    if means is None:
+        return None
+    choose = max if jobs[0].scale.metric.better == "higher" else min
+    return choose(means, key=lambda factor: means[factor])
 
 
 def measurements(

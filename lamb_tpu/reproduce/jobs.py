@@ -95,6 +95,8 @@ def stages(job: Job, data: pathlib.Path | None = None) -> list[Stage]:
         changed: dict[str, Any] = {}
         if number == 0 and cell.argument:
             recipe += f"{',' if ':' in recipe else ':'}{cell.argument}"
+        if number == 0:
+            changed |= cell.first
         if number == len(scale.stages) - 1:
             changed |= {**scale.overrides, **cell.overrides, **cell.at.get(scale.name, {})}
             if tuning is not None:
@@ -107,7 +109,7 @@ def stages(job: Job, data: pathlib.Path | None = None) -> list[Stage]:
                     )
                 changed[tuning.key] = value * factor
                 if job.factor is not None:
-                    changed |= tuning.overrides
+                    changed |= {**tuning.overrides, **cell.search}
         changed["seed"] = job.seed
         if data is not None and scale.data[number]:
             changed["data.dir"] = str(data / scale.data[number])

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from scipy import stats
 
 from lamb_tpu.reproduce import engine
+from lamb_tpu.reproduce import jobs as jobs_lib
 from lamb_tpu.reproduce.results import Record, Results
 from lamb_tpu.reproduce.tables import Cell, Metric, Scale, Table
 
@@ -24,6 +25,8 @@ class Summary(NamedTuple):
       half_width: of the mean's 95 % interval (Student's t); None for fewer than two runs.
       distance: mean minus published; None unless both are numbers.
       stale: how many records have another config, and what changed in the first of them.
+      search: the values that were tried with their means, such as '0.01: 96.9, 0.02: 97.3
+        (chosen)'; '' without a complete search.
       status: 'measured', '2 of 5 seeds', 'stale', 'not run', how far the search is, or why the cell
         cannot be run.
     """
@@ -36,6 +39,7 @@ class Summary(NamedTuple):
     half_width: float | None
     distance: float | None
     stale: tuple[int, Sequence[str]]
+    search: str
     status: str
 
 
@@ -79,8 +83,24 @@ def _summary(table: Table, scale: Scale, cell: Cell, results: Results) -> Summar
     return Summary(
         cell, shown(published, metric), fresh, values, mean, half_width(numbers) if mean else None,
         mean - published if mean is not None and isinstance(published, (int, float)) else None,
-        (len(changed), changed[0] if changed else ()), status,
+        (len(changed), changed[0] if changed else ()), _search(table, scale, cell, results), status,
     )
+
+
+def _search(table: Table, scale: Scale, cell: Cell, results: Results) -> str:
+    jobs = engine.searches(table, scale, cell)
+    means = engine.search_means(jobs, results)
+    if table.tuning is None or not means:
+        return ""
+    best, metric = engine.best_factor(jobs, results), scale.metric
+    texts = []
+    for job in jobs[:: table.tuning.seeds]:
+        assert job.factor is not None
+        value = jobs_lib.stages(job)[-1].overrides[table.tuning.key]
+        mean = metric.factor * means[job.factor]
+        told = shown(mean, metric) if math.isfinite(mean) else "diverged"
+        texts.append(f"{value:g}: {told}" + (" (chosen)" if job.factor == best else ""))
+    return f"{table.tuning.key} {', '.join(texts)}"
 
 
 def matrix(found: Sequence[Summary], metric: Metric) -> list[list[str]]:

@@ -110,22 +110,26 @@ class Cell(NamedTuple):
       name: unique within the table.
       argument: of the first stage's recipe, such as 'optimizer=lamb'.
       overrides: keys of the last stage's config.
+      first: keys of the first stage's config, where there are several stages.
       published: the paper's values by key of the metric; text for a run that failed there.
       known: 'seen', 'recalled' or '' if the paper has no value.
       only: scales at which the cell exists; empty: all.
       at: overrides for one scale, by its name.
       unknown: why the cell cannot be run, such as 'settings not published'; '' if it can.
+      search: overrides of its runs that search, beside those of `Tuning`.
       row, column: its place in a matrix, such as 'LAMB' and '1,024'; '' if it has none.
     """
 
     name: str
     argument: str
     overrides: Mapping[str, Any]
+    first: Mapping[str, Any]
     published: Mapping[str, float | str]
     known: str
     only: tuple[str, ...]
     at: Mapping[str, Mapping[str, Any]]
     unknown: str
+    search: Mapping[str, Any]
     row: str
     column: str
 
@@ -367,7 +371,7 @@ def _scale(section: _Section, name: str, metric: Metric) -> Scale:
     return scale
 
 
-def _cell(section: _Section, known: str, scales: Iterable[str]) -> Cell:
+def _cell(section: _Section, known: str, scales: Mapping[str, Scale]) -> Cell:
     name = section.take("name", str)
     if not _NAME.fullmatch(name):
         raise section.error(
@@ -380,13 +384,18 @@ def _cell(section: _Section, known: str, scales: Iterable[str]) -> Cell:
             raise section.error(f"published.{key} of cell {name} is {value!r}; give a number")
     cell = Cell(
         name, section.take("argument", str, ""), _dotted(section.take("overrides", dict, {})),
-        dict(published),
+        _dotted(section.take("first", dict, {})), dict(published),
         section.choice("known", ("seen", "recalled"), known) if published else "",
         tuple(section.take("only", list, [])),
         {scale: _dotted(values) for scale, values in section.section("at").items()},
-        section.take("unknown", str, ""), section.take("row", str, ""),
-        section.take("column", str, ""),
+        section.take("unknown", str, ""), _dotted(section.take("search", dict, {})),
+        section.take("row", str, ""), section.take("column", str, ""),
     )
+    if cell.first and any(len(scale.stages) < 2 for scale in scales.values()):
+        raise section.error(
+            f"cell {name} has keys of the first of several stages, and a scale has only one stage; "
+            "give them as overrides"
+        )
     for scale in (*cell.only, *cell.at):
         if scale not in scales:
             raise section.error(

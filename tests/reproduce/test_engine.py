@@ -10,6 +10,7 @@ from lamb_tpu.reproduce import engine
 from lamb_tpu.reproduce.engine import Place
 from lamb_tpu.reproduce.jobs import Job
 from lamb_tpu.reproduce.results import Results
+from lamb_tpu.reproduce.summary import summaries
 from lamb_tpu.reproduce.tables import Table
 from lamb_tpu.store.metrics import read_records
 from tests.reproduce.papers import TABLE, place, write
@@ -88,6 +89,14 @@ def test_search(tmp_path: pathlib.Path) -> None:
         add_search(results, job, accuracy)
     # The mean of 0.5 is 0.85, of 2 it is 0.86, and one run of 1 diverged.
     assert engine.best_factor(wanted, results) == 2
+    assert engine.search_means(wanted, results) == pytest.approx(
+        {0.5: 0.85, 1: float("-inf"), 2: 0.86}
+    )
+    found = summaries(table, scale, results)[0]
+    assert found.search == (
+        "optimizer.learning_rate 0.005: 85.0, 0.01: diverged, 0.02: 86.0 (chosen)"
+    )
+    assert found.status == "not run"
     (job,) = engine.measurements(table, scale, cell, 1, results) or []
     assert (job.chosen, job.factor) == (2, None)
     assert engine.searches(table, scale, table.cells["lars"]) == []

@@ -83,6 +83,10 @@ def test_search(tmp_path: pathlib.Path) -> None:
         found = flatten(jobs.stages(first(table, **more))[0].config())
         assert found["optimizer.learning_rate"] == rate * base["optimizer.learning_rate"]
         assert found["data.train_split"] == split
+    table = write(tmp_path, TUNED.replace('"optimizer=lamb"',
+                                          '"optimizer=lamb", search = {batch_size = 64}'))
+    for more, batch in (({"factor": 0.5}, 64), ({"chosen": 2.0}, 128)):
+        assert jobs.stages(first(table, **more))[0].config().batch_size == batch
     assert first(table, factor=0.5).name == "lamb-small-search0.5-seed3"
     with pytest.raises(UserError, match="tuning.key is 'optimizer.name', which .* is 'lamb'"):
         jobs.stages(first(write(tmp_path, TUNED.replace("optimizer.learning_rate",
@@ -106,6 +110,10 @@ def test_mistakes(tmp_path: pathlib.Path, overrides: str, message: str) -> None:
 
 
 def test_stages_start_from_the_one_before_and_have_data_of_their_own() -> None:
+    table = ALL["lamb/adamw16k"]
+    one, two = jobs.stages(first(table, "adamw-0.05-1e-4"))
+    assert one.config().phases.phase_1.schedule.warmup == "1562 steps"
+    assert set(two.overrides) == {"seed"}
     table = ALL["lamb/table1"]
     one, two = jobs.stages(first(table, "lamb-1k"), pathlib.Path("/data"))
     assert (one.recipe, two.recipe) == (

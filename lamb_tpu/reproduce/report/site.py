@@ -36,6 +36,7 @@ class Row(NamedTuple):
     Attributes:
       name, published, known, measured, distance, seeds, status: see `Summary`.
       by_seed: the value of each seed.
+      search: see `Summary`.
       stale: what changed since records that no longer hold; '' if none.
       minutes: mean time of a run.
       machine: where the runs were made.
@@ -51,6 +52,7 @@ class Row(NamedTuple):
     seeds: int
     status: str
     by_seed: str
+    search: str
     stale: str
     minutes: str
     machine: str
@@ -150,7 +152,7 @@ def _row(table: Table, scale: Scale, summary: Summary, results: Results) -> Row:
     if summary.cell.unknown:
         return Row(
             summary.cell.name, summary.published, summary.cell.known, "", "", 0, summary.status,
-            "", "", "", "", (), (),
+            "", "", "", "", "", (), (),
         )
     stages = jobs_lib.stages(Job(table, scale, summary.cell, 0))
     folders = engine.stage_folders(
@@ -176,6 +178,7 @@ def _row(table: Table, scale: Scale, summary: Summary, results: Results) -> Row:
             + ("diverged" if value is None else f"{value:.{metric.digits}f}")
             for record, value in zip(records, summary.values)
         ),
+        summary.search,
         f"{count} stale: {'; '.join(changes)}" if count else "",
         f"{minutes:.1f}" if records else "",
         "; ".join(sorted({
