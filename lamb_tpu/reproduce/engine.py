@@ -43,8 +43,9 @@ def searches(table: Table, scale: Scale, cell: Cell) -> list[Job]:
     """Returns the runs of a cell's search; none if the table has no search."""
     if table.tuning is None or cell.unknown:
         return []
+    searched = table.cells[cell.tuned_by or cell.name]
     return [
-        Job(table, scale, cell, seed, factor)
+        Job(table, scale, searched, seed, factor)
         for factor in table.tuning.factors for seed in range(table.tuning.seeds)
     ]
 
@@ -95,13 +96,13 @@ def due(
     table: Table, scale: Scale, cells: Iterable[Cell], seeds: int, results: Results
 ) -> list[Job]:
     """Returns the runs that are missing or stale and can be run now: searches first."""
-    found: list[Job] = []
+    found: dict[Any, Job] = {}  # several cells may have one search
     for cell in cells:
         wanted = measurements(table, scale, cell, seeds, results)
         if wanted is None:
             wanted = searches(table, scale, cell)
-        found += [job for job in wanted if not results.holds(job)]
-    return found
+        found |= {job.key: job for job in wanted if not results.holds(job)}
+    return list(found.values())
 
 
 def execute(job: Job, place: Place) -> Finished:

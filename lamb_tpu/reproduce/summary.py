@@ -90,7 +90,7 @@ def _summary(table: Table, scale: Scale, cell: Cell, results: Results) -> Summar
 def _search(table: Table, scale: Scale, cell: Cell, results: Results) -> str:
     jobs = engine.searches(table, scale, cell)
     means = engine.search_means(jobs, results)
-    if table.tuning is None or not means:
+    if table.tuning is None or cell.tuned_by or not means:
         return ""
     best, metric = engine.best_factor(jobs, results), scale.metric
     texts = []

@@ -116,6 +116,8 @@ class Cell(NamedTuple):
       only: scales at which the cell exists; empty: all.
       at: overrides for one scale, by its name.
       unknown: why the cell cannot be run, such as 'settings not published'; '' if it can.
+      tuned_by: name of the cell whose search is this one's too, such as that of the smallest batch;
+        '': its own.
       search: overrides of its runs that search, beside those of `Tuning`.
       row, column: its place in a matrix, such as 'LAMB' and '1,024'; '' if it has none.
     """
@@ -129,6 +131,7 @@ class Cell(NamedTuple):
     only: tuple[str, ...]
     at: Mapping[str, Mapping[str, Any]]
     unknown: str
+    tuned_by: str
     search: Mapping[str, Any]
     row: str
     column: str
@@ -320,6 +323,12 @@ def _table(path: pathlib.Path, paper: Paper) -> Table:
             raise section.error(f"cells[{number}].name is {cell.name!r}, which another cell has")
         cells[cell.name] = cell
     tuning = section.section("tuning")
+    for cell in cells.values():
+        if cell.tuned_by and (cell.tuned_by not in cells or tuning.is_empty()):
+            raise section.error(
+                f"cell {cell.name} has tuned_by {cell.tuned_by!r}; it must be another cell, of a "
+                "table with [tuning]"
+            )
     if any(bool(cell.row) != bool(cell.column) for cell in cells.values()) or (
         len({bool(cell.row) for cell in cells.values()}) > 1
     ):
@@ -388,7 +397,8 @@ def _cell(section: _Section, known: str, scales: Mapping[str, Scale]) -> Cell:
         section.choice("known", ("seen", "recalled"), known) if published else "",
         tuple(section.take("only", list, [])),
         {scale: _dotted(values) for scale, values in section.section("at").items()},
-        section.take("unknown", str, ""), _dotted(section.take("search", dict, {})),
+        section.take("unknown", str, ""), section.take("tuned_by", str, ""),
+        _dotted(section.take("search", dict, {})),
         section.take("row", str, ""), section.take("column", str, ""),
     )
     if cell.first and any(len(scale.stages) < 2 for scale in scales.values()):

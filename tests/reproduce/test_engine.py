@@ -103,6 +103,18 @@ def test_search(tmp_path: pathlib.Path) -> None:
     assert engine.measurements(table, scale, table.cells["lars"], 1, results) == []
 
 
+def test_several_cells_have_one_search(tmp_path: pathlib.Path) -> None:
+    table = write(tmp_path, TUNED.replace('name = "adamw"', 'name = "adamw", tuned_by = "lamb"'))
+    found = due(table)
+    assert len(found) == 6 and {job.cell.name for job in found} == {"lamb"}
+    results = Results(table)
+    for job, accuracy in zip(found, (0.9, 0.9, 0.8, 0.8, 0.7, 0.7)):
+        add_search(results, job, accuracy)
+    assert [(job.cell.name, job.chosen) for job in due(table)] == [("lamb", 0.5), ("adamw", 0.5)]
+    first, second, _ = summaries(table, table.scales["small"], results)
+    assert first.search and not second.search
+
+
 def add_search(results: Results, job: Job, accuracy: float | None) -> None:
     add(results, job, accuracy)
     found = next(r for r in list(results) if r["factor"] is None)

@@ -49,6 +49,7 @@ def test_choose(tmp_path: pathlib.Path) -> None:
     ('config = "digits:batch=128"', "", "scales.small must have either config"),
     ('name = "lamb"', 'name = "lamb", row = "LAMB"', "all cells must have a row and a column, or"),
     ('name = "lamb"', 'name = "lamb", first = {batch_size = 1}', "cell lamb has keys of the first"),
+    ('name = "lamb"', 'name = "lamb", tuned_by = "adamw"', "cell lamb has tuned_by 'adamw'; it"),
     ("seeds = 2", "seeds = 0", "scales.small.seeds is 0; it must be at least 1"),
     ('name = "adamw"', 'name = "lamb"', r"cells\[2\].name is 'lamb', which another cell has"),
     ('name = "adamw"', 'name = "Adam W"', "name 'Adam W' must be of lower-case letters"),
