@@ -1,1 +1,1 @@
-"""Tables of papers as data, their runs, and what was measured; see `lamb_tpu.reproduce.tables`."""
+"""Tables of papers as data, their runs, and what was measured; `loading` has the format."""

@@ -100,17 +100,17 @@ def seconds(text: str | None) -> float | None:
 
 def main(options: argparse.Namespace) -> None:
     """Runs a command."""
-    from lamb_tpu.reproduce import commands, tables  # late: they import JAX, --help does not
+    from lamb_tpu.reproduce import commands, loading  # late: they import JAX, --help does not
 
-    papers = tables.folder() if options.papers is None else pathlib.Path(options.papers)
-    found = tables.load_all(papers.expanduser().absolute())
+    papers = loading.folder() if options.papers is None else pathlib.Path(options.papers)
+    found = loading.load_all(papers.expanduser().absolute())
     if options.command == "list":
         commands.show_list(found)
         return
     if options.command == "adopt":
         commands.take_in(found, pathlib.Path(options.workdir))
         return
-    chosen = tables.choose(found, options.tables) if options.tables else list(found.values())
+    chosen = loading.choose(found, options.tables) if options.tables else list(found.values())
     records = None
     if options.command != "commands" and options.records is not None:
         records = pathlib.Path(options.records).expanduser()

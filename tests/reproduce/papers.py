@@ -5,7 +5,8 @@ import pathlib
 from typing import Any
 
 from lamb_tpu.reproduce.engine import Place
-from lamb_tpu.reproduce.tables import Table, load_all
+from lamb_tpu.reproduce.loading import load_all
+from lamb_tpu.reproduce.tables import Table
 
 TABLE = """
 title = "Digits by optimizer"

@@ -9,7 +9,8 @@ from lamb_tpu.config import flatten
 from lamb_tpu.errors import UserError
 from lamb_tpu.reproduce import jobs
 from lamb_tpu.reproduce.jobs import Job, Stage
-from lamb_tpu.reproduce.tables import Table, folder, load_all
+from lamb_tpu.reproduce.loading import folder, load_all
+from lamb_tpu.reproduce.tables import Table
 from tests.reproduce.papers import TABLE, write
 
 ALL = load_all(folder())

@@ -7,9 +7,10 @@ import re
 import pytest
 
 from lamb_tpu.errors import UserError
+from lamb_tpu.reproduce.loading import folder, load_all
 from lamb_tpu.reproduce.report import site
 from lamb_tpu.reproduce.results import Results
-from lamb_tpu.reproduce.tables import Table, folder, load_all
+from lamb_tpu.reproduce.tables import Table
 from tests.reproduce.papers import TABLE, write
 from tests.reproduce.test_results import add, job_of
 

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from lamb_tpu.errors import UserError
-from lamb_tpu.reproduce import tables
+from lamb_tpu.reproduce import loading
 from tests.reproduce.papers import TABLE, write
 
 
@@ -31,13 +31,13 @@ def test_keys_may_be_dotted_or_nested(tmp_path: pathlib.Path) -> None:
 def test_choose(tmp_path: pathlib.Path) -> None:
     write(tmp_path)
     write(tmp_path, name="other")
-    found = tables.load_all(tmp_path)
-    assert [table.key for table in tables.choose(found, ["small"])] == [
+    found = loading.load_all(tmp_path)
+    assert [table.key for table in loading.choose(found, ["small"])] == [
         "small/digits", "small/other"
     ]
-    assert [table.key for table in tables.choose(found, ["small/other"] * 2)] == ["small/other"]
+    assert [table.key for table in loading.choose(found, ["small/other"] * 2)] == ["small/other"]
     with pytest.raises(UserError, match="no table 'big'; known: small/digits, small/other"):
-        tables.choose(found, ["big"])
+        loading.choose(found, ["big"])
 
 
 @pytest.mark.parametrize("old, new, message", [
@@ -68,11 +68,11 @@ def test_mistakes(tmp_path: pathlib.Path, old: str, new: str, message: str) -> N
 
 def test_folder_without_papers(tmp_path: pathlib.Path) -> None:
     with pytest.raises(UserError, match=f"--papers {re.escape(str(tmp_path))} has no tables"):
-        tables.load_all(tmp_path)
+        loading.load_all(tmp_path)
 
 
 def test_shipped_tables_are_sound() -> None:
-    found = tables.load_all(tables.folder())
+    found = loading.load_all(loading.folder())
     assert "lamb/mnist" in found
     for table in found.values():
         assert any(not cell.unknown for cell in table.cells.values()), table.key

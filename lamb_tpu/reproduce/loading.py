@@ -1,0 +1,299 @@
+"""Reads the papers' tables from TOML files: published values, and recipes that reproduce them.
+
+A folder of papers has one folder for each, such as experiments/lamb, with paper.toml:
+
+    title = "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes"
+    arxiv = "1904.00962"
+
+and a file for each table, such as mnist.toml, which is then the table lamb/mnist:
+
+    title = "MNIST: LeNet at batch 1,024, 30 epochs"
+    source = "appendix"                # the table's place in the paper
+    known = "recalled"                 # seen: somebody read the paper's values; recalled: not so
+    metric = {key = "accuracy", label = "test accuracy", digits = 4}
+
+    [scales.paper]                     # what the paper ran; also small, smoke
+    config = "mnist_lenet:network=lenet"
+    seeds = 5
+
+    [scales.small]
+    config = "mnist_lenet:network=lenet5"
+    overrides = {"duration" = "10 epochs"}
+
+    [[cells]]
+    name = "lamb"
+    argument = "optimizer=lamb"
+    published = {accuracy = 0.9945}
+
+A run's config is the scale's, with the cell's argument and with the overrides of both. Cells that
+all have a `row` and a `column` are shown as a matrix.
+"""
+
+import pathlib
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from lamb_tpu.errors import UserError
+from lamb_tpu.files import reading
+from lamb_tpu.reproduce.tables import SCALES, Cell, Metric, Paper, Scale, Table, Tuning
+
+_PAPER_FILE = "paper.toml"
+_NAME = re.compile(r"[a-z0-9][a-z0-9_.-]*")
+
+
+def folder() -> pathlib.Path:
+    """Returns the folder of the shipped papers: `experiments` of this checkout."""
+    return pathlib.Path(__file__).resolve().parents[2] / "experiments"
+
+
+def load_all(papers: pathlib.Path) -> dict[str, Table]:
+    """Reads every table of a folder of papers.
+
+    Raises:
+      UserError: the folder has no papers, or a file has a mistake; the message names file and key.
+    """
+    found: dict[str, Table] = {}
+    for file in sorted(papers.glob(f"*/{_PAPER_FILE}")):
+        paper = _paper(file)
+        for path in sorted(file.parent.glob("*.toml")):
+            if path.name != _PAPER_FILE:
+                table = _table(path, paper)
+                found[table.key] = table
+    if not found:
+        raise UserError(
+            f"--papers {papers} has no tables; give a folder with one folder for each paper, in it "
+            f"{_PAPER_FILE} and a .toml file for each table"
+        )
+    return found
+
+
+def choose(tables: Mapping[str, Table], names: Iterable[str]) -> list[Table]:
+    """Returns the tables of some names: 'lamb/mnist', or 'lamb' for all tables of a paper.
+
+    Raises:
+      UserError: there is no such table; the message lists the known ones.
+    """
+    chosen: dict[str, Table] = {}
+    for name in names:
+        fits = {
+            key: table for key, table in tables.items() if name in (key, table.paper.key)
+        }
+        if not fits:
+            raise UserError(f"there is no table {name!r}; known: {', '.join(tables)}")
+        chosen |= fits
+    return list(chosen.values())
+
+
+class _Section:
+    """A section of a TOML file, whose keys are taken one by one; those left over are mistakes."""
+
+    def __init__(self, path: pathlib.Path, values: Any, where: str = "") -> None:
+        self.path, self._where, self._known = path, where, list[str]()
+        if not isinstance(values, dict):
+            raise UserError(f"{path}: {where} is {values!r}; it must be a section of keys")
+        self._values = dict(values)
+
+    def take(self, key: str, kind: Any, default: Any = None) -> Any:
+        """Returns a value of a type; without a default it must be there."""
+        self._known.append(key)
+        if key not in self._values:
+            if default is None:
+                raise self.error(f"{self._name(key)} is missing")
+            return default
+        value = self._values.pop(key)
+        if kind is float and type(value) is int:
+            value = float(value)
+        if type(value) is not kind:
+            raise self.error(
+                f"{self._name(key)} is {value!r}; it must be of type {kind.__name__}"
+            )
+        return value
+
+    def choice(self, key: str, known: Iterable[str], default: str | None = None) -> str:
+        """Returns a value that is one of some words."""
+        value = self.take(key, str, default)
+        if value not in known:
+            raise self.error(f"{self._name(key)} is {value!r}; known: {', '.join(known)}")
+        return str(value)
+
+    def section(self, key: str) -> "_Section":
+        """Returns a section within this one; empty if it is missing."""
+        return _Section(self.path, self.take(key, dict, {}), self._name(key))
+
+    def items(self) -> list[tuple[str, Any]]:
+        """Takes all that is left."""
+        left, self._values = self._values, {}
+        return list(left.items())
+
+    def is_empty(self) -> bool:
+        """Returns whether nothing is left to take."""
+        return not self._values
+
+    def end(self) -> None:
+        """Refuses keys that nobody has taken."""
+        if self._values:
+            raise self.error(
+                f"{self._name(next(iter(self._values)))} is unknown; known: "
+                f"{', '.join(self._known)}"
+            )
+
+    def error(self, text: str) -> UserError:
+        """Returns an error that names the file."""
+        return UserError(f"{self.path}: {text}")
+
+    def _name(self, key: str) -> str:
+        return f"{self._where}.{key}" if self._where else key
+
+
+def _read(path: pathlib.Path) -> _Section:
+    try:
+        return _Section(path, tomllib.loads(reading.read_text(path)))
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{path} is not TOML ({error})") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read ({error})") from None
+
+
+def _paper(path: pathlib.Path) -> Paper:
+    section = _read(path)
+    paper = Paper(
+        path.parent.name, section.take("title", str), section.take("arxiv", str, ""),
+        section.take("about", str, ""),
+    )
+    section.end()
+    return paper
+
+
+def _table(path: pathlib.Path, paper: Paper) -> Table:
+    section = _read(path)
+    known = section.choice("known", ("seen", "recalled", ""), "")
+    metric = _metric(section.section("metric"))
+    scales = {}
+    for name, values in section.section("scales").items():
+        if name not in SCALES:
+            raise section.error(f"scales.{name} is unknown; known: {', '.join(SCALES)}")
+        scales[name] = _scale(_Section(path, values, f"scales.{name}"), name, metric)
+    if not scales:
+        raise section.error("scales is missing; give at least [scales.paper] with its config")
+    cells: dict[str, Cell] = {}
+    for number, values in enumerate(section.take("cells", list), start=1):
+        part = _Section(path, values, f"cells[{number}]")
+        cell = _cell(part, known, scales)
+        if cell.name in cells:
+            raise section.error(f"cells[{number}].name is {cell.name!r}, which another cell has")
+        cells[cell.name] = cell
+    tuning = section.section("tuning")
+    for cell in cells.values():
+        if cell.tuned_by and (cell.tuned_by not in cells or tuning.is_empty()):
+            raise section.error(
+                f"cell {cell.name} has tuned_by {cell.tuned_by!r}; it must be another cell, of a "
+                "table with [tuning]"
+            )
+    if any(bool(cell.row) != bool(cell.column) for cell in cells.values()) or (
+        len({bool(cell.row) for cell in cells.values()}) > 1
+    ):
+        raise section.error("all cells must have a row and a column, or none")
+    table = Table(
+        f"{paper.key}/{path.stem}", path, paper, section.take("title", str),
+        section.take("source", str, ""), section.take("about", str, ""),
+        {name: scales[name] for name in SCALES if name in scales}, cells,
+        None if tuning.is_empty() else _tuning(tuning),
+    )
+    section.end()
+    return table
+
+
+def _metric(section: _Section) -> Metric:
+    metric = Metric(
+        section.take("key", str), section.take("label", str), section.take("digits", int, 4),
+        section.choice("better", ("higher", "lower"), "higher"), section.take("factor", float, 1.0),
+    )
+    section.end()
+    return metric
+
+
+def _scale(section: _Section, name: str, metric: Metric) -> Scale:
+    stages = section.take("stages", list, [])
+    config = section.take("config", str, "")
+    if bool(stages) == bool(config) or not all(isinstance(stage, str) for stage in stages):
+        raise section.error(
+            f"scales.{name} must have either config, a recipe such as 'mnist_lenet:batch=4096', or "
+            "stages, a list of recipes"
+        )
+    stages = stages or [config]
+    own = section.take("metric", dict, {})
+    data = section.take("data", list, [""] * len(stages))
+    if len(data) != len(stages) or not all(isinstance(item, str) for item in data):
+        raise section.error(
+            f"scales.{name}.data is {data!r}; give a list of one folder for each of the "
+            f"{len(stages)} stages, '' for a stage without"
+        )
+    scale = Scale(
+        name, tuple(stages),
+        _metric(_Section(section.path, own, f"scales.{name}.metric")) if own else metric,
+        _dotted(section.take("overrides", dict, {})), section.take("seeds", int, 1),
+        section.take("about", str, ""), tuple(data), section.take("hardware", str, ""),
+    )
+    if scale.seeds < 1:
+        raise section.error(f"scales.{name}.seeds is {scale.seeds}; it must be at least 1")
+    section.end()
+    return scale
+
+
+def _cell(section: _Section, known: str, scales: Mapping[str, Scale]) -> Cell:
+    name = section.take("name", str)
+    if not _NAME.fullmatch(name):
+        raise section.error(
+            f"the cell's name {name!r} must be of lower-case letters, digits and . _ -, because it "
+            "names folders"
+        )
+    published = section.section("published").items()
+    for key, value in published:
+        if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+            raise section.error(f"published.{key} of cell {name} is {value!r}; give a number")
+    cell = Cell(
+        name, section.take("argument", str, ""), _dotted(section.take("overrides", dict, {})),
+        _dotted(section.take("first", dict, {})), dict(published),
+        section.choice("known", ("seen", "recalled"), known) if published else "",
+        tuple(section.take("only", list, [])),
+        {scale: _dotted(values) for scale, values in section.section("at").items()},
+        section.take("unknown", str, ""), section.take("tuned_by", str, ""),
+        _dotted(section.take("search", dict, {})),
+        section.take("row", str, ""), section.take("column", str, ""),
+    )
+    if cell.first and any(len(scale.stages) < 2 for scale in scales.values()):
+        raise section.error(
+            f"cell {name} has keys of the first of several stages, and a scale has only one stage; "
+            "give them as overrides"
+        )
+    for scale in (*cell.only, *cell.at):
+        if scale not in scales:
+            raise section.error(
+                f"cell {name} names the scale {scale!r}; the table has: {', '.join(scales)}"
+            )
+    section.end()
+    return cell
+
+
+def _tuning(section: _Section) -> Tuning:
+    factors = section.take("factors", list)
+    if not factors or not all(type(x) in (int, float) and x > 0 for x in factors):
+        raise section.error(f"tuning.factors is {factors!r}; give numbers above 0")
+    tuning = Tuning(
+        section.take("key", str), tuple(map(float, factors)),
+        _dotted(section.take("overrides", dict, {})), section.take("seeds", int, 1),
+    )
+    section.end()
+    return tuning
+
+
+def _dotted(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns {'optimizer.b2': 0.98} for {'optimizer': {'b2': 0.98}}, and what is so already."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        found |= _dotted(value, f"{prefix}{key}.") if isinstance(value, dict) else {
+            prefix + key: value
+        }
+    return found
