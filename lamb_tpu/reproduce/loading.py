@@ -25,8 +25,14 @@ and a file for each table, such as mnist.toml, which is then the table lamb/mnis
     argument = "optimizer=lamb"
     published = {accuracy = 0.9945}
 
+    [tuning]                           # optional: a search before each cell is measured
+    key = "optimizer.learning_rate"
+    factors = [0.5, 1, 2]              # times the cell's own value
+    overrides = {"data.train_split" = "train[:90%]", "data.eval_split" = "train[90%:]"}
+
 A run's config is the scale's, with the cell's argument and with the overrides of both. Cells that
-all have a `row` and a `column` are shown as a matrix.
+all have a `row` and a `column` are shown as a matrix. `lamb_tpu.reproduce.tables` describes every
+key.
 """
 
 import pathlib
