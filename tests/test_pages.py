@@ -70,7 +70,7 @@ MADE: dict[str, Callable[[], str]] = {
     "vision/pod_plan.md": lambda: pod_plan.page(_kept("vision/pod_plan.json")),
     "vision/tiny_imagenet.md": _tiny_imagenet,
 }
-# Of lamb_tpu.reproduce, made anew by tests/reproduce/test_report.py.
+# Of lamb_tpu.reproduce, made anew by tests/reproduce/report/test_site.py.
 REPORTED = {f"report/{path.name}" for path in (FOLDER / "report").glob("*.md")}
 PRINTED = {f"bench/{path.name}" for path in (FOLDER / "bench").glob("*.md")}
 
