@@ -111,14 +111,14 @@ LONG = TABLE.replace("4 steps", "3000 steps").replace("seeds = 2", "seeds = 1")
 
 def test_two_at_once_and_a_time_limit(tmp_path: pathlib.Path) -> None:
     write(tmp_path, LONG.replace("3000", "300000"))
-    first = start(tmp_path, "--time-limit=12s")
+    first = start(tmp_path, "--time-limit=20s")
     wait_for(first, "run 1 of 2")
     second = start(tmp_path)
     told, _ = second.communicate(timeout=120)
     assert second.returncode == 2 and "is in use by another reproduce" in told
     assert told.startswith("error: --runs ") and "Traceback" not in told
     told, _ = first.communicate(timeout=120)
-    assert first.returncode == 0 and "the time limit of 0:12 is reached" in told
+    assert first.returncode == 0 and "the time limit of 0:20 is reached" in told
     (folder,) = (tmp_path / "runs" / "small" / "digits").glob("lamb-*")
     assert list((folder / "checkpoints").iterdir())
 
