@@ -98,21 +98,19 @@ def start(tmp_path: pathlib.Path, *arguments: str) -> "subprocess.Popen[str]":
     )
 
 
-def wait_for(process: "subprocess.Popen[str]", text: str) -> None:
+def wait_for(process: "subprocess.Popen[str]", text: str) -> bool:
+    """Reads lines up to one with the text; False if there is none."""
     assert process.stdout is not None
-    for line in process.stdout:
-        if text in line:
-            return
-    raise AssertionError(f"it ended without {text!r}")
+    return any(text in line for line in process.stdout)
 
 
-LONG = TABLE.replace("4 steps", "3000 steps").replace("seeds = 2", "seeds = 1")
+LONG = TABLE.replace("4 steps", "5000 steps").replace("seeds = 2", "seeds = 1")
 
 
 def test_two_at_once_and_a_time_limit(tmp_path: pathlib.Path) -> None:
-    write(tmp_path, LONG.replace("3000", "300000"))
+    write(tmp_path, LONG.replace("5000", "500000"))
     first = start(tmp_path, "--time-limit=20s")
-    wait_for(first, "run 1 of 2")
+    assert wait_for(first, "run 1 of 2")
     second = start(tmp_path)
     told, _ = second.communicate(timeout=120)
     assert second.returncode == 2 and "is in use by another reproduce" in told
@@ -129,6 +127,7 @@ def test_killed_at_five_moments_it_ends_as_one_left_alone(
     tmp_path: pathlib.Path, processes: int
 ) -> None:
     random.seed(processes)
+    kills = 0
     rest: dict[str, list[dict]] = {}
     for name in ("alone", "killed"):
         folder = tmp_path / name
@@ -138,11 +137,13 @@ def test_killed_at_five_moments_it_ends_as_one_left_alone(
         ))
         for _ in range(5 if name == "killed" else 0):
             process = start(folder, f"--processes={processes}")
-            wait_for(process, "run 1 of")
+            if not wait_for(process, "run 1 of"):
+                break  # a fast machine has come to the end
             time.sleep(random.uniform(0.5, 8.0))
             process.send_signal(random.choice([signal.SIGKILL, signal.SIGTERM]))
             process.communicate(timeout=60)
-            time.sleep(2.0)  # processes without a parent save and end
+            kills += 1
+            time.sleep(5.0)  # processes without a parent save and end
         process = start(folder, f"--processes={processes}")
         told, _ = process.communicate(timeout=300)
         assert process.returncode == 0, told
@@ -150,4 +151,4 @@ def test_killed_at_five_moments_it_ends_as_one_left_alone(
             {key: value for key, value in record.items() if key != "seconds"}
             for record in read_records(table.records)
         ]
-    assert rest["alone"] == rest["killed"] and len(rest["alone"]) == 2
+    assert rest["alone"] == rest["killed"] and len(rest["alone"]) == 2 and kills >= 2
