@@ -53,7 +53,7 @@ class Start:
       printed: by launcher and process 0.
       moment: what the run was doing when the signal came; '' where it was complete before.
       finished: the checkpoints that were finished then.
-      last: update of the last record then.
+      last: update of the last record of this start then; 0 if there was none.
       resumed_from: update at which it began, as text; '-' where it did not get as far.
       seconds: from when both processes were there to their end.
     """
@@ -143,12 +143,12 @@ def _processes(launcher: subprocess.Popen) -> dict[int, int]:
 
 
 def _moment(workdir: pathlib.Path, starts: int) -> tuple[str, int]:
-    """Returns the run's activity by its files, and the update of its last record."""
+    """Returns the run's activity by its files, and the update of this start's last record."""
     metrics = workdir / "metrics.jsonl"
     records = read_records(metrics) if metrics.exists() else []
     last = records[-1]["step"] if records else 0
     if _lines(workdir / "run.jsonl") == starts:
-        return "start", last
+        return "start", 0  # records that are there are of a start that was killed before
     if last <= json.loads((workdir / "run.jsonl").read_text().splitlines()[-1])["from_step"]:
         return "first update", last
     what = ""
