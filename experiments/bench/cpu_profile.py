@@ -1,4 +1,4 @@
-"""Where the time of an update goes on a CPU, by kind of operation.
+"""Time of an update on a CPU, by kind of operation.
 
   python -m experiments.bench.cpu_profile --networks=LeNet
 

@@ -174,7 +174,7 @@ def _sums(
 
 
 class _Kind(NamedTuple):
-    """Those places of a kernel along one axis that meet the same pixels, every so many apart.
+    """Places of a kernel along one axis that meet the same pixels, every so many apart.
 
     Attributes:
       places: their slice of the kernel.

@@ -22,7 +22,7 @@ from lamb_tpu.watch.progress import format_seconds
 
 
 class Request(NamedTuple):
-    """What `run` was asked for; see its --help."""
+    """Options of the command `run`; see its --help."""
 
     scale: str | None
     cells: str | None

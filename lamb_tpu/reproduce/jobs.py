@@ -44,7 +44,7 @@ class Job(NamedTuple):
 
     @property
     def key(self) -> tuple[str, str, int, float | None]:
-        """What its record is found by."""
+        """Key of its record: scale, cell, seed and factor."""
         return self.scale.name, self.cell.name, self.seed, self.factor
 
 

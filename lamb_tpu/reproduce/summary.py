@@ -14,7 +14,7 @@ from lamb_tpu.reproduce.tables import Cell, Metric, Scale, Table
 
 
 class Summary(NamedTuple):
-    """What is known of a cell at a scale.
+    """Published and measured values of a cell at a scale.
 
     Attributes:
       cell: the cell.

@@ -1,4 +1,4 @@
-"""What is missing is run, once; a run that diverges is a result."""
+"""Missing runs are trained once; a run that diverges is a result."""
 
 import pathlib
 from typing import Any
