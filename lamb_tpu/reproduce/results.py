@@ -7,7 +7,7 @@ its config has changed or its line is deleted.
 
 import json
 import pathlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from lamb_tpu.errors import UserError
@@ -183,12 +183,3 @@ def _thinned(records: Sequence[Record], count: int) -> list[Record]:
 
 def _rounded(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.5g}")
-
-
-def by_cell(records: Iterable[Record]) -> dict[str, list[Record]]:
-    """Groups records of runs that measure by their cell."""
-    found: dict[str, list[Record]] = {}
-    for record in records:
-        if record["factor"] is None:
-            found.setdefault(record["cell"], []).append(record)
-    return found

@@ -81,7 +81,8 @@ def _summary(table: Table, scale: Scale, cell: Cell, results: Results) -> Summar
     else:
         status = "stale" if changed else "not run"
     return Summary(
-        cell, shown(published, metric), fresh, values, mean, half_width(numbers) if mean else None,
+        cell, shown(published, metric), fresh, values, mean,
+        None if mean is None else half_width(numbers),
         mean - published if mean is not None and isinstance(published, (int, float)) else None,
         (len(changed), changed[0] if changed else ()), _search(table, scale, cell, results), status,
     )

@@ -37,6 +37,9 @@ def test_summaries(tmp_path: pathlib.Path) -> None:
     assert lamb.mean == pytest.approx(94.0) and lamb.distance == pytest.approx(1.0)
     assert lamb.half_width == pytest.approx(4.303 * 2.0 / 3**0.5, rel=1e-3)
     assert measured(lamb, metric) == "94.0 ± 5.0"
+    for seed in (0, 1, 2):
+        add(results, job_of(table, seed=seed), 0.0)  # a mean of 0 has an interval too
+    assert of(tmp_path)["lamb"].half_width == 0.0
     add(results, job_of(table, "adamw"), None)
     adamw = of(tmp_path)["adamw"]
     assert measured(adamw, metric) == "1 of 1 diverged" and adamw.distance is None
