@@ -50,6 +50,10 @@ OPTIMIZERS = {
     "momentum": (
         dict(learning_rate=0.08, momentum=0.9, rules=_RULES), "linear", "0 epochs", 0.0001 / 0.08,
     ),
+    # Not in the author's logs: momentum's settings.
+    "nesterov": (
+        dict(learning_rate=0.08, momentum=0.9, rules=_RULES), "linear", "0 epochs", 0.0001 / 0.08,
+    ),
     # By LEGW the author's rate 6.0 and warm-up of 16 epochs at batch 8,192.
     "lars": (
         dict(learning_rate=6.0 / 8**0.5, momentum=0.9, weight_decay=1e-4, rules=_LARS_RULES),
@@ -59,8 +63,8 @@ OPTIMIZERS = {
 
 
 def get_config(argument: str | None = None) -> ConfigDict:
-    """Arguments: network=lenet|lenet5, optimizer=lamb|adamw|adam|momentum|lars, batch=1024,
-    smoke.
+    """Arguments: network=lenet|lenet5, optimizer=lamb|adamw|adam|momentum|nesterov|lars,
+    batch=1024, smoke.
     """
     arg = parse_argument(argument, network="lenet", optimizer="lamb", batch=1024, smoke=False)
     for key, known in (("network", NETWORKS), ("optimizer", OPTIMIZERS)):

@@ -210,6 +210,7 @@ def _small() -> list[Case]:
             # The warm-up of two epochs, that of 8,192 by LEGW.
             ("lars", create_optimizer(6.0 / 8**0.5, total, 2 * MNIST / 1024, 0.5)),
             ("momentum", mnist_momentum(0.08, total)),
+            ("nesterov", mnist_momentum(0.08, total)),  # not the author's: momentum's settings
         )
     ]
     total = 24 * 97
