@@ -21,7 +21,7 @@ TESTED_ELSEWHERE = {
         "tests/test_schedule_free.py",
     "lamb_tpu/parallel/backends.py": "tests/parallel/test_step.py compares the two of them",
     "lamb_tpu/data/stream.py": "tests/data/test_loader.py and test_evaluation.py read through it",
-    "lamb_tpu/reproduce/__main__.py": "tests/reproduce/test_commands.py runs it",
+    "lamb_tpu/reproduce/__main__.py": "tests/reproduce/test_running.py runs it",
     "lamb_tpu/reproduce/tables.py": "tests/reproduce/test_loading.py reads them",
     "lamb_tpu/data/splits.py": "tests/data/test_digits.py and test_registry.py slice with it",
 }

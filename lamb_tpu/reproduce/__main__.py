@@ -17,6 +17,7 @@ examples:
   python -m lamb_tpu.reproduce show lamb/mnist
   python -m lamb_tpu.reproduce run lamb/mnist --scale=small --seeds=5 --data=DATA
   python -m lamb_tpu.reproduce run lamb --time-limit=2h --processes=2
+  python -m lamb_tpu.reproduce run lamb/mnist --tune=8
   python -m lamb_tpu.reproduce commands lamb/table1
   python -m lamb_tpu.reproduce adopt gs-copy/bert_32k
   python -m lamb_tpu.reproduce report --html=site
@@ -67,11 +68,20 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     run.add_argument("--data", metavar="DIR", help="folder of the data sets' folders")
     run.add_argument("--processes", type=int, default=1, metavar="N",
                      help="runs side by side, which share the cores (default: 1)")
+    run.add_argument("--tune", type=int, metavar="N",
+                     help="let every cell try N values of the learning rate first, and measure it "
+                     "with its best; kept beside the table's other records")
     run.add_argument("--time-limit", metavar="TIME",
                      help="save and end after this time, such as 90m or 2h")
+    run.add_argument("--budget", metavar="TIME",
+                     help="train only what is estimated to fit into this time, the most telling "
+                     "runs first, with frequent checkpoints; for a machine that is lent")
+    run.add_argument("--carry", metavar="FILE",
+                     help="also write the records into one file, for adopt on another machine")
     run.add_argument("--dry-run", action="store_true", help="only list what would run")
-    adopt = add("adopt", "take a finished run made elsewhere into its cell")
-    adopt.add_argument("workdir", metavar="WORKDIR", help="folder of the finished run")
+    adopt = add("adopt", "take finished runs made elsewhere into their cells")
+    adopt.add_argument("path", metavar="PATH",
+                       help="workdir of a finished run, or a file of `run --carry`")
     report = add("report", "write the pages of all that was measured")
     add_records(report)
     report.add_argument("tables", nargs="*", metavar="TABLE", help="only these (default: all)")
@@ -82,8 +92,8 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     return terminal.refuse_empty(parser.parse_args(arguments))
 
 
-def seconds(text: str | None) -> float | None:
-    """Parses a time such as '90m', '2h' or '1.5h'.
+def seconds(key: str, text: str | None) -> float | None:
+    """Parses the time of an option, such as '90m', '2h' or '1.5h'.
 
     Raises:
       UserError: it is no such time.
@@ -93,42 +103,49 @@ def seconds(text: str | None) -> float | None:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text)
     if match is None or not float(match[1]):
         raise UserError(
-            f"--time-limit is {text!r}; give a number above 0 with a unit, such as 30s, 90m or 2h"
+            f"{key} is {text!r}; give a number above 0 with a unit, such as 30s, 90m or 2h"
         )
     return float(match[1]) * _UNITS[match[2]]
 
 
 def main(options: argparse.Namespace) -> None:
     """Runs a command."""
-    from lamb_tpu.reproduce import commands, loading  # late: they import JAX, --help does not
+    # Late: they import JAX and Matplotlib, which --help does without.
+    from lamb_tpu.reproduce import adopting, choosing, loading, running, showing
 
     papers = loading.folder() if options.papers is None else pathlib.Path(options.papers)
     found = loading.load_all(papers.expanduser().absolute())
     if options.command == "list":
-        commands.show_list(found)
+        showing.show_list(found)
         return
     if options.command == "adopt":
-        commands.take_in(found, pathlib.Path(options.workdir))
+        for line in adopting.take(found, pathlib.Path(options.path).expanduser()):
+            print(line)
         return
-    chosen = loading.choose(found, options.tables) if options.tables else list(found.values())
+    chosen = list(found.values())
+    if options.tables:
+        chosen = choosing.choose_tables(found, options.tables)
     records = None
     if options.command != "commands" and options.records is not None:
         records = pathlib.Path(options.records).expanduser()
     if options.command == "report":
+        from lamb_tpu.reproduce.report import site
+
         output = papers / "report" if options.output is None else pathlib.Path(options.output)
         html = options.html and pathlib.Path(options.html)
-        commands.report({table.key: table for table in chosen}, output, html, records)
+        site.write({table.key: table for table in chosen}, output, html, records)
     elif options.command == "show":
-        commands.show(chosen, records)
+        showing.show(chosen, records)
     elif options.command == "commands":
-        commands.show_commands(chosen, options.scale, options.cells)
+        showing.show_commands(chosen, options.scale, options.cells)
     else:
-        request = commands.Request(
+        running.run(chosen, running.Request(
             options.scale, options.cells, options.seeds, pathlib.Path(options.runs).expanduser(),
             options.data and pathlib.Path(options.data).expanduser().absolute(),
-            options.processes, seconds(options.time_limit), options.dry_run, records,
-        )
-        commands.run(chosen, request)
+            options.processes, seconds("--time-limit", options.time_limit), options.dry_run,
+            records, options.tune, seconds("--budget", options.budget),
+            options.carry and pathlib.Path(options.carry).expanduser(),
+        ))
 
 
 if __name__ == "__main__":

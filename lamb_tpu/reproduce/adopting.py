@@ -6,7 +6,7 @@ from typing import Any
 
 from lamb_tpu.errors import UserError
 from lamb_tpu.optim import durations
-from lamb_tpu.reproduce import engine
+from lamb_tpu.reproduce import carrying, engine
 from lamb_tpu.reproduce import jobs as jobs_lib
 from lamb_tpu.reproduce import results as results_lib
 from lamb_tpu.reproduce.engine import Finished
@@ -15,6 +15,26 @@ from lamb_tpu.reproduce.results import Results
 from lamb_tpu.reproduce.tables import Table
 from lamb_tpu.store.metrics import read_records
 from lamb_tpu.store.workdir import Workdir
+
+
+def take(tables: Mapping[str, Table], path: pathlib.Path) -> list[str]:
+    """Takes a finished run, or a file of `run --carry`, to the records beside the tables.
+
+    Args:
+      tables: where to look.
+      path: the workdir of the run, or the file.
+
+    Returns:
+      A line for each run that was taken.
+
+    Raises:
+      UserError: see `find` and `carrying.take`.
+    """
+    if path.is_file():
+        return carrying.take(path, tables)
+    finished = find(tables, path)
+    Results(finished.job.table).add(finished.record, finished.configs)
+    return [f"{finished.job.table.key}: {finished.job.name}"]
 
 
 def find(tables: Mapping[str, Table], workdir: pathlib.Path) -> Finished:

@@ -28,10 +28,17 @@ class Finished(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Folders of the machine: the workdirs, and the data sets or None to download them."""
+    """Where runs are trained.
+
+    Attributes:
+      runs: folder of the workdirs.
+      data: folder of the data sets' folders; None: they are downloaded.
+      checkpoints: a duration between checkpoints, such as '2 percent'; None: the recipe's own.
+    """
 
     runs: pathlib.Path
     data: pathlib.Path | None
+    checkpoints: str | None = None
 
 
 def cells_at(table: Table, scale: str) -> list[Cell]:
@@ -95,14 +102,18 @@ def measurements(
 def due(
     table: Table, scale: Scale, cells: Iterable[Cell], seeds: int, results: Results
 ) -> list[Job]:
-    """Returns the runs that are missing or stale and can be run now: searches first."""
+    """Returns the runs that are missing or stale and can be run now, by seed and then by cell.
+
+    The runs of a search come first: while it is not complete, its cell cannot be measured.
+    """
     found: dict[Any, Job] = {}  # several cells may have one search
     for cell in cells:
         wanted = measurements(table, scale, cell, seeds, results)
         if wanted is None:
             wanted = searches(table, scale, cell)
         found |= {job.key: job for job in wanted if not results.holds(job)}
-    return list(found.values())
+    # Every cell has its first seed before one has its second.
+    return sorted(found.values(), key=lambda job: job.seed)
 
 
 def execute(job: Job, place: Place) -> Finished:
@@ -112,27 +123,34 @@ def execute(job: Job, place: Place) -> Finished:
       UserError: a config, the data or a folder has a mistake.
       Preempted: SIGTERM or Ctrl-C arrived, and everything is saved.
     """
-    stages = jobs_lib.stages(job, place.data)
-    configs = [stage.config() for stage in stages]
+    configs = [stage.config() for stage in jobs_lib.stages(job, place.data)]
     flat = jobs_lib.flat_configs(configs)
-    digest = jobs_lib.config_hash(flat)
-    folder = place.runs / job.table.key / f"{job.name}-{digest}"
-    workdirs = stage_folders(folder, stages)
+    folders = workdirs(job, place)
     diverged = None
-    for number, (config, workdir) in enumerate(zip(configs, workdirs)):
+    for number, (config, workdir) in enumerate(zip(configs, folders)):
+        if place.checkpoints is not None:
+            with config.unlocked():
+                config.checkpoint.every = place.checkpoints
         if number:
             with config.unlocked():
-                config.init_from = str(workdirs[number - 1])
+                config.init_from = str(folders[number - 1])
         try:
             train(config, workdir, label=job.name, quiet=True)
         except Diverged as error:
             diverged = str(error).partition(";")[0]
             break
-    last = workdirs[number]
+    last = folders[number]
     if configs[number].phases:
         last /= sorted(configs[number].phases)[-1]
     record = results_lib.of_run(job, last, diverged)
-    return Finished(job, record | {"config": digest}, flat)
+    return Finished(job, record | {"config": jobs_lib.config_hash(flat)}, flat)
+
+
+def workdirs(job: Job, place: Place) -> list[pathlib.Path]:
+    """Returns the workdir of each stage of a job."""
+    stages = jobs_lib.stages(job, place.data)
+    digest = jobs_lib.config_hash(jobs_lib.flat_configs([stage.config() for stage in stages]))
+    return stage_folders(place.runs / job.table.key / f"{job.name}-{digest}", stages)
 
 
 def stage_folders(folder: pathlib.Path, stages: Sequence[Stage]) -> list[pathlib.Path]:

@@ -30,6 +30,9 @@ and a file for each table, such as mnist.toml, which is then the table lamb/mnis
     factors = [0.5, 1, 2]              # times the cell's own value
     overrides = {"data.train_split" = "train[:90%]", "data.eval_split" = "train[90%:]"}
 
+    [tune]                             # optional: where `run --tune=N` searches
+    range = [0.125, 8]                 # times the cell's own value
+
 A run's config is the scale's, with the cell's argument and with the overrides of both. Cells that
 all have a `row` and a `column` are shown as a matrix. `lamb_tpu.reproduce.tables` describes every
 key.
@@ -43,7 +46,7 @@ from typing import Any
 
 from lamb_tpu.errors import UserError
 from lamb_tpu.files import reading
-from lamb_tpu.reproduce.tables import SCALES, Cell, Metric, Paper, Scale, Table, Tuning
+from lamb_tpu.reproduce.tables import SCALES, Cell, Metric, Paper, Scale, Space, Table, Tuning
 
 _PAPER_FILE = "paper.toml"
 _NAME = re.compile(r"[a-z0-9][a-z0-9_.-]*")
@@ -73,23 +76,6 @@ def load_all(papers: pathlib.Path) -> dict[str, Table]:
             f"{_PAPER_FILE} and a .toml file for each table"
         )
     return found
-
-
-def choose(tables: Mapping[str, Table], names: Iterable[str]) -> list[Table]:
-    """Returns the tables of some names: 'lamb/mnist', or 'lamb' for all tables of a paper.
-
-    Raises:
-      UserError: there is no such table; the message lists the known ones.
-    """
-    chosen: dict[str, Table] = {}
-    for name in names:
-        fits = {
-            key: table for key, table in tables.items() if name in (key, table.paper.key)
-        }
-        if not fits:
-            raise UserError(f"there is no table {name!r}; known: {', '.join(tables)}")
-        chosen |= fits
-    return list(chosen.values())
 
 
 class _Section:
@@ -205,7 +191,7 @@ def _table(path: pathlib.Path, paper: Paper) -> Table:
         f"{paper.key}/{path.stem}", path, paper, section.take("title", str),
         section.take("source", str, ""), section.take("about", str, ""),
         {name: scales[name] for name in SCALES if name in scales}, cells,
-        None if tuning.is_empty() else _tuning(tuning),
+        None if tuning.is_empty() else _tuning(tuning), _space(section.section("tune")),
     )
     section.end()
     return table
@@ -241,11 +227,21 @@ def _scale(section: _Section, name: str, metric: Metric) -> Scale:
         _metric(_Section(section.path, own, f"scales.{name}.metric")) if own else metric,
         _dotted(section.take("overrides", dict, {})), section.take("seeds", int, 1),
         section.take("about", str, ""), tuple(data), section.take("hardware", str, ""),
+        _minutes(section.section("minutes")),
     )
     if scale.seeds < 1:
         raise section.error(f"scales.{name}.seeds is {scale.seeds}; it must be at least 1")
     section.end()
     return scale
+
+
+def _minutes(section: _Section) -> dict[str, float]:
+    minutes = {}
+    for platform in ("cpu", "gpu", "tpu"):
+        if value := section.take(platform, float, 0.0):
+            minutes[platform] = value
+    section.end()
+    return minutes
 
 
 def _cell(section: _Section, known: str, scales: Mapping[str, Scale]) -> Cell:
@@ -293,6 +289,23 @@ def _tuning(section: _Section) -> Tuning:
     )
     section.end()
     return tuning
+
+
+def _space(section: _Section) -> Space:
+    default = Space()
+    bounds = section.take("range", list, [default.low, default.high])
+    if len(bounds) != 2 or not all(type(x) in (int, float) for x in bounds) or (
+        not 0 < bounds[0] < bounds[1]
+    ):
+        raise section.error(
+            f"tune.range is {bounds!r}; give two numbers above 0, the smaller first"
+        )
+    space = Space(
+        section.take("key", str, default.key), float(bounds[0]), float(bounds[1]),
+        {**default.overrides, **_dotted(section.take("overrides", dict, {}))},
+    )
+    section.end()
+    return space
 
 
 def _dotted(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

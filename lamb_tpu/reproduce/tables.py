@@ -42,6 +42,23 @@ class Tuning(NamedTuple):
     seeds: int = 1
 
 
+class Space(NamedTuple):
+    """Where `run --tune=N` searches, alike for every cell; see `tuning`.
+
+    Attributes:
+      key: the key of the config.
+      low, high: the values lie between the cell's own times these.
+      overrides: of the runs that search.
+    """
+
+    key: str = "optimizer.learning_rate"
+    low: float = 0.125
+    high: float = 8.0
+    overrides: Mapping[str, Any] = {
+        "data.train_split": "train[:90%]", "data.eval_split": "train[90%:]"
+    }
+
+
 class Scale(NamedTuple):
     """A size at which a table can be run.
 
@@ -55,6 +72,7 @@ class Scale(NamedTuple):
       about: how it differs from the paper's, for readers.
       data: folder below --data of each stage's data set; '' where it needs none.
       hardware: what a run needs, for readers.
+      minutes: estimate of a run's time by platform, such as {'cpu': 3.0}.
     """
 
     name: str
@@ -65,6 +83,7 @@ class Scale(NamedTuple):
     about: str
     data: tuple[str, ...]
     hardware: str
+    minutes: Mapping[str, float]
 
 
 class Cell(NamedTuple):
@@ -123,6 +142,8 @@ class Table(NamedTuple):
       scales: by name.
       cells: by name.
       tuning: the search before each measurement, or None.
+      space: where `run --tune=N` searches.
+      form: '' for the table as its file has it, 'tuned' for what `tuning.tuned` makes of it.
     """
 
     key: str
@@ -134,6 +155,8 @@ class Table(NamedTuple):
     scales: Mapping[str, Scale]
     cells: Mapping[str, Cell]
     tuning: Tuning | None
+    space: Space
+    form: str = ""
 
     def measured_scales(self) -> list[Scale]:
         """Returns the scales whose runs are results, the paper's own first."""
@@ -142,4 +165,4 @@ class Table(NamedTuple):
     @property
     def records(self) -> pathlib.Path:
         """The file of its measured runs."""
-        return self.path.with_suffix(".jsonl")
+        return self.path.with_suffix(f".{self.form}.jsonl" if self.form else ".jsonl")

@@ -93,6 +93,8 @@ def _work(pipe: Connection, cores: set[int], place: Place) -> None:
     """Runs the jobs that come through the pipe, until it is closed."""
     if cores:
         os.sched_setaffinity(0, cores)
+    # Several progress bars cannot share a terminal; rich draws none then.
+    os.environ["TTY_COMPATIBLE"] = "0"
     # Ctrl-C reaches every process of a terminal; the first one passes it on.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()

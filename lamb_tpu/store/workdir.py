@@ -284,18 +284,22 @@ def _names(config: ConfigDict) -> list[Any]:
 
 
 def _commit() -> str | None:
-    """Returns the commit of the package's checkout, with '+' if there are changes, or None."""
-    folder = pathlib.Path(__file__).parent
+    """Returns the commit of the package's checkout, with '+' if code has changed, or None.
+
+    Records of measurements, which lie in the checkout too, are no code.
+    """
+    def git(*arguments: str) -> "subprocess.CompletedProcess[str]":
+        return subprocess.run(
+            ["git", *arguments], cwd=pathlib.Path(__file__).parent, capture_output=True, text=True,
+            timeout=10,
+        )
+
     try:
         # An installed package may lie inside the checkout of another project.
-        subprocess.run(
-            ["git", "ls-files", "--error-unmatch", pathlib.Path(__file__).name],
-            cwd=folder, capture_output=True, timeout=10, check=True,
-        )
-        described = subprocess.run(
-            ["git", "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"],
-            cwd=folder, capture_output=True, text=True, timeout=10, check=True,
-        )
+        if git("ls-files", "--error-unmatch", pathlib.Path(__file__).name).returncode:
+            return None
+        head = git("rev-parse", "--short=12", "HEAD")
+        changed = git("diff", "--quiet", "HEAD", "--", ":(top)*.py", ":(top)*.toml").returncode
     except (OSError, subprocess.SubprocessError):
         return None
-    return described.stdout.strip()
+    return None if head.returncode else head.stdout.strip() + ("+" if changed else "")

@@ -20,24 +20,28 @@ def test_table(tmp_path: pathlib.Path) -> None:
     assert table.records == tmp_path / "small" / "digits.jsonl"
 
 
+def test_estimates_and_spaces(tmp_path: pathlib.Path) -> None:
+    table = write(tmp_path, TABLE.replace("seeds = 2", """minutes = {cpu = 3, gpu = 0.5}
+
+[tune]
+range = [0.5, 2]
+overrides = {duration = "2 steps"}
+"""))
+    assert table.scales["small"].minutes == {"cpu": 3.0, "gpu": 0.5}
+    assert (table.space.key, table.space.low, table.space.high) == (
+        "optimizer.learning_rate", 0.5, 2.0
+    )
+    assert table.space.overrides == {
+        "duration": "2 steps", "data.train_split": "train[:90%]", "data.eval_split": "train[90%:]"
+    }
+
+
 def test_keys_may_be_dotted_or_nested(tmp_path: pathlib.Path) -> None:
     text = TABLE.replace('overrides = {duration = "4 steps", "log.every" = "2 steps"}',
                          '[scales.small.overrides]\nlog.every = "2 steps"\noptimizer.b2 = 0.9')
     text = text.replace("seeds = 2\n", "")
     scale = write(tmp_path, text).scales["small"]
     assert scale.overrides == {"log.every": "2 steps", "optimizer.b2": 0.9}
-
-
-def test_choose(tmp_path: pathlib.Path) -> None:
-    write(tmp_path)
-    write(tmp_path, name="other")
-    found = loading.load_all(tmp_path)
-    assert [table.key for table in loading.choose(found, ["small"])] == [
-        "small/digits", "small/other"
-    ]
-    assert [table.key for table in loading.choose(found, ["small/other"] * 2)] == ["small/other"]
-    with pytest.raises(UserError, match="no table 'big'; known: small/digits, small/other"):
-        loading.choose(found, ["big"])
 
 
 @pytest.mark.parametrize("old, new, message", [
@@ -56,6 +60,8 @@ def test_choose(tmp_path: pathlib.Path) -> None:
     ("{accuracy = 92.5}", "{accuracy = true}", "published.accuracy of cell adamw is True"),
     ('known = "seen"}', 'only = ["paper"]}', "cell adamw names the scale 'paper'; .* has: small"),
     ("[scales.small]", "[tuning]\nkey = \"a\"\nfactors = [0]\n[scales.small]", "tuning.factors is"),
+    ("[scales.small]", "[tune]\nrange = [8, 1]\n[scales.small]", "tune.range is .* smaller first"),
+    ("seeds = 2", "minutes = {cuda = 3}", "scales.small.minutes.cuda is unknown; known: cpu, gpu"),
     ('title = "Digits', "title = Digits", "is not TOML"),
     ("seeds = 2", 'data = ["a", "b"]', "scales.small.data is .* folder for each of the 1 stage"),
 ])

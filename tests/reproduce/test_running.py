@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import pathlib
 import random
 import signal
@@ -14,8 +15,10 @@ import pytest
 from lamb_tpu.errors import UserError
 from lamb_tpu.reproduce import __main__ as command
 from lamb_tpu.reproduce.results import Results
+from lamb_tpu.reproduce.tuning import tuned
 from lamb_tpu.store.metrics import read_records
 from tests.reproduce.papers import TABLE, write
+from tests.reproduce.test_jobs import TUNED
 from tests.tiny import ROOT
 
 
@@ -74,6 +77,8 @@ def test_a_whole_story(tmp_path: pathlib.Path) -> None:
     (["run", "small", "--processes=0"], "--processes is 0; it must be at least 1"),
     (["run", "small", "--time-limit=2"], "--time-limit is '2'; give a number above 0 with a unit"),
     (["run", "small", "--time-limit=0h"], "--time-limit is '0h'"),
+    (["run", "small", "--budget=soon"], "--budget is 'soon'; give a number above 0 with a unit"),
+    (["run", "small", "--tune=1"], "--tune is 1; it must be at least 2"),
     (["run", "small", "--runs=/dev/null/x"], "--runs /dev/null/x cannot be written"),
     (["adopt", "/nowhere"], "WORKDIR /nowhere holds no run"),
 ])
@@ -85,9 +90,54 @@ def test_mistakes(tmp_path: pathlib.Path, arguments: list[str], message: str) ->
 
 
 def test_times() -> None:
-    assert [command.seconds(text) for text in (None, "30s", "1.5h", "90m")] == [
+    assert [command.seconds("--budget", text) for text in (None, "30s", "1.5h", "90m")] == [
         None, 30.0, 5400.0, 5400.0
     ]
+
+
+def test_tuned_form(tmp_path: pathlib.Path) -> None:
+    table = write(tmp_path)
+    runs = f"--runs={tmp_path / 'runs'}"
+    one = ("run", "small", runs, "--seeds=1", "--cells=lamb")
+    told = call(tmp_path, *one, "--tune=2")
+    assert told.count("lamb-small-search") == 2 * 2  # begun and done
+    assert "tuned: the best of 2 values of optimizer.learning_rate for every cell" in told.replace(
+        "\n    ", " "
+    )
+    # The records of the table as it stands are not touched.
+    assert not table.records.exists() and len(list(Results(tuned(table, 2)))) == 3
+    shown = call(tmp_path, "show", "small")
+    assert "not run" in shown and "tuned: the best of 2" in shown and "(chosen)" in shown
+    assert "1 of 3 at the scale small, tuned" in call(tmp_path, "list").replace("\n    ", " ")
+    # A larger search goes on where the smaller ended.
+    told = call(tmp_path, *one, "--tune=3", "--dry-run")
+    assert "1 runs to train" in told
+    with pytest.raises(UserError, match="small/digits has a search of its own, of 3 values a cell"):
+        write(tmp_path, TUNED)
+        call(tmp_path, "run", "small", runs, "--tune=3")
+
+
+def test_budget_and_carry(tmp_path: pathlib.Path) -> None:
+    text = TABLE.replace("seeds = 2", "seeds = 2\nminutes = {cpu = 40}")
+    table = write(tmp_path, text)
+    runs, file = f"--runs={tmp_path / 'runs'}", tmp_path / "out" / "carried.json"
+    told = call(tmp_path, "run", "small", runs, "--budget=90m", "--dry-run")
+    assert "2 runs to train\n  lamb-small-seed0  about 40:00\n  adamw-small-seed0" in told
+    assert "about 1:20:00 in all" in told
+    mine = f"--records={tmp_path / 'mine'}"
+    told = call(tmp_path, "run", "small", runs, mine, "--budget=41m", f"--carry={file}")
+    # The first run showed that they take seconds.
+    assert told.count("accuracy ") == 4 and f"adopt {file}" in told.replace("\n", "")
+    assert not table.records.exists()
+    assert call(tmp_path, "adopt", str(file)).count("small/digits: ") == 4
+    assert "measured" in call(tmp_path, "show", "small")
+    first = Results(table)
+    assert call(tmp_path, "run", "small", runs, mine, "--budget=1s").count("run 1") == 0
+    (folder,) = (tmp_path / "runs" / "small" / "digits").glob("lamb-small-seed0-*")
+    assert json.loads((folder / "config.json").read_text())["checkpoint.every"] == "2 percent"
+    assert {record["config"] for record in first} == {
+        record["config"] for record in Results(table, tmp_path / "mine")
+    }
 
 
 def start(tmp_path: pathlib.Path, *arguments: str) -> "subprocess.Popen[str]":

@@ -1,0 +1,58 @@
+"""Records go from one machine to another as one file; those of another config stay out."""
+
+import json
+import pathlib
+
+import pytest
+
+from lamb_tpu.errors import UserError
+from lamb_tpu.reproduce import carrying
+from lamb_tpu.reproduce.results import Results
+from lamb_tpu.reproduce.tuning import forms, tuned
+from tests.reproduce.papers import TABLE, write
+from tests.reproduce.test_engine import add_search
+from tests.reproduce.test_results import add, job_of
+
+
+def test_there_and_back(tmp_path: pathlib.Path) -> None:
+    table = write(tmp_path)
+    there, file = Results(table, tmp_path / "there"), tmp_path / "file.json"
+    for seed in (0, 1):
+        add(there, job_of(table, seed=seed), 0.9)
+    form = tuned(table, 2)
+    searched = Results(form, tmp_path / "there")
+    for factor in form.tuning.factors if form.tuning else ():
+        add_search(searched, job_of(form)._replace(factor=factor), 0.8)
+    carrying.write(file, [(table, there), (form, searched)])
+    told = carrying.take(file, {table.key: table})
+    assert told[:2] == ["small/digits: lamb-small-seed0", "small/digits: lamb-small-seed1"]
+    assert len(told) == 4 and list(Results(table)) == list(there)
+    assert list(Results(form)) == list(searched) and len(forms(table, None)) == 2
+
+
+def test_what_does_not_fit_is_left_out(tmp_path: pathlib.Path) -> None:
+    table = write(tmp_path)
+    there, file = Results(table, tmp_path / "there"), tmp_path / "file.json"
+    add(there, job_of(table), 0.9)
+    carrying.write(file, [(table, there)])
+    changed = write(tmp_path, TABLE.replace("4 steps", "5 steps"))
+    message = "0 records were taken, 1 were not, .*: lamb-small, seed 0: duration: '4 steps' there"
+    with pytest.raises(UserError, match=message):
+        carrying.take(file, {table.key: changed})
+    gone = write(tmp_path, TABLE.replace('"lamb"', '"lion"'))
+    with pytest.raises(UserError, match="seed 0: there is no such cell"):
+        carrying.take(file, {table.key: gone})
+    with pytest.raises(UserError, match="there is no table 'small/digits'"):
+        carrying.take(file, {})
+    assert not table.records.exists()
+
+
+@pytest.mark.parametrize("content", ["{", "{}", "[1]", json.dumps([{"table": "small/digits"}])])
+def test_damaged(tmp_path: pathlib.Path, content: str) -> None:
+    file = tmp_path / "file.json"
+    file.write_text(content)
+    if content == "{}":
+        assert carrying.take(file, {}) == []
+        return
+    with pytest.raises(UserError, match="is neither a workdir nor a file of `run --carry`"):
+        carrying.take(file, {})

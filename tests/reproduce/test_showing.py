@@ -1,0 +1,56 @@
+"""Tables on the terminal; tests/reproduce/test_running.py follows them through a whole story."""
+
+import pathlib
+import subprocess
+
+import pytest
+
+from lamb_tpu.reproduce import showing
+from lamb_tpu.reproduce.results import Results
+from tests.reproduce.papers import TABLE, write
+from tests.reproduce.test_results import add, job_of
+
+
+def test_show(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = write(tmp_path)
+    results = Results(table)
+    for seed, accuracy in enumerate((0.93, 0.94)):
+        add(results, job_of(table, seed=seed), accuracy)
+    add(results, job_of(table, "adamw"), None)
+    showing.show([table], None)
+    assert capsys.readouterr().out == """\
+small/digits: Digits by optimizer
+arXiv:0000.00000, Table 9
+
+small: test accuracy, % (higher is better)
+  cell   paper                measured         difference  seeds
+  lamb   93.0 (recalled)      93.5 ± 6.4       +0.5        2      measured
+  adamw  92.5 (seen)          1 of 1 diverged              1      1 of 2 seeds
+  lars   diverged (recalled)  -                                   settings not published
+"""
+
+
+def test_matrix(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = TABLE
+    for name in ("lamb", "adamw", "lars"):
+        text = text.replace(f'name = "{name}"', f'name = "{name}", row = "{name}", column = "128"')
+    showing.show_list({"small/digits": write(tmp_path, text)})
+    showing.show([write(tmp_path, text)], None)
+    told = capsys.readouterr().out
+    assert "A small paper (arXiv:0000.00000)\n  small/digits  Digits by optimizer\n" in told
+    assert "         128\n  lamb   - (93.0)\n  adamw  - (92.5)\n" in told
+    assert "In parentheses: the paper's." in told
+
+
+def test_commands_are_those_of_train(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    showing.show_commands([write(tmp_path)], None, "lamb")
+    title, command = capsys.readouterr().out.splitlines()
+    assert title == "# small/digits, small"
+    assert command == (
+        "python -m lamb_tpu.train --config=digits:batch=128,optimizer=lamb "
+        "'--config.duration=4 steps' '--config.log.every=2 steps' --config.seed=0 "
+        "--workdir=runs/small/digits/lamb"
+    )
+    assert subprocess.run(["bash", "-n", "-c", command]).returncode == 0

@@ -1,0 +1,55 @@
+"""The tuned form of a table: the same budget for every cell, the cell's own value among them."""
+
+import pathlib
+
+import pytest
+
+from lamb_tpu.errors import UserError
+from lamb_tpu.reproduce import engine, jobs
+from lamb_tpu.reproduce.results import Results
+from lamb_tpu.reproduce.tuning import describe, forms, tuned
+from tests.reproduce.papers import write
+from tests.reproduce.test_engine import add_search
+from tests.reproduce.test_jobs import TUNED
+
+
+def test_every_cell_has_the_same_search(tmp_path: pathlib.Path) -> None:
+    table = write(tmp_path)
+    form = tuned(table, 4)
+    assert form.tuning is not None and form.tuning.factors[0] == 1
+    assert len(set(form.tuning.factors)) == 4
+    assert all(0.125 <= factor <= 8 for factor in form.tuning.factors)
+    # A search can be continued.
+    longer = tuned(table, 9)
+    assert longer.tuning is not None and longer.tuning.factors[:4] == form.tuning.factors
+    assert form.records == tmp_path / "small" / "digits.tuned.jsonl"
+    scale = form.scales["small"]
+    for cell in ("lamb", "adamw"):
+        wanted = engine.searches(form, scale, form.cells[cell])
+        assert [job.factor for job in wanted] == list(form.tuning.factors)
+        (stage,) = jobs.stages(wanted[0])
+        assert stage.overrides["data.train_split"] == "train[:90%]"
+    assert describe(table) == "" and describe(form).startswith("tuned: the best of 4 values of opt")
+
+
+def test_forms(tmp_path: pathlib.Path) -> None:
+    table = write(tmp_path)
+    assert forms(table, None) == [table]
+    form = tuned(table, 3)
+    results = Results(form)
+    scale = form.scales["small"]
+    for cell, count in (("lamb", 3), ("adamw", 1)):
+        for job in engine.searches(form, scale, form.cells[cell])[:count]:
+            add_search(results, job, 0.9)
+    plain, found = forms(table, None)
+    assert plain is table and found == form
+    assert len(engine.due(found, scale, found.cells.values(), 1, results)) == 2 + 1
+
+
+def test_mistakes(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(UserError, match="--tune is 1; it must be at least 2"):
+        tuned(write(tmp_path), 1)
+    table = write(tmp_path, TUNED)
+    assert forms(table, None) == [table]
+    with pytest.raises(UserError, match="small/digits has a search of its own, of 3 values a cell"):
+        tuned(table, 4)
