@@ -99,7 +99,7 @@ def show_commands(tables: Sequence[Table], scale: str | None, cells: str | None)
     """Prints the commands that train each cell with seed 0."""
     for table in tables:
         size = choose_scale(table, scale, "paper")
-        print(f"# {table.key}, {size.name}" + (f": {size.hardware}" if size.hardware else ""))
+        print(f"# {table.key}, {size.name}" + (f": {size.cost}" if size.cost else ""))
         if table.tuning is not None:
             print(f"# {table.tuning.key} is that of the recipe; `run` searches it first")
         for cell in choose_cells(table, size, cells):
