@@ -120,7 +120,8 @@ def _check_complete(workdir: pathlib.Path) -> None:
         "steps": last["step"], "epochs": last["epoch"],
         "examples": last["step"] * config["batch_size"],
     }[duration.unit]
-    if done < duration.value:
+    reached = config["target.stop"] and read_records(path, "target")
+    if done < duration.value and not reached:
         raise UserError(
             f"{workdir} holds a run that ended at {done:g} of {config['duration']}; let it finish"
         )

@@ -164,7 +164,7 @@ def check(jobs: Sequence[Job], place: Place) -> None:
     """Makes the config of every job, so that a mistake is told before anything is trained.
 
     Raises:
-      UserError: a config has a mistake, or a folder of data is missing.
+      UserError: a config has a mistake, or a file or folder of data is missing.
     """
     seen = set()
     for job in jobs:
@@ -173,13 +173,16 @@ def check(jobs: Sequence[Job], place: Place) -> None:
         seen.add((job.scale.name, job.cell.name, job.factor))
         for stage in jobs_lib.stages(job, place.data):
             stage.config()
-            folder = stage.overrides.get("data.dir")
-            if folder is not None and not pathlib.Path(folder).is_dir():
-                raise UserError(
-                    f"--data {place.data} has no folder {pathlib.Path(folder).name!r}, which "
-                    f"{job.table.key} needs at the scale {job.scale.name}; leave --data out to "
-                    "download the data set"
-                )
+            for value in stage.overrides.values():
+                if place.data is None or not isinstance(value, str):
+                    continue
+                path = pathlib.Path(value)
+                if path.is_relative_to(place.data) and not path.exists():
+                    raise UserError(
+                        f"--data {place.data} has no {path.relative_to(place.data)}, which "
+                        f"{job.table.key} needs at the scale {job.scale.name}; leave --data out "
+                        "where the data set can be downloaded"
+                    )
 
 
 def run_one_by_one(

@@ -17,6 +17,8 @@ from lamb_tpu.run import overrides as overrides_lib
 
 # Free keys and the seed do not change which setting a run measures.
 _FREE = (*FREE_KEYS, "seed")
+# A value that begins so is a path below the folder of the data sets.
+_DATA = "DATA/"
 
 
 class Job(NamedTuple):
@@ -91,13 +93,15 @@ def stages(job: Job, data: pathlib.Path | None = None) -> list[Stage]:
     """
     found = []
     scale, cell, tuning = job.scale, job.cell, job.table.tuning
-    for number, recipe in enumerate(scale.stages):
+    recipes = cell.stages or scale.stages
+    folders = scale.data[-len(recipes):]
+    for number, recipe in enumerate(recipes):
         changed: dict[str, Any] = {}
         if number == 0 and cell.argument:
             recipe += f"{',' if ':' in recipe else ':'}{cell.argument}"
         if number == 0:
             changed |= cell.first
-        if number == len(scale.stages) - 1:
+        if number == len(recipes) - 1:
             changed |= {**scale.overrides, **cell.overrides, **cell.at.get(scale.name, {})}
             if tuning is not None:
                 factor = job.chosen if job.factor is None else job.factor
@@ -111,8 +115,14 @@ def stages(job: Job, data: pathlib.Path | None = None) -> list[Stage]:
                 if job.factor is not None:
                     changed |= {**tuning.overrides, **cell.search}
         changed["seed"] = job.seed
-        if data is not None and scale.data[number]:
-            changed["data.dir"] = str(data / scale.data[number])
+        if data is not None:
+            if folders[number]:
+                changed["data.dir"] = str(data / folders[number])
+            changed = {
+                key: str(data / value.removeprefix(_DATA))
+                if isinstance(value, str) and value.startswith(_DATA) else value
+                for key, value in changed.items()
+            }
         found.append(Stage(recipe, changed))
     return found
 
@@ -134,12 +144,34 @@ def changes(old: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]]) 
     """Returns a line for each key that differs; a key that one of them lacks has its default."""
     if len(old) != len(new):
         return [f"{len(old)} stages there, {len(new)} now"]
-    # Configs of older versions lack the keys that came later.
-    defaults = flatten(base_config())
     return [
         line for before, now in zip(old, new)
-        for line in differences({**defaults, **before}, {**defaults, **now}, _FREE)
+        for line in differences(_complete(before, now), _complete(now, before), _FREE)
     ]
+
+
+def _complete(flat: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a flattened config with the defaults of the keys that only the other one has.
+
+    Configs of older versions lack the keys that came later.
+    """
+    found = flatten(base_config())
+    for section in overrides_lib.SECTIONS:
+        prefix = f"{section}."
+        missing = {key for key in other.keys() - flat.keys() if key.startswith(prefix)}
+        if not missing:
+            continue
+        fields = {key.removeprefix(prefix): flat[key] for key in flat if key.startswith(prefix)}
+        try:
+            name = flat.get("data.name") if section == "data.options" else fields.get("name")
+            defaults = overrides_lib.defaults(section, fields, name)
+            found |= flatten({
+                key: defaults[key.removeprefix(prefix)] for key in missing
+                if key.removeprefix(prefix) in defaults
+            })
+        except UserError:
+            continue  # there is no such optimizer, model or data set any more
+    return found | dict(flat)
 
 
 def _text(value: Any) -> str:

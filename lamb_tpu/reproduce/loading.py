@@ -33,8 +33,9 @@ and a file for each table, such as mnist.toml, which is then the table lamb/mnis
     [tune]                             # optional: where `run --tune=N` searches
     range = [0.125, 8]                 # times the cell's own value
 
-A run's config is the scale's, with the cell's argument and with the overrides of both. Cells that
-all have a `row` and a `column` are shown as a matrix. `lamb_tpu.reproduce.tables` describes every
+A run's config is the scale's, with the cell's argument and with the overrides of both. A value that
+begins with DATA/ is a path below the folder that --data names. Cells that all have a `row` and a
+`column` are shown as a matrix. `lamb_tpu.reproduce.tables` describes every
 key.
 """
 
@@ -206,15 +207,22 @@ def _metric(section: _Section) -> Metric:
     return metric
 
 
-def _scale(section: _Section, name: str, metric: Metric) -> Scale:
+def _stages(section: _Section, where: str, needed: bool) -> tuple[str, ...]:
+    """Takes `config`, one recipe, or `stages`, several; none if both are missing and not needed."""
     stages = section.take("stages", list, [])
     config = section.take("config", str, "")
-    if bool(stages) == bool(config) or not all(isinstance(stage, str) for stage in stages):
+    if (stages and config) or (needed and not stages and not config) or not all(
+        isinstance(stage, str) for stage in stages
+    ):
         raise section.error(
-            f"scales.{name} must have either config, a recipe such as 'mnist_lenet:batch=4096', or "
+            f"{where} must have either config, a recipe such as 'mnist_lenet:batch=4096', or "
             "stages, a list of recipes"
         )
-    stages = stages or [config]
+    return tuple(stages) if stages else (config,) if config else ()
+
+
+def _scale(section: _Section, name: str, metric: Metric) -> Scale:
+    stages = _stages(section, f"scales.{name}", needed=True)
     own = section.take("metric", dict, {})
     data = section.take("data", list, [""] * len(stages))
     if len(data) != len(stages) or not all(isinstance(item, str) for item in data):
@@ -223,7 +231,7 @@ def _scale(section: _Section, name: str, metric: Metric) -> Scale:
             f"{len(stages)} stages, '' for a stage without"
         )
     scale = Scale(
-        name, tuple(stages),
+        name, stages,
         _metric(_Section(section.path, own, f"scales.{name}.metric")) if own else metric,
         _dotted(section.take("overrides", dict, {})), section.take("seeds", int, 1),
         section.take("about", str, ""), tuple(data), section.take("hardware", str, ""),
@@ -256,7 +264,8 @@ def _cell(section: _Section, known: str, scales: Mapping[str, Scale]) -> Cell:
         if isinstance(value, bool) or not isinstance(value, (int, float, str)):
             raise section.error(f"published.{key} of cell {name} is {value!r}; give a number")
     cell = Cell(
-        name, section.take("argument", str, ""), _dotted(section.take("overrides", dict, {})),
+        name, section.take("argument", str, ""), _stages(section, f"cell {name}", needed=False),
+        _dotted(section.take("overrides", dict, {})),
         _dotted(section.take("first", dict, {})), dict(published),
         section.choice("known", ("seen", "recalled"), known) if published else "",
         tuple(section.take("only", list, [])),
@@ -265,10 +274,16 @@ def _cell(section: _Section, known: str, scales: Mapping[str, Scale]) -> Cell:
         _dotted(section.take("search", dict, {})),
         section.take("row", str, ""), section.take("column", str, ""),
     )
-    if cell.first and any(len(scale.stages) < 2 for scale in scales.values()):
+    if cell.first and any(len(cell.stages or scale.stages) < 2 for scale in scales.values()):
         raise section.error(
             f"cell {name} has keys of the first of several stages, and a scale has only one stage; "
             "give them as overrides"
+        )
+    fewest = min(scales.values(), key=lambda scale: len(scale.stages))
+    if len(cell.stages) > len(fewest.stages):
+        raise section.error(
+            f"cell {name} has {len(cell.stages)} stages; the scale {fewest.name} has "
+            f"{len(fewest.stages)}, of which a cell's replace the last"
         )
     for scale in (*cell.only, *cell.at):
         if scale not in scales:

@@ -8,7 +8,7 @@ from lamb_tpu.reproduce import jobs as jobs_lib
 from lamb_tpu.reproduce.choosing import choose_cells, choose_scale
 from lamb_tpu.reproduce.jobs import Job
 from lamb_tpu.reproduce.results import Results
-from lamb_tpu.reproduce.summary import matrix, measured, summaries
+from lamb_tpu.reproduce.summary import matrix, measured, stale, summaries
 from lamb_tpu.reproduce.tables import Scale, Table
 from lamb_tpu.terminal import fit
 
@@ -81,9 +81,8 @@ def show_scale(table: Table, scale: Scale, results: Results) -> None:
         ))
         if summary.search:
             notes.append(f"{summary.cell.name}: {summary.search}")
-        count, changes = summary.stale
-        if count:
-            notes.append(f"{summary.cell.name}: {count} stale ({'; '.join(changes[:4])})")
+        if told := stale(summary, metric):
+            notes.append(f"{summary.cell.name}: {told}")
     _print_columns(rows)
     for note in notes:
         print(fit(f"  {note}"))

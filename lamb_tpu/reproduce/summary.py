@@ -9,6 +9,7 @@ from scipy import stats
 
 from lamb_tpu.reproduce import engine
 from lamb_tpu.reproduce import jobs as jobs_lib
+from lamb_tpu.reproduce.jobs import Job
 from lamb_tpu.reproduce.results import Record, Results
 from lamb_tpu.reproduce.tables import Cell, Metric, Scale, Table
 
@@ -25,6 +26,7 @@ class Summary(NamedTuple):
       half_width: of the mean's 95 % interval (Student's t); None for fewer than two runs.
       distance: mean minus published; None unless both are numbers.
       stale: how many records have another config, and what changed in the first of them.
+      stale_values: their metric, as `values`.
       search: the values that were tried with their means, such as '0.01: 96.9, 0.02: 97.3
         (chosen)'; '' without a complete search.
       status: 'measured', '2 of 5 seeds', 'stale', 'not run', how far the search is, or why the cell
@@ -39,6 +41,7 @@ class Summary(NamedTuple):
     half_width: float | None
     distance: float | None
     stale: tuple[int, Sequence[str]]
+    stale_values: Sequence[float | None]
     search: str
     status: str
 
@@ -51,27 +54,27 @@ def summaries(table: Table, scale: Scale, results: Results) -> list[Summary]:
 def _summary(table: Table, scale: Scale, cell: Cell, results: Results) -> Summary:
     metric = scale.metric
     wanted = engine.measurements(table, scale, cell, scale.seeds, results)
+    fresh, old, changed = [], [], []
     # More seeds may have been run than the table asks for.
-    seeds = {r["seed"] for r in results if (r["scale"], r["cell"]) == (scale.name, cell.name)}
-    more = engine.measurements(table, scale, cell, max(seeds, default=-1) + 1, results) or []
-    fresh, changed = [], []
-    for job in more:
-        record = results.of(job)
-        if record is not None:
-            changes = results.changes(job)
-            if changes:
-                changed.append(changes)
-            else:
-                fresh.append(record)
-    values = [
-        None if record["values"] is None else metric.factor * record["values"][metric.key]
-        for record in fresh
-    ]
+    for record in results:
+        if (record["scale"], record["cell"], record["factor"]) != (scale.name, cell.name, None):
+            continue
+        # Without a complete search, what the record's own search has chosen.
+        chosen = wanted[0].chosen if wanted else record.get("chosen") or 1.0
+        changes = results.changes(Job(table, scale, cell, record["seed"], None, chosen))
+        if changes:
+            old.append(record)
+            changed.append(changes)
+        else:
+            fresh.append(record)
+    values = _values(fresh, metric)
     numbers = [value for value in values if value is not None]
     mean = statistics.fmean(numbers) if numbers and len(numbers) == len(values) else None
     published = cell.published.get(metric.key)
     if cell.unknown:
         status = cell.unknown
+    elif changed and not fresh:
+        status = "stale"
     elif wanted is None:
         jobs = engine.searches(table, scale, cell)
         status = f"search: {sum(map(results.holds, jobs))} of {len(jobs)} runs"
@@ -79,13 +82,21 @@ def _summary(table: Table, scale: Scale, cell: Cell, results: Results) -> Summar
         count = sum(map(results.holds, wanted))
         status = "measured" if count == len(wanted) else f"{count} of {len(wanted)} seeds"
     else:
-        status = "stale" if changed else "not run"
+        status = "not run"
     return Summary(
         cell, shown(published, metric), fresh, values, mean,
         None if mean is None else half_width(numbers),
         mean - published if mean is not None and isinstance(published, (int, float)) else None,
-        (len(changed), changed[0] if changed else ()), _search(table, scale, cell, results), status,
+        (len(changed), changed[0] if changed else ()), _values(old, metric),
+        _search(table, scale, cell, results), status,
     )
+
+
+def _values(records: Sequence[Record], metric: Metric) -> list[float | None]:
+    return [
+        None if record["values"] is None else metric.factor * record["values"][metric.key]
+        for record in records
+    ]
 
 
 def _search(table: Table, scale: Scale, cell: Cell, results: Results) -> str:
@@ -108,13 +119,14 @@ def matrix(found: Sequence[Summary], metric: Metric) -> list[list[str]]:
     """Returns the cells as lines of a matrix, the first with the columns' names; empty if they
     have no rows and columns.
 
-    An entry is what was measured, and the published value in parentheses.
+    An entry is what was measured, now or stale, and the published value in parentheses.
     """
     if not any(summary.cell.row for summary in found):
         return []
     entries = {
         (summary.cell.row, summary.cell.column): " ".join(filter(None, [
-            measured(summary, metric) or "-", summary.published and f"({summary.published})",
+            measured(summary, metric) or _stale_mean(summary, metric) or "-",
+            summary.published and f"({summary.published})",
         ]))
         for summary in found
     }
@@ -142,6 +154,23 @@ def shown(value: float | str | None, metric: Metric) -> str:
     if value is None or isinstance(value, str):
         return value or ""
     return f"{value:.{metric.digits}f}"
+
+
+def stale(summary: Summary, metric: Metric) -> str:
+    """Formats the stale records, such as '1 stale, 92.0: duration: ...'; '' if there are none."""
+    count, changes = summary.stale
+    if not count:
+        return ""
+    values = ", ".join(
+        "diverged" if value is None else shown(value, metric) for value in summary.stale_values
+    )
+    more = f"; {len(changes) - 4} more keys" if len(changes) > 4 else ""
+    return f"{count} stale, {values}: {'; '.join(changes[:4])}{more}"
+
+
+def _stale_mean(summary: Summary, metric: Metric) -> str:
+    values = [value for value in summary.stale_values if value is not None]
+    return f"{shown(statistics.fmean(values), metric)} stale" if values else ""
 
 
 def measured(summary: Summary, metric: Metric) -> str:

@@ -102,6 +102,8 @@ class Cell(NamedTuple):
     Attributes:
       name: unique within the table.
       argument: of the first stage's recipe, such as 'optimizer=lamb'.
+      stages: recipes in place of the scale's last ones; empty: the scale's. A cell with fewer than
+        the scale leaves out the first, such as the pre-training of a network with random weights.
       overrides: keys of the last stage's config.
       first: keys of the first stage's config, where there are several stages.
       published: the paper's values by key of the metric; text for a run that failed there.
@@ -117,6 +119,7 @@ class Cell(NamedTuple):
 
     name: str
     argument: str
+    stages: tuple[str, ...]
     overrides: Mapping[str, Any]
     first: Mapping[str, Any]
     published: Mapping[str, float | str]

@@ -40,6 +40,16 @@ def test_stages_are_followed(tmp_path: pathlib.Path) -> None:
         adopting.find({table.key: table}, folder / "stage_2")
 
 
+def test_a_run_may_end_at_its_target(tmp_path: pathlib.Path) -> None:
+    text = TABLE.replace('duration = "4 steps"', (
+        'duration = "9 steps", "eval.every" = "1 steps", "target.metric" = "accuracy", '
+        '"target.value" = 0.0001'
+    ))
+    table = write(tmp_path, text)
+    finished = adopting.find({table.key: table}, run(tmp_path, table))
+    assert finished.record["updates"] < 9
+
+
 def test_refused(tmp_path: pathlib.Path) -> None:
     folder = run(tmp_path, write(tmp_path))
     table = write(tmp_path, TABLE.replace("4 steps", "5 steps"))

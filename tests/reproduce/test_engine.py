@@ -124,7 +124,7 @@ def add_search(results: Results, job: Job, accuracy: float | None) -> None:
 
 
 @pytest.mark.parametrize("text, data, message", [
-    (TABLE.replace("seeds = 2", 'data = ["mnist"]'), "data", "--data .* has no folder 'mnist'"),
+    (TABLE.replace("seeds = 2", 'data = ["mnist"]'), "data", "--data .* has no mnist, which"),
     (TABLE.replace("digits:batch=128", "digits:btach=128"), None, "unknown key 'btach'"),
     (TABLE.replace("digits:batch=128", "digitz"), None, "'digitz', which does not exist"),
 ])

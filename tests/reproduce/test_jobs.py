@@ -66,6 +66,21 @@ def test_a_key_that_an_old_config_lacks_has_its_default(tmp_path: pathlib.Path) 
     assert jobs.changes([], now) == ["0 stages there, 1 now"]
 
 
+def test_defaults_of_an_optimizer_or_a_model_count_as_those_of_the_whole_config(
+    tmp_path: pathlib.Path,
+) -> None:
+    (stage,) = jobs.stages(first(write(tmp_path)))
+    old = jobs.flat_configs([stage.config()])
+    default = {"optimizer.ratio_bounds": [0.0, float("inf")], "model.name": old[0]["model.name"]}
+    assert "optimizer.ratio_bounds" not in old[0]
+    assert jobs.changes(old, [old[0] | default]) == jobs.changes([old[0] | default], old) == []
+    (line,) = jobs.changes(old, [old[0] | {"optimizer.ratio_bounds": [0.1, 10.0]}])
+    assert line == "optimizer.ratio_bounds: [0.0, inf] there, [0.1, 10.0] now"
+    # An optimizer that is no more has no defaults.
+    gone = old[0] | {"optimizer.name": "gone"}
+    assert len(jobs.changes([gone], [old[0] | default])) == 2
+
+
 TUNED = TABLE + """
 [tuning]
 key = "optimizer.learning_rate"
@@ -121,6 +136,22 @@ def test_stages_start_from_the_one_before_and_have_data_of_their_own() -> None:
         "bert_pretrain:size=large,batch=1024", "bert_squad:size=large"
     )
     assert (one.overrides["data.dir"], two.overrides["data.dir"]) == ("/data/text", "/data/squad")
+
+
+def test_a_cell_may_have_stages_of_its_own_and_paths_below_the_data(tmp_path: pathlib.Path) -> None:
+    text = TABLE.replace('config = "digits:batch=128"', (
+        'stages = ["digits:batch=64", "digits:batch=128"]\ndata = ["one", "two"]'
+    )).replace('name = "lamb", ', (
+        'name = "lamb", config = "digits", overrides = {"init_from" = "DATA/two/x"}, '
+    ))
+    table = write(tmp_path, text)
+    (stage,) = jobs.stages(first(table), pathlib.Path("/data"))
+    assert stage.recipe == "digits:optimizer=lamb"
+    assert stage.overrides["data.dir"] == "/data/two"
+    assert stage.overrides["init_from"] == "/data/two/x"
+    (stage,) = jobs.stages(first(table))
+    assert stage.overrides["init_from"] == "DATA/two/x" and "data.dir" not in stage.overrides
+    assert len(jobs.stages(first(table, "adamw"))) == 2
 
 
 @pytest.mark.parametrize("key", ALL)

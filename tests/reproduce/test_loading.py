@@ -51,6 +51,8 @@ def test_keys_may_be_dotted_or_nested(tmp_path: pathlib.Path) -> None:
     ("digits = 1", 'digits = "1"', "metric.digits is '1'; it must be of type int"),
     ("[scales.small]", "[scales.huge]", "scales.huge is unknown; known: smoke, small, paper"),
     ('config = "digits:batch=128"', "", "scales.small must have either config"),
+    ('name = "lamb"', 'name = "lamb", config = "a", stages = ["b"]', "cell lamb must have either"),
+    ('name = "lamb"', 'name = "lamb", stages = ["a", "b"]', "cell lamb has 2 stages; .* has 1, of"),
     ('name = "lamb"', 'name = "lamb", row = "LAMB"', "all cells must have a row and a column, or"),
     ('name = "lamb"', 'name = "lamb", first = {batch_size = 1}', "cell lamb has keys of the first"),
     ('name = "lamb"', 'name = "lamb", tuned_by = "adamw"', "cell lamb has tuned_by 'adamw'; it"),

@@ -5,10 +5,10 @@ import pathlib
 
 import pytest
 
-from lamb_tpu.reproduce import summary
+from lamb_tpu.reproduce import jobs, summary
 from lamb_tpu.reproduce.results import Results
 from lamb_tpu.reproduce.summary import Summary, matrix, measured, summaries
-from tests.reproduce.papers import TABLE, write
+from tests.reproduce.papers import TABLE, record, write
 from tests.reproduce.test_results import add, job_of
 
 
@@ -68,6 +68,32 @@ def test_stale(tmp_path: pathlib.Path) -> None:
     lamb = of(tmp_path, TABLE.replace("4 steps", "5 steps"))["lamb"]
     assert lamb.status == "stale" and lamb.values == []
     assert lamb.stale == (1, ["duration: '4 steps' there, '5 steps' now"])
+    metric = table.scales["small"].metric
+    told = "1 stale, 92.0: duration: '4 steps' there, '5 steps' now"
+    assert summary.stale(lamb, metric) == told
+    many = lamb._replace(stale=(1, ["a", "b", "c", "d", "e"]), stale_values=[None])
+    assert summary.stale(many, metric) == "1 stale, diverged: a; b; c; d; 1 more keys"
+    assert summary.stale(of(tmp_path)["lamb"], metric) == ""
+    in_matrix = [one._replace(cell=one.cell._replace(row="r", column="c")) for one in (lamb,)]
+    assert matrix(in_matrix, metric) == [["", "c"], ["r", "92.0 stale (93.0)"]]
+
+
+def test_stale_before_a_search(tmp_path: pathlib.Path) -> None:
+    text = TABLE + """
+[tuning]
+key = "optimizer.learning_rate"
+factors = [1, 2]
+"""
+    table = write(tmp_path, text)
+    job = job_of(table)._replace(chosen=2.0)
+    flat = jobs.flat_configs([stage.config() for stage in jobs.stages(job)])
+    Results(table).add(
+        record("lamb", 0, 0.92, config=jobs.config_hash(flat), chosen=2.0), flat
+    )
+    lamb = of(tmp_path, text)["lamb"]  # it has the rate that its own search chose
+    assert lamb.status == "search: 0 of 2 runs" and lamb.values == [pytest.approx(92.0)]
+    lamb = of(tmp_path, text.replace("4 steps", "5 steps"))["lamb"]
+    assert (lamb.status, lamb.stale[0], lamb.values) == ("stale", 1, [])
 
 
 def test_examples() -> None:

@@ -18,7 +18,7 @@ from lamb_tpu.reproduce import jobs as jobs_lib
 from lamb_tpu.reproduce.jobs import Job
 from lamb_tpu.reproduce.report import pictures
 from lamb_tpu.reproduce.results import Results
-from lamb_tpu.reproduce.summary import Summary, matrix, measured, summaries
+from lamb_tpu.reproduce.summary import Summary, matrix, measured, stale, summaries
 from lamb_tpu.reproduce.tables import Scale, Table
 
 # The text below each picture.
@@ -166,7 +166,6 @@ def _row(table: Table, scale: Scale, summary: Summary, results: Results) -> Row:
         results.config(records[0]) if records
         else jobs_lib.flat_configs([stage.config() for stage in stages])
     )[-1]
-    count, changes = summary.stale
     minutes = sum(record["seconds"] for record in records) / 60 / max(1, len(records))
     return Row(
         summary.cell.name, summary.published, summary.cell.known if summary.published else "",
@@ -179,7 +178,7 @@ def _row(table: Table, scale: Scale, summary: Summary, results: Results) -> Row:
             for record, value in zip(records, summary.values)
         ),
         summary.search,
-        f"{count} stale: {'; '.join(changes)}" if count else "",
+        stale(summary, metric),
         f"{minutes:.1f}" if records else "",
         "; ".join(sorted({
             f"{r['devices']} x {r['device']}, {r['cores']} cores, jax {r['jax']}, "
