@@ -2,7 +2,7 @@ r"""CIFAR-10, DavidNet at batch 512 for 24 epochs: the LAMB paper's appendix; an
 
 Paper: arXiv:1904.00962, appendix, CIFAR-10/DavidNet, test accuracy: LAMB 0.9408, momentum 0.9372,
 AdamW 0.9271, Adam 0.9225, Adagrad 0.9074; [recalled], not read in the paper. All quoted; of the
-24 epochs 2 were run here, with LAMB and with momentum: experiments/vision/cifar10.md.
+24 epochs 2 were run here: experiments/report/lamb-cifar10.md.
 
   python -m lamb_tpu.train --config=configs/cifar10.py --workdir=DIR
   python -m lamb_tpu.train --config=configs/cifar10.py:optimizer=momentum,batch=4096 --workdir=DIR

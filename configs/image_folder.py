@@ -18,9 +18,10 @@ parameters are trained; the output is new, because the classes differ.
 Source: none, a setting of this project. Rates are for 64 pictures, and scale by the square root of
 the batch (momentum: by the batch). Without weights they are those chosen for ResNet-18 on 20
 classes of Tiny ImageNet, LAMB's 0.01 and momentum's 0.2 at 256 (measured here,
-experiments/vision/tiny_imagenet.md). The rates of fine-tuning were chosen on 60 pictures of each of
-ten of these classes, by their 500 validation pictures, 10 epochs, one seed, 32 pixels, from a
-ResNet-18 that had learnt the ten other classes (accuracy 0.546), exported for timm and read again:
+experiments/report/vision-tiny_imagenet.md). The rates of fine-tuning were chosen on 60 pictures of
+each of ten of these classes, by their 500 validation pictures, 10 epochs, one seed, 32 pixels. They
+began with a ResNet-18 that had learnt the ten other classes (accuracy 0.546), exported for timm and
+read again:
 
   LAMB      0.00125 0.402   0.0025 0.476   0.005 0.518   0.01 0.508   from scratch, 0.005: 0.482
   momentum  0.01    0.464   0.02   0.466   0.05  0.458

@@ -3,9 +3,9 @@
 A page is of one of four kinds. A page that is `MADE` is made anew here from the records beside it,
 byte for byte, and one that is `REPORTED` in the tests of lamb_tpu.reproduce. One that is `PRINTED`
 is the whole output of a benchmark's command with --write, so it is itself the record. A page that
-is `WRITTEN` by hand repeats: each number in its prose and tables stands, rounded perhaps, on one of
-the pages that it links to, or follows from two of those by a calculation told here, or is quoted
-from a paper in experiments/quoted.json.
+is `WRITTEN` by hand repeats: each number in its prose and tables stands, rounded perhaps, in the
+records beside it or on one of the pages that it links to, or follows from two of those by a
+calculation told here, or is quoted from a paper in experiments/quoted.json.
 """
 
 import json
@@ -18,57 +18,23 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from experiments.bert import end_to_end, large_steps, scaling_page
 from experiments.bert import pod_plan as bert_pod_plan
 from experiments.demo import page as demo_page
-from experiments.vision import (
-    batch_scaling_page,
-    cifar10,
-    photographs_page,
-    pod_plan,
-    tiny_imagenet,
-    tiny_imagenet_page,
-)
+from experiments.vision import pod_plan
 from lamb_tpu.store.metrics import read_records
 from tests.shared import ROOT, shared
 
 FOLDER = ROOT / "experiments"
-Record = dict[str, Any]
 
 
-def _kept(name: str) -> list[Record]:
-    path = FOLDER / name
-    return json.loads(path.read_text()) if path.suffix == ".json" else read_records(path)
-
-
-def _by_length(name: str, key: str) -> tuple[list[Record], list[Record]]:
-    """The runs of a study, and the shorter ones that chose its rates."""
-    records = _kept(name)
-    longest = max(record[key] for record in records)
-    return (
-        [record for record in records if record[key] == longest],
-        [record for record in records if record[key] < longest],
-    )
-
-
-def _tiny_imagenet() -> str:
-    runs, tuning = _by_length("vision/tiny_imagenet.jsonl", "epochs")
-    return tiny_imagenet_page.page(runs, tuning, tiny_imagenet.GRIDS)
+def _kept(name: str) -> list[dict[str, Any]]:
+    return json.loads((FOLDER / name).read_text())
 
 
 MADE: dict[str, Callable[[], str]] = {
-    "bert/end_to_end.md": lambda: end_to_end.page(_kept("bert/end_to_end.jsonl")),
-    "bert/large_steps.md": lambda: large_steps.page(_kept("bert/large_steps.jsonl")),
     "bert/pod_plan.md": lambda: bert_pod_plan.page(_kept("bert/pod_plan.json")),
-    "bert/scaling.md": lambda: scaling_page.page(*_by_length("bert/scaling.jsonl", "examples")),
     "demo/README.md": demo_page.page,
-    "vision/batch_scaling.md": lambda: batch_scaling_page.page(
-        *_by_length("vision/batch_scaling.jsonl", "epochs")
-    ),
-    "vision/cifar10.md": lambda: cifar10.page(_kept("vision/cifar10.jsonl")),
-    "vision/photographs.md": lambda: photographs_page.page(_kept("vision/photographs.jsonl")),
     "vision/pod_plan.md": lambda: pod_plan.page(_kept("vision/pod_plan.json")),
-    "vision/tiny_imagenet.md": _tiny_imagenet,
 }
 # Of lamb_tpu.reproduce, made anew by tests/reproduce/report/test_site.py.
 REPORTED = {f"report/{path.name}" for path in (FOLDER / "report").glob("*.md")}
@@ -128,6 +94,10 @@ def unfounded(name: str, written: Written) -> list[str]:
     """The numbers on a page written by hand that come from nowhere."""
     folder, own = (FOLDER / name).parent, (FOLDER / name).read_text()
     sources = quoted()
+    for path in folder.glob("*.jsonl"):
+        for record in read_records(path):
+            sources += [*(record["values"] or {}).values(), record["updates"]]
+            sources += [loss for _, loss in record["losses"]]
     for page in _LINK.findall(own):
         sources += map(value, numbers((folder / page).read_text()))
     known = set(written.said)
@@ -178,6 +148,9 @@ def test_a_number_without_a_record_is_found(
     with pytest.raises(AssertionError):  # neither number of the calculation is anywhere
         unfounded("page.md", Written(less))
     assert unfounded("page.md", Written(said=("12.5", "0.0895"))) == ["0.3333"]
+    record = {"values": {"accuracy": 0.33334}, "updates": 7, "losses": [[7, 0.0895]]}
+    (tmp_path / "study.jsonl").write_text(json.dumps(record) + "\n")
+    assert unfounded("page.md", Written()) == ["12.5"]
 
 
 def test_quotations_are_those_of_the_papers() -> None:
@@ -195,7 +168,7 @@ def test_quotations_are_those_of_the_papers() -> None:
 
 def test_the_papers_columns_are_quotations() -> None:
     told = {
-        *cifar10.PAPER.values(), bert_pod_plan.PAPER_MINUTES,
+        bert_pod_plan.PAPER_MINUTES,
         *(float(row.quoted) for row in pod_plan.ROWS if re.fullmatch(r"[\d.]+", row.quoted)),
     }
     assert told <= set(quoted())

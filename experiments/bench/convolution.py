@@ -1,4 +1,4 @@
-"""The networks' convolution on a CPU: ours, in the forms that XLA computes fast, beside JAX's own.
+"""Time of a convolution on a CPU: ours, in the forms that XLA computes fast, beside JAX's own.
 
   python -m experiments.bench.convolution --write
 

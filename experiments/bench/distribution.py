@@ -1,4 +1,4 @@
-"""One short run in many placements: differences, traffic, memory and start-up, in a table.
+"""Traffic, memory, start-up time and differences of one short run in many placements.
 
   python -m experiments.bench.distribution --write
 

@@ -1,4 +1,4 @@
-"""Photographs read by a core, from JPEG files to batches of uint8, beside other libraries.
+"""Throughput of photographs on a core, from JPEG files to batches of uint8, beside other libraries.
 
   python -m experiments.bench.image_throughput --images=FOLDER --write
 

@@ -1,4 +1,4 @@
-"""Text processed by a core: its preparation, and the masked batches made from it in training.
+"""Throughput of text on a core: its preparation, and the masked batches made from it in training.
 
   python -m experiments.bench.text_throughput --text_dir=BOOKS --vocab=vocab.txt --write
 

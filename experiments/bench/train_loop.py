@@ -1,4 +1,4 @@
-"""The whole training loop against the bare compiled step, and recompilations counted.
+"""Time of the whole training loop against the bare compiled step, and recompilations counted.
 
   python -m experiments.bench.train_loop --data_dir=FOLDER_WITH_THE_FOUR_MNIST_FILES
 

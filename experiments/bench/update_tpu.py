@@ -1,4 +1,4 @@
-"""The TPU compiler's estimate of the update: ours beside Optax's, on BERT-Large's parameters.
+"""Time of the update as the TPU compiler estimates it, ours beside Optax's, for BERT-Large.
 
   python -m experiments.bench.update_tpu --write
 

@@ -1,4 +1,4 @@
-"""Plans of BERT-Large's 76 minutes by the TPU compiler, without a TPU.
+"""A plan, not a training run's result: BERT-Large's 76 minutes by the TPU compiler.
 
   python -m experiments.bert.pod_plan --data_dir=DATA
 

@@ -1,4 +1,4 @@
-"""Plans of the papers' steps on 1,024 cores of TPU v3, by the TPU compiler, without a TPU.
+"""Plans, not training runs' results: the papers' steps on 1,024 cores of TPU v3, compiled.
 
   python -m experiments.vision.pod_plan
 

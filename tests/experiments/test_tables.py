@@ -1,0 +1,87 @@
+"""The shipped tables: schedules that fit into their runs, and what some studies rest on."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from lamb_tpu.reproduce import engine, jobs
+from lamb_tpu.reproduce.jobs import Job
+from lamb_tpu.reproduce.loading import folder, load_all
+from lamb_tpu.reproduce.tables import Table
+from lamb_tpu.run import phases
+from lamb_tpu.run.recipe import Recipe, resolve
+
+TABLES = load_all(folder())
+EXAMPLES = 50_000  # of an epoch; which number it is does not matter here
+
+
+def all_jobs(table: Table) -> Iterator[Job]:
+    for scale in table.scales.values():
+        for cell in engine.cells_at(table, scale.name):
+            if not cell.unknown:
+                yield Job(table, scale, cell, 0)
+
+
+def recipes(job: Job) -> list[Recipe]:
+    """What the schedules of a run come to: one for each phase of each stage."""
+    return [
+        resolve(phase.config, EXAMPLES)
+        for stage in jobs.stages(job) for phase in phases.split(stage.config())
+    ]
+
+
+@pytest.mark.parametrize("key", TABLES)
+def test_warm_up_ends_within_the_run(key: str) -> None:
+    for job in all_jobs(TABLES[key]):
+        for recipe in recipes(job):
+            assert recipe.warmup_steps < recipe.total_steps, job.name
+
+
+@pytest.mark.parametrize("key", [key for key in TABLES if TABLES[key].tuning is not None])
+def test_runs_that_search_have_the_schedule_of_those_that_measure(key: str) -> None:
+    """Shorter runs have a shorter warm-up, so that the rate found is one of the same schedule."""
+    for job in all_jobs(TABLES[key]):
+        if job.cell.tuned_by:
+            continue
+        searching = engine.searches(job.table, job.scale, job.cell)[0]
+        ours, theirs = recipes(job)[-1], recipes(searching)[-1]
+        share = ours.warmup_steps / ours.total_steps
+        assert theirs.warmup_steps / theirs.total_steps == pytest.approx(
+            share, abs=1.5 / theirs.total_steps  # updates are whole
+        ), searching.name
+
+
+def test_rules_carry_the_rate_of_the_small_bert() -> None:
+    table = TABLES["bert/scaling"]
+    peaks = {}
+    for job in all_jobs(table):
+        (recipe,), (stage,) = recipes(job), jobs.stages(job)
+        config = stage.config()
+        assert recipe.total_steps * config.batch_size == 65_536
+        assert config.batch_size == 64 * config.accumulation_steps
+        share = recipe.warmup_steps / recipe.total_steps
+        assert share == pytest.approx(config.batch_size / 64 / 320)
+        peaks[job.cell.name] = recipe.peak_learning_rate
+    assert peaks["lamb-4096"] == pytest.approx(8 * peaks["lamb-64"])
+    assert peaks["adamw-sqrt-1024"] == pytest.approx(4 * peaks["adamw-sqrt-64"])
+    assert peaks["adamw-linear-4096"] == pytest.approx(64 * peaks["adamw-sqrt-64"])
+
+
+def test_both_optimizers_have_one_recipe_on_tiny_imagenet() -> None:
+    table = TABLES["vision/tiny_imagenet"]
+    lamb, momentum = (jobs.stages(job)[0].config() for job in all_jobs(table))
+    differ = {key for key in lamb if lamb[key] != momentum[key]}
+    assert differ == {"optimizer"}
+
+
+def test_phases_of_the_small_bert_before_squad() -> None:
+    table = TABLES["bert/end_to_end"]
+    pretrained, random = all_jobs(table)
+    assert [recipe.total_steps for recipe in recipes(pretrained)[:2]] == [4096, 683]
+    first, last = (stage.config() for stage in jobs.stages(pretrained))
+    (alone,) = (stage.config() for stage in jobs.stages(random))
+    assert [
+        phase.config.data.options.sequence_length for phase in phases.split(first)
+    ] == [128, 512]
+    # Where the vocabulary lies does not count.
+    assert jobs.flat_configs([alone]) == jobs.flat_configs([last])
