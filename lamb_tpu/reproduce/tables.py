@@ -72,8 +72,8 @@ class Scale(NamedTuple):
       about: how it differs from the paper's, for readers.
       data: folder below --data of each stage's data set; '' where it needs none.
       hardware: what a run needs, for readers.
-      minutes: estimate of a run's time by platform: on two cores of a 'cpu', one 'gpu', or the 'tpu'
-        that `hardware` names.
+      minutes: estimate of a run's time by platform: on two cores of a 'cpu', one 'gpu', or the
+        'tpu' that `hardware` names.
     """
 
     name: str
@@ -88,7 +88,7 @@ class Scale(NamedTuple):
 
     @property
     def cost(self) -> str:
-        """What a run needs, as text: its hardware and its estimated time; '' if neither is known."""
+        """A run's hardware and estimated time, as text; '' if neither is known."""
         times = (
             f"about {minutes:g} minutes a run on a {platform.upper()}"
             for platform, minutes in self.minutes.items()
