@@ -24,7 +24,6 @@ from typing import Any
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
 from lamb_tpu import style
@@ -93,7 +92,7 @@ def layer_figure(
     for axes, name, values in (
         (left, "trust ratio", ratios), (right, "update norm / weight norm", turns),
     ):
-        _heat_map(axes, name, steps, values)
+        style.heat_map(axes, name, steps, values)
     stride = -(-len(layers) // _MAX_LABELS)
     # Row n of the map extends from n to n + 1; its name stands in the middle.
     left.set_yticks(np.arange(0, len(layers), stride) + 0.5, labels[::stride], fontsize=7)
@@ -130,24 +129,6 @@ def _lines(
         axes.plot(steps, middle, color="k", linewidth=2, label=f"median of {len(values)} layers")
     style.dress(axes, name, "", name)
     axes.set_yscale("log")
-
-
-def _heat_map(axes: Axes, name: str, steps: Sequence[int], values: np.ndarray) -> None:
-    positive = values[np.isfinite(values) & (values > 0)]
-    bounds = (positive.min(), positive.max()) if positive.size else (1.0, 1.0)
-    if bounds[0] == bounds[1]:  # a colour scale needs some width
-        bounds = (bounds[0] / 2, bounds[1] * 2)
-    # A column extends from the previous reading to its own.
-    edges = [2 * steps[0] - steps[1] if len(steps) > 1 else steps[0] - 1, *steps]
-    mesh = axes.pcolormesh(
-        edges, np.arange(len(values) + 1), _positive(values), norm=LogNorm(*bounds),
-        cmap=style.SEQUENCE,
-    )  # fmt: skip
-    axes.set_facecolor("0.85")  # shows where a value is 0 or not a number
-    axes.set_xlabel("completed updates")
-    # The first layer stands at the top.
-    axes.set_ylim(len(values), 0)
-    axes.figure.colorbar(mesh, ax=axes, label=name, fraction=0.05, pad=0.02)
 
 
 def _adapting(layers: Sequence[str], table: str) -> list[str]:

@@ -3,10 +3,14 @@
 It imports Matplotlib, so only modules that draw import it.
 """
 
+import io
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import matplotlib
+import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
 
@@ -18,13 +22,16 @@ class Look(NamedTuple):
     marker: str
 
 
-# Colours that people with any colour vision can tell apart (Okabe and Ito).
+# The first five are colours that people with any colour vision can tell apart (Okabe and Ito).
 OPTIMIZERS = {
     "lamb": Look("LAMB", "#0072B2", "o"),
     "lars": Look("LARS", "#009E73", "D"),
     "adamw": Look("AdamW", "#D55E00", "s"),
     "momentum": Look("momentum", "#CC79A7", "^"),
     "rmsprop": Look("RMSProp", "#E69F00", "v"),
+    "adam": Look("Adam", "#17BECF", "P"),
+    "nesterov": Look("Nesterov", "#8C564B", "<"),
+    "adagrad": Look("Adagrad", "#7F7F7F", "X"),
 }
 # For lines that are not optimizers: colours in order, and a neutral one.
 COLORS = ("#333333", "#56B4E9", "#B8860B", "#8C6BB1")
@@ -78,3 +85,51 @@ def batch_axis(axes: Axes, batches: Sequence[int]) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xticks(batches, [f"{batch:,}" for batch in batches])
     axes.minorticks_off()
+
+
+def heat_map(axes: Axes, name: str, steps: Sequence[int], values: np.ndarray) -> None:
+    """Plots a row for each layer, the first at the top, and a column for each reading.
+
+    Args:
+      axes: the axes; they receive a logarithmic colour bar.
+      name: the quantity.
+      steps: completed updates of the readings, ascending.
+      values: (layers, readings); what is not positive is grey.
+    """
+    positive = values[np.isfinite(values) & (values > 0)]
+    bounds = (positive.min(), positive.max()) if positive.size else (1.0, 1.0)
+    if bounds[0] == bounds[1]:  # a colour scale needs some width
+        bounds = (bounds[0] / 2, bounds[1] * 2)
+    # A column extends from the previous reading to its own.
+    edges = [max(0, 2 * steps[0] - steps[1]) if len(steps) > 1 else steps[0] - 1, *steps]
+    # Thousands of cells as paths would make an SVG of megabytes.
+    mesh = axes.pcolormesh(
+        edges, np.arange(len(values) + 1), np.ma.masked_where(~(values > 0), values),
+        norm=LogNorm(*bounds), rasterized=True,
+        cmap=matplotlib.colormaps[SEQUENCE].with_extremes(bad="0.75"),
+    )  # fmt: skip
+    axes.set_xlabel("completed updates")
+    axes.xaxis.set_major_formatter("{x:,g}")
+    axes.set_ylim(len(values), 0)
+    axes.figure.colorbar(mesh, ax=axes, label=name, fraction=0.05, pad=0.02)
+
+
+def svg(figure: Figure) -> str:
+    """Returns a figure as an SVG that is dark on light or light on dark, as the reader prefers.
+
+    Equal figures give equal texts.
+    """
+    text = io.StringIO()
+    # A salt, because the identifiers in an SVG are random otherwise.
+    with matplotlib.rc_context({"svg.hashsalt": "lamb_tpu"}):
+        figure.savefig(text, format="svg", metadata={"Date": None}, transparent=True)
+    head, start, rest = text.getvalue().partition("<defs>")
+    # What Matplotlib draws in its default black has the ink's colour; letters name no colour.
+    return head + _SVG_THEME + start + rest.replace("#000000", "currentColor")
+
+
+_SVG_THEME = """<style>
+svg { color: #1c2024; fill: currentColor; background: #fcfcfd; color-scheme: light dark }
+@media (prefers-color-scheme: dark) { svg { color: #edeef0; background: #111113 } }
+</style>
+"""

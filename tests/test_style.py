@@ -3,8 +3,9 @@
 import itertools
 import re
 
+import numpy as np
 import pytest
-from matplotlib.colors import to_rgb
+from matplotlib.colors import to_rgb, to_rgba
 
 from lamb_tpu import style
 from tests.shared import ROOT
@@ -48,3 +49,29 @@ def test_axis_of_batches_has_a_tick_at_each() -> None:
     axes.plot([64, 4096], [1, 2])
     style.batch_axis(axes, [64, 4096])
     assert [label.get_text() for label in axes.get_xticklabels()] == ["64", "4,096"]
+
+
+def test_heat_map_is_grey_where_there_is_no_value() -> None:
+    axes = style.figure(4, 3).subplots()
+    style.heat_map(axes, "ratio", [2, 4], np.array([[0.1, 1.0], [np.nan, 0.0]]))
+    mesh = axes.collections[0]
+    shown = mesh.to_rgba(mesh.get_array())
+    is_grey = (shown == to_rgba("0.75")).all(-1)
+    assert is_grey.tolist() == [[False, False], [True, True]]
+    assert axes.get_ylim() == (2, 0) and axes.get_xlim() == (0, 4)
+
+
+def test_svg_is_readable_in_dark_and_light() -> None:
+    def drawn() -> str:
+        axes = style.figure(4, 3).subplots()
+        axes.plot([1, 2], [1, 2], color=style.OPTIMIZERS["lamb"].color)
+        style.dress(axes, "digits", "epochs", "loss")
+        return style.svg(axes.figure)
+
+    text = drawn()
+    assert text == drawn()
+    assert "prefers-color-scheme: dark" in text and "currentColor" in text
+    # No ink of one colour, no ground of one colour: only the line and the grid have theirs.
+    _, _, body = text.partition("</style>")
+    named = set(re.findall(r"(?:fill|stroke): (#[0-9a-f]{6})", body))
+    assert named == {style.OPTIMIZERS["lamb"].color.lower(), "#b0b0b0"}
