@@ -133,7 +133,12 @@ def main(options: argparse.Namespace) -> None:
 
         output = papers / "report" if options.output is None else pathlib.Path(options.output)
         html = options.html and pathlib.Path(options.html)
-        site.write({table.key: table for table in chosen}, output, html, records)
+        # The page beside the tables is of all tables and of their own records.
+        is_whole = not options.tables and options.output is None and records is None
+        site.write(
+            {table.key: table for table in chosen}, output, html, records,
+            papers if is_whole else None,
+        )
     elif options.command == "show":
         showing.show(chosen, records)
     elif options.command == "commands":

@@ -4,6 +4,8 @@ A folder of papers has one folder for each, such as experiments/lamb, with paper
 
     title = "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes"
     arxiv = "1904.00962"
+    name = "LAMB"
+    missing = [{what = "the ablations", why = "no recipe yet"}]    # what no table has
 
 and a file for each table, such as mnist.toml, which is then the table lamb/mnist:
 
@@ -151,9 +153,14 @@ def _read(path: pathlib.Path) -> _Section:
 
 def _paper(path: pathlib.Path) -> Paper:
     section = _read(path)
+    missing = []
+    for number, values in enumerate(section.take("missing", list, []), start=1):
+        part = _Section(path, values, f"missing[{number}]")
+        missing.append((part.take("what", str), part.take("why", str)))
+        part.end()
     paper = Paper(
         path.parent.name, section.take("title", str), section.take("arxiv", str, ""),
-        section.take("about", str, ""),
+        section.take("about", str, ""), section.take("name", str, path.parent.name), tuple(missing),
     )
     section.end()
     return paper
@@ -236,6 +243,7 @@ def _scale(section: _Section, name: str, metric: Metric) -> Scale:
         _dotted(section.take("overrides", dict, {})), section.take("seeds", int, 1),
         section.take("about", str, ""), tuple(data), section.take("hardware", str, ""),
         _minutes(section.section("minutes")),
+        section.take("examples", int, 0),
     )
     if scale.seeds < 1:
         raise section.error(f"scales.{name}.seeds is {scale.seeds}; it must be at least 1")

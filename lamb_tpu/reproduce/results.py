@@ -7,6 +7,7 @@ its config has changed or its line is deleted.
 
 import json
 import pathlib
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ _FIELDS: Mapping[str, tuple[type, ...]] = {
 }
 # Points kept of a curve: of a plot some inches wide, more would not be seen.
 _POINTS, _RATIO_POINTS = 60, 20
+_RATE = "examples_per_second"  # in the records of training, not of evaluation
 
 
 class Results:
@@ -127,15 +129,18 @@ def of_run(job: Job, folder: pathlib.Path, diverged: str | None = None) -> Recor
     evaluations, trained = read_records(path, "eval"), read_records(path, "train")
     receipt = read_records(folder / "run.jsonl")[-1]
     metric = job.scale.metric.key
-    if diverged is None and metric not in evaluations[-1]:
-        known = ", ".join(sorted(evaluations[-1].keys() - {"step", "kind", "epoch"}))
+    ends = dict(evaluations[-1]) if evaluations else {}
+    rates = [record[_RATE] for record in trained if _RATE in record]
+    if metric == _RATE and rates:
+        ends[_RATE] = statistics.median(rates)  # a pause of the machine does not move it
+    if diverged is None and metric not in ends:
+        known = ", ".join(sorted(ends.keys() - {"step", "kind", "epoch"}))
         raise UserError(
             f"{job.table.path}: metric.key is {metric!r}, which the evaluations of cell "
             f"{job.cell.name} do not have; they have: {known}"
         )
     values = {
-        key: value for key, value in evaluations[-1].items()
-        if isinstance(value, float) and key != "epoch"
+        key: value for key, value in ends.items() if isinstance(value, float) and key != "epoch"
     } if evaluations and diverged is None else None
     layers = _thinned(read_records(path, "layers"), _RATIO_POINTS)
     names = [key for key in (layers[0] if layers else {}) if key.startswith("ratios/")]

@@ -115,26 +115,39 @@ def _search(table: Table, scale: Scale, cell: Cell, results: Results) -> str:
     return f"{table.tuning.key} {', '.join(texts)}"
 
 
+def grid(cells: Sequence[Cell]) -> tuple[list[str], dict[str, list[Cell | None]]]:
+    """Returns the columns of a table's matrix, and the cells of each of its rows.
+
+    Both are empty if the cells have no rows and columns. A place without a cell has None.
+    """
+    if not any(cell.row for cell in cells):
+        return [], {}
+    columns = list(dict.fromkeys(cell.column for cell in cells))
+    places = {(cell.row, cell.column): cell for cell in cells}
+    return columns, {
+        row: [places.get((row, column)) for column in columns]
+        for row in dict.fromkeys(cell.row for cell in cells)
+    }
+
+
 def matrix(found: Sequence[Summary], metric: Metric) -> list[list[str]]:
     """Returns the cells as lines of a matrix, the first with the columns' names; empty if they
     have no rows and columns.
 
     An entry is what was measured, now or stale, and the published value in parentheses.
     """
-    if not any(summary.cell.row for summary in found):
-        return []
+    columns, rows = grid([summary.cell for summary in found])
     entries = {
-        (summary.cell.row, summary.cell.column): " ".join(filter(None, [
-            measured(summary, metric) or _stale_mean(summary, metric) or "-",
+        summary.cell.name: " ".join(filter(None, [
+            measured(summary, metric) or stale_mean(summary, metric) or "-",
             summary.published and f"({summary.published})",
         ]))
         for summary in found
     }
-    columns = list(dict.fromkeys(column for _, column in entries))
     return [["", *columns], *(
-        [row, *(entries.get((row, column), "") for column in columns)]
-        for row in dict.fromkeys(row for row, _ in entries)
-    )]
+        [row, *(entries[cell.name] if cell else "" for cell in cells)]
+        for row, cells in rows.items()
+    )] if columns else []
 
 
 def half_width(values: Sequence[float]) -> float | None:
@@ -168,7 +181,8 @@ def stale(summary: Summary, metric: Metric) -> str:
     return f"{count} stale, {values}: {'; '.join(changes[:4])}{more}"
 
 
-def _stale_mean(summary: Summary, metric: Metric) -> str:
+def stale_mean(summary: Summary, metric: Metric) -> str:
+    """Formats the mean of the stale records, such as '92.0 stale'; '' if there are none."""
     values = [value for value in summary.stale_values if value is not None]
     return f"{shown(statistics.fmean(values), metric)} stale" if values else ""
 

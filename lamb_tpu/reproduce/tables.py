@@ -74,6 +74,7 @@ class Scale(NamedTuple):
       hardware: what a run needs, for readers.
       minutes: estimate of a run's time by platform: on two cores of a 'cpu', one 'gpu', or the
         'tpu' that `hardware` names.
+      examples: of an epoch of the first stage, to draw its learning rate; 0 if not known.
     """
 
     name: str
@@ -85,6 +86,7 @@ class Scale(NamedTuple):
     data: tuple[str, ...]
     hardware: str
     minutes: Mapping[str, float]
+    examples: int
 
     @property
     def cost(self) -> str:
@@ -134,12 +136,23 @@ class Cell(NamedTuple):
 
 
 class Paper(NamedTuple):
-    """A paper: folder name, title, arXiv identifier ('' if none) and what to know about it."""
+    """A paper.
+
+    Attributes:
+      key: name of its folder.
+      title: its title.
+      arxiv: its arXiv identifier; '' if none.
+      about: what to know about it.
+      name: a short name for readers, such as 'LAMB'.
+      missing: pairs of what the paper has and its tables here have not, and why.
+    """
 
     key: str
     title: str
     arxiv: str
     about: str
+    name: str
+    missing: tuple[tuple[str, str], ...]
 
 
 class Table(NamedTuple):

@@ -21,6 +21,7 @@ cells = [
 
 [scales.small]
 config = "digits:batch=128"
+examples = 1_437
 overrides = {duration = "4 steps", "log.every" = "2 steps"}
 seeds = 2
 """

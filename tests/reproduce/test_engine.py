@@ -50,6 +50,19 @@ def test_run(tmp_path: pathlib.Path) -> None:
     assert finished.record == found and (folder / "metrics.jsonl").read_text() == before
 
 
+def test_speed_is_a_metric(tmp_path: pathlib.Path) -> None:
+    table = write(tmp_path, TABLE.replace('key = "accuracy"', 'key = "examples_per_second"'))
+    job = Job(table, table.scales["small"], table.cells["lamb"], 0)
+    finished = engine.execute(job, place(tmp_path))
+    (folder,) = (tmp_path / "runs" / "small" / "digits").iterdir()
+    rates = [
+        record["examples_per_second"]
+        for record in read_records(folder / "metrics.jsonl", "train")
+        if "examples_per_second" in record
+    ]
+    assert min(rates) <= finished.record["values"]["examples_per_second"] <= max(rates)
+
+
 def test_diverged_is_a_result(tmp_path: pathlib.Path) -> None:
     table = write(tmp_path, TABLE.replace(
         'overrides = {', 'overrides = {"optimizer.learning_rate" = 1e38, "schedule.warmup" = '

@@ -44,8 +44,21 @@ def test_keys_may_be_dotted_or_nested(tmp_path: pathlib.Path) -> None:
     assert scale.overrides == {"log.every": "2 steps", "optimizer.b2": 0.9}
 
 
+def test_what_no_table_has(tmp_path: pathlib.Path) -> None:
+    table = write(tmp_path)
+    assert (table.paper.name, table.paper.missing) == ("small", ())
+    path = tmp_path / "small" / "paper.toml"
+    path.write_text('title = "A"\nname = "B"\nmissing = [{what = "Table 3", why = "unknown"}]\n')
+    paper = loading.load_all(tmp_path)["small/digits"].paper
+    assert (paper.name, paper.missing) == ("B", (("Table 3", "unknown"),))
+    path.write_text('title = "A"\nmissing = [{what = "Table 3"}]\n')
+    with pytest.raises(UserError, match=r"paper.toml: missing\[1\].why is missing"):
+        loading.load_all(tmp_path)
+
+
 @pytest.mark.parametrize("old, new, message", [
     ("title =", "titel =", "title is missing"),
+    ("examples = 1_437", "examples = 1.5", "scales.small.examples is 1.5; it must be of type int"),
     ('source = "Table 9"', 'sauce = "Table 9"', "sauce is unknown; known: .*source"),
     ('known = "recalled"', 'known = "guessed"', "known is 'guessed'; known: seen, recalled"),
     ("digits = 1", 'digits = "1"', "metric.digits is '1'; it must be of type int"),

@@ -1,7 +1,7 @@
 """Pictures of a table's runs: against the batch, over training, trust ratios of the layers."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import matplotlib
@@ -12,34 +12,41 @@ from matplotlib.figure import Figure
 from lamb_tpu import style
 from lamb_tpu.reproduce.results import Record
 from lamb_tpu.reproduce.summary import Summary, half_width
-from lamb_tpu.reproduce.tables import Metric, Scale, Table
+from lamb_tpu.reproduce.tables import Metric, Scale
 
+# The text below each picture.
+CAPTIONS = {
+    "batches": "Mean over the seeds with its 95 % interval (Student's t); a small point is a seed. "
+    "An interval wider than the picture is cut.",
+    "training": "A line for each seed.",
+    "ratios": "Trust ratio of each layer of seed 0, from the first layer to the last; grey where "
+    "there is none. Each optimizer has its smallest and its largest batch.",
+    "plans": "Learning rate over the run, as the config plans it.",
+}
 _MARKERS = "os^Dv<>ph*X"
+_STEP = 0.08  # between lines at one batch, in octaves
+_LABELS = 40  # beyond, only every n-th layer has its name
 
 
-def all_of(table: Table, scale: Scale, found: Sequence[Summary]) -> dict[str, Figure]:
+def all_of(scale: Scale, found: Sequence[Summary]) -> dict[str, Figure]:
     """Returns the pictures of a table at a scale, by name; only those that have something to show.
 
     The pictures are 'batches', 'training' and 'ratios'.
     """
     measured = [summary for summary in found if summary.records]
-    if not measured:
-        return {}
-    title = f"{table.title} ({scale.name})"
-    pictures = {}
-    if any(record["losses"] for summary in measured for record in summary.records):
-        pictures["training"] = training(measured, scale.metric, title)
-    if len({record["batch"] for summary in measured for record in summary.records}) > 1:
-        pictures = {"batches": batches(measured, scale.metric, title)} | pictures
-    for summary in measured:
-        if summary.records[0]["ratios"] and "ratios" not in pictures:
-            name = summary.cell.name
-            pictures["ratios"] = ratios(summary.records[0], f"{title}: {name}")
-    return pictures
+    records = [record for summary in measured for record in summary.records]
+    drawn = {}
+    if len({record["batch"] for record in records}) > 1:
+        drawn["batches"] = batches(measured, scale.metric)
+    if any(record["losses"] for record in records):
+        drawn["training"] = training(measured, scale.metric)
+    if any(record["ratios"] for record in records):
+        drawn["ratios"] = ratios(measured)
+    return drawn
 
 
-def batches(measured: Sequence[Summary], metric: Metric, title: str) -> Figure:
-    """Plots the metric against the batch, a line for each optimizer.
+def batches(measured: Sequence[Summary], metric: Metric) -> Figure:
+    """Plots the metric against the batch, a line for each row of the table, or optimizer.
 
     A small point is a seed; a large one is the mean, with its 95 % interval (Student's t). A run
     that diverged has no point.
@@ -47,90 +54,143 @@ def batches(measured: Sequence[Summary], metric: Metric, title: str) -> Figure:
     figure = style.figure(7.5, 4.6)
     axes = figure.subplots()
     lines: dict[str, dict[int, list[float]]] = {}
+    optimizers: dict[str, str] = {}
     for summary in measured:
         for record, value in zip(summary.records, summary.values):
-            line = lines.setdefault(record["optimizer"], {})
-            line.setdefault(record["batch"], []).extend([] if value is None else [value])
-    for number, (optimizer, points) in enumerate(sorted(lines.items())):
-        look = _look(optimizer, number)
-        at = [batch for batch in sorted(points) if points[batch]]
-        means = [statistics.fmean(points[batch]) for batch in at]
-        widths = [half_width(points[batch]) or 0.0 for batch in at]
-        name = style.OPTIMIZERS[optimizer].name if optimizer in style.OPTIMIZERS else optimizer
-        axes.errorbar(at, means, widths, label=name, capsize=3, **look)
-        for batch in at:
+            name = summary.cell.row or optimizer_name(record["optimizer"])
+            optimizers.setdefault(name, record["optimizer"])
+            points = lines.setdefault(name, {}).setdefault(record["batch"], [])
+            points += [] if value is None else [value]
+    styles = looks(optimizers)
+    for number, (name, seeds) in enumerate(lines.items()):
+        # Side by side, because intervals in one place would hide each other.
+        shift = 2 ** (_STEP * (number - (len(lines) - 1) / 2))
+        at = [batch for batch in sorted(seeds) if seeds[batch]]
+        means = [statistics.fmean(seeds[batch]) for batch in at]
+        widths = [half_width(seeds[batch]) or 0.0 for batch in at]
+        look, places = styles[name], [batch * shift for batch in at]
+        axes.errorbar(places, means, widths, label=name, capsize=3, **look)
+        for place, batch in zip(places, at, strict=True):
             axes.plot(
-                [batch] * len(points[batch]), points[batch], linestyle="", alpha=0.4,
-                markersize=3, color=look["color"], marker=look["marker"],
+                [place] * len(seeds[batch]), seeds[batch], linestyle="", alpha=0.5, markersize=3,
+                color=look["color"], marker=look["marker"],
             )
-    every = sorted({batch for points in lines.values() for batch in points})
-    style.dress(axes, title, "batch size (examples)", metric.label, metric.better)
+    every = sorted({batch for seeds in lines.values() for batch in seeds})
+    style.dress(axes, "", "batch size (examples)", metric.label, metric.better)
     style.batch_axis(axes, every)
+    # The interval of two seeds can be many times as wide as all that was measured.
+    values = [value for seeds in lines.values() for found in seeds.values() for value in found]
+    if values:
+        room = 0.08 * (max(values) - min(values)) or 1.0
+        axes.set_ylim(min(values) - room, max(values) + room)
     axes.legend(frameon=False, fontsize=8)
     return figure
 
 
-def training(measured: Sequence[Summary], metric: Metric, title: str) -> Figure:
-    """Plots the training loss over updates and the metric over epochs; a line for each seed."""
-    figure = style.figure(10, 4.2)
-    figure.suptitle(title, fontsize=11)
-    left, right = figure.subplots(1, 2)
-    several = len({summary.records[0]["optimizer"] for summary in measured}) < len(measured)
-    for number, summary in enumerate(measured):
-        # Cells of one optimizer would have one colour.
-        look = _look("" if several else summary.records[0]["optimizer"], number)
-        for seed, record in enumerate(summary.records):
-            label = summary.cell.name if not seed else None
-            _curve(left, record["losses"], look["color"], label)
+def training(measured: Sequence[Summary], metric: Metric) -> Figure:
+    """Plots the training loss over updates and the metric over epochs; a line for each seed.
+
+    Cells that have a column, such as a batch, share the axes of their column.
+    """
+    columns = list(dict.fromkeys(summary.cell.column for summary in measured))
+    names = {summary.cell.name: summary.cell.row or summary.cell.name for summary in measured}
+    styles = looks({
+        names[summary.cell.name]: summary.records[0]["optimizer"] for summary in measured
+    })
+    if len(columns) == 1:
+        figure = style.figure(10, 4.2)
+        axes = np.reshape(figure.subplots(1, 2), (2, 1))
+    else:
+        figure = style.figure(min(3.3 * len(columns) + 0.7, 14), 6.4)
+        axes = figure.subplots(2, len(columns), sharey="row")
+    known = set()
+    for summary in measured:
+        top, bottom = axes[:, columns.index(summary.cell.column)]
+        name = names[summary.cell.name]
+        for record in summary.records:
+            label = None if name in known else name
+            known.add(name)
+            _curve(top, record["losses"], styles[name], label)
             points = [
                 [epoch, metric.factor * value] for epoch, value in record["evaluations"]
                 if value is not None
             ]
-            _curve(right, points, look["color"], None, marker=look["marker"])
-    style.dress(left, "training loss", "completed updates", "loss", "lower")
-    if all(v > 0 for s in measured for r in s.records for _, v in r["losses"]):
-        left.set_yscale("log")
-    style.dress(right, metric.label, "epochs", metric.label, metric.better)
-    figure.legend(
-        loc="outside lower center", ncols=min(len(measured), 6), frameon=False, fontsize=8
-    )
+            _curve(bottom, points, styles[name], None)
+    for column, (top, bottom) in zip(columns, axes.T, strict=True):
+        style.dress(top, column, "completed updates", "training loss")
+        style.dress(bottom, "", "epochs", metric.label)
+    for axis in axes[:, 1:].flat:
+        axis.set_ylabel("")
+    if all(value > 0 for s in measured for record in s.records for _, value in record["losses"]):
+        for top in axes[0]:
+            top.set_yscale("log")
+    figure.legend(loc="outside lower center", ncols=min(len(known), 6), frameon=False, fontsize=8)
     return figure
 
 
-def ratios(record: Record, title: str) -> Figure:
-    """Plots the trust ratio of each layer over training, dark to bright from first to last."""
-    figure = style.figure(7.5, 4.2)
-    axes = figure.subplots()
-    layers = {
-        name: [[step, value] for step, value in points if value]
-        for name, points in record["ratios"].items()
-    }
-    colors = matplotlib.colormaps[style.SEQUENCE](np.linspace(0, 0.92, len(layers)))
-    named = len(layers) <= 10
-    for number, (name, points) in enumerate(layers.items()):
-        shown = named or number in (0, len(layers) - 1)
-        _curve(axes, points, colors[number], name if shown else None)
-    style.dress(axes, title, "completed updates", "trust ratio")
-    axes.set_yscale("log")
-    axes.legend(frameon=False, fontsize=7)
+def ratios(measured: Sequence[Summary]) -> Figure:
+    """Plots the trust ratio of each layer over training: for each optimizer the cells with the
+    smallest and the largest batch.
+    """
+    by_optimizer: dict[str, list[tuple[str, Record]]] = {}
+    for summary in measured:
+        if summary.records[0]["ratios"]:
+            record = summary.records[0]
+            by_optimizer.setdefault(record["optimizer"], []).append((summary.cell.name, record))
+    chosen: dict[str, Record] = {}
+    for found in by_optimizer.values():
+        found.sort(key=lambda pair: pair[1]["batch"])
+        chosen |= dict([found[0], found[-1]])
+    heights = [0.6 + min(max(0.16 * len(r["ratios"]), 1.0), 6.0) for r in chosen.values()]
+    figure = style.figure(8.5, sum(heights) + 0.4 * len(heights))
+    panels = figure.subplots(len(chosen), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for axes, (name, record) in zip(panels, chosen.items(), strict=True):
+        layers = list(record["ratios"])
+        steps = [step for step, _ in record["ratios"][layers[0]]]
+        values = [
+            [np.nan if value is None else value for _, value in record["ratios"][layer]]
+            for layer in layers
+        ]
+        style.heat_map(axes, "trust ratio", steps, np.array(values))
+        axes.set_title(f"{name}, batch {record['batch']:,}", fontsize=11)
+        stride = -(-len(layers) // _LABELS)
+        # Row n of the map extends from n to n + 1; its name stands in the middle.
+        axes.set_yticks(np.arange(0, len(layers), stride) + 0.5, layers[::stride], fontsize=7)
     return figure
+
+
+def optimizer_name(optimizer: str) -> str:
+    """Returns an optimizer's name for readers."""
+    look = style.OPTIMIZERS.get(optimizer.removesuffix("_tf"))
+    return optimizer if look is None else look.name
+
+
+def looks(optimizers: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """Returns the arguments of `Axes.plot` for lines by name, each given with its optimizer.
+
+    An optimizer has its own colour, its second line is dashed. With more lines of one optimizer,
+    or with an optimizer without a colour, colours count the lines.
+    """
+    count: dict[str, int] = {}
+    found = {}
+    for name, optimizer in optimizers.items():
+        optimizer = optimizer.removesuffix("_tf")
+        variant = count.get(optimizer, 0)
+        count[optimizer] = variant + 1
+        if variant > 1 or optimizer not in style.OPTIMIZERS:
+            return {line: _counted(number) for number, line in enumerate(optimizers)}
+        found[name] = {**style.line(optimizer), "linestyle": "--" if variant else "-"}
+    return found
+
+
+def _counted(number: int) -> dict[str, Any]:
+    color = matplotlib.colors.to_hex(matplotlib.colormaps["tab10"](number % 10))
+    return {"color": color, "marker": _MARKERS[number % len(_MARKERS)]}
 
 
 def _curve(
-    axes: Axes, points: Sequence[Sequence[float]], color: object, label: str | None,
-    marker: str = "",
+    axes: Axes, points: Iterable[Sequence[float]], look: Mapping[str, Any], label: str | None
 ) -> None:
-    if points:
-        x, y = zip(*points)
-        axes.plot(x, y, color=color, label=label, marker=marker, markersize=3, linewidth=1.2)
-
-
-def _look(optimizer: str, number: int) -> dict[str, Any]:
-    """Returns the colour and marker of a line."""
-    if optimizer in style.OPTIMIZERS:
-        known = style.OPTIMIZERS[optimizer]
-        return {"color": known.color, "marker": known.marker}
-    return {
-        "color": matplotlib.colors.to_hex(matplotlib.colormaps["tab10"](number % 10)),
-        "marker": _MARKERS[number % len(_MARKERS)],
-    }
+    if drawn := list(points):
+        x, y = zip(*drawn)
+        axes.plot(x, y, **{**look, "marker": "", "linewidth": 1.2}, label=label)

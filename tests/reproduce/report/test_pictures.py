@@ -4,18 +4,21 @@ import pathlib
 
 import numpy as np
 import pytest
+from matplotlib.axes import Axes
 
 from lamb_tpu.reproduce.report import pictures
 from lamb_tpu.reproduce.results import Results
 from lamb_tpu.reproduce.summary import Summary, summaries
 from lamb_tpu.reproduce.tables import Table
-from tests.reproduce.papers import write
+from tests.reproduce.papers import TABLE, write
 from tests.reproduce.test_results import add, job_of
 
 
-def measured(tmp_path: pathlib.Path, **more: object) -> tuple[Table, list[Summary]]:
+def measured(
+    tmp_path: pathlib.Path, text: str = TABLE, **more: object
+) -> tuple[Table, list[Summary]]:
     """A table with LAMB at two batches of two seeds, and AdamW, of which one seed diverged."""
-    table = write(tmp_path)
+    table = write(tmp_path, text)
     results = Results(table)
     for cell, seed, accuracy, batch in (
         ("lamb", 0, 0.90, 32), ("lamb", 1, 0.92, 32), ("adamw", 0, 0.80, 64), ("adamw", 1, None, 64)
@@ -26,46 +29,90 @@ def measured(tmp_path: pathlib.Path, **more: object) -> tuple[Table, list[Summar
     return table, summaries(table, table.scales["small"], results)
 
 
+def heights(axes: Axes) -> set[float]:
+    return {round(float(y), 3) for line in axes.lines for y in line.get_ydata()}
+
+
 def test_batches(tmp_path: pathlib.Path) -> None:
     table, found = measured(tmp_path)
-    drawn = pictures.all_of(table, table.scales["small"], found)
+    drawn = pictures.all_of(table.scales["small"], found)
     assert list(drawn) == ["batches", "training"]
     (axes,) = drawn["batches"].axes
-    points = {
-        (float(x), round(float(y), 3)) for line in axes.lines for x, y in zip(*line.get_data())
-    }
     # Percent: the seeds, and LAMB's mean; the run that diverged has no point.
-    assert {(32, 90.0), (32, 92.0), (32, 91.0), (64, 80.0)} <= points
+    assert {90.0, 92.0, 91.0, 80.0} <= heights(axes)
     ends = np.concatenate([
         segment[:, 1] for collection in axes.collections
         for segment in collection.get_segments()
     ])
     assert ends.min() == pytest.approx(91 - 12.706, abs=1e-2)
+    # The axis is that of the runs, not of the wide interval.
+    assert axes.get_ylim() == pytest.approx((80 - 0.96, 92 + 0.96))
+    # Lines stand side by side at their batch.
+    places = {float(x) for line in axes.lines for x in line.get_xdata()}
+    assert all(min(abs(x / 32 - 1), abs(x / 64 - 1)) < 0.05 for x in places)
     assert axes.get_ylabel() == "test accuracy, % (higher is better)"
     assert {text.get_text() for text in axes.get_legend().get_texts()} == {"LAMB", "AdamW"}
 
 
+def test_rows_of_one_optimizer_are_lines_of_their_own(tmp_path: pathlib.Path) -> None:
+    text = TABLE.replace('name = "lamb"', 'name = "lamb", row = "by a rule", column = "32"')
+    text = text.replace('name = "adamw"', 'name = "adamw", row = "tuned", column = "64"')
+    text = text.replace('name = "lars"', 'name = "lars", row = "tuned", column = "32"')
+    table, found = measured(tmp_path, text, optimizer="lamb")
+    drawn = pictures.all_of(table.scales["small"], found)
+    (axes,) = drawn["batches"].axes
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["by a rule", "tuned"]
+    # Over training each column has axes of its own, loss above and metric below.
+    panels = drawn["training"].axes
+    assert [axis.get_title() for axis in panels] == ["32", "64", "", ""]
+    assert [len(axis.lines) for axis in panels] == [2, 2, 2, 1]
+
+
 def test_one_batch_has_no_picture_of_batches(tmp_path: pathlib.Path) -> None:
     table, found = measured(tmp_path, batch=32)
-    assert list(pictures.all_of(table, table.scales["small"], found)) == ["training"]
+    assert list(pictures.all_of(table.scales["small"], found)) == ["training"]
     table, found = measured(tmp_path, batch=32, losses=[], evaluations=[])
-    assert pictures.all_of(table, table.scales["small"], found) == {}
-    assert pictures.all_of(table, table.scales["small"], []) == {}
+    assert pictures.all_of(table.scales["small"], found) == {}
+    assert pictures.all_of(table.scales["small"], []) == {}
 
 
 def test_training(tmp_path: pathlib.Path) -> None:
     table, found = measured(tmp_path, evaluations=[[1.0, 0.5], [2.0, None]])
-    left, right = pictures.all_of(table, table.scales["small"], found)["training"].axes
+    left, right = pictures.all_of(table.scales["small"], found)["training"].axes
     assert len(left.lines) == len(right.lines) == 4 and left.get_yscale() == "log"
     assert [list(line.get_ydata()) for line in right.lines] == [[50.0]] * 4
 
 
 def test_ratios(tmp_path: pathlib.Path) -> None:
-    layers = {f"layer{n}/kernel": [[1, 0.1 * (n + 1)], [2, None]] for n in range(12)}
+    layers = {f"layer{n}/kernel": [[1, 0.1 * (n + 1)], [2, None]] for n in range(60)}
     table, found = measured(tmp_path, ratios=layers)
-    (axes,) = pictures.all_of(table, table.scales["small"], found)["ratios"].axes
-    assert len(axes.lines) == 12 and axes.get_yscale() == "log"
-    # Of many layers the legend has the first and the last.
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == [
-        "layer0/kernel", "layer11/kernel"
+    drawn = pictures.all_of(table.scales["small"], found)["ratios"]
+    panels = [axes for axes in drawn.axes if axes.get_title()]
+    assert [axes.get_title() for axes in panels] == ["lamb, batch 32", "adamw, batch 64"]
+    for axes in panels:
+        shown = axes.collections[0].get_array()
+        assert shown[:, 0].tolist() == pytest.approx([0.1 * (n + 1) for n in range(60)])
+        assert shown.mask[:, 1].all()
+        # Of many layers every second has its name.
+        names = [label.get_text() for label in axes.get_yticklabels()]
+        assert names == [f"layer{n}/kernel" for n in range(0, 60, 2)]
+
+
+def test_an_optimizer_has_its_smallest_and_its_largest_batch(tmp_path: pathlib.Path) -> None:
+    _, found = measured(tmp_path, ratios={"a/kernel": [[1, 0.1]]}, optimizer="lamb")
+    middle = found[0]._replace(
+        cell=found[0].cell._replace(name="middle"), records=[found[0].records[0] | {"batch": 48}]
+    )
+    drawn = pictures.ratios([middle, found[1], found[0]])
+    assert [axes.get_title() for axes in drawn.axes if axes.get_title()] == [
+        "lamb, batch 32", "adamw, batch 64"
     ]
+
+
+def test_looks() -> None:
+    two = pictures.looks({"a": "adamw", "b": "adamw", "c": "rmsprop_tf"})
+    assert two["a"]["color"] == two["b"]["color"] != two["c"]["color"]
+    assert (two["a"]["linestyle"], two["b"]["linestyle"]) == ("-", "--")
+    for optimizers in ({"a": "lamb", "b": "lamb", "c": "lamb"}, {"a": "lamb", "b": "my.own:rule"}):
+        found = pictures.looks(optimizers)
+        assert len({look["color"] for look in found.values()}) == len(optimizers)

@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from lamb_tpu import style
 from lamb_tpu.errors import UserError
 from lamb_tpu.reproduce.loading import folder, load_all
 from lamb_tpu.reproduce.report import site
@@ -27,7 +28,9 @@ def measured(tmp_path: pathlib.Path) -> Table:
             found = next(r for r in results if (r["cell"], r["seed"]) == (cell, seed))
             results.add(found | {
                 "batch": batch, "optimizer": "lamb",
-                "ratios": {"hidden0/kernel": [[2, 0.1], [4, 0.2]], "out/kernel": [[2, 0.3]]},
+                "ratios": {
+                    "hidden0/kernel": [[2, 0.1], [4, 0.2]], "out/kernel": [[2, 0.3], [4, None]]
+                },
             }, results.config(found))
     add(results, job_of(table, "adamw"), None)
     return table
@@ -54,26 +57,37 @@ def test_report(tmp_path: pathlib.Path) -> None:
     table = measured(tmp_path)
     tables = {table.key: table}
     site.write(tables, tmp_path / "report", tmp_path / "site")
+    kinds = ("batches", "training", "ratios", "plans")
+    drawn = {f"small-digits-small-{kind}.svg" for kind in kinds}
     names = {path.name for path in (tmp_path / "report").iterdir()}
-    assert names == {
-        "README.md", "small-digits.md", "small-digits-small-batches.png",
-        "small-digits-small-training.png", "small-digits-small-ratios.png",
-    }
+    assert names == {"README.md", "small-digits.md"} | drawn
+    names = {path.name for path in (tmp_path / "site").iterdir()}
+    assert names == {"index.html", "small-digits.html"} | drawn
     page = (tmp_path / "report" / "small-digits.md").read_text()
-    (line,) = (line for line in page.splitlines() if line.startswith("| lamb |"))
-    assert line.startswith("| lamb | 93.0 (recalled) | 92.5 ± 6.4 | -0.5 | 0: 92.0, 1: 93.0 |")
+    assert "| lamb | 93.0 (recalled) | 92.5 ± 6.4 | -0.5 | 2 | 0.0 | measured |" in page
+    assert "- lamb: seed 0 92.0, seed 1 93.0\n" in page
     assert "| adamw | 92.5 (seen) | 1 of 1 diverged |" in page
     assert "| lars | diverged (recalled) | - |" in page and "settings not published" in page
-    assert "\n\n\n" not in page
+    index = (tmp_path / "report" / "README.md").read_text()
+    assert "3 of 3 cells that can be run have runs: 5 runs" in index
+    for text in (page, index):
+        assert "\n\n\n" not in text and not text.endswith("\n\n")
+    assert "--config=digits:batch=128,optimizer=lamb" in page
     for path in (tmp_path / "site").glob("*.html"):
         checker = Checker()
         checker.feed(path.read_text())
         assert not checker.open
         for link in checker.links:
-            assert link.startswith("https://arxiv.org/") or (path.parent / link).exists(), link
+            name, _, place = link.partition("#")
+            assert link.startswith("https://arxiv.org/") or (path.parent / name).exists(), link
+            assert not place or f'id="{place}"' in path.read_text()
     text = (tmp_path / "site" / "small-digits.html").read_text()
-    assert "--config=digits:batch=128,optimizer=lamb" in text and "optimizer.name = " in text
-    for part in (r"src=\"http", r"@import", r"<script"):  # it works without a network
+    for part in (
+        "--config=digits:batch=128,optimizer=lamb", "optimizer.name = ", "seed 1: 93.0",
+        "run small/digits --cells=lamb --scale=small",
+    ):
+        assert part in text
+    for part in (r"src=\"http", r"@import", r"<script src"):  # it works without a network
         assert not re.search(part, text)
 
 
@@ -85,7 +99,7 @@ def test_matrix(tmp_path: pathlib.Path) -> None:
     site.write({table.key: table}, tmp_path / "report", tmp_path / "site")
     assert "| <lamb> | - (93.0) |" in (tmp_path / "report" / "small-digits.md").read_text()
     page = (tmp_path / "site" / "small-digits.html").read_text()
-    assert '<tr><td>&lt;lamb&gt;</td><td class="number">- (93.0)</td></tr>' in page
+    assert "<th>&lt;lamb&gt;</th>" in page and "<small>paper 93.0</small>" in page
 
 
 def test_two_reports_are_equal(tmp_path: pathlib.Path) -> None:
@@ -94,21 +108,54 @@ def test_two_reports_are_equal(tmp_path: pathlib.Path) -> None:
         site.write({table.key: table}, tmp_path / name, tmp_path / f"{name}-html")
     for suffix in ("", "-html"):
         first = sorted((tmp_path / f"one{suffix}").iterdir())
-        assert len(first) == 5
+        assert len(first) == 6
         for path in first:
             assert path.read_bytes() == (tmp_path / f"two{suffix}" / path.name).read_bytes()
 
 
-def test_committed_pages_are_those_of_the_records(tmp_path: pathlib.Path) -> None:
-    tables = load_all(folder())
-    site.write(tables, tmp_path, None)
-    for path in tmp_path.iterdir():
-        committed = folder() / "report" / path.name
+def test_committed_pages_are_those_of_the_records(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(style, "svg", lambda figure: "")  # only the pages are compared
+    output = tmp_path / "report"
+    (tmp_path / "README.md.j2").write_text((folder() / "README.md.j2").read_text())
+    site.write(load_all(folder()), output, None, overview=tmp_path)
+    for path in (tmp_path / "README.md", *output.iterdir()):
+        committed = folder() / path.relative_to(tmp_path)
         assert committed.exists(), f"{committed}: make report writes it"
         if path.suffix == ".md":
             assert committed.read_text() == path.read_text(), f"{committed}: make report"
     left = {path.name for path in (folder() / "report").iterdir()}
-    assert left == {path.name for path in tmp_path.iterdir()}
+    assert left == {path.name for path in output.iterdir()}
+
+
+def test_overview(tmp_path: pathlib.Path) -> None:
+    table = measured(tmp_path)
+    (tmp_path / "small" / "paper.toml").write_text(
+        'title = "A small paper"\nname = "Small"\narxiv = "0000.00000"\n'
+        'missing = [{what = "Table 8", why = "its rows are not known"}]\n'
+    )
+    tables = load_all(tmp_path)
+    site.write(tables, tmp_path / "report", None, overview=tmp_path)
+    assert not (tmp_path / "README.md").exists()  # it has no template
+    template = tmp_path / "README.md.j2"
+    template.write_text('# Mine\n\n{% include "rows.md.j2" %}\n\n{% include "missing.md.j2" %}\n')
+    site.write(tables, tmp_path / "report", None, overview=tmp_path)
+    lines = (tmp_path / "README.md").read_text().splitlines()
+    assert lines[0] == "# Mine" and lines[-2:] == [
+        "", "- Small, Table 8: its rows are not known"
+    ]
+    assert lines[4] == (
+        "| [Small](https://arxiv.org/abs/0000.00000) | [Table 9: Digits by optimizer]"
+        "(report/small-digits.md) | wide |  | 92.5 ± 6.4 |  | measured | 0.00 | "
+        "`run small/digits --cells=wide --scale=small` |"
+    )
+    assert lines[7] == (
+        "|  |  | lars | diverged (recalled) |  |  | settings not published |  |  |"
+    )
+    template.write_text("{% include rows")
+    with pytest.raises(UserError, match=r"README.md.j2 is not a template that jinja2 can render"):
+        site.write({table.key: table}, tmp_path / "report", None, overview=tmp_path)
 
 
 def test_folder_that_cannot_be_written(tmp_path: pathlib.Path) -> None:

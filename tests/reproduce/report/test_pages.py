@@ -1,0 +1,74 @@
+"""Pages have the rows of every scale, what was measured first."""
+
+import pathlib
+
+import pytest
+
+from lamb_tpu.reproduce import jobs
+from lamb_tpu.reproduce.loading import load_all
+from lamb_tpu.reproduce.report import pages
+from lamb_tpu.reproduce.results import Results
+from tests.reproduce.papers import TABLE, record, write
+from tests.reproduce.test_results import add, job_of
+
+SCALES = TABLE.replace("[scales.small]", """[scales.paper]
+config = "digits:batch=64"
+overrides = {duration = "4 steps", batch_size = 128}
+examples = 1_437
+hardware = "a pod"
+
+[scales.small]
+about = "shorter"
+""")
+
+
+def test_what_was_measured_comes_first(tmp_path: pathlib.Path) -> None:
+    table = write(tmp_path, SCALES)
+    page = pages.of_table(table, None)
+    assert [part.scale.name for part in page.parts] == ["paper", "small"]
+    assert page.parts[0].told == "0 of 3 cells have runs. It takes a pod."
+    assert {row.state for row in page.parts[0].rows} == {"open", "unknown"}
+    # Where nothing was measured, the paper's scale stands for the cell.
+    assert [(part.scale.name, row.cell.name) for part, row in page.best] == [
+        ("paper", "lamb"), ("paper", "adamw"), ("paper", "lars")
+    ]
+    add(Results(table), job_of(table), 0.92)
+    page = pages.of_table(table, None)
+    assert [part.scale.name for part in page.parts] == ["small", "paper"]
+    assert page.parts[0].about == "Shorter." and page.parts[0].num_measured == 1
+    row = page.parts[0].rows[0]
+    assert (row.state, row.status, row.by_seed) == ("begun", "1 of 2 seeds", ((0, "92.0"),))
+    assert page.hours == row.hours == pytest.approx(1.5 / 3600)
+    assert [part.scale.name for part, _ in page.best] == ["small"] * 3
+    assert row.run == (
+        "python -m lamb_tpu.reproduce run small/digits --cells=lamb --scale=small"
+    )
+    assert row.configs[0].recipe == "digits:batch=128,optimizer=lamb"
+    assert dict(row.configs[0].values)["optimizer.name"] == "'lamb'"
+    # Both scales have the same schedule, which is drawn once.
+    assert ["plans" in part.figures for part in page.parts] == [True, False]
+
+
+def test_papers_come_before_studies_and_numbered_tables_first(tmp_path: pathlib.Path) -> None:
+    write(tmp_path)
+    write(tmp_path, TABLE.replace("Table 9", "appendix"), "another")
+    (tmp_path / "a_study").mkdir()
+    (tmp_path / "a_study" / "paper.toml").write_text('title = "A study"\n')
+    (tmp_path / "a_study" / "own.toml").write_text(TABLE)
+    made = [pages.of_table(table, None) for table in load_all(tmp_path).values()]
+    assert [
+        (paper.key, [page.table.path.stem for page in group]) for paper, group in pages.papers(made)
+    ] == [("small", ["digits", "another"]), ("a_study", ["own"])]
+
+
+def test_total_counts_a_cell_once(tmp_path: pathlib.Path) -> None:
+    table = write(tmp_path, SCALES)
+    results = Results(table)
+    for scale in ("paper", "small"):
+        for seed in (0, 1):
+            job = job_of(table, seed=seed)._replace(scale=table.scales[scale])
+            flat = jobs.flat_configs([stage.config() for stage in jobs.stages(job)])
+            found = record("lamb", seed, 0.9, scale=scale, config=jobs.config_hash(flat))
+            results.add(found, flat)
+    *counts, hours = pages.total([pages.of_table(table, None)])
+    assert counts == [2, 1, 4] and hours == pytest.approx(4 * 1.5 / 3600)

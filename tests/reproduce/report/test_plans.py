@@ -1,0 +1,59 @@
+"""Plans are the learning rates that the configs give, over all phases of a run."""
+
+import pathlib
+
+import numpy as np
+import pytest
+
+from lamb_tpu.reproduce.loading import folder, load_all
+from lamb_tpu.reproduce.report import plans
+from lamb_tpu.reproduce.report.plans import Plan
+from lamb_tpu.reproduce.results import Results
+from lamb_tpu.reproduce.summary import summaries
+from lamb_tpu.reproduce.tables import Table
+from tests.reproduce.papers import TABLE, write
+
+
+def made(table: Table, scale: str) -> dict[str, Plan]:
+    found = summaries(table, table.scales[scale], Results(table))
+    return {plan.cell: plan for plan in plans.plans(table, table.scales[scale], found)}
+
+
+def test_a_plan_is_the_schedule(tmp_path: pathlib.Path) -> None:
+    text = TABLE.replace('duration = "4 steps"', 'duration = "10 steps", "schedule.warmup" = '
+                         '"50 percent", "schedule.scaling" = "identity", '
+                         '"optimizer.learning_rate" = 0.5')
+    found = made(write(tmp_path, text), "small")
+    assert set(found) == {"lamb", "adamw"}  # the cell that cannot be run has none
+    times, rates = zip(*found["lamb"].points)
+    assert times == tuple(range(0, 100, 10))
+    assert rates[0] == 0 and rates[5] == max(rates) == pytest.approx(0.5)
+    # Epochs have a length only if the scale knows the examples.
+    text = text.replace("10 steps", "10 epochs")
+    assert made(write(tmp_path, text.replace("examples = 1_437", "")), "small") == {}
+    found = made(write(tmp_path, text.replace("1_437", "1_280")), "small")
+    assert len(found["lamb"].points) == 100
+
+
+def test_phases_follow_one_another() -> None:
+    table = load_all(folder())["lamb/mixed_batch"]
+    times, rates = np.array(made(table, "paper")["nvidia"].points).T
+    assert (np.diff(times) > 0).all() and 99 < times[-1] < 100
+    second = times >= 100 * 7038 / (7038 + 1563)
+    # NVIDIA's peaks, as near as the points come: the second phase warms up anew.
+    assert rates[~second].max() == pytest.approx(6e-3, rel=0.03)
+    assert rates[second].max() == pytest.approx(4e-3, rel=0.03)
+    assert rates[second][0] < 1e-3
+
+
+def test_draw() -> None:
+    lines = [
+        Plan("lamb-512", "lamb", ((0.0, 0.0), (50.0, 1.0))),
+        Plan("lamb-1k", "lamb", ((0.0, 0.0), (50.0, 2.0))),
+        Plan("baseline", "adamw", ((0.0, 0.1),)),
+    ]
+    first, second = plans.draw(lines).axes
+    assert [first.get_title(), second.get_title()] == ["LAMB", "AdamW"]
+    assert [text.get_text() for text in first.get_legend().get_texts()] == ["lamb-512", "lamb-1k"]
+    assert list(first.lines[1].get_ydata()) == [0.0, 2.0]
+    assert len(plans.draw([plan._replace(optimizer=plan.cell) for plan in lines] * 2).axes) == 3
