@@ -18,6 +18,8 @@ def show_list(tables: Mapping[str, Table]) -> None:
     paper = None
     for table in tables.values():
         if table.paper != paper:
+            if paper is not None:
+                print()
             paper = table.paper
             print(fit(f"{paper.title}" + (f" (arXiv:{paper.arxiv})" if paper.arxiv else "")))
         counts = []
@@ -26,10 +28,11 @@ def show_list(tables: Mapping[str, Table]) -> None:
             for scale in form.measured_scales():
                 found = summaries(form, scale, results)
                 count = sum(bool(summary.values) for summary in found)
-                where = f"at the scale {scale.name}" + (form.form and f", {form.form}")
-                counts.append(f"{count} of {len(found)} {where}")
+                where = scale.name + (form.form and f" {form.form}")
+                counts.append(f"{where} {count} of {len(found)}")
         print(fit(f"  {table.key}  {table.title}"))
-        print(fit(f"    measured: {'; '.join(counts)}"))
+        source = f"{table.source}; " if table.source else ""
+        print(fit(f"    {source}measured: {', '.join(counts)}"))
 
 
 def show(tables: Sequence[Table], records: pathlib.Path | None) -> None:
@@ -62,7 +65,7 @@ def show_scale(table: Table, scale: Scale, results: Results) -> None:
     print()
     about = "; ".join(filter(None, [tuning.describe(table), " ".join(scale.about.split())]))
     print(fit(f"{scale.name}: {metric.label} ({metric.better} is better)"
-              + (about and f"; {about}")))
+              + (about and f"; {about}") + (scale.cost and f"; {scale.cost}")))
     found = summaries(table, scale, results)
     if grid := matrix(found, metric):
         _print_columns(grid)
@@ -71,6 +74,11 @@ def show_scale(table: Table, scale: Scale, results: Results) -> None:
         print()
     rows = [("cell", "paper", "measured", "difference", "seeds", "")]
     notes = []
+    if grid:  # it has every cell already; the rows are those with more to tell
+        names = [summary.cell.name for summary in found if summary.status == "not run"]
+        if names:
+            notes.append(f"not run: {', '.join(names)}")
+        found = [summary for summary in found if summary.status != "not run"]
     for summary in found:
         known = f" ({summary.cell.known})" if summary.published else ""
         distance = summary.distance
@@ -83,7 +91,8 @@ def show_scale(table: Table, scale: Scale, results: Results) -> None:
             notes.append(f"{summary.cell.name}: {summary.search}")
         if told := stale(summary, metric):
             notes.append(f"{summary.cell.name}: {told}")
-    _print_columns(rows)
+    if len(rows) > 1:
+        _print_columns(rows)
     for note in notes:
         print(fit(f"  {note}"))
 

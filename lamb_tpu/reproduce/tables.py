@@ -90,7 +90,7 @@ class Scale(NamedTuple):
 
     @property
     def cost(self) -> str:
-        """A run's hardware and estimated time, as text; '' if neither is known."""
+        """What a run needs, as text: its hardware and its estimated time; '' without either."""
         times = (
             f"about {minutes:g} minutes a run on a {platform.upper()}"
             for platform, minutes in self.minutes.items()

@@ -34,7 +34,8 @@ def call(tmp_path: pathlib.Path, *arguments: str) -> str:
 def test_a_whole_story(tmp_path: pathlib.Path) -> None:
     table = write(tmp_path)
     runs = f"--runs={tmp_path / 'runs'}"
-    assert "small/digits  Digits by optimizer\n    measured: 0 of 3" in call(tmp_path, "list")
+    told = call(tmp_path, "list")
+    assert "small/digits  Digits by optimizer\n    Table 9; measured: small 0 of 3" in told
     told = call(tmp_path, "run", "small", runs, "--seeds=1", "--dry-run")
     assert told == "small/digits, small: 2 runs to train\n  lamb-small-seed0\n  adamw-small-seed0\n"
     assert not (tmp_path / "runs").exists()
@@ -109,7 +110,7 @@ def test_tuned_form(tmp_path: pathlib.Path) -> None:
     assert not table.records.exists() and len(list(Results(tuned(table, 2)))) == 3
     shown = call(tmp_path, "show", "small")
     assert "not run" in shown and "tuned: the best of 2" in shown and "(chosen)" in shown
-    assert "1 of 3 at the scale small, tuned" in call(tmp_path, "list").replace("\n    ", " ")
+    assert "small tuned 1 of 3" in call(tmp_path, "list").replace("\n    ", " ")
     # A larger search goes on where the smaller ended.
     told = call(tmp_path, *one, "--tune=3", "--dry-run")
     assert "1 runs to train" in told

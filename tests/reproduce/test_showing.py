@@ -40,6 +40,12 @@ def test_matrix(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "A small paper (arXiv:0000.00000)\n  small/digits  Digits by optimizer\n" in told
     assert "         128\n  lamb   - (93.0)\n  adamw  - (92.5)\n" in told
     assert "In parentheses: the paper's." in told
+    # A cell of the matrix that was not run has no row of its own.
+    assert told.endswith("""
+  cell  paper                measured  difference  seeds
+  lars  diverged (recalled)  -                            settings not published
+  not run: lamb, adamw
+""")
 
 
 def test_commands_are_those_of_train(

@@ -13,7 +13,15 @@ from lamb_tpu.reproduce.report import pictures
 from lamb_tpu.reproduce.report import plans as plans_lib
 from lamb_tpu.reproduce.report.plans import Plan
 from lamb_tpu.reproduce.results import Results
-from lamb_tpu.reproduce.summary import Summary, grid, measured, shown, summaries
+from lamb_tpu.reproduce.summary import (
+    Summary,
+    grid,
+    measured,
+    shown,
+    stale,
+    stale_mean,
+    summaries,
+)
 from lamb_tpu.reproduce.tables import Cell, Paper, Scale, Table
 
 
@@ -34,7 +42,8 @@ class Row(NamedTuple):
       state: of the status: 'measured', 'begun', 'stale', 'open' or 'unknown'.
       by_seed: seed and value of each run.
       search: see `Summary`.
-      stale: what changed since records that no longer hold; '' if none.
+      old: the mean of records that no longer hold; '' if none, or if there are newer ones.
+      stale: their values, and what has changed since.
       hours: of all runs that measure.
       machines: where the runs were made.
       run: the command that measures the cell.
@@ -53,6 +62,7 @@ class Row(NamedTuple):
     state: str
     by_seed: tuple[tuple[int, str], ...]
     search: str
+    old: str
     stale: str
     hours: float
     machines: tuple[str, ...]
@@ -176,7 +186,6 @@ def _part(table: Table, scale: Scale, found: Sequence[Summary], results: Results
 
 def _row(table: Table, scale: Scale, summary: Summary, results: Results) -> Row:
     cell, metric, records = summary.cell, scale.metric, summary.records
-    count, changes = summary.stale
     run = f"python -m lamb_tpu.reproduce run {table.key} --cells={cell.name} --scale={scale.name}"
     if table.form and table.tuning is not None:
         run += f" --tune={len(table.tuning.factors)}"
@@ -189,7 +198,7 @@ def _row(table: Table, scale: Scale, summary: Summary, results: Results) -> Row:
             (record["seed"], "diverged" if value is None else shown(value, metric))
             for record, value in zip(records, summary.values)
         ),
-        summary.search, f"{count} stale: {'; '.join(changes)}" if count else "",
+        summary.search, "" if records else stale_mean(summary, metric), stale(summary, metric),
         sum(record["seconds"] for record in records) / 3600,
         tuple(sorted({
             f"{r['devices']} x {r['device']}, {r['cores']} cores, jax {r['jax']}, "

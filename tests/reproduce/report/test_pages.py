@@ -4,11 +4,13 @@ import pathlib
 
 import pytest
 
-from lamb_tpu.reproduce import jobs
+from lamb_tpu.reproduce import engine, jobs
 from lamb_tpu.reproduce.loading import load_all
 from lamb_tpu.reproduce.report import pages
 from lamb_tpu.reproduce.results import Results
+from lamb_tpu.reproduce.tuning import tuned
 from tests.reproduce.papers import TABLE, record, write
+from tests.reproduce.test_engine import add_search
 from tests.reproduce.test_results import add, job_of
 
 SCALES = TABLE.replace("[scales.small]", """[scales.paper]
@@ -72,3 +74,32 @@ def test_total_counts_a_cell_once(tmp_path: pathlib.Path) -> None:
             results.add(found, flat)
     *counts, hours = pages.total([pages.of_table(table, None)])
     assert counts == [2, 1, 4] and hours == pytest.approx(4 * 1.5 / 3600)
+
+
+def test_a_tuned_form_is_a_part_of_its_own(tmp_path: pathlib.Path) -> None:
+    table = write(tmp_path)
+    form = tuned(table, 3)
+    results, scale = Results(form), form.scales["small"]
+    for job, accuracy in zip(
+        engine.searches(form, scale, form.cells["lamb"]), (0.8, 0.9, 0.7), strict=True
+    ):
+        add_search(results, job, accuracy)
+    best = engine.measurements(form, scale, form.cells["lamb"], 1, results)
+    assert best is not None
+    add(results, best[0], 0.95)
+    found = results.of(best[0])
+    assert found is not None
+    results.add(found | {"chosen": best[0].chosen}, results.config(found))
+    page = pages.of_table(table, None)
+    assert [part.name for part in page.parts] == ["small-tuned", "small"]
+    part = page.parts[0]
+    assert part.about.startswith("Tuned: the best of 3 values of optimizer.learning_rate for every")
+    row = part.rows[0]
+    assert (row.id, row.measured, row.run[-9:]) == ("small-tuned-lamb", "95.0", " --tune=3")
+    # The command has the rate that the search chose.
+    rate = dict(row.configs[0].values)["optimizer.learning_rate"]
+    assert f"--config.optimizer.learning_rate={rate} " in row.commands[0]
+    assert len({row.id for part in page.parts for row in part.rows}) == 6
+    assert [(part.name, row.cell.name) for part, row in page.best] == [
+        ("small-tuned", "lamb"), ("small-tuned", "adamw"), ("small-tuned", "lars")
+    ]
