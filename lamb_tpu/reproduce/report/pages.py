@@ -102,6 +102,11 @@ class Part(NamedTuple):
         return sum(row.seeds > 0 for row in self.rows)
 
     @property
+    def num_stale(self) -> int:
+        """How many cells have stale runs only."""
+        return sum(row.state == "stale" for row in self.rows)
+
+    @property
     def hours(self) -> float:
         """Time of all runs that measure."""
         return sum(row.hours for row in self.rows)
@@ -110,8 +115,9 @@ class Part(NamedTuple):
     def told(self) -> str:
         """How many cells have runs, their time, and what a run takes, as sentences."""
         told = f"{self.num_measured} of {len(self.rows)} cells have runs"
-        told += f", in {self.hours:.1f} hours." if self.num_measured else "."
-        return told + (f" It takes {self.scale.cost}." if self.scale.cost else "")
+        told += f", in {self.hours:.1f} hours" if self.num_measured else ""
+        told += f"; {self.num_stale} have stale ones" if self.num_stale else ""
+        return told + (f". It takes {self.scale.cost}." if self.scale.cost else ".")
 
     @property
     def machines(self) -> list[str]:
@@ -157,7 +163,7 @@ def of_table(table: Table, records: pathlib.Path | None) -> Page:
             pairs.append((
                 _part(form, scale, found, results), plans_lib.plans(form, scale, found)
             ))
-    pairs.sort(key=lambda pair: not pair[0].num_measured)  # what was measured first
+    pairs.sort(key=lambda pair: (not pair[0].num_measured, not pair[0].num_stale))
     drawn = list[list[Plan]]()
     for part, plans in pairs:
         if plans and plans not in drawn:  # scales often have the same
