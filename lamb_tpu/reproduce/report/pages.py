@@ -115,7 +115,7 @@ class Part(NamedTuple):
     def told(self) -> str:
         """How many cells have runs, their time, and what a run takes, as sentences."""
         told = f"{self.num_measured} of {len(self.rows)} cells have runs"
-        told += f", in {self.hours:.1f} hours" if self.num_measured else ""
+        told += f", in {spent(self.hours)}" if self.num_measured else ""
         told += f"; {self.num_stale} have stale ones" if self.num_stale else ""
         return told + (f". It takes {self.scale.cost}." if self.scale.cost else ".")
 
@@ -267,6 +267,14 @@ def _order(page: Page) -> tuple[bool, str, bool, str, str]:
     paper, source = page.table.paper, page.table.source
     number = source if source.startswith("Table") else ""
     return not paper.arxiv, paper.key, not number, number, page.table.key
+
+
+def spent(hours: float) -> str:
+    """Formats a time, such as '3.2 hours', '5.0 minutes' or '4 seconds'."""
+    if hours >= 1:
+        return f"{hours:.1f} hours"
+    minutes = 60 * hours
+    return f"{minutes:.1f} minutes" if minutes >= 1 else f"{60 * minutes:.0f} seconds"
 
 
 def total(pages: Sequence[Page]) -> tuple[int, int, int, float]:

@@ -19,8 +19,8 @@ CAPTIONS = {
     "batches": "Mean over the seeds with its 95 % interval (Student's t); a small point is a seed. "
     "An interval wider than the picture is cut.",
     "training": "A line for each seed.",
-    "ratios": "Trust ratio of each layer of seed 0, from the first layer to the last; grey where "
-    "there is none. Each optimizer has its smallest and its largest batch.",
+    "ratios": "Trust ratio of each layer that adapts, of the first seed, from the first layer to "
+    "the last; grey where there is none. Each optimizer has its smallest and its largest batch.",
     "plans": "Learning rate over the run, as the config plans it.",
 }
 _MARKERS = "os^Dv<>ph*X"
@@ -40,7 +40,7 @@ def all_of(scale: Scale, found: Sequence[Summary]) -> dict[str, Figure]:
         drawn["batches"] = batches(measured, scale.metric)
     if any(record["losses"] for record in records):
         drawn["training"] = training(measured, scale.metric)
-    if any(record["ratios"] for record in records):
+    if any(_adapting(record) for record in records):
         drawn["ratios"] = ratios(measured)
     return drawn
 
@@ -134,22 +134,23 @@ def ratios(measured: Sequence[Summary]) -> Figure:
     """
     by_optimizer: dict[str, list[tuple[str, Record]]] = {}
     for summary in measured:
-        if summary.records[0]["ratios"]:
-            record = summary.records[0]
+        record = summary.records[0]
+        if _adapting(record):
             by_optimizer.setdefault(record["optimizer"], []).append((summary.cell.name, record))
     chosen: dict[str, Record] = {}
     for found in by_optimizer.values():
         found.sort(key=lambda pair: pair[1]["batch"])
         chosen |= dict([found[0], found[-1]])
-    heights = [0.6 + min(max(0.16 * len(r["ratios"]), 1.0), 6.0) for r in chosen.values()]
+    heights = [0.6 + min(max(0.16 * len(_adapting(r)), 1.0), 6.0) for r in chosen.values()]
     figure = style.figure(8.5, sum(heights) + 0.4 * len(heights))
     panels = figure.subplots(len(chosen), 1, squeeze=False, height_ratios=heights)[:, 0]
     for axes, (name, record) in zip(panels, chosen.items(), strict=True):
-        layers = list(record["ratios"])
-        steps = [step for step, _ in record["ratios"][layers[0]]]
+        histories = _adapting(record)
+        layers = list(histories)
+        steps = [step for step, _ in histories[layers[0]]]
         values = [
-            [np.nan if value is None else value for _, value in record["ratios"][layer]]
-            for layer in layers
+            [np.nan if value is None else value for _, value in history]
+            for history in histories.values()
         ]
         style.heat_map(axes, "trust ratio", steps, np.array(values))
         axes.set_title(f"{name}, batch {record['batch']:,}", fontsize=11)
@@ -157,6 +158,14 @@ def ratios(measured: Sequence[Summary]) -> Figure:
         # Row n of the map extends from n to n + 1; its name stands in the middle.
         axes.set_yticks(np.arange(0, len(layers), stride) + 0.5, layers[::stride], fontsize=7)
     return figure
+
+
+def _adapting(record: Record) -> dict[str, list[tuple[int, float | None]]]:
+    """Returns the ratios of the layers that adapt; the others have 1 all the time."""
+    return {
+        layer: history for layer, history in record["ratios"].items()
+        if any(value not in (None, 1) for _, value in history)
+    }
 
 
 def optimizer_name(optimizer: str) -> str:

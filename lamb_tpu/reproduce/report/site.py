@@ -82,6 +82,7 @@ def _environment(html: bool) -> jinja2.Environment:
         trim_blocks=True, lstrip_blocks=True, autoescape=html, keep_trailing_newline=True,
     )
     environment.globals |= {
-        "captions": pictures.CAPTIONS, "papers": pages_lib.papers, "total": pages_lib.total,
+        "captions": pictures.CAPTIONS, "papers": pages_lib.papers, "spent": pages_lib.spent,
+        "total": pages_lib.total,
     }
     return environment

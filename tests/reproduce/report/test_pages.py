@@ -76,6 +76,12 @@ def test_total_counts_a_cell_once(tmp_path: pathlib.Path) -> None:
     assert counts == [2, 1, 4] and hours == pytest.approx(4 * 1.5 / 3600)
 
 
+def test_spent() -> None:
+    assert [pages.spent(hours) for hours in (2.25, 0.5, 0.01)] == [
+        "2.2 hours", "30.0 minutes", "36 seconds"
+    ]
+
+
 def test_a_tuned_form_is_a_part_of_its_own(tmp_path: pathlib.Path) -> None:
     table = write(tmp_path)
     form = tuned(table, 3)

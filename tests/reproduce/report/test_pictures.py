@@ -84,18 +84,24 @@ def test_training(tmp_path: pathlib.Path) -> None:
 
 
 def test_ratios(tmp_path: pathlib.Path) -> None:
-    layers = {f"layer{n}/kernel": [[1, 0.1 * (n + 1)], [2, None]] for n in range(60)}
+    layers = {f"layer{n}/kernel": [[1, 0.11 * (n + 1)], [2, None]] for n in range(60)}
+    layers["layer0/bias"] = [[1, 1.0], [2, 1.0]]  # does not adapt
     table, found = measured(tmp_path, ratios=layers)
     drawn = pictures.all_of(table.scales["small"], found)["ratios"]
     panels = [axes for axes in drawn.axes if axes.get_title()]
     assert [axes.get_title() for axes in panels] == ["lamb, batch 32", "adamw, batch 64"]
     for axes in panels:
         shown = axes.collections[0].get_array()
-        assert shown[:, 0].tolist() == pytest.approx([0.1 * (n + 1) for n in range(60)])
+        assert shown[:, 0].tolist() == pytest.approx([0.11 * (n + 1) for n in range(60)])
         assert shown.mask[:, 1].all()
         # Of many layers every second has its name.
         names = [label.get_text() for label in axes.get_yticklabels()]
         assert names == [f"layer{n}/kernel" for n in range(0, 60, 2)]
+
+
+def test_layers_that_do_not_adapt_have_no_picture(tmp_path: pathlib.Path) -> None:
+    table, found = measured(tmp_path, ratios={"a/bias": [[1, 1.0], [2, 1.0]]})
+    assert "ratios" not in pictures.all_of(table.scales["small"], found)
 
 
 def test_an_optimizer_has_its_smallest_and_its_largest_batch(tmp_path: pathlib.Path) -> None:
