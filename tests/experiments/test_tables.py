@@ -1,5 +1,6 @@
 """The shipped tables: schedules that fit into their runs, and what some studies rest on."""
 
+import json
 from collections.abc import Iterator
 
 import pytest
@@ -10,6 +11,7 @@ from lamb_tpu.reproduce.loading import folder, load_all
 from lamb_tpu.reproduce.tables import Table
 from lamb_tpu.run import phases
 from lamb_tpu.run.recipe import Recipe, resolve
+from tests.shared import shared
 
 TABLES = load_all(folder())
 EXAMPLES = 50_000  # of an epoch; which number it is does not matter here
@@ -85,3 +87,27 @@ def test_phases_of_the_small_bert_before_squad() -> None:
     ] == [128, 512]
     # Where the vocabulary lies does not count.
     assert jobs.flat_configs([alone]) == jobs.flat_configs([last])
+
+
+def published() -> Iterator[tuple[Table, str, float, str]]:
+    """Numbers that papers give, with their tables, cells, and whether they were seen."""
+    for table in TABLES.values():
+        for cell in table.cells.values():
+            for number in cell.published.values():
+                if not isinstance(number, str):
+                    yield table, cell.name, number, cell.known
+
+
+def test_published_numbers_are_known_as_the_digest_of_the_papers_says() -> None:
+    entries = json.loads(shared("papers", "tables.json").read_text())
+    found = list(published())
+    assert len(found) > 100
+    for table, cell, number, known in found:
+        states = {
+            entry["provenance"]["status"] for entry in entries
+            if table.paper.arxiv in entry["paper"]
+            for row in entry["rows"] for value in row
+            # Shares there are percent here.
+            if isinstance(value, float) and number in (value, pytest.approx(100 * value, abs=5e-6))
+        }
+        assert states & {known, "mixed"}, (table.key, cell, number, known)
