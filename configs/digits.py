@@ -2,13 +2,13 @@
 
 The setting of `make demo`: one base setting for each optimizer at batch 32, carried to larger
 batches by a rule and not tuned again. LAMB scales by LEGW (square-root learning rate, linear-epoch
-warm-up; arXiv:1904.00962, 1901.08256), momentum linearly with 5 epochs of warm-up
-(arXiv:1706.02677), AdamW not at all.
+warm-up; arXiv:1904.00962, 1901.08256), momentum, Nesterov's and LARS linearly with 5 epochs of
+warm-up (arXiv:1706.02677, 1708.03888), AdamW not at all.
 
   python -m lamb_tpu.train --config=configs/digits.py:optimizer=lamb,batch=512 --workdir=DIR
 
 Hardware: any CPU. Wall time: seconds. Expected metric: the table that `make demo` prints (measured
-here; see experiments/demo/README.md). Source: none, a study of this project.
+here, in experiments/report/demo-scaling.md). Source: none, a study of this project.
 """
 
 from ml_collections import ConfigDict
@@ -17,22 +17,18 @@ from lamb_tpu.config import base_config, check_argument, parse_argument
 
 # Optimizer fields, scaling rule, and the warm-up at batch 32. LEGW's warm-up at that batch is the
 # same share of the run as in the LAMB paper (0.3125 of 90 epochs, for ResNet-50): a tenth of an
-# epoch. `python -m experiments.demo.tune` chose the rates, at batch 32 only: trained on the first
-# 80 % of the training scans, the best mean accuracy of 10 seeds on the other 287. In %:
-#   lamb      0.005 96.93, 0.01 97.42, 0.02 96.20; grid 0.00125, 0.0025, ... 0.08. These had
-#             norms summed in another order than the code's, which gives 0.0025 97.04, 0.005 96.93,
-#             0.01 97.04, 0.02 96.69
-#   adamw     0.004 97.11, 0.008 97.42, 0.016 97.04; grid 0.0005, 0.001, ... 0.032
-#   momentum  0.08 97.00, 0.16 97.32, 0.32 45.44; grid 0.01, 0.02, ... 0.64
+# epoch. The rates are chosen at batch 32 alone, by experiments/demo/base_rates.toml.
 OPTIMIZERS = {
     "lamb": (dict(learning_rate=0.01, weight_decay=0.01), "legw", "0.1 epochs"),
     "adamw": (dict(learning_rate=0.008, weight_decay=0.01), "identity", "0.1 epochs"),
     "momentum": (dict(learning_rate=0.16, momentum=0.9), "linear", "5 epochs"),
+    "nesterov": (dict(learning_rate=0.08, momentum=0.9), "linear", "5 epochs"),
+    "lars": (dict(learning_rate=4.0, momentum=0.9, weight_decay=1e-4), "linear", "5 epochs"),
 }
 
 
 def get_config(argument: str | None = None) -> ConfigDict:
-    """Arguments: optimizer=lamb|adamw|momentum, batch=32, epochs=30.0, smoke."""
+    """Arguments: optimizer=lamb|adamw|momentum|nesterov|lars, batch=32, epochs=30.0, smoke."""
     arg = parse_argument(argument, optimizer="lamb", batch=32, epochs=30.0, smoke=False)
     check_argument("optimizer", arg.optimizer, OPTIMIZERS)
     fields, scaling, warmup = OPTIMIZERS[arg.optimizer]

@@ -15,6 +15,7 @@ from lamb_tpu.reproduce import results as results_lib
 from lamb_tpu.reproduce.jobs import Job, Stage
 from lamb_tpu.reproduce.results import Record, Results
 from lamb_tpu.reproduce.tables import Cell, Scale, Table
+from lamb_tpu.store import programs
 from lamb_tpu.train import train
 from lamb_tpu.watch.guards import Diverged
 
@@ -135,7 +136,9 @@ def execute(job: Job, place: Place) -> Finished:
             with config.unlocked():
                 config.init_from = str(folders[number - 1])
         try:
-            train(config, workdir, label=job.name, quiet=True)
+            # Runs that differ in the seed alone need the same programs.
+            with programs.kept_in(place.runs, every=True):
+                train(config, workdir, label=job.name, quiet=True)
         except Diverged as error:
             diverged = str(error).partition(";")[0]
             break

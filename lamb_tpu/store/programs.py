@@ -1,4 +1,4 @@
-"""Compiled programs of a run, kept in its workdir, so that a resumed run need not compile again."""
+"""Compiled programs kept in a folder, so that a resumed run need not compile again."""
 
 import contextlib
 import hashlib
@@ -15,23 +15,31 @@ FOLDER = "compiled"
 
 
 @contextlib.contextmanager
-def kept_in(workdir: pathlib.Path) -> Iterator[None]:
-    """Makes a folder of the workdir JAX's compilation cache; one that the user has set stays.
+def kept_in(workdir: pathlib.Path, every: bool = False) -> Iterator[None]:
+    """Makes a folder of the workdir JAX's compilation cache; one that is set already stays.
 
     JAX's limits apply: by default it keeps what took a second or more to compile, and only process
     0 writes. A program that cannot be read or written is compiled as without the folder.
+
+    Args:
+      workdir: a run's folder, or one of many runs that share their programs.
+      every: whether to keep programs that took less than a second, too: for many short runs.
     """
     # JAX defines its flags at run time, so type checkers do not know them.
     if jax.config.jax_compilation_cache_dir is not None:  # type: ignore[attr-defined]
         yield
         return
+    limit = jax.config.jax_persistent_cache_min_compile_time_secs  # type: ignore[attr-defined]
     jax.config.update("jax_compilation_cache_dir", str(workdir / FOLDER / _machine()))
+    if every:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     # The run is right without the folder, and a disk that is full is told in a sentence of its own.
     warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache entry")
     try:
         yield
     finally:
         jax.config.update("jax_compilation_cache_dir", None)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", limit)
         # JAX looks at the folder once, and the next run of this process has another one.
         compilation_cache.reset_cache()
 
