@@ -1,6 +1,7 @@
 """Pictures of a table's runs: against the batch, over training, trust ratios of the layers."""
 
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -11,13 +12,13 @@ from matplotlib.figure import Figure
 
 from lamb_tpu import style
 from lamb_tpu.reproduce.results import Record
-from lamb_tpu.reproduce.summary import Summary, half_width
+from lamb_tpu.reproduce.summary import Summary, half_width, shown
 from lamb_tpu.reproduce.tables import Metric, Scale
 
 # The text below each picture.
 CAPTIONS = {
     "batches": "Mean over the seeds with its 95 % interval (Student's t); a small point is a seed. "
-    "An interval wider than the picture is cut.",
+    "An interval wider than the picture is cut; a mean far below or above is named at the edge.",
     "training": "A line for each seed.",
     "ratios": "Trust ratio of each layer that adapts, of the first seed, from the first layer to "
     "the last; grey where there is none. Each optimizer has its smallest and its largest batch.",
@@ -62,6 +63,12 @@ def batches(measured: Sequence[Summary], metric: Metric) -> Figure:
             points = lines.setdefault(name, {}).setdefault(record["batch"], [])
             points += [] if value is None else [value]
     styles = looks(optimizers)
+    at_batch: dict[int, list[float]] = {}
+    for seeds in lines.values():
+        for batch, values in seeds.items():
+            at_batch.setdefault(batch, []).extend(values)
+    low, high = _limits(list(at_batch.values()), metric.better)
+    outside: Counter[int] = Counter()
     for number, (name, seeds) in enumerate(lines.items()):
         # Side by side, because intervals in one place would hide each other.
         shift = 2 ** (_STEP * (number - (len(lines) - 1) / 2))
@@ -75,16 +82,47 @@ def batches(measured: Sequence[Summary], metric: Metric) -> Figure:
                 [place] * len(seeds[batch]), seeds[batch], linestyle="", alpha=0.5, markersize=3,
                 color=look["color"], marker=look["marker"],
             )
-    every = sorted({batch for seeds in lines.values() for batch in seeds})
+        for place, batch, mean in zip(places, at, means, strict=True):
+            if not low <= mean <= high:
+                text, below = shown(mean, metric), mean < low
+                offset = 4 + 24 * outside[batch]  # points; several stand above each other
+                outside[batch] += 1
+                axes.annotate(
+                    f"{text}\n\u2193" if below else f"\u2191\n{text}",
+                    (place, low if below else high), xytext=(0, offset if below else -offset),
+                    textcoords="offset points", ha="center", va="bottom" if below else "top",
+                    color=look["color"], fontsize=8,
+                )
+    every = sorted(at_batch)
     style.dress(axes, "", "batch size (examples)", metric.label, metric.better)
     style.batch_axis(axes, every)
-    # The interval of two seeds can be many times as wide as all that was measured.
-    values = [value for seeds in lines.values() for found in seeds.values() for value in found]
-    if values:
-        room = 0.08 * (max(values) - min(values)) or 1.0
-        axes.set_ylim(min(values) - room, max(values) + room)
+    axes.set_ylim(low, high)
     axes.legend(frameon=False, fontsize=8)
     return figure
+
+
+def _limits(columns: Sequence[Sequence[float]], better: str) -> tuple[float, float]:
+    """Returns the limits of an axis of measured values, with some room.
+
+    The interval of two seeds can be many times as wide as all values, and a few runs that failed
+    can be so far from the others that nothing would be seen of these: both are left out.
+
+    Args:
+      columns: the values at each batch; every batch keeps a value within the limits.
+      better: of the metric.
+    """
+    higher = better == "higher"
+    ordered = sorted((value for values in columns for value in values), reverse=higher) or [0.0]
+    best = [max(values) if higher else min(values) for values in columns if values]
+    for count in range(max(3, len(ordered) // 2), len(ordered)):
+        range_of_best = abs(ordered[count - 1] - ordered[0])
+        keeps_all = all(value in ordered[:count] for value in best)
+        if abs(ordered[count] - ordered[count - 1]) > 3 * range_of_best > 0 and keeps_all:
+            ordered = ordered[:count]
+            break
+    low, high = min(ordered), max(ordered)
+    room = 0.08 * (high - low) or 1.0
+    return low - room, high + room
 
 
 def training(measured: Sequence[Summary], metric: Metric) -> Figure:

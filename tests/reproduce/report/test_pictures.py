@@ -122,3 +122,32 @@ def test_looks() -> None:
     for optimizers in ({"a": "lamb", "b": "lamb", "c": "lamb"}, {"a": "lamb", "b": "my.own:rule"}):
         found = pictures.looks(optimizers)
         assert len({look["color"] for look in found.values()}) == len(optimizers)
+
+
+def test_runs_that_failed_do_not_squeeze_the_others() -> None:
+    good = [0.93, 0.92, 0.91, 0.9]
+    limits = pictures._limits([[*good, 0.1], [0.9, 0.11]], "higher")
+    assert limits == pytest.approx((0.8976, 0.9324))
+    assert pictures._limits([[*(1 - value for value in good), 0.9]], "lower")[1] < 0.11
+    # What is no further away than the others from each other stays, and so does most of it, and
+    # the best value of every batch.
+    for columns in (
+        [[*good, 0.85]], [[0.93, 0.92, 0.1, 0.11, 0.12]], [[0.9, 0.1]], [[0.9, 0.9, 0.9, 0.8]],
+        [good, [0.1]],
+    ):
+        low, high = pictures._limits(columns, "higher")
+        assert low < min(map(min, columns)) and high > 0.9
+    assert pictures._limits([[]], "higher") == (-1, 1)
+
+
+def test_a_mean_beyond_the_axis_is_named(tmp_path: pathlib.Path) -> None:
+    table, found = measured(tmp_path)
+    lamb, adamw, _ = found
+    several = [
+        lamb._replace(records=lamb.records * 2, values=[92.0, 91.0, 90.0, 93.0]),
+        adamw._replace(records=lamb.records[:1], values=[10.0],
+                       cell=adamw.cell._replace(row="AdamW")),
+    ]
+    axes, = pictures.batches(several, table.scales["small"].metric).axes
+    assert axes.get_ylim()[0] > 89
+    assert [text.get_text() for text in axes.texts] == ["10.0\n\u2193"]
