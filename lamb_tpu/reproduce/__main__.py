@@ -135,10 +135,12 @@ def main(options: argparse.Namespace) -> None:
         html = options.html and pathlib.Path(options.html)
         # The page beside the tables is of all tables and of their own records.
         is_whole = not options.tables and options.output is None and records is None
-        site.write(
+        written = site.write(
             {table.key: table for table in chosen}, output, html, records,
             papers if is_whole else None,
         )
+        if options.tables:  # they are what the reader wants to open
+            print("\n".join(map(str, written)))
     elif options.command == "show":
         showing.show(chosen, records)
     elif options.command == "commands":

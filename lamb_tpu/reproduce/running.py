@@ -15,7 +15,7 @@ from lamb_tpu.reproduce.choosing import choose_cells, choose_scale
 from lamb_tpu.reproduce.engine import Finished, Place
 from lamb_tpu.reproduce.jobs import Job
 from lamb_tpu.reproduce.results import Results
-from lamb_tpu.reproduce.showing import show_scale
+from lamb_tpu.reproduce.showing import show_head, show_scale
 from lamb_tpu.reproduce.tables import Cell, Scale, Table
 from lamb_tpu.reproduce.tuning import tuned
 from lamb_tpu.reproduce.watching import Watch
@@ -168,6 +168,7 @@ def _run_plan(
         else:
             engine.run_one_by_one(jobs, place, begun, done)
     print()
+    show_head(plan.table)
     show_scale(plan.table, plan.scale, plan.results)
 
 

@@ -8,8 +8,8 @@ from lamb_tpu.reproduce import jobs as jobs_lib
 from lamb_tpu.reproduce.choosing import choose_cells, choose_scale
 from lamb_tpu.reproduce.jobs import Job
 from lamb_tpu.reproduce.results import Results
-from lamb_tpu.reproduce.summary import matrix, measured, stale, summaries
-from lamb_tpu.reproduce.tables import Scale, Table
+from lamb_tpu.reproduce.summary import Summary, matrix, measured, stale, summaries
+from lamb_tpu.reproduce.tables import Metric, Scale, Table
 from lamb_tpu.terminal import fit
 
 
@@ -45,18 +45,23 @@ def show(tables: Sequence[Table], records: pathlib.Path | None) -> None:
     for number, table in enumerate(tables):
         if number:
             print()
-        print(fit(f"{table.key}: {table.title}"))
-        where = ", ".join(filter(None, [
-            table.paper.arxiv and f"arXiv:{table.paper.arxiv}", table.source,
-        ]))
-        if where:
-            print(fit(where))
-        if table.about:
-            print(fit(" ".join(table.about.split())))
+        show_head(table)
         for form in tuning.forms(table, records):
             results = Results(form, records)
             for scale in form.measured_scales():
                 show_scale(form, scale, results)
+
+
+def show_head(table: Table) -> None:
+    """Prints the title of a table, its place in the paper, and what to know about it."""
+    print(fit(f"{table.key}: {table.title}"))
+    where = ", ".join(filter(None, [
+        table.paper.arxiv and f"arXiv:{table.paper.arxiv}", table.source,
+    ]))
+    if where:
+        print(fit(where))
+    if table.about:
+        print(fit(" ".join(table.about.split())))
 
 
 def show_scale(table: Table, scale: Scale, results: Results) -> None:
@@ -67,34 +72,40 @@ def show_scale(table: Table, scale: Scale, results: Results) -> None:
     print(fit(f"{scale.name}: {metric.label} ({metric.better} is better)"
               + (about and f"; {about}") + (scale.cost and f"; {scale.cost}")))
     found = summaries(table, scale, results)
+    told, notes = found, list[str]()
     if grid := matrix(found, metric):
         _print_columns(grid)
         if any(summary.published for summary in found):
             print("  In parentheses: the paper's.")
-        print()
-    rows = [("cell", "paper", "measured", "difference", "seeds", "")]
-    notes = []
-    if grid:  # it has every cell already; the rows are those with more to tell
-        names = [summary.cell.name for summary in found if summary.status == "not run"]
-        if names:
+        if names := [summary.cell.name for summary in found if summary.status == "not run"]:
             notes.append(f"not run: {', '.join(names)}")
-        found = [summary for summary in found if summary.status != "not run"]
+        # It has every cell already; the rows are those with more to tell.
+        told = [
+            summary for summary in found if summary.status != "not run"
+            and (summary.published or summary.status != "measured")
+        ]
     for summary in found:
-        known = f" ({summary.cell.known})" if summary.published else ""
-        distance = summary.distance
-        rows.append((
-            summary.cell.name, summary.published + known, measured(summary, metric) or "-",
-            "" if distance is None else f"{distance:+.{metric.digits}f}",
-            str(len(summary.values) or ""), summary.status,
-        ))
         if summary.search:
             notes.append(f"{summary.cell.name}: {summary.search}")
-        if told := stale(summary, metric):
-            notes.append(f"{summary.cell.name}: {told}")
-    if len(rows) > 1:
-        _print_columns(rows)
+        if text := stale(summary, metric):
+            notes.append(f"{summary.cell.name}: {text}")
+    if grid and (told or notes):
+        print()
+    if told:
+        head = ("cell", "paper", "measured", "difference", "seeds", "")
+        _print_columns([head, *(_row(summary, metric) for summary in told)])
     for note in notes:
         print(fit(f"  {note}"))
+
+
+def _row(summary: Summary, metric: Metric) -> tuple[str, ...]:
+    known = f" ({summary.cell.known})" if summary.published else ""
+    distance = summary.distance
+    return (
+        summary.cell.name, summary.published + known, measured(summary, metric) or "-",
+        "" if distance is None else f"{distance:+.{metric.digits}f}",
+        str(len(summary.values) or ""), summary.status,
+    )
 
 
 def _print_columns(rows: Sequence[Sequence[str]]) -> None:

@@ -3,7 +3,9 @@
 import pathlib
 from typing import Any
 
+import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from lamb_tpu.errors import UserError
 from lamb_tpu.reproduce import engine
@@ -61,6 +63,24 @@ def test_speed_is_a_metric(tmp_path: pathlib.Path) -> None:
         if "examples_per_second" in record
     ]
     assert min(rates) <= finished.record["values"]["examples_per_second"] <= max(rates)
+
+
+def test_runs_share_their_programs(tmp_path: pathlib.Path) -> None:
+    table = write(tmp_path)
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()  # an earlier test may have opened its folder
+    found = []
+    try:
+        for seed in (0, 1):
+            job = Job(table, table.scales["small"], table.cells["lamb"], seed)
+            engine.execute(job, place(tmp_path))
+            found.append({path.name for path in tmp_path.rglob("jit_train_step*-cache")})
+        assert len(found[0]) == 1 and found[1] == found[0]
+        assert {path.name for path in (tmp_path / "runs").iterdir()} == {"compiled", "small"}
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+        compilation_cache.reset_cache()
 
 
 def test_diverged_is_a_result(tmp_path: pathlib.Path) -> None:

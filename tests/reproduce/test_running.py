@@ -58,7 +58,10 @@ def test_a_whole_story(tmp_path: pathlib.Path) -> None:
     assert "run 1 of 1: lamb-small-seed0" in told and table.records.read_text() == before
     assert (tmp_path / "mine" / "small" / "digits.jsonl").exists()
     assert call(tmp_path, "show", "small", mine).count("not run") == 1
-    call(tmp_path, "report", "small", mine, f"--output={tmp_path / 'mine' / 'report'}")
+    told = call(tmp_path, "report", "small", mine, f"--output={tmp_path / 'mine' / 'report'}")
+    for name in ("small-digits.md", "small-digits-small-training.svg"):
+        assert str(tmp_path / "mine" / "report" / name) in told.splitlines()
+    assert all(pathlib.Path(line).exists() for line in told.splitlines())
     assert "| adamw | 92.5 (seen) | - |" in (
         tmp_path / "mine" / "report" / "small-digits.md"
     ).read_text()

@@ -48,6 +48,18 @@ def test_matrix(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> N
 """)
 
 
+def test_a_matrix_that_says_all(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [line for line in TABLE.splitlines() if '"adamw"' not in line and '"lars"' not in line]
+    text = "\n".join(lines).replace("published = {accuracy = 93.0}", 'row = "r", column = "128"')
+    table = write(tmp_path, text)
+    for seed in (0, 1):
+        add(Results(table), job_of(table, seed=seed), 0.93)
+        showing.show([table], None)
+    _, first, second = capsys.readouterr().out.split(" (higher is better)\n")
+    assert first.startswith("     128\n  r  93.0\n\n  cell ") and "1 of 2 seeds\n" in first
+    assert second == "     128\n  r  93.0 ± 0.0\n"
+
+
 def test_commands_are_those_of_train(
     tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -68,6 +68,26 @@ def test_each_run_has_its_own_folder(
         programs.compilation_cache.reset_cache()
 
 
+def test_short_runs_keep_every_program(tmp_path: pathlib.Path) -> None:
+    before = jax.config.jax_compilation_cache_dir
+    limit = jax.config.jax_persistent_cache_min_compile_time_secs
+    jax.config.update("jax_compilation_cache_dir", None)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 60.0)
+    programs.compilation_cache.reset_cache()  # an earlier test may have opened its folder
+    try:
+        for every, count in ((False, 0), (True, 1)):
+            # A run within has no folder of its own.
+            with programs.kept_in(tmp_path, every), programs.kept_in(tmp_path / "run"):
+                jax.jit(lambda x: x * 5 + 3)(1.0)
+            assert len(list(tmp_path.rglob("jit__lambda*-cache"))) == count
+            assert jax.config.jax_persistent_cache_min_compile_time_secs == 60.0
+        assert not (tmp_path / "run").exists()
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", limit)
+        programs.compilation_cache.reset_cache()
+
+
 def test_damaged_program_is_compiled_anew(tmp_path: pathlib.Path) -> None:
     before = jax.config.jax_compilation_cache_dir
     jax.config.update("jax_compilation_cache_dir", None)

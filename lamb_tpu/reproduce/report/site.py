@@ -24,7 +24,7 @@ _TEMPLATES = pathlib.Path(__file__).parent / "templates"
 def write(
     tables: Mapping[str, Table], output: pathlib.Path, html: pathlib.Path | None,
     records: pathlib.Path | None = None, overview: pathlib.Path | None = None,
-) -> None:
+) -> list[pathlib.Path]:
     """Writes the report and prints where it lies.
 
     Args:
@@ -35,6 +35,9 @@ def write(
       overview: folder with a template README.md.j2, from which its README.md is made; None, or a
         folder without the template, for none. The template may include rows.md.j2, the table of
         all cells, and missing.md.j2.
+
+    Returns:
+      The pages of the tables and their pictures.
 
     Raises:
       UserError: a folder cannot be written, records are damaged, or the template has a mistake.
@@ -49,20 +52,24 @@ def write(
     if overview is not None and (overview / "README.md.j2").exists():
         _write_overview(pages, overview, output)
         print(overview / "README.md")
+    written = []
     for page in pages:
         for part in page.parts:
             for kind, figure in part.figures.items():
                 text = style.svg(figure)
                 for folder in folders:
-                    writing.replace(folder / f"{page.slug}-{part.name}-{kind}.svg", text)
+                    written.append(folder / f"{page.slug}-{part.name}-{kind}.svg")
+                    writing.replace(written[-1], text)
     for folder, kind, index in zip(folders, ("md", "html"), ("README.md", "index.html")):
         environment = _environment(kind == "html")
         template = environment.get_template(f"index.{kind}.j2")
         writing.replace(folder / index, template.render(pages=pages))
         for page in pages:
             template = environment.get_template(f"table.{kind}.j2")
-            writing.replace(folder / f"{page.slug}.{kind}", template.render(page=page))
+            written.append(folder / f"{page.slug}.{kind}")
+            writing.replace(written[-1], template.render(page=page))
         print(folder / index)
+    return written
 
 
 def _write_overview(pages: Sequence[Page], folder: pathlib.Path, output: pathlib.Path) -> None:
