@@ -21,6 +21,8 @@ PYTHON ?= python3
 JOBS ?= 2
 VENV := .venv
 RUN := $(VENV)/bin/python
+# A full batch of 1,437 divides over no number of accelerators but one.
+DEMO := JAX_PLATFORMS=cpu $(RUN) -m lamb_tpu.reproduce
 STAMP := $(VENV)/.ready-$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 
 .PHONY: setup demo lint test test-long test-all test-faults test-storage test-interchange report bench \
@@ -36,7 +38,8 @@ $(STAMP): requirements.txt pyproject.toml setup.py
 	@touch $@
 
 demo: setup
-	$(RUN) -m experiments.demo.batch_scaling $(FLAGS)
+	$(DEMO) run demo/scaling --runs=runs/demo --records=runs/demo $(FLAGS)
+	$(DEMO) report demo/scaling --records=runs/demo --output=runs/demo/report --html=runs/demo/site
 
 lint: setup
 	$(RUN) -m ruff check .

@@ -17,13 +17,13 @@ from lamb_tpu.config import base_config, check_argument, parse_argument
 
 # Optimizer fields, scaling rule, and the warm-up at batch 32. LEGW's warm-up at that batch is the
 # same share of the run as in the LAMB paper (0.3125 of 90 epochs, for ResNet-50): a tenth of an
-# epoch. The rates are chosen at batch 32 alone, by experiments/demo/base_rates.toml.
+# epoch. The rates were chosen at batch 32 alone, as experiments/report/demo-base_rates.md says.
 OPTIMIZERS = {
     "lamb": (dict(learning_rate=0.01, weight_decay=0.01), "legw", "0.1 epochs"),
     "adamw": (dict(learning_rate=0.008, weight_decay=0.01), "identity", "0.1 epochs"),
     "momentum": (dict(learning_rate=0.16, momentum=0.9), "linear", "5 epochs"),
     "nesterov": (dict(learning_rate=0.08, momentum=0.9), "linear", "5 epochs"),
-    "lars": (dict(learning_rate=4.0, momentum=0.9, weight_decay=1e-4), "linear", "5 epochs"),
+    "lars": (dict(learning_rate=1.0, momentum=0.9, weight_decay=1e-4), "linear", "5 epochs"),
 }
 
 

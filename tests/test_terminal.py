@@ -14,8 +14,7 @@ from lamb_tpu.terminal import fit, fit_docstring
 from tests.shared import ROOT
 
 COMMANDS = [  # whose help is their docstring
-    path for folder in ("lamb_tpu", "experiments/demo")
-    for path in sorted((ROOT / folder).rglob("*.py"))
+    path for path in sorted((ROOT / "lamb_tpu").rglob("*.py"))
     if 'if __name__ == "__main__"' in path.read_text() and ".run_main(" in path.read_text()
 ]
 
