@@ -8,7 +8,7 @@ import functools
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -212,27 +212,32 @@ def state_parts(config: ConfigDict) -> tuple[StatePart, ...]:
     return Averages(config.ema.decay), Skipped()
 
 
-def prepare(
-    config: ConfigDict,
-    workdir: str | os.PathLike[str] | None,
-    devices: Sequence[jax.Device] | None = None,
-    training: bool = True,
-) -> Run:
-    """Builds the parts of a run, with all checks of config, workdir and data, cheapest first.
+class Settings(NamedTuple):
+    """The parts of a run that need no data.
 
-    Nothing is compiled. Nothing is written but the workdir's folder itself and, if it is missing,
-    the prepared data set.
+    Attributes:
+      mesh: the mesh over all devices.
+      task: the learning problem, with its model.
+      rules: of the parameters' facts.
+      batch_norm: see `Run`.
+    """
+
+    mesh: Mesh
+    task: tasks.Task
+    rules: parameters.Rules
+    batch_norm: str
+
+
+def settings(
+    config: ConfigDict, devices: Sequence[jax.Device] | None = None, training: bool = True
+) -> Settings:
+    """Builds the parts of a run that need no data, with all checks of the config that need none.
 
     Args:
-      config: a recipe, see `lamb_tpu.config.base_config`.
-      workdir: folder of the run; None for a run that is only planned, and for an evaluation of
-        initial weights.
-      devices: devices of the mesh; None: all.
-      training: False for an evaluation. It may have another evaluation split than the run, and a
-        number of devices that does not divide the training batch.
+      config, devices, training: see `prepare`.
 
     Raises:
-      UserError: the config, the workdir or the data has a mistake.
+      UserError: the config has a mistake.
     """
     config_lib.check_keys(config)
     config_lib.check_values(config)
@@ -264,6 +269,33 @@ def prepare(
     _, rules = resolve_optimizer(config, resolve(config, num_examples=10**6))
     for number, rule in enumerate(config.parallel.rules):
         rules_lib.check_rule(number, rule)
+    return Settings(mesh, task, rules, batch_norm)
+
+
+def prepare(
+    config: ConfigDict,
+    workdir: str | os.PathLike[str] | None,
+    devices: Sequence[jax.Device] | None = None,
+    training: bool = True,
+) -> Run:
+    """Builds the parts of a run, with all checks of config, workdir and data, cheapest first.
+
+    Nothing is compiled. Nothing is written but the workdir's folder itself and, if it is missing,
+    the prepared data set.
+
+    Args:
+      config: a recipe, see `lamb_tpu.config.base_config`.
+      workdir: folder of the run; None for a run that is only planned, and for an evaluation of
+        initial weights.
+      devices: devices of the mesh; None: all.
+      training: False for an evaluation. It may have another evaluation split than the run, and a
+        number of devices that does not divide the training batch.
+
+    Raises:
+      UserError: the config, the workdir or the data has a mistake.
+    """
+    mesh, task, rules, batch_norm = settings(config, devices, training)
+    named = config.parallel.backend == "shard_map"
     # The folder and the initial weights, also before the data.
     folder = None if workdir is None else Workdir(workdir)
     if folder is not None:

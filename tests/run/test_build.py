@@ -159,6 +159,14 @@ def test_evaluation_needs_no_training_batch() -> None:
     assert run.eval_batch_size == 129
 
 
+def test_settings_need_no_data() -> None:
+    nowhere = {"data__name": "mnist", "data__dir": "/nowhere"}
+    made = run_lib.settings(tiny.digits(**nowhere))
+    assert made.mesh.size == 8 and made.task.input_std == 16.0
+    with pytest.raises(UserError, match="b2"):
+        run_lib.settings(tiny.digits(**nowhere, optimizer__b2=1.5))
+
+
 def test_constant_decay_has_no_end(tmp_path: pathlib.Path) -> None:
     config = tiny.digits(schedule__decay="constant", schedule__end_factor=0.5)
     with pytest.raises(UserError, match=r"config\.schedule\.end_factor is 0\.5, .*'constant'"):
