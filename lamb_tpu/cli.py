@@ -16,7 +16,7 @@ from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
 from lamb_tpu import own, terminal
-from lamb_tpu.config import check_keys, check_values, recipe_folder, recipe_path
+from lamb_tpu.config import check_keys, check_values, recipe_folder, recipe_path, section_of
 from lamb_tpu.errors import Interrupted, Preempted, UserError
 
 # The arguments that ml_collections searches for overrides. `_parse_flags` removes those that
@@ -228,12 +228,8 @@ def _check_overrides(argv: list[str], config: ConfigDict) -> None:
     for item in argv:
         # absl sets a boolean to False by --noconfig.KEY.
         override = re.match(r"-{1,2}(?:no)?config\.([^=]*)", item)
-        node, path = config, "config"
-        for part in override[1].split(".") if override else ():
-            if not isinstance(node, ConfigDict) or part not in node:
-                known = ", ".join(node) if isinstance(node, ConfigDict) else "no keys"
-                raise UserError(f"{path}.{part} is unknown; {path} has: {known}")
-            node, path = node[part], f"{path}.{part}"
+        if override:
+            section_of(config, override[1])
 
 
 def _check_phases(argv: list[str], config: ConfigDict) -> None:

@@ -361,6 +361,22 @@ def _overlay(config: ConfigDict, nested: Mapping[str, Any], path: str) -> None:
                 ) from None
 
 
+def section_of(config: ConfigDict, key: str) -> ConfigDict:
+    """Returns the section of a config, or the config itself, that has a dotted key's last part.
+
+    Raises:
+      UserError: there is no such key; the message lists the known ones.
+    """
+    node: Any = config
+    where = "config"
+    for part in key.split("."):
+        if not isinstance(node, ConfigDict) or part not in node:
+            known = ", ".join(node) if isinstance(node, ConfigDict) else "no keys"
+            raise UserError(f"{where}.{part} is unknown; {where} has: {known}")
+        section, node, where = node, node[part], f"{where}.{part}"
+    return section
+
+
 def differences(
     old: Mapping[str, Any], new: Mapping[str, Any], free_keys: tuple[str, ...] = FREE_KEYS
 ) -> list[str]:

@@ -133,3 +133,14 @@ def test_free_keys_of_phases() -> None:
 def test_mistakes_about_the_first_state(changes: dict, message: str) -> None:
     with pytest.raises(UserError, match=message):
         config_lib.check_keys(tiny.digits(**changes))
+
+
+def test_section_of_a_key() -> None:
+    config = config_lib.base_config()
+    assert config_lib.section_of(config, "seed") is config
+    assert config_lib.section_of(config, "ema.decay") is config.ema
+    assert config_lib.section_of(config, "data.options") is config.data
+    with pytest.raises(UserError, match="config.ema.dacay is unknown; config.ema has: decay"):
+        config_lib.section_of(config, "ema.dacay")
+    with pytest.raises(UserError, match="config.seed.x is unknown; config.seed has: no keys"):
+        config_lib.section_of(config, "seed.x")

@@ -10,7 +10,15 @@ from typing import Any, NamedTuple
 from ml_collections import ConfigDict
 
 from lamb_tpu import cli
-from lamb_tpu.config import FREE_KEYS, base_config, check_keys, check_values, differences, flatten
+from lamb_tpu.config import (
+    FREE_KEYS,
+    base_config,
+    check_keys,
+    check_values,
+    differences,
+    flatten,
+    section_of,
+)
 from lamb_tpu.errors import UserError
 from lamb_tpu.reproduce.tables import Cell, Scale, Table
 from lamb_tpu.run import overrides as overrides_lib
@@ -186,18 +194,10 @@ def _tuples(value: Any) -> Any:
 
 def _assign(config: ConfigDict, key: str, value: Any) -> None:
     """Sets a dotted key that is not of a section with fields of its own."""
-    node: Any = config
-    parts = key.split(".")
-    for depth, part in enumerate(parts):
-        if not isinstance(node, ConfigDict) or part not in node:
-            where = ".".join(["config", *parts[:depth]])
-            known = ", ".join(node) if isinstance(node, ConfigDict) else "no keys"
-            raise UserError(f"{where}.{part} is unknown; {where} has: {known}")
-        if depth < len(parts) - 1:
-            node = node[part]
+    section, last = section_of(config, key), key.rpartition(".")[2]
     try:
-        node[parts[-1]] = _tuples(value)
+        section[last] = _tuples(value)
     except TypeError:
         raise UserError(
-            f"config.{key} is {value!r}; it must have the type of {node[parts[-1]]!r}"
+            f"config.{key} is {value!r}; it must have the type of {section[last]!r}"
         ) from None

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from ml_collections import ConfigDict
 
 from lamb_tpu import models, tasks
+from lamb_tpu.config import section_of
 from lamb_tpu.data.registry import option_fields
 from lamb_tpu.errors import UserError
 from lamb_tpu.optim import factory, presets
@@ -109,6 +110,26 @@ def apply(config: ConfigDict, overrides: Sequence[Override]) -> None:
             _check_file_fits(config, override)
 
 
+def kind_of(config: ConfigDict, key: str) -> Any:
+    """Returns the type that the values of a dotted key have, as `convert` takes it.
+
+    Raises:
+      UserError: the config has no such key, or it is a section; the message lists the known ones.
+    """
+    own, _ = take([f"--config.{key}="])
+    if own and own[0].field == "name":
+        return str
+    if own:
+        return _find(config, own[0])[2].kind
+    value = section_of(config, key)[key.rpartition(".")[2]]
+    if isinstance(value, ConfigDict):
+        raise UserError(
+            f"config.{key} is a section; name one of its keys: {', '.join(value) or 'none'}"
+        )
+    # A value of None is a placeholder for text.
+    return str | None if value is None else type(value)
+
+
 def own_fields(section: str, name: Any) -> dict[str, Field]:
     """Returns the fields of the named optimizer, model, task or data set.
 
@@ -176,8 +197,28 @@ def defaults(section: str, fields: Mapping[str, Any], name: Any) -> dict[str, An
 
 def _apply(config: ConfigDict, override: Override) -> None:
     section, field, key = override.section, override.field, override.key
-    phase = _phase(config, override.phase)
-    # The fields that are in force: a phase's lie over those of the whole config.
+    fields, name, (kind, default) = _find(config, override)
+    value = convert(key, override.text, kind, default)
+    # The value in force without this flag. Giving the same one must add no key. Types are compared
+    # too, because 1 == 1.0 == True.
+    before = (defaults(section, fields, name) | fields).get(field, _UNFIT)
+    if type(value) is type(before) and value == before:
+        return
+    # A value may replace one of another type, such as a number None.
+    with config.unlocked(), config.ignore_type():
+        phase = _phase(config, override.phase)
+        node = config if phase is None else phase
+        for part in section.split("."):
+            if part not in node:
+                node[part] = ConfigDict()
+            node = node[part]
+        node[field] = value
+
+
+def _find(config: ConfigDict, override: Override) -> tuple[dict[str, Any], Any, Field]:
+    """Returns the fields in force, the name that decides which there are, and the one changed."""
+    section, field, phase = override.section, override.field, _phase(config, override.phase)
+    # A phase's fields lie over those of the whole config.
     fields = _section(config, section) | _section(phase, section)
     # The options of a data set belong to config.data.name.
     if section == "data.options":
@@ -194,24 +235,10 @@ def _apply(config: ConfigDict, override: Override) -> None:
         known = {"name": Field(str, inspect.Parameter.empty), **known}
     if field not in known:
         listed = ", ".join(known) or "none"
-        raise UserError(f"{key} is unknown; {_noun(section)} {name!r} has: {listed}")
+        raise UserError(f"{override.key} is unknown; {_noun(section)} {name!r} has: {listed}")
     kind, default = known[field]
-    if section == "data.options":
-        kind = kind | None  # None means the default
-    value = convert(key, override.text, kind, default)
-    # The value in force without this flag. Giving the same one must add no key. Types are compared
-    # too, because 1 == 1.0 == True.
-    before = (defaults(section, fields, name) | fields).get(field, _UNFIT)
-    if type(value) is type(before) and value == before:
-        return
-    # A value may replace one of another type, such as a number None.
-    with config.unlocked(), config.ignore_type():
-        node = config if phase is None else phase
-        for part in section.split("."):
-            if part not in node:
-                node[part] = ConfigDict()
-            node = node[part]
-        node[field] = value
+    # None means the default of a data set's option.
+    return fields, name, Field(kind | None if section == "data.options" else kind, default)
 
 
 def _phase(config: ConfigDict, name: str) -> ConfigDict | None:

@@ -1,7 +1,7 @@
 """Fields that a config file leaves out, set on the command line."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -31,6 +31,28 @@ def applied(config: ConfigDict, *flags: str) -> ConfigDict:
 
 def phased(**changes: Mapping[str, Any]) -> ConfigDict:
     return tiny.digits(phases=ConfigDict({"one": {"seed": 1}, "two": changes or {"seed": 2}}))
+
+
+@pytest.mark.parametrize("key, kind", [
+    ("optimizer.learning_rate", float), ("optimizer.name", str), ("batch_size", int),
+    ("schedule.warmup", str), ("schedule.staircase", bool), ("data.dir", str | None),
+    ("model.hidden_sizes", Sequence[int]), ("parallel.rules", tuple),
+    ("phases.two.seed", int), ("phases.two.optimizer.b2", float),
+])
+def test_types_of_keys(key: str, kind: Any) -> None:
+    assert overrides.kind_of(phased(), key) == kind
+
+
+@pytest.mark.parametrize("key, message", [
+    ("batchsize", r"config\.batchsize is unknown; config has: .*batch_size"),
+    ("schedule.decay.x", r"config\.schedule\.decay\.x is unknown; .* has: no keys"),
+    ("optimizer.b3", r"config\.optimizer\.b3 is unknown; optimizer 'lamb' has: .*b2"),
+    ("ema", r"config\.ema is a section; name one of its keys: decay"),
+    ("phases.three.seed", r"config\.phases\.three is unknown; config\.phases has: one, two"),
+])
+def test_keys_without_a_type(key: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        overrides.kind_of(phased(), key)
 
 
 def test_what_is_taken_from_a_command_line() -> None:
