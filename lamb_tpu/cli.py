@@ -22,6 +22,7 @@ from lamb_tpu.errors import Interrupted, Preempted, UserError
 # The arguments that ml_collections searches for overrides. `_parse_flags` removes those that
 # `run.overrides` reads.
 _ARGV: list[str] = []
+_UNITS = {"s": 1, "m": 60, "h": 3600}
 
 
 def define_config_flag() -> None:
@@ -221,6 +222,22 @@ def load_recipe(recipe: str) -> ConfigDict:
             "ConfigDict, such as lamb_tpu.config.base_config() with some values changed"
         )
     return ConfigDict(config)
+
+
+def seconds(key: str, text: str | None) -> float | None:
+    """Parses the time of an option, such as '90m', '2h' or '1.5h'.
+
+    Raises:
+      UserError: it is no such time.
+    """
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text)
+    if match is None or not float(match[1]):
+        raise UserError(
+            f"{key} is {text!r}; give a number above 0 with a unit, such as 30s, 90m or 2h"
+        )
+    return float(match[1]) * _UNITS[match[2]]
 
 
 def _check_overrides(argv: list[str], config: ConfigDict) -> None:

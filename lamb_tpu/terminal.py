@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from lamb_tpu.errors import UserError
@@ -25,6 +25,20 @@ def fit(text: str) -> str:
         layer_4/kernel, layer_5/kernel
     """
     return "\n".join(_fit_line(line) for line in text.split("\n"))
+
+
+def columns(rows: Sequence[Sequence[str]]) -> str:
+    """Returns rows of texts as lines with aligned columns, indented by 2.
+
+    >>> print(columns([("run", "loss"), ("digits", "0.5")]))
+      run     loss
+      digits  0.5
+    """
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return "\n".join(
+        "  " + "  ".join(f"{text:<{width}}" for text, width in zip(row, widths)).rstrip()
+        for row in rows
+    )
 
 
 def fit_docstring(text: str) -> str:

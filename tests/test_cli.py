@@ -263,3 +263,9 @@ def test_what_a_system_or_a_lost_process_raises_is_told_in_a_sentence(
         assert text.startswith("error: out of memory (") and text.count("\n") == 1
         assert f"{reason}); make config.batch_size smaller, or config.accumulation" in text
     assert full == "error: '/there': No space left on device\n"
+
+
+def test_times() -> None:
+    assert [cli.seconds("--budget", text) for text in (None, "30s", "1.5h", "90m")] == [
+        None, 30.0, 5400.0, 5400.0
+    ]

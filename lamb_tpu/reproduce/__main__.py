@@ -5,11 +5,9 @@
 
 import argparse
 import pathlib
-import re
 import sys
 
 from lamb_tpu import cli, terminal
-from lamb_tpu.errors import UserError
 
 _EXAMPLES = """\
 examples:
@@ -26,7 +24,6 @@ A run that was killed resumes; a cell that is measured is not run again, unless
 its config has changed. DATA has one folder for each data set, such as mnist;
 without it data sets are downloaded.
 """
-_UNITS = {"s": 1, "m": 60, "h": 3600}
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
@@ -92,22 +89,6 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     return terminal.refuse_empty(parser.parse_args(arguments))
 
 
-def seconds(key: str, text: str | None) -> float | None:
-    """Parses the time of an option, such as '90m', '2h' or '1.5h'.
-
-    Raises:
-      UserError: it is no such time.
-    """
-    if text is None:
-        return None
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text)
-    if match is None or not float(match[1]):
-        raise UserError(
-            f"{key} is {text!r}; give a number above 0 with a unit, such as 30s, 90m or 2h"
-        )
-    return float(match[1]) * _UNITS[match[2]]
-
-
 def main(options: argparse.Namespace) -> None:
     """Runs a command."""
     # Late: they import JAX and Matplotlib, which --help does without.
@@ -149,8 +130,8 @@ def main(options: argparse.Namespace) -> None:
         running.run(chosen, running.Request(
             options.scale, options.cells, options.seeds, pathlib.Path(options.runs).expanduser(),
             options.data and pathlib.Path(options.data).expanduser().absolute(),
-            options.processes, seconds("--time-limit", options.time_limit), options.dry_run,
-            records, options.tune, seconds("--budget", options.budget),
+            options.processes, cli.seconds("--time-limit", options.time_limit), options.dry_run,
+            records, options.tune, cli.seconds("--budget", options.budget),
             options.carry and pathlib.Path(options.carry).expanduser(),
         ))
 

@@ -42,7 +42,7 @@ class Request(NamedTuple):
     carry: pathlib.Path | None = None
 
 
-class _Plan(NamedTuple):
+class Plan(NamedTuple):
     """What is wanted of a table, and its records."""
 
     table: Table
@@ -52,6 +52,7 @@ class _Plan(NamedTuple):
     results: Results
 
     def due(self) -> list[Job]:
+        """Returns the runs that are missing or stale."""
         return engine.due(self.table, self.scale, self.cells, self.seeds, self.results)
 
 
@@ -62,44 +63,75 @@ def run(tables: Sequence[Table], request: Request) -> None:
       UserError: a mistake in the request, a table or the data, found before anything is trained; or
         another process runs in the same folder.
     """
-    for key, value in (("--seeds", request.seeds), ("--processes", request.processes)):
-        if value is not None and value < 1:
-            raise UserError(f"{key} is {value}; it must be at least 1")
     plans = [_plan(table, request) for table in tables]
-    often = None if request.budget is None else _OFTEN
-    place = Place(request.runs, request.data, often)
-    # Every config is made before the first run: a mistake is told at once.
-    for plan in plans:
-        engine.check([job for cell in plan.cells for job in (
-            engine.searches(plan.table, plan.scale, cell)
-            or [Job(plan.table, plan.scale, cell, 0)]
-        )], place)
+    check(plans, request)
     if request.dry_run:
         for plan in plans:
             _list_due(plan, request.budget)
         return
+    train(plans, request, _show)
+
+
+def check(plans: Sequence[Plan], request: Request) -> None:
+    """Makes every config, so that a mistake is told before the first run.
+
+    Raises:
+      UserError: a mistake in the request, a table or the data.
+    """
+    for key, value in (("--seeds", request.seeds), ("--processes", request.processes)):
+        if value is not None and value < 1:
+            raise UserError(f"{key} is {value}; it must be at least 1")
+    for plan in plans:
+        engine.check([job for cell in plan.cells for job in (
+            engine.searches(plan.table, plan.scale, cell)
+            or [Job(plan.table, plan.scale, cell, 0)]
+        )], _place(request))
+
+
+def train(
+    plans: Sequence[Plan], request: Request, show: Callable[[Table, Scale, Results], None],
+    flag: str = "--runs",
+) -> None:
+    """Trains what is missing or stale, and keeps each record as it comes.
+
+    Args:
+      plans: what to train, in this order.
+      request: where and how.
+      show: called with the records of each table that is complete.
+      flag: the option that gives `request.runs`, for messages.
+
+    Raises:
+      UserError: a run has a mistake, or another process runs in the same folder.
+    """
     try:
         request.runs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(
-            f"--runs {request.runs} cannot be written ({error.strerror}); give a folder that can"
+            f"{flag} {request.runs} cannot be written ({error.strerror}); give a folder that can"
         ) from None
-    refusal = f"--runs {request.runs} is in use by another reproduce; wait until it ends, or give "
+    refusal = f"{flag} {request.runs} is in use by another process; wait until it ends, or give "
     with locks.hold(request.runs / ".lock", refusal + "another folder"):
-        _run(plans, request, place)
+        _train(plans, request, show)
 
 
-def _plan(table: Table, request: Request) -> _Plan:
+def _place(request: Request) -> Place:
+    return Place(request.runs, request.data, None if request.budget is None else _OFTEN)
+
+
+def _plan(table: Table, request: Request) -> Plan:
     if request.tune is not None:
         table = tuned(table, request.tune)
     scale = choose_scale(table, request.scale, "small")
     cells = choose_cells(table, scale, request.cells)
     # Runs that only try out the commands leave no record in the checkout.
     records = request.records or (request.runs if scale.name == "smoke" else None)
-    return _Plan(table, scale, cells, request.seeds or scale.seeds, Results(table, records))
+    return Plan(table, scale, cells, request.seeds or scale.seeds, Results(table, records))
 
 
-def _run(plans: Sequence[_Plan], request: Request, place: Place) -> None:
+def _train(
+    plans: Sequence[Plan], request: Request, show: Callable[[Table, Scale, Results], None]
+) -> None:
+    place = _place(request)
     began, over = time.monotonic(), threading.Event()
     limits = [limit for limit in (request.time_limit, request.budget) if limit is not None]
 
@@ -112,7 +144,7 @@ def _run(plans: Sequence[_Plan], request: Request, place: Place) -> None:
     if limits:
         timer.start()
 
-    def choose(plan: _Plan) -> list[Job]:
+    def choose(plan: Plan) -> list[Job]:
         if request.budget is None:
             return plan.due()
         left = request.budget - (time.monotonic() - began)
@@ -125,7 +157,8 @@ def _run(plans: Sequence[_Plan], request: Request, place: Place) -> None:
     try:
         with Watch(place, request.processes) as watch:
             for plan in plans:
-                _run_plan(plan, choose, keep, watch, place, request.processes)
+                _train_plan(plan, choose, keep, watch, place, request.processes)
+                show(plan.table, plan.scale, plan.results)
     except Preempted:
         if not over.is_set():
             raise
@@ -140,8 +173,8 @@ def _run(plans: Sequence[_Plan], request: Request, place: Place) -> None:
     print(f"{format_seconds(time.monotonic() - began)} in all", flush=True)
 
 
-def _run_plan(
-    plan: _Plan, choose: Callable[[_Plan], list[Job]], keep: Callable[[], None], watch: Watch,
+def _train_plan(
+    plan: Plan, choose: Callable[[Plan], list[Job]], keep: Callable[[], None], watch: Watch,
     place: Place, processes: int,
 ) -> None:
     took: list[float] = []
@@ -167,9 +200,12 @@ def _run_plan(
             workers.run_side_by_side(jobs, place, processes, begun, done)
         else:
             engine.run_one_by_one(jobs, place, begun, done)
+
+
+def _show(table: Table, scale: Scale, results: Results) -> None:
     print()
-    show_head(plan.table)
-    show_scale(plan.table, plan.scale, plan.results)
+    show_head(table)
+    show_scale(table, scale, results)
 
 
 def _told(finished: Finished, took: float) -> str:
@@ -180,7 +216,7 @@ def _told(finished: Finished, took: float) -> str:
     return f"  {finished.job.name}: {text} in {format_seconds(took)}"
 
 
-def _list_due(plan: _Plan, seconds: float | None) -> None:
+def _list_due(plan: Plan, seconds: float | None) -> None:
     jobs = plan.due()
     if seconds is not None:
         jobs = budget.fitting(jobs, plan.results, seconds)

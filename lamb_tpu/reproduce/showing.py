@@ -10,7 +10,7 @@ from lamb_tpu.reproduce.jobs import Job
 from lamb_tpu.reproduce.results import Results
 from lamb_tpu.reproduce.summary import Summary, matrix, measured, stale, summaries
 from lamb_tpu.reproduce.tables import Metric, Scale, Table
-from lamb_tpu.terminal import fit
+from lamb_tpu.terminal import columns, fit
 
 
 def show_list(tables: Mapping[str, Table]) -> None:
@@ -74,7 +74,7 @@ def show_scale(table: Table, scale: Scale, results: Results) -> None:
     found = summaries(table, scale, results)
     told, notes = found, list[str]()
     if grid := matrix(found, metric):
-        _print_columns(grid)
+        print(columns(grid))
         if any(summary.published for summary in found):
             print("  In parentheses: the paper's.")
         if names := [summary.cell.name for summary in found if summary.status == "not run"]:
@@ -93,7 +93,7 @@ def show_scale(table: Table, scale: Scale, results: Results) -> None:
         print()
     if told:
         head = ("cell", "paper", "measured", "difference", "seeds", "")
-        _print_columns([head, *(_row(summary, metric) for summary in told)])
+        print(columns([head, *(_row(summary, metric) for summary in told)]))
     for note in notes:
         print(fit(f"  {note}"))
 
@@ -106,12 +106,6 @@ def _row(summary: Summary, metric: Metric) -> tuple[str, ...]:
         "" if distance is None else f"{distance:+.{metric.digits}f}",
         str(len(summary.values) or ""), summary.status,
     )
-
-
-def _print_columns(rows: Sequence[Sequence[str]]) -> None:
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    for row in rows:
-        print("  " + "  ".join(f"{text:<{width}}" for text, width in zip(row, widths)).rstrip())
 
 
 def show_commands(tables: Sequence[Table], scale: str | None, cells: str | None) -> None:
