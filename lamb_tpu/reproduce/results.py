@@ -139,6 +139,9 @@ def of_run(job: Job, folder: pathlib.Path, diverged: str | None = None) -> Recor
             f"{job.table.path}: metric.key is {metric!r}, which the evaluations of cell "
             f"{job.cell.name} do not have; they have: {known}"
         )
+    # A value that is not finite is text in the records.
+    if diverged is None and isinstance(ends[metric], str):
+        diverged = f"the last {metric} is {ends[metric]}"
     values = {
         key: value for key, value in ends.items() if isinstance(value, float) and key != "epoch"
     } if evaluations and diverged is None else None
@@ -165,7 +168,7 @@ def of_run(job: Job, folder: pathlib.Path, diverged: str | None = None) -> Recor
         ],
         "losses": [
             [record["step"], _rounded(record["loss"])] for record in _thinned(trained, _POINTS)
-            if "loss" in record
+            if isinstance(record.get("loss"), float)
         ],
         "ratios": {
             name.removeprefix("ratios/"): [
@@ -186,5 +189,6 @@ def _thinned(records: Sequence[Record], count: int) -> list[Record]:
     return list(records[::-1][::every][::-1])
 
 
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.5g}")
+def _rounded(value: float | str | None) -> float | None:
+    """Returns five digits of a number; None for one that is missing or not finite."""
+    return None if value is None or isinstance(value, str) else float(f"{value:.5g}")

@@ -10,6 +10,8 @@ from lamb_tpu.reproduce import jobs, results
 from lamb_tpu.reproduce.jobs import Job
 from lamb_tpu.reproduce.results import Results
 from lamb_tpu.reproduce.tables import Table
+from lamb_tpu.store.metrics import MetricsWriter
+from lamb_tpu.store.workdir import Workdir
 from tests.reproduce.papers import TABLE, record, write
 
 
@@ -63,6 +65,22 @@ def test_damage(tmp_path: pathlib.Path, name: str, text: str, message: str) -> N
     (tmp_path / "small" / name).write_text(text)
     with pytest.raises(UserError, match=message):
         Results(table)
+
+
+def test_a_metric_that_is_not_finite_is_a_run_that_diverged(tmp_path: pathlib.Path) -> None:
+    job = job_of(write(tmp_path))
+    (stage,) = jobs.stages(job)
+    folder = Workdir(tmp_path / "run")
+    folder.check(stage.config())
+    folder.write_config(stage.config())
+    receipt = dict.fromkeys(("device", "devices", "cores", "jax", "commit", "python"), "")
+    (folder.path / "run.jsonl").write_text(json.dumps(receipt) + "\n")
+    with MetricsWriter(folder.path, 0, tensorboard=False) as writer:
+        writer.write(4, "train", {"loss": 2.0, "seconds": 0.5, "learning_rate": 0.1})
+        writer.write(4, "eval", {"accuracy": float("nan"), "loss": 2.0, "epoch": 0.3})
+    found = results.of_run(job, folder.path)
+    assert found["values"] is None and found["diverged"] == "the last accuracy is nan"
+    assert found["evaluations"] == [[0.3, None]] and found["losses"] == [[4, 2.0]]
 
 
 def test_curves_are_thinned_and_keep_their_end() -> None:
