@@ -81,12 +81,12 @@ class Scale(NamedTuple):
     stages: tuple[str, ...]
     metric: Metric
     overrides: Mapping[str, Any]
-    seeds: int
-    about: str
-    data: tuple[str, ...]
-    hardware: str
-    minutes: Mapping[str, float]
-    examples: int
+    seeds: int = 1
+    about: str = ""
+    data: tuple[str, ...] = ("",)
+    hardware: str = ""
+    minutes: Mapping[str, float] = {}
+    examples: int = 0
 
     @property
     def cost(self) -> str:
@@ -120,19 +120,19 @@ class Cell(NamedTuple):
     """
 
     name: str
-    argument: str
-    stages: tuple[str, ...]
-    overrides: Mapping[str, Any]
-    first: Mapping[str, Any]
-    published: Mapping[str, float | str]
-    known: str
-    only: tuple[str, ...]
-    at: Mapping[str, Mapping[str, Any]]
-    unknown: str
-    tuned_by: str
-    search: Mapping[str, Any]
-    row: str
-    column: str
+    argument: str = ""
+    stages: tuple[str, ...] = ()
+    overrides: Mapping[str, Any] = {}
+    first: Mapping[str, Any] = {}
+    published: Mapping[str, float | str] = {}
+    known: str = ""
+    only: tuple[str, ...] = ()
+    at: Mapping[str, Mapping[str, Any]] = {}
+    unknown: str = ""
+    tuned_by: str = ""
+    search: Mapping[str, Any] = {}
+    row: str = ""
+    column: str = ""
 
 
 class Paper(NamedTuple):
