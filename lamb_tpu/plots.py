@@ -29,8 +29,8 @@ from matplotlib.figure import Figure
 from lamb_tpu import style
 from lamb_tpu.errors import UserError
 from lamb_tpu.files import reading, writing
-from lamb_tpu.store.metrics import read_records
-from lamb_tpu.store.workdir import Workdir
+from lamb_tpu.store import runs
+from lamb_tpu.store.runs import RunFiles
 
 # With more layers the figure grows no taller, and only every n-th row has its name.
 _MAX_LABELS = 160
@@ -142,24 +142,22 @@ def _adapting(layers: Sequence[str], table: str) -> list[str]:
     return [layer for layer in layers if re.sub(r"\[[\d,]+\]$", "", layer) in adapting]
 
 
-def _of_run(folder: Workdir, history: History) -> Figure:
-    """Returns the figure of a workdir's layers that adapt; the title has model and data."""
+def _of_run(run: RunFiles, history: History) -> Figure:
+    """Returns the figure of a run's layers that adapt; the title has model and data."""
     names = [name for name in history[0][1] if name.startswith("ratios/")]
+    path = run.folder.parameters
     try:
-        table = reading.read_text(folder.parameters)
+        table = reading.read_text(path)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise UserError(f"{folder.parameters} cannot be read ({reason})") from None
+        raise UserError(f"{path} cannot be read ({reason})") from None
     layers = _adapting([name.removeprefix("ratios/") for name in names], table)
     if not layers:
         raise UserError(
-            f"--workdir {folder.path} has no layer that adapts: {folder.parameters.name} says 'no' "
-            "for each; give the optimizer other rules and train in a new --workdir"
+            f"--workdir {run.folder.path} has no layer that adapts: {path.name} says 'no' for "
+            "each; give the optimizer other rules and train in a new --workdir"
         )
-    config = folder.read_config()
-    for key in ("optimizer.name", "model.name", "data.name", "batch_size"):
-        if key not in config:
-            raise UserError(f"{folder.config} is of no run, for it has no {key}")
+    config = run.config
     optimizer = config["optimizer.name"]
     look = style.OPTIMIZERS.get(optimizer)
     return layer_figure(
@@ -171,28 +169,20 @@ def _of_run(folder: Workdir, history: History) -> Figure:
 
 def main() -> None:
     """Entry point of the command line."""
-    workdir = pathlib.Path(flags.FLAGS.workdir)
-    phases = sorted(path.parent.name for path in workdir.glob("*/metrics.jsonl"))
-    if phases and not (workdir / "metrics.jsonl").exists():
-        raise UserError(
-            f"--workdir {workdir} holds the phases {', '.join(phases)}; give the folder of one of "
-            "them"
-        )
-    records = read_records(workdir / "metrics.jsonl", "layers")
+    run = runs.read(flags.FLAGS.workdir)
+    records = run.records("layers")
     if not records:
         raise UserError(
-            f"{workdir / 'metrics.jsonl'} has no records of layers; train with "
+            f"{run.metrics} has no records of layers; train with "
             "--config.optimizer.collect=True in a new --workdir"
         )
-    path = pathlib.Path(flags.FLAGS.out or workdir / "layers.png")
-    if path.suffix != ".png" or not path.parent.is_dir():
-        raise UserError(f"--out {path} must be a .png file in a folder that exists")
+    path = pathlib.Path(flags.FLAGS.out or run.folder.path / "layers.png")
+    style.check_picture(path, "--out")
     try:
-        history = [(record["step"], record) for record in records]
-        figure = _of_run(Workdir(workdir), history)
+        figure = _of_run(run, [(record["step"], record) for record in records])
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(
-            f"{workdir / 'metrics.jsonl'} has records of layers that are not whole "
+            f"{run.metrics} has records of layers that are not whole "
             f"({type(error).__name__}: {error})"
         ) from None
     with writing.checked(path, "--out"):

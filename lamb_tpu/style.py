@@ -4,6 +4,7 @@ It imports Matplotlib, so only modules that draw import it.
 """
 
 import io
+import pathlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -12,6 +13,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
+
+from lamb_tpu.errors import UserError
 
 
 class Look(NamedTuple):
@@ -38,6 +41,7 @@ COLORS = ("#333333", "#56B4E9", "#B8860B", "#8C6BB1")
 NEUTRAL = "0.5"
 # Colour map from the first layer of a network to its last, and from small values to large.
 SEQUENCE = "viridis"
+_MARKERS = "os^Dv<>ph*X"
 
 
 def line(optimizer: str, variant: int = 0) -> dict[str, Any]:
@@ -58,6 +62,18 @@ def line(optimizer: str, variant: int = 0) -> dict[str, Any]:
 def figure(width: float, height: float) -> Figure:
     """Returns an empty figure of that many inches, laid out so that nothing overlaps."""
     return Figure(figsize=(width, height), dpi=150, layout="constrained")
+
+
+def numbered(number: int) -> dict[str, Any]:
+    """Returns arguments of `Axes.plot` for the lines of a plot whose lines are no optimizers."""
+    color = matplotlib.colormaps["tab10"](number % 10)
+    return {"color": matplotlib.colors.to_hex(color), "marker": _MARKERS[number % len(_MARKERS)]}
+
+
+def check_picture(path: pathlib.Path, flag: str) -> None:
+    """Refuses a path that is no .png file in a folder that exists; `flag` names it."""
+    if path.suffix != ".png" or not path.parent.is_dir():
+        raise UserError(f"{flag} {path} must be a .png file in a folder that exists")
 
 
 def dress(axes: Axes, title: str, x: str, y: str, better: str = "") -> None:

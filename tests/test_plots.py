@@ -12,8 +12,8 @@ import pytest
 
 from lamb_tpu import plots
 from lamb_tpu.optim import parameters
+from lamb_tpu.store import runs
 from lamb_tpu.store.metrics import read_records
-from lamb_tpu.store.workdir import Workdir
 from lamb_tpu.train import train
 from tests import tiny
 
@@ -128,7 +128,8 @@ def test_a_run_shows_the_layers_that_adapt_in_the_network_s_order(tmp_path):
     )
     train(config, tmp_path, quiet=True)
     records = read_records(tmp_path / "metrics.jsonl", "layers")
-    figure = plots._of_run(Workdir(tmp_path), [(record["step"], record) for record in records])
+    history = [(record["step"], record) for record in records]
+    figure = plots._of_run(runs.read(tmp_path), history)
     labels = [text.get_text() for text in figure.axes[2].get_yticklabels()]
     assert labels == [f"hidden{number}" for number in range(11)] + ["output"]  # no bias
     assert figure.get_suptitle() == "mlp on digits, LAMB, batch 64: the 12 layers that adapt"
@@ -163,7 +164,7 @@ def test_mistakes_are_one_sentence(collected, trained, tmp_path):
         ([f"--workdir={tmp_path / 'of_phases'}"], "holds the phases phase_1; give the folder of"),
         ([f"--workdir={trained}", f"--out={tmp_path / 'x.png'}"],
          "train with --config.optimizer.collect=True"),
-        ([f"--workdir={tmp_path}"], "there is no"),
+        ([f"--workdir={tmp_path}"], "holds no run: config.json is missing"),
         ([f"--workdir={collected}", "--out=x.jpg"], "--out x.jpg must be a .png"),
         ([], "--workdir is missing"),
     ):

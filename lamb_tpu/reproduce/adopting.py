@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lamb_tpu.errors import UserError
-from lamb_tpu.optim import durations
 from lamb_tpu.reproduce import carrying, engine
 from lamb_tpu.reproduce import jobs as jobs_lib
 from lamb_tpu.reproduce import results as results_lib
@@ -13,7 +12,7 @@ from lamb_tpu.reproduce.engine import Finished
 from lamb_tpu.reproduce.jobs import Job
 from lamb_tpu.reproduce.results import Results
 from lamb_tpu.reproduce.tables import Table
-from lamb_tpu.store.metrics import read_records
+from lamb_tpu.store import runs
 from lamb_tpu.store.workdir import Workdir
 
 
@@ -106,22 +105,7 @@ def _chain(workdir: pathlib.Path) -> list[dict[str, Any]]:
 
 def _check_complete(workdir: pathlib.Path) -> None:
     config = Workdir(workdir, "WORKDIR").read_config()
-    folder = workdir
     phases = {key.split(".")[1] for key in config if key.startswith("phases.")}
-    if phases:
-        folder = workdir / max(phases)
-        config = Workdir(folder, "WORKDIR").read_config()
-    path = folder / "metrics.jsonl"
-    evaluations, trained = read_records(path, "eval"), read_records(path, "train")
-    if not evaluations or not trained or evaluations[-1]["step"] < trained[-1]["step"]:
-        raise UserError(f"{workdir} holds a run that has no evaluation at its end; let it finish")
-    duration, last = durations.parse(config["duration"]), evaluations[-1]
-    done = {
-        "steps": last["step"], "epochs": last["epoch"],
-        "examples": last["step"] * config["batch_size"],
-    }[duration.unit]
-    reached = config["target.stop"] and read_records(path, "target")
-    if done < duration.value and not reached:
-        raise UserError(
-            f"{workdir} holds a run that ended at {done:g} of {config['duration']}; let it finish"
-        )
+    run = runs.read(workdir / max(phases) if phases else workdir, "WORKDIR")
+    if reason := run.unfinished():
+        raise UserError(f"{workdir} holds a run that {reason}; let it finish")

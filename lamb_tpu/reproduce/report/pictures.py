@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -24,7 +23,6 @@ CAPTIONS = {
     "the last; grey where there is none. Each optimizer has its smallest and its largest batch.",
     "plans": "Learning rate over the run, as the config plans it.",
 }
-_MARKERS = "os^Dv<>ph*X"
 _STEP = 0.08  # between lines at one batch, in octaves
 _LABELS = 40  # beyond, only every n-th layer has its name
 
@@ -225,14 +223,9 @@ def looks(optimizers: Mapping[str, str]) -> dict[str, dict[str, Any]]:
         variant = count.get(optimizer, 0)
         count[optimizer] = variant + 1
         if variant > 1 or optimizer not in style.OPTIMIZERS:
-            return {line: _counted(number) for number, line in enumerate(optimizers)}
+            return {line: style.numbered(number) for number, line in enumerate(optimizers)}
         found[name] = {**style.line(optimizer), "linestyle": "--" if variant else "-"}
     return found
-
-
-def _counted(number: int) -> dict[str, Any]:
-    color = matplotlib.colors.to_hex(matplotlib.colormaps["tab10"](number % 10))
-    return {"color": color, "marker": _MARKERS[number % len(_MARKERS)]}
 
 
 def _curve(
