@@ -19,6 +19,7 @@ MODULES = {
     "export": "lamb_tpu.export",
     "plan": "lamb_tpu.plan",
     "launch": "lamb_tpu.launch",
+    "sweep": "lamb_tpu.sweep",
     "reproduce": "lamb_tpu.reproduce.__main__",
     "plots": "lamb_tpu.plots",
     "models": "lamb_tpu.models.__main__",

@@ -149,10 +149,10 @@ class Paper(NamedTuple):
 
     key: str
     title: str
-    arxiv: str
-    about: str
-    name: str
-    missing: tuple[tuple[str, str], ...]
+    arxiv: str = ""
+    about: str = ""
+    name: str = ""
+    missing: tuple[tuple[str, str], ...] = ()
 
 
 class Table(NamedTuple):
@@ -180,8 +180,8 @@ class Table(NamedTuple):
     about: str
     scales: Mapping[str, Scale]
     cells: Mapping[str, Cell]
-    tuning: Tuning | None
-    space: Space
+    tuning: Tuning | None = None
+    space: Space = Space()
     form: str = ""
 
     def measured_scales(self) -> list[Scale]:

@@ -19,10 +19,10 @@ def job_of(table: Table, cell: str = "lamb", seed: int = 0) -> Job:
     return Job(table, table.scales["small"], table.cells[cell], seed)
 
 
-def add(found: Results, job: Job, accuracy: float | None) -> None:
+def add(found: Results, job: Job, accuracy: float | None, **more: object) -> None:
     flat = jobs.flat_configs([stage.config() for stage in jobs.stages(job)])
     digest = jobs.config_hash(flat)
-    found.add(record(job.cell.name, job.seed, accuracy, config=digest), flat)
+    found.add(record(job.cell.name, job.seed, accuracy, config=digest, **more), flat)
 
 
 def test_records_outlive_the_process(tmp_path: pathlib.Path) -> None:
