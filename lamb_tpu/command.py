@@ -20,6 +20,7 @@ MODULES = {
     "plan": "lamb_tpu.plan",
     "launch": "lamb_tpu.launch",
     "sweep": "lamb_tpu.sweep",
+    "compare": "lamb_tpu.compare",
     "reproduce": "lamb_tpu.reproduce.__main__",
     "plots": "lamb_tpu.plots",
     "models": "lamb_tpu.models.__main__",

@@ -1,0 +1,121 @@
+"""Runs side by side: what differs in their configs, their metrics, and their curves."""
+
+import contextlib
+import io
+import pathlib
+from typing import Any
+
+import matplotlib.image
+import pytest
+
+from lamb_tpu import compare
+from lamb_tpu.compare import Run
+from lamb_tpu.errors import UserError
+from tests.store.test_runs import fake
+
+
+def call(*arguments: object) -> str:
+    """Runs the command in this process and returns what it printed."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        compare.main(compare._parse([str(argument) for argument in arguments]))
+    return out.getvalue()
+
+
+@pytest.fixture
+def found(tmp_path: pathlib.Path) -> list[Run]:
+    fake(tmp_path / "deep" / "first", [0.5, 0.7, 0.6])
+    fake(tmp_path / "second", [0.4], optimizer__b2=0.5, seed=3)
+    return compare.read([f"{tmp_path}/deep/first", str(tmp_path / "second")])
+
+
+def test_tables(found: list[Run]) -> None:
+    (table,) = compare.tables(found, ("accuracy", "higher"))
+    assert table == [
+        ["run", "b2", "seed", "best accuracy", "at epoch", "last", "updates", "time", "device", ""],
+        ["deep/first", "0.999", "0", "0.7000", "2", "0.6000", "12", "1:00", "2 x cpu", ""],
+        ["second", "0.5", "3", "0.4000", "1", "0.4000", "12", "1:00", "2 x cpu",
+         "has no evaluation at its end"],
+    ]  # fmt: skip
+    (_, first, second), = compare.tables(found, ("loss", "lower"))
+    assert first[3:6] == ["0.7083", "3", "0.7083"] and second[3:6] == ["2.1250", "1", "2.1250"]
+
+
+def test_many_keys_that_differ_have_a_table_of_their_own(tmp_path: pathlib.Path) -> None:
+    fake(tmp_path / "a", [0.5])
+    fake(
+        tmp_path / "b", [], end=0, optimizer__b2=0.5, seed=3, ema__decay=0.5, data__name="mnist",
+        model__hidden_sizes=(8,) * 9, optimizer__weight_decay=0.0, log__every="1 steps",
+    )
+    runs, keys = compare.tables(
+        compare.read([str(tmp_path / "a"), str(tmp_path / "b")]), ("accuracy", "higher")
+    )
+    assert runs[0][:2] == ["run", "best accuracy"]
+    assert runs[2] == ["b", "", "", "", "0", "", "2 x cpu", "has no evaluation at its end"]
+    assert keys == [
+        ["config", "a", "b"], ["data.name", "digits", "mnist"], ["ema.decay", "0.0", "0.5"],
+        ["model.hidden_sizes", "(16,)", "(8, 8, 8, 8, 8, 8, 8,..."],
+        ["optimizer.b2", "0.999", "0.5"], ["optimizer.weight_decay", "0.01", "0.0"],
+        ["seed", "0", "3"],
+    ]  # fmt: skip
+
+
+def test_a_key_of_another_optimizer_and_a_users_own(tmp_path: pathlib.Path) -> None:
+    fake(tmp_path / "a", [0.5], optimizer__preset="paper")
+    fake(tmp_path / "b", [0.5], optimizer__name="gone:Optimizer")
+    keys = compare.differing(compare.read([str(tmp_path / "a"), str(tmp_path / "b")]))
+    assert keys["optimizer.preset"] == ["paper", "-"]
+
+
+def test_values_that_differ_beyond_what_is_shown(tmp_path: pathlib.Path) -> None:
+    for name, last in (("a", 1), ("b", 2)):
+        fake(tmp_path / name, [0.5], model__hidden_sizes=(8,) * 9 + (last,))
+    keys = compare.differing(compare.read([str(tmp_path / "a"), str(tmp_path / "b")]))
+    assert list(keys) == ["model.hidden_sizes"]
+
+
+def test_metric(found: list[Run], tmp_path: pathlib.Path) -> None:
+    assert compare.choose_metric(found) == ("accuracy", "higher")
+    assert compare.choose_metric(found, "loss") == ("loss", "lower")
+    fake(tmp_path / "new", [], end=0)
+    new = compare.read([str(tmp_path / "new")])
+    assert compare.choose_metric([*new, *found]) == ("accuracy", "higher")
+    assert compare.choose_metric(new) is None
+    with pytest.raises(UserError, match="--metric is 'f1', and no run has an evaluation yet"):
+        compare.choose_metric(new, "f1")
+    other = [found[0]._replace(evaluations=[{"step": 1, "epoch": 1.0, "kind": "eval", "f1": 0.5}])]
+    with pytest.raises(UserError, match="the runs have no metric of their evaluations in common"):
+        compare.choose_metric([*found, *other])
+
+
+@pytest.mark.parametrize("against, places", [("epochs", [1, 2, 3]), ("updates", [4, 8, 12])])
+def test_picture(found: list[Run], against: str, places: list[int]) -> None:
+    figure = compare.picture(found, ("accuracy", "higher"), against)
+    loss, accuracy = figure.axes
+    assert [list(line.get_xdata()) for line in loss.lines] == [places, places]
+    assert [list(line.get_ydata()) for line in accuracy.lines] == [[0.5, 0.7, 0.6], [0.4]]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["deep/first", "second"]
+    assert loss.get_yscale() == "log" and against in loss.get_xlabel()
+    assert len(compare.picture(found, None, against).axes) == 1
+
+
+def test_command(found: list[Run], tmp_path: pathlib.Path) -> None:
+    folders = [run.files.folder.path for run in found]
+    told = call(*folders, f"--output={tmp_path / 'x.png'}")
+    assert "  run         b2     seed  best accuracy" in told
+    assert told.endswith(f"\n\n{tmp_path / 'x.png'}\n")
+    assert matplotlib.image.imread(tmp_path / "x.png").std() > 0.05
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (["{0}", "{0}"], "RUN .*first is given 2 times; give it once"),
+    (["{0}", "/nowhere"], "RUN /nowhere holds no run: config.json is missing"),
+    (["{0}", "--metric=f1"], "--metric is 'f1'; the evaluation's metrics are: accuracy, loss"),
+    (["{0}", "--output=x.jpg"], "--output x.jpg must be a .png file in a folder that exists"),
+    (["{0}", "--output="], "--output is empty"),
+])
+def test_mistakes(found: list[Run], arguments: list[str], message: str, tmp_path: Any) -> None:
+    first = found[0].files.folder.path
+    with pytest.raises(UserError, match=message):
+        call(f"--output={tmp_path / 'x.png'}", *(text.format(first) for text in arguments))
+    assert not (tmp_path / "x.png").exists()
