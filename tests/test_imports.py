@@ -95,7 +95,9 @@ def test_nobody_imports_another_framework(name: str) -> None:
 
 def test_commands_are_imported_by_none() -> None:
     commands = tuple(
-        f"lamb_tpu.{name}" for name in ("train", "evaluate", "predict", "export", "plan", "launch")
+        f"lamb_tpu.{name}" for name in (
+            "train", "evaluate", "predict", "export", "plan", "launch", "sweep", "compare",
+        )
     )
     above = tuple(
         f"lamb_tpu/{room}/" for room, runs in COMMANDS.items() if runs
