@@ -80,7 +80,7 @@ def _candidates(tables: Mapping[str, Table], seed: int) -> Iterator[Job]:
     for table in tables.values():
         results = Results(table)
         for scale in table.measured_scales():
-            for cell in engine.cells_at(table, scale.name):
+            for cell in table.cells.values():
                 jobs = engine.measurements(table, scale, cell, 1, results)
                 yield from (job._replace(seed=seed) for job in jobs or ())
 

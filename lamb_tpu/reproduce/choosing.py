@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Mapping
 
 from lamb_tpu.errors import UserError
-from lamb_tpu.reproduce import engine
 from lamb_tpu.reproduce.tables import SCALES, Cell, Scale, Table
 
 
@@ -44,7 +43,7 @@ def choose_cells(table: Table, scale: Scale, names: str | None) -> list[Cell]:
     Raises:
       UserError: the table has no such cell at the scale, or it cannot be run.
     """
-    cells = {cell.name: cell for cell in engine.cells_at(table, scale.name) if not cell.unknown}
+    cells = {cell.name: cell for cell in table.cells.values() if not cell.unknown}
     if names is None:
         return list(cells.values())
     for name in names.split(","):

@@ -42,11 +42,6 @@ class Place(NamedTuple):
     checkpoints: str | None = None
 
 
-def cells_at(table: Table, scale: str) -> list[Cell]:
-    """Returns the cells of a table that exist at a scale."""
-    return [cell for cell in table.cells.values() if not cell.only or scale in cell.only]
-
-
 def searches(table: Table, scale: Scale, cell: Cell) -> list[Job]:
     """Returns the runs of a cell's search; none if the table has no search."""
     if table.tuning is None or cell.unknown:

@@ -110,7 +110,7 @@ def stages(job: Job, data: pathlib.Path | None = None) -> list[Stage]:
         if number == 0:
             changed |= cell.first
         if number == len(recipes) - 1:
-            changed |= {**scale.overrides, **cell.overrides, **cell.at.get(scale.name, {})}
+            changed |= {**scale.overrides, **cell.overrides}
             if tuning is not None:
                 factor = job.chosen if job.factor is None else job.factor
                 value = flatten(Stage(recipe, changed).config()).get(tuning.key)

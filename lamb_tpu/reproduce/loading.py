@@ -276,8 +276,6 @@ def _cell(section: _Section, known: str, scales: Mapping[str, Scale]) -> Cell:
         _dotted(section.take("overrides", dict, {})),
         _dotted(section.take("first", dict, {})), dict(published),
         section.choice("known", ("seen", "recalled"), known) if published else "",
-        tuple(section.take("only", list, [])),
-        {scale: _dotted(values) for scale, values in section.section("at").items()},
         section.take("unknown", str, ""), section.take("tuned_by", str, ""),
         _dotted(section.take("search", dict, {})),
         section.take("row", str, ""), section.take("column", str, ""),
@@ -293,11 +291,6 @@ def _cell(section: _Section, known: str, scales: Mapping[str, Scale]) -> Cell:
             f"cell {name} has {len(cell.stages)} stages; the scale {fewest.name} has "
             f"{len(fewest.stages)}, of which a cell's replace the last"
         )
-    for scale in (*cell.only, *cell.at):
-        if scale not in scales:
-            raise section.error(
-                f"cell {name} names the scale {scale!r}; the table has: {', '.join(scales)}"
-            )
     section.end()
     return cell
 

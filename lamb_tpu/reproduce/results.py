@@ -50,8 +50,11 @@ class Results:
         else:
             self._path = folder / table.paper.key / table.records.name
         self._configs_path = self._path.with_suffix(".configs.json")
-        self._found: dict[Any, Record] = {}
         self._changes: dict[Any, list[str]] = {}
+        self._read()
+
+    def _read(self) -> None:
+        self._found: dict[Any, Record] = {}
         if self._path.exists():
             for number, record in enumerate(read_records(self._path), start=1):
                 self._check(number, record)
@@ -97,6 +100,7 @@ class Results:
 
     def add(self, record: Record, flat: Sequence[Mapping[str, Any]]) -> None:
         """Adds a record with its configs and writes both files, in place of an older record."""
+        self._read()  # another process may have added to it
         self._configs[record["config"]] = list(flat)
         self._found[_key(record)] = record
         used = {record["config"] for record in self}

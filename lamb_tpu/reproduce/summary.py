@@ -48,7 +48,7 @@ class Summary(NamedTuple):
 
 def summaries(table: Table, scale: Scale, results: Results) -> list[Summary]:
     """Returns the summary of every cell of a table at a scale."""
-    return [_summary(table, scale, cell, results) for cell in engine.cells_at(table, scale.name)]
+    return [_summary(table, scale, cell, results) for cell in table.cells.values()]
 
 
 def _summary(table: Table, scale: Scale, cell: Cell, results: Results) -> Summary:

@@ -110,8 +110,6 @@ class Cell(NamedTuple):
       first: keys of the first stage's config, where there are several stages.
       published: the paper's values by key of the metric; text for a run that failed there.
       known: 'seen', 'recalled' or '' if the paper has no value.
-      only: scales at which the cell exists; empty: all.
-      at: overrides for one scale, by its name.
       unknown: why the cell cannot be run, such as 'settings not published'; '' if it can.
       tuned_by: name of the cell whose search is this one's too, such as that of the smallest batch;
         '': its own.
@@ -126,8 +124,6 @@ class Cell(NamedTuple):
     first: Mapping[str, Any] = {}
     published: Mapping[str, float | str] = {}
     known: str = ""
-    only: tuple[str, ...] = ()
-    at: Mapping[str, Mapping[str, Any]] = {}
     unknown: str = ""
     tuned_by: str = ""
     search: Mapping[str, Any] = {}

@@ -19,7 +19,7 @@ EXAMPLES = 50_000  # of an epoch; which number it is does not matter here
 
 def all_jobs(table: Table) -> Iterator[Job]:
     for scale in table.scales.values():
-        for cell in engine.cells_at(table, scale.name):
+        for cell in table.cells.values():
             if not cell.unknown:
                 yield Job(table, scale, cell, 0)
 

@@ -10,7 +10,6 @@ from lamb_tpu.reproduce import carrying
 from lamb_tpu.reproduce.results import Results
 from lamb_tpu.reproduce.tuning import forms, tuned
 from tests.reproduce.papers import TABLE, write
-from tests.reproduce.test_engine import add_search
 from tests.reproduce.test_results import add, job_of
 
 
@@ -22,7 +21,7 @@ def test_there_and_back(tmp_path: pathlib.Path) -> None:
     form = tuned(table, 2)
     searched = Results(form, tmp_path / "there")
     for factor in form.tuning.factors if form.tuning else ():
-        add_search(searched, job_of(form)._replace(factor=factor), 0.8)
+        add(searched, job_of(form)._replace(factor=factor), 0.8)
     carrying.write(file, [(table, there), (form, searched)])
     told = carrying.take(file, {table.key: table})
     assert told[:2] == ["small/digits: lamb-small-seed0", "small/digits: lamb-small-seed1"]

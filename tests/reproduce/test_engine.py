@@ -22,8 +22,7 @@ from tests.reproduce.test_results import add
 
 def due(table: Table, seeds: int = 1) -> list[Job]:
     scale = table.scales["small"]
-    cells = engine.cells_at(table, "small")
-    return engine.due(table, scale, cells, seeds, Results(table))
+    return engine.due(table, scale, table.cells.values(), seeds, Results(table))
 
 
 def test_run(tmp_path: pathlib.Path) -> None:
@@ -119,7 +118,7 @@ def test_search(tmp_path: pathlib.Path) -> None:
     for job, accuracy in zip(wanted, (0.9, 0.8, 0.95, None, 0.85, 0.87)):
         assert engine.best_factor(wanted, results) is None
         assert engine.measurements(table, scale, cell, 1, results) is None
-        add_search(results, job, accuracy)
+        add(results, job, accuracy)
     # The mean of 0.5 is 0.85, of 2 it is 0.86, and one run of 1 diverged.
     assert engine.best_factor(wanted, results) == 2
     assert engine.search_means(wanted, results) == pytest.approx(
@@ -142,18 +141,10 @@ def test_several_cells_have_one_search(tmp_path: pathlib.Path) -> None:
     assert len(found) == 6 and {job.cell.name for job in found} == {"lamb"}
     results = Results(table)
     for job, accuracy in zip(found, (0.9, 0.9, 0.8, 0.8, 0.7, 0.7)):
-        add_search(results, job, accuracy)
+        add(results, job, accuracy)
     assert [(job.cell.name, job.chosen) for job in due(table)] == [("lamb", 0.5), ("adamw", 0.5)]
     first, second, _ = summaries(table, table.scales["small"], results)
     assert first.search and not second.search
-
-
-def add_search(results: Results, job: Job, accuracy: float | None) -> None:
-    add(results, job, accuracy)
-    found = next(r for r in list(results) if r["factor"] is None)
-    config = results.config(found)
-    del results._found["small", job.cell.name, job.seed, None]
-    results.add(found | {"factor": job.factor}, config)
 
 
 @pytest.mark.parametrize("text, data, message", [

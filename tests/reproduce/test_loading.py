@@ -73,7 +73,6 @@ def test_what_no_table_has(tmp_path: pathlib.Path) -> None:
     ('name = "adamw"', 'name = "lamb"', r"cells\[2\].name is 'lamb', which another cell has"),
     ('name = "adamw"', 'name = "Adam W"', "name 'Adam W' must be of lower-case letters"),
     ("{accuracy = 92.5}", "{accuracy = true}", "published.accuracy of cell adamw is True"),
-    ('known = "seen"}', 'only = ["paper"]}', "cell adamw names the scale 'paper'; .* has: small"),
     ("[scales.small]", "[tuning]\nkey = \"a\"\nfactors = [0]\n[scales.small]", "tuning.factors is"),
     ("[scales.small]", "[tune]\nrange = [8, 1]\n[scales.small]", "tune.range is .* smaller first"),
     ("seeds = 2", "minutes = {cuda = 3}", "scales.small.minutes.cuda is unknown; known: cpu, gpu"),

@@ -22,7 +22,16 @@ def job_of(table: Table, cell: str = "lamb", seed: int = 0) -> Job:
 def add(found: Results, job: Job, accuracy: float | None, **more: object) -> None:
     flat = jobs.flat_configs([stage.config() for stage in jobs.stages(job)])
     digest = jobs.config_hash(flat)
-    found.add(record(job.cell.name, job.seed, accuracy, config=digest, **more), flat)
+    fields = {"factor": job.factor, "config": digest, **more}
+    found.add(record(job.cell.name, job.seed, accuracy, **fields), flat)
+
+
+def test_two_processes_may_add(tmp_path: pathlib.Path) -> None:
+    table = write(tmp_path)
+    first, second = Results(table), Results(table)
+    add(first, job_of(table), 0.9)
+    add(second, job_of(table, seed=1), 0.8)
+    assert [record["seed"] for record in Results(table)] == [0, 1]
 
 
 def test_records_outlive_the_process(tmp_path: pathlib.Path) -> None:

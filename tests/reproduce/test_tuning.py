@@ -9,8 +9,8 @@ from lamb_tpu.reproduce import engine, jobs
 from lamb_tpu.reproduce.results import Results
 from lamb_tpu.reproduce.tuning import describe, forms, tuned
 from tests.reproduce.papers import write
-from tests.reproduce.test_engine import add_search
 from tests.reproduce.test_jobs import TUNED
+from tests.reproduce.test_results import add
 
 
 def test_every_cell_has_the_same_search(tmp_path: pathlib.Path) -> None:
@@ -40,7 +40,7 @@ def test_forms(tmp_path: pathlib.Path) -> None:
     scale = form.scales["small"]
     for cell, count in (("lamb", 3), ("adamw", 1)):
         for job in engine.searches(form, scale, form.cells[cell])[:count]:
-            add_search(results, job, 0.9)
+            add(results, job, 0.9)
     plain, found = forms(table, None)
     assert plain is table and found == form
     assert len(engine.due(found, scale, found.cells.values(), 1, results)) == 2 + 1

@@ -16,7 +16,7 @@ from tests.reproduce.papers import TABLE, place, write
 
 def jobs_of(table: Table) -> list[Job]:
     scale = table.scales["small"]
-    return engine.due(table, scale, engine.cells_at(table, "small"), 2, Results(table))
+    return engine.due(table, scale, table.cells.values(), 2, Results(table))
 
 
 def test_side_by_side(tmp_path: pathlib.Path) -> None:

@@ -10,7 +10,6 @@ from lamb_tpu.reproduce.report import pages
 from lamb_tpu.reproduce.results import Results
 from lamb_tpu.reproduce.tuning import tuned
 from tests.reproduce.papers import TABLE, record, write
-from tests.reproduce.test_engine import add_search
 from tests.reproduce.test_results import add, job_of
 
 SCALES = TABLE.replace("[scales.small]", """[scales.paper]
@@ -89,7 +88,7 @@ def test_a_tuned_form_is_a_part_of_its_own(tmp_path: pathlib.Path) -> None:
     for job, accuracy in zip(
         engine.searches(form, scale, form.cells["lamb"]), (0.8, 0.9, 0.7), strict=True
     ):
-        add_search(results, job, accuracy)
+        add(results, job, accuracy)
     best = engine.measurements(form, scale, form.cells["lamb"], 1, results)
     assert best is not None
     add(results, best[0], 0.95)
