@@ -78,9 +78,10 @@ def test_no_path_of_a_machine_and_nothing_unfinished() -> None:
         path = ROOT / name
         if path.suffix not in texts or not path.is_file():
             continue
+        # The base64 of a notebook's pictures can spell anything.
+        text = re.sub(r'"image/png": "[^"]*"', "", path.read_text(errors="replace"))
         for match in re.finditer(
-            r"(?<![\w.~$}])/(?:work|root|home|tmp)/\w+|\b(?:TODO|FIXME|XXX)\b",
-            path.read_text(errors="replace"),
+            r"(?<![\w.~$}])/(?:work|root|home|tmp)/\w+|\b(?:TODO|FIXME|XXX)\b", text
         ):
             found.append(f"{name}: {match[0]}")
     assert not [item for item in found if not item.startswith("tests/test_files.py")]
