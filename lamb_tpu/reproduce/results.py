@@ -149,7 +149,10 @@ def of_run(job: Job, folder: pathlib.Path, diverged: str | None = None) -> Recor
     values = {
         key: value for key, value in ends.items() if isinstance(value, float) and key != "epoch"
     } if evaluations and diverged is None else None
+    peak = max((record["learning_rate"] for record in trained), default=None)
     layers = _thinned(read_records(path, "layers"), _RATIO_POINTS)
+    if job.factor is not None:  # nobody looks at the curves of a search
+        evaluations, trained, layers = evaluations[-1:], trained[-1:], []
     names = [key for key in (layers[0] if layers else {}) if key.startswith("ratios/")]
     flat = Workdir(folder).read_config()
     return {
@@ -164,7 +167,7 @@ def of_run(job: Job, folder: pathlib.Path, diverged: str | None = None) -> Recor
         "seconds": round(trained[-1]["seconds"], 1) if trained else 0.0,
         "batch": flat["batch_size"],
         "optimizer": flat["optimizer.name"],
-        "learning_rate": max((record["learning_rate"] for record in trained), default=None),
+        "learning_rate": peak,
         "config": "",
         **{key: receipt[key] for key in ("device", "devices", "cores", "jax", "commit", "python")},
         "evaluations": [
