@@ -21,8 +21,8 @@ from collections.abc import Callable, Sequence
 import jax
 from absl import flags
 
-from experiments.bench.cpu_networks import NETWORKS
-from experiments.bench.cpu_update import ours
+from experiments.bench.step_networks import NETWORKS
+from experiments.bench.step_update import ours
 from lamb_tpu import cli
 
 # Names of XLA's operations. What none fits is element-wise.

@@ -59,6 +59,10 @@ class Space(NamedTuple):
     }
 
 
+def _time(minutes: float) -> str:
+    return f"{minutes:g} minutes" if minutes >= 1 else f"{60 * minutes:.0f} seconds"
+
+
 class Scale(NamedTuple):
     """A size at which a table can be run.
 
@@ -92,7 +96,7 @@ class Scale(NamedTuple):
     def cost(self) -> str:
         """What a run needs, as text: its hardware and its estimated time; '' without either."""
         times = (
-            f"about {minutes:g} minutes a run on a {platform.upper()}"
+            f"about {_time(minutes)} a run on a {platform.upper()}"
             for platform, minutes in self.minutes.items()
         )
         return ", ".join(filter(None, [self.hardware, *times]))

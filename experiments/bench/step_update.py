@@ -1,11 +1,11 @@
-"""One update of a network of `cpu_networks`, on a batch that stays on the devices."""
+"""One update of a network of `step_networks`, on a batch that stays on the devices."""
 
 from collections.abc import Callable
 
 import jax
 import numpy as np
 
-from experiments.bench.cpu_networks import Network, config_of
+from experiments.bench.step_networks import Network, config_of
 from lamb_tpu.run.build import prepare
 
 Update = Callable[[], None]

@@ -1,4 +1,4 @@
-"""The networks of `cpu_step`, as a config here and as a module of PyTorch.
+"""The networks of `step`, as a config here and as a module of PyTorch.
 
 PyTorch is imported where a module is built: it is an extra of its own.
 """
@@ -44,14 +44,14 @@ def config_of(network: Network) -> ConfigDict:
         {"name": "lamb", "learning_rate": 1e-3, "rules": "no_bias_no_norm"}
     )
     config.task = ConfigDict({"name": "classification", "input_std": 255.0})
-    config.data.name = "experiments.bench.cpu_data:images"
+    config.data.name = "experiments.bench.step_data:images"
     config.data.train_split = config.data.eval_split = "all"
     config.data.options = ConfigDict(
         {"size": network.pixels, "channels": network.channels, "count": network.batch}
     )
     if not network.pixels:
         config.task = ConfigDict({"name": "masked_lm"})
-        config.data.name = "experiments.bench.cpu_data:masked_text"
+        config.data.name = "experiments.bench.step_data:masked_text"
         config.data.options = ConfigDict({"count": network.batch})
     return config
 
@@ -109,20 +109,25 @@ def of_timm(name: str) -> Modules:
     return build
 
 
-def bert(torch: Any) -> Any:
-    """BERT of 4 layers and 256 units with both heads of pre-training, of transformers."""
-    del torch
-    transformers = importlib.import_module("transformers")
-    sizes = dict(num_hidden_layers=4, hidden_size=256, num_attention_heads=4)
-    return transformers.BertForPreTraining(
-        transformers.BertConfig(vocab_size=8192, intermediate_size=1024, **sizes)
-    )
+def bert(layers: int, width: int, batch: int) -> Network:
+    """BERT with heads of 64 units and both heads of pre-training; the peer is of transformers."""
+    heads, words = width // 64, 8192
+
+    def build(torch: Any) -> Any:
+        del torch
+        transformers = importlib.import_module("transformers")
+        return transformers.BertForPreTraining(transformers.BertConfig(
+            vocab_size=words, intermediate_size=4 * width, num_hidden_layers=layers,
+            hidden_size=width, num_attention_heads=heads,
+        ))
+
+    model = {
+        "name": "bert", "num_layers": layers, "hidden_size": width, "num_heads": heads,
+        "intermediate_size": 4 * width, "vocab_size": words, "dtype": "float32",
+    }
+    return Network(model, batch, 0, 0, build)
 
 
-_BERT = {
-    "name": "bert", "num_layers": 4, "hidden_size": 256, "num_heads": 4,
-    "intermediate_size": 1024, "vocab_size": 8192, "dtype": "float32",
-}
 NETWORKS: dict[str, Network] = {
     "LeNet": Network({"name": "lenet"}, 1024, 28, 1, lenet),
     "LeNet-5": Network({"name": "lenet5"}, 1024, 28, 1, lenet5),
@@ -137,5 +142,13 @@ NETWORKS: dict[str, Network] = {
         {"name": "efficientnet_b0", "num_classes": 10, "dtype": "float32"}, 16, 224, 3,
         of_timm("efficientnet_b0"),
     ),
-    "BERT": Network(_BERT, 32, 0, 0, bert),
+    "BERT": bert(4, 256, 32),
+    "BERT-Base": bert(12, 768, 32),
+    "BERT-Large": bert(24, 1024, 32),
+}
+_TOO_SLOW = ("BERT-Base", "BERT-Large")  # on a CPU
+# The networks that are measured on each platform.
+PLATFORMS = {
+    "cpu": [name for name in NETWORKS if name not in _TOO_SLOW],
+    "gpu": list(NETWORKS),
 }

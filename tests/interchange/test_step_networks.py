@@ -5,7 +5,7 @@ import math
 import jax
 import pytest
 
-from experiments.bench.cpu_networks import NETWORKS, config_of
+from experiments.bench.step_networks import NETWORKS, config_of
 from lamb_tpu.run.build import prepare
 
 torch = pytest.importorskip("torch")

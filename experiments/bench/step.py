@@ -1,15 +1,18 @@
-"""Time of a training step on a CPU, ours beside PyTorch's, for each network of `cpu_networks`.
+"""Time of a training step, ours beside PyTorch's, for each network of `step_networks`.
 
-  python -m experiments.bench.cpu_step --write
+  python -m experiments.bench.step --write
+  python -m experiments.bench.step --platform=gpu --write
 
 Times the whole update (forward, backward and LAMB) in float32: ours, PyTorch's as it stands and by
 torch.compile, with timm's Lamb. The extras `bench` and `interchange` install PyTorch, timm and
 transformers. The contenders take turns in one process, so that what else the machine does falls on
-all of them; read the ratios and not the milliseconds. A second table has the time of ours by kind
-of operation; `cpu_profile` says how it is taken and what keeps a network behind.
+all of them; read the ratios and not the milliseconds. On a CPU a second table has the time of ours
+by kind of operation; `cpu_profile` says how it is taken and what keeps a network behind. On a GPU
+both libraries may round the factors of products to TensorFloat-32.
 """
 
 import importlib
+import os
 import pathlib
 import statistics
 import time
@@ -19,38 +22,42 @@ import jax
 from absl import flags
 
 from experiments.bench import cpu_profile
-from experiments.bench.cpu_networks import NETWORKS, Network
-from experiments.bench.cpu_update import Update, ours
+from experiments.bench.step_networks import NETWORKS, PLATFORMS, Network
+from experiments.bench.step_update import Update, ours
 from lamb_tpu import cli
 from lamb_tpu.cluster import cpu_devices
 from lamb_tpu.cluster.host import num_cores
+from lamb_tpu.errors import UserError
 
 _FORMS = ("eager", "compiled")
 
 
 def theirs(network: Network, form: str) -> Update | None:
-    """One update of PyTorch's; None if a package is not installed."""
+    """One update of PyTorch's on JAX' platform; None if a package is not installed."""
     try:
         torch, timm = importlib.import_module("torch"), importlib.import_module("timm.optim")
         module = network.peer(torch)
     except ImportError:
         return None
     torch.set_num_threads(num_cores())
+    torch.set_float32_matmul_precision("high")  # as JAX on a GPU; nothing changes on a CPU
+    device = torch.device("cuda" if jax.default_backend() == "gpu" else "cpu")
+    module = module.to(device)
     optimizer = timm.Lamb(module.parameters(), lr=1e-3, weight_decay=0.01, foreach=True)
     if network.pixels:
-        # PyTorch's own advice for convolutions on CPUs.
+        # PyTorch's own advice for convolutions.
         module = module.to(memory_format=torch.channels_last)
         x = torch.rand(network.batch, network.channels, network.pixels, network.pixels)
-        x = x.contiguous(memory_format=torch.channels_last)
-        labels = torch.randint(10, (network.batch,))
+        x = x.to(device).contiguous(memory_format=torch.channels_last)
+        labels = torch.randint(10, (network.batch,), device=device)
 
         def loss(module: Any) -> Any:
             return torch.nn.functional.cross_entropy(module(x), labels)
     else:
-        ids = torch.randint(8192, (network.batch, 128))
+        ids = torch.randint(8192, (network.batch, 128), device=device)
         labels = torch.full_like(ids, -100)
         labels[:, ::6] = ids[:, ::6]
-        pairs = torch.randint(2, (network.batch,))
+        pairs = torch.randint(2, (network.batch,), device=device)
 
         def loss(module: Any) -> Any:
             return module(input_ids=ids, labels=labels, next_sentence_label=pairs).loss
@@ -62,6 +69,8 @@ def theirs(network: Network, form: str) -> Update | None:
         optimizer.zero_grad(set_to_none=True)
         loss(run).backward()
         optimizer.step()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
 
     return update
 
@@ -105,9 +114,14 @@ def row(name: str, network: Network, seconds: dict[str, float]) -> str:
 def main() -> None:
     """Measures every network, prints the table and writes it if asked."""
     values = flags.FLAGS
-    jax.config.update("jax_platforms", "cpu")
-    cpu_devices.make(values.devices)
-    names = values.networks or list(NETWORKS)
+    if values.platform == "cpu":
+        jax.config.update("jax_platforms", "cpu")
+        cpu_devices.make(values.devices)
+    else:
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch needs some too
+    if jax.default_backend() != values.platform:
+        raise UserError(f"--platform is {values.platform!r}, and JAX has {jax.default_backend()}")
+    names = values.networks or PLATFORMS[values.platform]
     chosen = "".join(f" --networks={name}" for name in values.networks)
     versions = []
     for package in ("torch", "timm", "transformers"):
@@ -117,10 +131,10 @@ def main() -> None:
             versions.append(f"{package} not installed")
     lines = [
         f"One update with LAMB, float32: jax {jax.__version__}, {', '.join(versions)}, "
-        f"{num_cores()} cores, {values.devices} device(s). Medians of {values.rounds}; the ratio "
-        "is to PyTorch's faster form, and below 1 ours is ahead.",
-        f"Command: `python -m experiments.bench.cpu_step --rounds={values.rounds}"
-        f" --devices={values.devices}{chosen}`",
+        f"{num_cores()} cores, {values.devices} x {jax.devices()[0].device_kind}. Medians of "
+        f"{values.rounds}; the ratio is to PyTorch's faster form, and below 1 ours is ahead.",
+        f"Command: `python -m experiments.bench.step --platform={values.platform}"
+        f" --rounds={values.rounds} --devices={values.devices}{chosen}`",
         "",
         "| network | batch | ours, ms | PyTorch eager, ms | compiled, ms | ratio |",
         "|---|--:|--:|--:|--:|--:|",
@@ -129,15 +143,20 @@ def main() -> None:
     for name in names:
         lines.append(row(name, NETWORKS[name], measure(NETWORKS[name], values.rounds)))
         print(lines[-1], flush=True)
-    print("\n".join(table := ["", *cpu_profile.lines(names)]), flush=True)
-    lines += table
+    if values.platform == "cpu":
+        print("\n".join(table := ["", *cpu_profile.lines(names)]), flush=True)
+        lines += table
     if values.write:
-        pathlib.Path(__file__).with_suffix(".md").write_text("\n".join(lines) + "\n")
+        page = pathlib.Path(__file__).with_name(f"step_{values.platform}.md")
+        page.write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":
+    flags.DEFINE_enum("platform", "cpu", list(PLATFORMS), "Where to measure.")
     flags.DEFINE_integer("rounds", 5, "Timed updates of each contender.", lower_bound=1)
     flags.DEFINE_integer("devices", 1, "Devices of the CPU.", lower_bound=1)
-    flags.DEFINE_multi_enum("networks", [], list(NETWORKS), "Those to measure; default all.")
-    flags.DEFINE_bool("write", False, "Whether to write cpu_step.md beside this file.")
+    flags.DEFINE_multi_enum(
+        "networks", [], list(NETWORKS), "Those to measure; default those of the platform."
+    )
+    flags.DEFINE_bool("write", False, "Whether to write step_PLATFORM.md beside this file.")
     cli.run_main(main)

@@ -1,11 +1,11 @@
-"""The networks of the benchmark of a step on a CPU: recipes that train here."""
+"""The networks of the benchmark of a step are recipes that train here."""
 
 import jax
 import numpy as np
 import pytest
 
-from experiments.bench import cpu_profile, cpu_step
-from experiments.bench.cpu_networks import NETWORKS, config_of
+from experiments.bench import cpu_profile, step
+from experiments.bench.step_networks import NETWORKS, config_of
 from lamb_tpu.run.build import prepare
 from tests.marks import some
 
@@ -25,13 +25,13 @@ def test_networks_are_recipes(name: str) -> None:
 def test_times_are_of_updates() -> None:
     model = {"name": "mlp", "hidden_sizes": (8,), "num_classes": 10}
     network = NETWORKS["LeNet-5"]._replace(model=model, batch=16, peer=missing)
-    updates = cpu_step.contenders(network)
+    updates = step.contenders(network)
     assert updates.keys() == {"ours"}
     seconds = {"ours": 0.2, "eager": 0.1, "compiled": 0.3}
-    line = cpu_step.row("LeNet-5", network, seconds)
+    line = step.row("LeNet-5", network, seconds)
     assert line == "| LeNet-5 | 16 x 28 | 200 | 100 | 300 | 2.00 |"
     del seconds["eager"], seconds["compiled"]
-    assert cpu_step.row("LeNet-5", network, seconds).endswith("| - | - | - |")
+    assert step.row("LeNet-5", network, seconds).endswith("| - | - | - |")
     for update in updates.values():
         update()
 
@@ -42,15 +42,15 @@ def missing(torch: object) -> None:
 
 def test_random_examples_are_the_same_in_each_run() -> None:
     options = {"size": 8, "channels": 3, "count": 4}
-    from experiments.bench import cpu_data
+    from experiments.bench import step_data
 
-    first, second = (cpu_data.images("all", **options).gather(np.arange(4)) for _ in range(2))
+    first, second = (step_data.images("all", **options).gather(np.arange(4)) for _ in range(2))
     assert all(np.array_equal(first[name], second[name]) for name in first)
 
 
 def test_profile_has_every_operation_of_an_update() -> None:
     model = {"name": "mlp", "hidden_sizes": (512,), "num_classes": 10}
-    update = cpu_step.ours(NETWORKS["LeNet-5"]._replace(model=model, batch=256))
+    update = step.ours(NETWORKS["LeNet-5"]._replace(model=model, batch=256))
     whole, seconds = cpu_profile.profile(update)
     assert seconds.keys() == set(cpu_profile.KINDS)
     assert seconds["products and sums"] > 0 and seconds["element-wise"] > 0
