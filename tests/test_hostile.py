@@ -25,6 +25,7 @@ DRAWN = {
     "parameters.txt": "path  shape  dtype  count  decay  adapt\na  3  float32  3  yes  yes\n",
     "config.json": json.dumps({
         "optimizer.name": "lamb", "model.name": "mlp", "data.name": "digits", "batch_size": 8,
+        "duration": "1 epochs",
     }),
 }
 
@@ -165,13 +166,14 @@ CASES = {
     "metrics": train("not a JSON object: '3'", metrics__jsonl="3\n"),
     "metrics deep": train("line 1 of ", metrics__jsonl=DEEP + "\n"),
     "plotted folder": Case("metrics.jsonl cannot be read (it is a folder", "plots", ["--workdir=@"],
-                           {"metrics.jsonl": FOLDER}),
+                           DRAWN | {"metrics.jsonl": FOLDER}),
     "plotted part": Case("records of layers that are not whole (KeyError", "plots", ["--workdir=@"],
                          DRAWN | {
                              "metrics.jsonl": '{"step": 1, "kind": "layers", "ratios/a": 1}\n'
                          }),
     "plotted without a table": Case("parameters.txt cannot be read (No such file", "plots",
-                                    ["--workdir=@"], {"metrics.jsonl": LAYERS}),
+                                    ["--workdir=@"],
+                                    {name: DRAWN[name] for name in DRAWN if "param" not in name}),
     "plotted without a config": Case("config.json is of no run, for it has no optimizer.name",
                                      "plots", ["--workdir=@"], DRAWN | {"config.json": "{}"}),
     "plotted text": Case("not whole (ValueError: could not convert", "plots", ["--workdir=@"],
