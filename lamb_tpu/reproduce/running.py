@@ -43,7 +43,7 @@ class Request(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What is wanted of a table, and its records."""
+    """Cells and seeds that are wanted of a table, and its records."""
 
     table: Table
     scale: Scale

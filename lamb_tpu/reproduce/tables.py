@@ -43,7 +43,7 @@ class Tuning(NamedTuple):
 
 
 class Space(NamedTuple):
-    """Where `run --tune=N` searches, alike for every cell; see `tuning`.
+    """Range in which `run --tune=N` searches, alike for every cell; see `tuning`.
 
     Attributes:
       key: the key of the config.
@@ -94,7 +94,7 @@ class Scale(NamedTuple):
 
     @property
     def cost(self) -> str:
-        """What a run needs, as text: its hardware and its estimated time; '' without either."""
+        """Hardware and estimated time of a run, as text; '' without either."""
         times = (
             f"about {_time(minutes)} a run on a {platform.upper()}"
             for platform, minutes in self.minutes.items()

@@ -1,4 +1,4 @@
-"""What a run has left in its workdir, read for tables and plots."""
+"""Files that a run has left in its workdir, read for tables and plots."""
 
 import os
 import pathlib

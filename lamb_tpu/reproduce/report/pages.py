@@ -1,4 +1,4 @@
-"""What the pages show: every cell of every table, as text."""
+"""Content of the pages: every cell of every table, as text."""
 
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -98,12 +98,12 @@ class Part(NamedTuple):
 
     @property
     def num_measured(self) -> int:
-        """How many cells have a run."""
+        """Number of cells with a run."""
         return sum(row.seeds > 0 for row in self.rows)
 
     @property
     def num_stale(self) -> int:
-        """How many cells have stale runs only."""
+        """Number of cells with stale runs only."""
         return sum(row.state == "stale" for row in self.rows)
 
     @property
@@ -113,7 +113,7 @@ class Part(NamedTuple):
 
     @property
     def told(self) -> str:
-        """How many cells have runs, their time, and what a run takes, as sentences."""
+        """Number of measured cells, their time, and the time of a run, as sentences."""
         told = f"{self.num_measured} of {len(self.rows)} cells have runs"
         told += f", in {spent(self.hours)}" if self.num_measured else ""
         told += f"; {self.num_stale} have stale ones" if self.num_stale else ""
@@ -121,7 +121,7 @@ class Part(NamedTuple):
 
     @property
     def machines(self) -> list[str]:
-        """Where the runs were made."""
+        """Devices and versions of the runs."""
         return list(dict.fromkeys(machine for row in self.rows for machine in row.machines))
 
 
