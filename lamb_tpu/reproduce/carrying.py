@@ -10,7 +10,7 @@ from lamb_tpu.files import reading, writing
 from lamb_tpu.reproduce import jobs as jobs_lib
 from lamb_tpu.reproduce import tuning
 from lamb_tpu.reproduce.jobs import Job
-from lamb_tpu.reproduce.results import Results
+from lamb_tpu.reproduce.results import Results, damage
 from lamb_tpu.reproduce.tables import Table
 
 
@@ -23,8 +23,13 @@ def write(path: pathlib.Path, measured: Sequence[tuple[Table, Results]]) -> None
         }
         for table, results in measured
     ]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    writing.replace(path, json.dumps(content) + "\n")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        writing.replace(path, json.dumps(content) + "\n")
+    except OSError as error:
+        raise UserError(
+            f"--carry {path} cannot be written ({error.strerror}); give another file"
+        ) from None
 
 
 def take(path: pathlib.Path, tables: Mapping[str, Table]) -> list[str]:
@@ -47,6 +52,9 @@ def take(path: pathlib.Path, tables: Mapping[str, Table]) -> list[str]:
             (part["table"], part["form"], [(run["record"], run["configs"]) for run in part["runs"]])
             for part in reading.read_json(path)
         ]
+        for reason in (damage(record) for _, _, runs in parts for record, _ in runs):
+            if reason:
+                raise ValueError(f"a record {reason}")
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"{path} is neither a workdir nor a file of `run --carry` ({error})"
@@ -86,4 +94,4 @@ def _job(table: Table, record: Mapping[str, Any]) -> Job | None:
     scale, cell = table.scales.get(record["scale"]), table.cells.get(record["cell"])
     if scale is None or cell is None:
         return None
-    return Job(table, scale, cell, record["seed"], record["factor"], record["chosen"] or 1.0)
+    return Job(table, scale, cell, record["seed"], record["factor"], record.get("chosen") or 1.0)

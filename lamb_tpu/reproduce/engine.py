@@ -29,7 +29,7 @@ class Finished(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where runs are trained.
+    """Folders of the runs and their data, and how often checkpoints are saved.
 
     Attributes:
       runs: folder of the workdirs.

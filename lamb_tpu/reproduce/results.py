@@ -57,7 +57,8 @@ class Results:
         self._found: dict[Any, Record] = {}
         if self._path.exists():
             for number, record in enumerate(read_records(self._path), start=1):
-                self._check(number, record)
+                if reason := damage(record):
+                    raise self._damaged(self._path, f"line {number} {reason}")
                 self._found[_key(record)] = record
         try:
             self._configs = reading.read_json(self._configs_path)
@@ -110,15 +111,16 @@ class Results:
         writing.replace(self._configs_path, json.dumps(configs, indent=1, sort_keys=True) + "\n")
         writing.replace(self._path, "".join(json.dumps(record) + "\n" for record in self))
 
-    def _check(self, number: int, record: Record) -> None:
-        for field, kinds in _FIELDS.items():
-            if field not in record or not isinstance(record[field], kinds):
-                raise self._damaged(
-                    self._path, f"line {number} has no {field} of type {kinds[0].__name__}"
-                )
-
     def _damaged(self, path: pathlib.Path, reason: str) -> UserError:
         return UserError(f"{path} is damaged ({reason}); restore it, or delete the line")
+
+
+def damage(record: Mapping[str, Any]) -> str:
+    """Returns what a record lacks, such as 'has no seed of type int'; '' if nothing."""
+    for field, kinds in _FIELDS.items():
+        if field not in record or not isinstance(record[field], kinds):
+            return f"has no {field} of type {kinds[0].__name__}"
+    return ""
 
 
 def of_run(job: Job, folder: pathlib.Path, diverged: str | None = None) -> Record:

@@ -154,6 +154,7 @@ def _train(
         if request.carry is not None:
             carrying.write(request.carry, [(plan.table, plan.results) for plan in plans])
 
+    keep()  # a file that cannot be written is told before anything is trained
     try:
         with Watch(place, request.processes) as watch:
             for plan in plans:

@@ -1,10 +1,12 @@
 """Tells how far the running runs are, which print nothing themselves."""
 
+import contextlib
 import sys
 import threading
 import time
 from types import TracebackType
 
+from lamb_tpu.errors import UserError
 from lamb_tpu.reproduce import engine
 from lamb_tpu.reproduce.engine import Place
 from lamb_tpu.reproduce.jobs import Job
@@ -56,7 +58,8 @@ class Watch:
             folder = engine.workdirs(job, self._place)[-1]
             records = []
             for path in sorted(folder.glob("**/metrics.jsonl")):
-                records += read_records(path, "train")
+                with contextlib.suppress(UserError):  # it may be just being replaced
+                    records += read_records(path, "train")
             how_far = "preparing"
             if records:
                 last = records[-1]

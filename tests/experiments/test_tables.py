@@ -25,7 +25,7 @@ def all_jobs(table: Table) -> Iterator[Job]:
 
 
 def recipes(job: Job) -> list[Recipe]:
-    """What the schedules of a run come to: one for each phase of each stage."""
+    """Returns the recipe in updates of each phase of each stage."""
     return [
         resolve(phase.config, EXAMPLES)
         for stage in jobs.stages(job) for phase in phases.split(stage.config())

@@ -46,7 +46,9 @@ def test_what_does_not_fit_is_left_out(tmp_path: pathlib.Path) -> None:
     assert not table.records.exists()
 
 
-@pytest.mark.parametrize("content", ["{", "{}", "[1]", json.dumps([{"table": "small/digits"}])])
+@pytest.mark.parametrize("content", ["{", "{}", "[1]", json.dumps([{"table": "small/digits"}]),
+    json.dumps([{"table": "a", "form": "", "runs": [{"record": {"seed": 1}, "configs": []}]}]),
+])
 def test_damaged(tmp_path: pathlib.Path, content: str) -> None:
     file = tmp_path / "file.json"
     file.write_text(content)

@@ -83,6 +83,7 @@ def test_a_whole_story(tmp_path: pathlib.Path) -> None:
     (["run", "small", "--time-limit=2"], "--time-limit is '2'; give a number above 0 with a unit"),
     (["run", "small", "--time-limit=0h"], "--time-limit is '0h'"),
     (["run", "small", "--budget=soon"], "--budget is 'soon'; give a number above 0 with a unit"),
+    (["run", "small", "--carry=/dev/null/x"], "--carry /dev/null/x cannot be written"),
     (["run", "small", "--tune=1"], "--tune is 1; it must be at least 2"),
     (["run", "small", "--runs=/dev/null/x"], "--runs /dev/null/x cannot be written"),
     (["adopt", "/nowhere"], "WORKDIR /nowhere holds no run"),
