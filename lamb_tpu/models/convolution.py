@@ -4,9 +4,10 @@ XLA's CPU backend has fast convolutions for one order of axes, one group and no 
 gradients have other orders and dilations and take tens of times as long within a loop, such as
 that over microbatches. Depthwise convolutions and those with 2x2 outputs are slow everywhere,
 forward and backward. So programs for CPUs are written in another way:
-- Both gradients are convolutions in the fast order: the input's of the outputs' gradient, the
-  kernel's with batch and channels exchanged. With strides the kernel's places fall into kinds, each
-  of which sees every so many pixels, and every kind has a convolution without strides of its own.
+- The input's gradient is a convolution of the outputs' gradient, in the fast order. With strides
+  the kernel's places fall into kinds, each of which sees every so many pixels, and every kind has a
+  convolution without strides of its own.
+- The kernel's gradient is a matrix product of patches, a few images at a time.
 - If the kernel is depthwise or has one place, or the output has few pixels, the convolution is a
   sum of products over the kernel's places.
 Programs for other devices are JAX' own. `python -m experiments.bench.convolution` measures this.
@@ -22,8 +23,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from lamb_tpu.models import axes
+
 _NHWC = ("NHWC", "HWIO", "NHWC")
 _FEW_PIXELS = 9  # outputs up to this size are sums; from 16 pixels on convolutions are as fast
+_PATCH_BYTES = 2**22  # of patches that are made at once: they stay in the cache
 _Pads = tuple[tuple[int, int], ...]
 
 
@@ -277,22 +281,40 @@ def _depthwise_gradient(
 def _kernel_gradient(
     x: jax.Array, kernel: jax.Array, gradient: jax.Array, strides: tuple[int, ...], pads: _Pads
 ) -> jax.Array:
-    """Computes the kernel's gradient as convolutions of the images with the outputs' gradients.
+    """Computes the kernel's gradient from some images after another.
 
-    Batch and channels change places: the channels are the batch of this convolution, and the sum
-    over its channels is one over the images.
+    It is the product of their patches, one for each output, with the outputs' gradients.
     """
     dtype = jnp.promote_types(x.dtype, jnp.float32)
-    images = x.astype(dtype).transpose(3, 1, 2, 0)
-    weights = gradient.astype(dtype).transpose(1, 2, 0, 3)
-    found = jnp.zeros(kernel.shape, dtype)
-    for rows, columns in _kinds(x, kernel, gradient, strides, pads):
-        # The pixels are cut out and not padded: the convolution itself pads many times as fast.
-        seen = images[:, rows.pixels, columns.pixels]
-        # (channels, rows, columns, outputs)
-        places = _lax(seen, weights, (1, 1), (rows.outside, columns.outside), 1)
-        found = found.at[rows.places, columns.places].set(places.transpose(1, 2, 0, 3))
-    return found.astype(kernel.dtype)
+    padded = jnp.pad(x, ((0, 0), *pads, (0, 0)))
+    (height, width, channels, outputs), (down, right) = kernel.shape, strides
+    batch, rows, columns = gradient.shape[:3]
+    patch = height * width * channels
+    # Where the compiler splits the rows of the batch, each device goes through its own.
+    mesh = jax.sharding.get_abstract_mesh()
+    parts = math.prod(mesh.shape[axis] for axis in axes.of_rows())
+    parts = 1 if batch % parts else parts
+    own = batch // parts
+    most = max(1, _PATCH_BYTES // (rows * columns * patch * dtype.itemsize))
+    count = max(size for size in range(1, min(most, own) + 1) if own % size == 0)
+
+    def some(all_rows: jax.Array, turn: int | jax.Array) -> jax.Array:
+        split = all_rows.reshape(parts, own, *all_rows.shape[1:])
+        return lax.dynamic_slice_in_dim(split, turn * count, count, 1).astype(dtype)
+
+    def product(turn: int | jax.Array) -> jax.Array:
+        images = some(padded, turn)
+        places = [
+            images[:, :, row : row + (rows - 1) * down + 1 : down,
+                   column : column + (columns - 1) * right + 1 : right]
+            for row, column in itertools.product(range(height), range(width))
+        ]
+        patches = jnp.concatenate(places, -1).reshape(parts, -1, patch)
+        weights = some(gradient, turn).reshape(parts, -1, outputs)
+        return jnp.einsum("dij,dik->djk", patches, weights)
+
+    total = lax.fori_loop(1, own // count, lambda turn, sum_: sum_ + product(turn), product(0))
+    return jnp.sum(total, 0).reshape(kernel.shape).astype(kernel.dtype)
 
 
 def _pixels(first: int, stride: int, count: int, size: int) -> tuple[slice, tuple[int, int]]:

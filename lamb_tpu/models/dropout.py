@@ -8,10 +8,10 @@ from collections.abc import Iterator
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 
-# Mesh axes that split axes within an example. The others split the batch.
-WITHIN_EXAMPLES = ("model", "sequence")
+from lamb_tpu.models import axes as axes_lib
+
 # Masks compare 16 random bits with the rate, because drawing bits is what dropout costs.
 _LEVELS = 2**16
 
@@ -113,12 +113,7 @@ def _bits_of_part(key: jax.Array, positions: jax.Array, shape: list[int]) -> jax
         key = jax.random.fold_in(key, positions[0])
         return jax.random.bits(key, (len(positions), *shape), jnp.uint16)
 
-    mesh = jax.sharding.get_abstract_mesh()
-    axes = tuple(
-        axis
-        for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
-        if kind == AxisType.Auto and axis not in WITHIN_EXAMPLES
-    )
+    mesh, axes = jax.sharding.get_abstract_mesh(), axes_lib.of_rows()
     # shard_map needs rows that divide over the axes; the rows of `init` need not.
     if not axes or len(positions) % math.prod(mesh.shape[axis] for axis in axes):
         return draw(key, positions)
@@ -143,7 +138,7 @@ class Dropout(nn.Module):
     on a TPU, a device draws all its rows at once, by the position of the first. The mask then
     depends on the number of rows on a device. It is the same in shard_map and under jit if
     `jax.set_mesh` or `jax.sharding.use_abstract_mesh` gives the mesh; all its axes but those of
-    `WITHIN_EXAMPLES` split the rows. Without a mesh every device draws all rows.
+    `axes.WITHIN_EXAMPLES` split the rows. Without a mesh every device draws all rows.
 
     Attributes:
       rate: share of the values that are dropped, in [0, 1); `rounded` to a multiple of 2^-16.

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from lamb_tpu.models.attention import attend
-from lamb_tpu.models.dropout import WITHIN_EXAMPLES, Dropout, draw_kept, rounded
+from lamb_tpu.models.axes import WITHIN_EXAMPLES
+from lamb_tpu.models.dropout import Dropout, draw_kept, rounded
 
 # Axes of a mesh.
 HEADS_AXIS, SEQUENCE_AXIS = WITHIN_EXAMPLES

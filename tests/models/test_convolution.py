@@ -85,8 +85,11 @@ def test_values_and_gradients(kernel: Any, strides: Any, padding: Any, groups: i
     "kernel, groups", [((3, 3, 4, 5), 1), ((1, 1, 4, 5), 1), ((3, 3, 1, 4), 4)]
 )
 @pytest.mark.parametrize("rows", [16, 12])
-def test_rows_of_eight_devices_stay_where_they_are(rows: int, kernel: Any, groups: int) -> None:
+def test_rows_of_eight_devices_stay_where_they_are(
+    rows: int, kernel: Any, groups: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each device sums its own rows where they are split (16); 12 lie whole on every one."""
+    monkeypatch.setattr(convolution_lib, "_PATCH_BYTES", 1)  # one image after another
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     how = (1, 1), "SAME", groups
     x, weights = inputs(kernel, np.float32)
