@@ -18,6 +18,7 @@ from ml_collections import ConfigDict, config_flags
 from lamb_tpu import own, terminal
 from lamb_tpu.config import check_keys, check_values, recipe_folder, recipe_path, section_of
 from lamb_tpu.errors import Interrupted, Preempted, UserError
+from lamb_tpu.files import buckets
 
 # The arguments that ml_collections searches for overrides. `_parse_flags` removes those that
 # `run.overrides` reads.
@@ -53,8 +54,9 @@ def define_process_flags() -> None:
         "coordinator_address",
         None,
         "HOST:PORT at which process 0 listens, the same for all processes. This flag and the next "
-        "two are found automatically on a TPU VM, under SLURM, Open MPI and lamb_tpu.launch; they "
-        "are also read from JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID.",
+        "two are found automatically on TPU VMs and GKE, under SLURM, Open MPI and "
+        "lamb_tpu.launch; they are also read from JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and "
+        "JAX_PROCESS_ID.",
     )
     flags.DEFINE_integer(
         "num_processes", None, "Number of the run's processes; 1 looks for no others."
@@ -89,7 +91,7 @@ def answer_help() -> None:
 
 
 def _parse_flags(argv: list[str], required: Sequence[str]) -> list[str]:
-    # Asked again for commands, such as the launcher, that have not asked before their imports.
+    # Asked again for commands that have not asked before their imports.
     answer_help()
     try:
         if "config" in flags.FLAGS:
@@ -342,6 +344,8 @@ def _sentence(error: Exception) -> str | None:
         )
     if isinstance(error, OSError) and error.strerror and error.filename:
         return f"{error.filename!r}: {error.strerror}"
+    if "gcsfs" in sys.modules and buckets.is_error(error):
+        return f"the bucket does not answer ({buckets.reason(error)}); start the same command again"
     return own.blame(error)
 
 

@@ -1,8 +1,7 @@
 """Compares runs: configs, metrics and time in a table, curves in a picture."""
 
 import argparse
-import os
-import pathlib
+import itertools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,7 +18,7 @@ _EXAMPLES = """\
 examples:
   python -m lamb_tpu.compare runs/digits runs/adamw
   python -m lamb_tpu.compare runs/rates/sweep/* --metric=loss --output=losses.png
-  python -m lamb_tpu.compare runs/digits runs/adamw --against=updates
+  python -m lamb_tpu.compare runs/digits gs://BUCKET/adamw --against=updates
 
 A run that goes on, or was broken off, is compared as far as it is. Keys that
 change no result, such as log.every, are left out.
@@ -60,12 +59,14 @@ def read(paths: Sequence[str]) -> list[Run]:
     for folder in folders:
         if folders.count(folder) > 1:
             raise UserError(f"RUN {folder} is given {folders.count(folder)} times; give it once")
-    above = os.path.commonpath([folder.parent for folder in folders])
+    # os.path.commonpath would take gs:// for a relative path.
+    shared = itertools.takewhile(
+        lambda parts: len(set(parts)) == 1, zip(*(folder.parent.parts for folder in folders))
+    )
+    above = len(list(shared))
     return [
-        Run(
-            str(run.folder.path.relative_to(above)), run, run.records("train"), run.records("eval")
-        )
-        for run in found
+        Run("/".join(folder.parts[above:]), run, run.records("train"), run.records("eval"))
+        for folder, run in zip(folders, found)
     ]
 
 
@@ -208,8 +209,8 @@ def picture(found: Sequence[Run], metric: tuple[str, str] | None, against: str) 
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m lamb_tpu.compare", allow_abbrev=False, epilog=_EXAMPLES,
+    parser = terminal.Parser(
+        prog="python -m lamb_tpu.compare", epilog=_EXAMPLES,
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run")
@@ -222,15 +223,15 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
                         help="default: lower for a loss or an error, else higher")
     parser.add_argument("--against", choices=("epochs", "updates"), default="epochs",
                         help="quantity of the x axis (default: %(default)s)")
-    return terminal.refuse_empty(parser.parse_args(arguments))
+    return parser.parse_all(arguments)
 
 
 def main(options: argparse.Namespace) -> None:
     """Prints the tables and draws the picture."""
     from lamb_tpu import style
-    from lamb_tpu.files import writing
+    from lamb_tpu.files import buckets, writing
 
-    path = pathlib.Path(options.output)
+    path = buckets.local(options.output, "--output")
     style.check_picture(path, "--output")
     found = read(options.runs)
     metric = choose_metric(found, options.metric, options.better)
@@ -242,6 +243,6 @@ def main(options: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parsed = _parse(sys.argv[1:])
+    given = sys.argv[1:]
     del sys.argv[1:]  # the flags of absl, of which there are none here
-    cli.run_main(lambda: main(parsed))
+    cli.run_main(lambda: main(_parse(given)))

@@ -38,7 +38,7 @@ from lamb_tpu import models, own
 from lamb_tpu.data.images.crops import tpu_fraction
 from lamb_tpu.data.text import saved
 from lamb_tpu.errors import UserError
-from lamb_tpu.files import writing
+from lamb_tpu.files import buckets, writing
 from lamb_tpu.models.bert_huggingface import to_huggingface, write_folder
 from lamb_tpu.models.convert import NETWORKS, to_timm
 from lamb_tpu.run.weights import Weights, open_weights
@@ -68,7 +68,7 @@ def export(
         BERT with a combination of heads that transformers lacks; or the folder is not empty.
     """
     weights = open_weights(os.fspath(workdir), "--workdir", step)
-    folder = pathlib.Path(output).expanduser().absolute()
+    folder = buckets.local(output, "--output").absolute()
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--output {folder} is a file; give a folder")
     if folder.exists() and any(folder.iterdir()):

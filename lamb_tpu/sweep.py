@@ -48,7 +48,7 @@ import pathlib
 from ml_collections import config_flags
 
 from lamb_tpu.errors import UserError
-from lamb_tpu.files import writing
+from lamb_tpu.files import buckets, writing
 from lamb_tpu.reproduce import running, sweeps, trials
 from lamb_tpu.reproduce.results import Results
 from lamb_tpu.reproduce.sweeps import Sweep
@@ -59,8 +59,9 @@ from lamb_tpu.terminal import columns, fit
 def main() -> None:
     """Entry point of the command line."""
     options = flags.FLAGS
+    folder = buckets.local(options.workdir, "--workdir")
     request = running.Request(
-        sweeps.NAME, None, None, Workdir(options.workdir).path, None, options.processes,
+        sweeps.NAME, None, None, Workdir(folder).path, None, options.processes,
         cli.seconds("--time-limit", options["time-limit"].value), bool(options["dry-run"].value),
         None,
     )

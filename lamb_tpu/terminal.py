@@ -7,7 +7,7 @@ import signal
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from lamb_tpu.errors import UserError
 
@@ -55,18 +55,28 @@ def fit_docstring(text: str) -> str:
     return "\n".join(_refill(block) for block in blocks)
 
 
-def refuse_empty(options: argparse.Namespace) -> argparse.Namespace:
-    """Refuses empty texts among the options: an empty path would be the current folder.
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one sentence; it has no abbreviations of options."""
 
-    Raises:
-      UserError: an option is empty; the message names it.
-    """
-    for name, value in vars(options).items():
-        if value == "" or (isinstance(value, list) and "" in value):
-            raise UserError(
-                f"--{name.replace('_', '-')} is empty; give a value, or leave it out"
-            )
-    return options
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**({"allow_abbrev": False} | settings))
+
+    def error(self, message: str) -> NoReturn:
+        """Raises a `UserError`, where argparse would print its usage and end the process."""
+        raise UserError(f"{message}; see --help")
+
+    def parse_all(self, arguments: Sequence[str] | None) -> argparse.Namespace:
+        """Returns the options of a command line.
+
+        Raises:
+          UserError: a mistake, or an option whose value is an empty text: an empty path would be
+            the current folder.
+        """
+        options = self.parse_args(arguments)
+        for name, value in vars(options).items():
+            if value == "" or (isinstance(value, list) and "" in value):
+                self.error(f"--{name.replace('_', '-')} is empty; give a value, or leave it out")
+        return options
 
 
 def lose_stdout(error: Exception | None = None) -> str | None:

@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from lamb_tpu import terminal
+from lamb_tpu.errors import UserError
 from lamb_tpu.terminal import fit, fit_docstring
 from tests.shared import ROOT
 
@@ -114,3 +115,28 @@ def test_reader_that_has_seen_enough() -> None:
 
 def test_docstrings() -> None:
     assert doctest.testmod(terminal).failed == 0
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (["show", "--name=", "x"], "--name is empty; give a value, or leave it out; see --help"),
+    (["show", ""], "--path is empty; give a value"),
+    (["show", "--nam=a", "x"], "unrecognized arguments: --nam=a; see --help"),
+    (["hide"], "invalid choice: 'hide'"),
+])
+def test_mistakes_in_options_are_sentences(arguments: list[str], message: str) -> None:
+    parser = terminal.Parser()
+    kind = parser.add_subparsers(dest="kind").add_parser("show")
+    kind.add_argument("--name")
+    kind.add_argument("path")
+    with pytest.raises(UserError, match=message):
+        parser.parse_all(arguments)
+
+
+@pytest.mark.parametrize("module", ["reproduce", "compare", "launch"])
+def test_mistake_in_an_option_ends_a_command(module: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", f"lamb_tpu.{module}", "--no-such-flag=x"], cwd=ROOT, text=True,
+        capture_output=True,
+    )
+    (line,) = done.stderr.splitlines()
+    assert (done.returncode, done.stdout) == (2, "") and line.startswith("error: "), line

@@ -1,7 +1,6 @@
 """Preparation of a data set, once: from original files to ArrayRecord files."""
 
 import contextlib
-import fcntl
 import pathlib
 import queue
 import threading
@@ -12,6 +11,7 @@ import tensorflow_datasets as tfds
 from tensorflow_datasets.core.download import checksums, resource
 
 from lamb_tpu.errors import UserError
+from lamb_tpu.files import locks
 
 _REACH_SECONDS = 5.0
 
@@ -132,6 +132,5 @@ def _one_at_a_time(builder: tfds.core.DatasetBuilder) -> Iterator[None]:
         )
     folder = pathlib.Path(builder.data_dir).parent
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / ".preparing", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with locks.hold(folder / ".preparing"):
         yield

@@ -11,7 +11,6 @@ import pathlib
 import sys
 import time
 from collections.abc import Sequence
-from typing import NoReturn
 
 from rich.console import Console
 from rich.progress import (
@@ -49,12 +48,6 @@ of processes. Then train on one folder and evaluate on another:
       --config.data.dir=DATA \\
       --config.data.train_split=books --config.data.eval_split=held_out
 """
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        # argparse would print its usage and end the process; `main` tells a mistake in a sentence.
-        raise UserError(f"{message}; see --help")
 
 
 class _Shown:
@@ -158,9 +151,9 @@ def _number(count: int, noun: str) -> str:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = _Parser(
+    parser = terminal.Parser(
         prog="python -m lamb_tpu.data.prepare_text", description=fit(__doc__.partition("\n")[0]),
-        allow_abbrev=False, epilog=_EXAMPLES,
+        epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
@@ -182,7 +175,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="approximate text in a shard; one process makes a shard (default: %(default)s)")
     add("--processes", type=int, metavar="N", help="number of processes (default: one a core)")
     add("--data-dir", metavar="DIR", help="folder of prepared TFDS sets")
-    return terminal.refuse_empty(parser.parse_args(arguments))
+    return parser.parse_all(arguments)
 
 
 if __name__ == "__main__":

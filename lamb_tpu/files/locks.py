@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import os
 import pathlib
 from collections.abc import Iterator
 
@@ -9,21 +10,26 @@ from lamb_tpu.errors import UserError
 
 
 @contextlib.contextmanager
-def hold(path: pathlib.Path, refusal: str) -> Iterator[None]:
-    """Holds a lock file, which is made if it is missing, while the context lasts.
+def hold(path: pathlib.Path, refusal: str | None = None) -> Iterator[None]:
+    """Holds a lock while the context lasts.
 
     Args:
-      path: the file.
-      refusal: message of the error if another process holds it.
+      path: a file, which is made if it is missing, or a folder.
+      refusal: message of the error if another process holds it; None: wait until it is free.
 
     Raises:
       UserError: another process holds it.
     """
-    with path.open("w") as file:
+    flags = os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT
+    lock = os.open(path, flags, 0o666)
+    try:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # freed even by kill -9
+            # Freed even by kill -9.
+            fcntl.flock(lock, fcntl.LOCK_EX | (0 if refusal is None else fcntl.LOCK_NB))
         except BlockingIOError:
-            raise UserError(refusal) from None
+            raise UserError(refusal or "") from None
         except OSError:
             pass  # a file system without locks
         yield
+    finally:
+        os.close(lock)

@@ -8,6 +8,7 @@ import pathlib
 import sys
 
 from lamb_tpu import cli, terminal
+from lamb_tpu.files import buckets
 
 _EXAMPLES = """\
 examples:
@@ -27,15 +28,15 @@ without it data sets are downloaded.
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m lamb_tpu.reproduce", allow_abbrev=False, epilog=_EXAMPLES,
+    parser = terminal.Parser(
+        prog="python -m lamb_tpu.reproduce", epilog=_EXAMPLES,
         description=terminal.fit_docstring(__doc__ or "").partition("\n")[0],
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     kinds = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def add(name: str, text: str) -> argparse.ArgumentParser:
-        found = kinds.add_parser(name, help=text, description=f"{text}.", allow_abbrev=False)
+        found = kinds.add_parser(name, help=text, description=f"{text}.")
         found.add_argument("--papers", metavar="DIR", help="folder of the papers' tables "
                            "(default: experiments of this checkout)")
         return found
@@ -86,7 +87,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
                         help="folder of the Markdown pages and pictures (default: report in "
                         "the folder of the papers)")
     report.add_argument("--html", metavar="DIR", help="also write a site of HTML pages there")
-    return terminal.refuse_empty(parser.parse_args(arguments))
+    return parser.parse_all(arguments)
 
 
 def main(options: argparse.Namespace) -> None:
@@ -100,7 +101,7 @@ def main(options: argparse.Namespace) -> None:
         showing.show_list(found)
         return
     if options.command == "adopt":
-        for line in adopting.take(found, pathlib.Path(options.path).expanduser()):
+        for line in adopting.take(found, buckets.local(options.path, "WORKDIR")):
             print(line)
         return
     chosen = list(found.values())
@@ -128,7 +129,7 @@ def main(options: argparse.Namespace) -> None:
         showing.show_commands(chosen, options.scale, options.cells)
     else:
         running.run(chosen, running.Request(
-            options.scale, options.cells, options.seeds, pathlib.Path(options.runs).expanduser(),
+            options.scale, options.cells, options.seeds, buckets.local(options.runs, "--runs"),
             options.data and pathlib.Path(options.data).expanduser().absolute(),
             options.processes, cli.seconds("--time-limit", options.time_limit), options.dry_run,
             records, options.tune, cli.seconds("--budget", options.budget),
@@ -137,6 +138,6 @@ def main(options: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parsed = _parse(sys.argv[1:])
+    given = sys.argv[1:]
     del sys.argv[1:]  # the flags of absl, of which there are none here
-    cli.run_main(lambda: main(parsed))
+    cli.run_main(lambda: main(_parse(given)))

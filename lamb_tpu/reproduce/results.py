@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from lamb_tpu.errors import UserError
-from lamb_tpu.files import reading, writing
+from lamb_tpu.files import locks, reading, writing
 from lamb_tpu.reproduce import jobs as jobs_lib
 from lamb_tpu.reproduce.jobs import Job
 from lamb_tpu.reproduce.tables import Table
@@ -101,15 +101,18 @@ class Results:
 
     def add(self, record: Record, flat: Sequence[Mapping[str, Any]]) -> None:
         """Adds a record with its configs and writes both files, in place of an older record."""
-        self._read()  # another process may have added to it
-        self._configs[record["config"]] = list(flat)
-        self._found[_key(record)] = record
-        used = {record["config"] for record in self}
-        configs = {key: self._configs[key] for key in sorted(used)}
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        # The configs first: a record whose config is missing would be damaged.
-        writing.replace(self._configs_path, json.dumps(configs, indent=1, sort_keys=True) + "\n")
-        writing.replace(self._path, "".join(json.dumps(record) + "\n" for record in self))
+        with locks.hold(self._path.parent):
+            self._read()  # another process may have added to it
+            self._configs[record["config"]] = list(flat)
+            self._found[_key(record)] = record
+            used = {record["config"] for record in self}
+            configs = json.dumps(
+                {key: self._configs[key] for key in sorted(used)}, indent=1, sort_keys=True
+            )
+            # The configs first: a record whose config is missing would be damaged.
+            writing.replace(self._configs_path, configs + "\n")
+            writing.replace(self._path, "".join(json.dumps(record) + "\n" for record in self))
 
     def _damaged(self, path: pathlib.Path, reason: str) -> UserError:
         return UserError(f"{path} is damaged ({reason}); restore it, or delete the line")

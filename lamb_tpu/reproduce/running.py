@@ -201,6 +201,7 @@ def _train_plan(
             workers.run_side_by_side(jobs, place, processes, begun, done)
         else:
             engine.run_one_by_one(jobs, place, begun, done)
+    _tell_left_out(plan, len(plan.due()))
 
 
 def _show(table: Table, scale: Scale, results: Results) -> None:
@@ -217,10 +218,17 @@ def _told(finished: Finished, took: float) -> str:
     return f"  {finished.job.name}: {text} in {format_seconds(took)}"
 
 
+def _tell_left_out(plan: Plan, count: int) -> None:
+    """Prints how many runs --budget left out, if any."""
+    if count:
+        print(f"{plan.table.key}: {count} more runs do not fit into --budget; a longer one, or "
+              "none, takes them", flush=True)
+
+
 def _list_due(plan: Plan, seconds: float | None) -> None:
-    jobs = plan.due()
+    due = jobs = plan.due()
     if seconds is not None:
-        jobs = budget.fitting(jobs, plan.results, seconds)
+        jobs = budget.fitting(due, plan.results, seconds)
     print(f"{plan.table.key}, {plan.scale.name}: {len(jobs)} runs to train")
     total = 0.0
     for job in jobs:
@@ -231,3 +239,4 @@ def _list_due(plan: Plan, seconds: float | None) -> None:
         print(f"  about {format_seconds(total)} in all, one after another")
     if any(job.factor is not None for job in jobs):
         print("  then the runs that measure, with the values that these find best")
+    _tell_left_out(plan, len(due) - len(jobs))

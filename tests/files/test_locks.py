@@ -3,6 +3,7 @@
 import pathlib
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -30,3 +31,20 @@ def test_hold(tmp_path: pathlib.Path) -> None:
     other.communicate()
     with locks.hold(path, "it is taken"):
         pass
+
+
+def test_hold_waits_for_a_folder(tmp_path: pathlib.Path) -> None:
+    order: list[str] = []
+
+    def wait() -> None:
+        with locks.hold(tmp_path):
+            order.append("second")
+
+    second = threading.Thread(target=wait)
+    with locks.hold(tmp_path):
+        second.start()
+        second.join(0.2)
+        order.append("first")
+    second.join(60)
+    assert order == ["first", "second"]
+    assert list(tmp_path.iterdir()) == []

@@ -124,6 +124,7 @@ def test_budget_and_carry(tmp_path: pathlib.Path) -> None:
     told = call(tmp_path, "run", "small", runs, "--budget=90m", "--dry-run")
     assert "2 runs to train\n  lamb-small-seed0  about 40:00\n  adamw-small-seed0" in told
     assert "about 1:20:00 in all" in told
+    assert "small/digits: 2 more runs do not fit into --budget; a longer one, or none" in told
     mine = f"--records={tmp_path / 'mine'}"
     told = call(tmp_path, "run", "small", runs, mine, "--budget=41m", f"--carry={file}")
     # The first run showed that they take seconds.

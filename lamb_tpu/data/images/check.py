@@ -10,7 +10,6 @@ import itertools
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NoReturn
 
 from lamb_tpu import terminal
 from lamb_tpu.cluster.host import num_cores
@@ -53,12 +52,6 @@ def check_records(records: Records, max_pixels: int) -> Iterator[tuple[str, str,
                 yield from found
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        # argparse would print its usage and end the process; `main` tells a mistake in a sentence.
-        raise UserError(f"{message}; see --help")
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns 0, 1 if records are bad, 2 for a mistake, 130 for Ctrl-C."""
     try:
@@ -96,11 +89,10 @@ def _run(asked: argparse.Namespace) -> int:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = _Parser(
+    parser = terminal.Parser(
         prog="python -m lamb_tpu.data.images.check", description=__doc__.partition("\n")[0],
         epilog="Prints a line for each picture that is CMYK, PNG or bad, with the reason; then "
         "counts.",
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add("--name", default="image_folder", metavar="SET",
@@ -112,7 +104,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="as config.data.options.num_classes; default what the set tells")
     add("--max-megapixels", type=float, default=MAX_PIXELS / 1e6, metavar="N",
         help="as config.data.options.max_megapixels (default: %(default)g)")
-    return terminal.refuse_empty(parser.parse_args(arguments))
+    return parser.parse_all(arguments)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 import concurrent.futures
 import concurrent.futures.process
 import contextlib
-import fcntl
 import hashlib
 import json
 import multiprocessing
@@ -34,7 +33,7 @@ from lamb_tpu.data.text.sentences import SENTENCE_RULES, sentences
 from lamb_tpu.data.text.vocabulary import Vocabulary
 from lamb_tpu.data.text.wordpiece import make_tokenizer, train_vocabulary
 from lamb_tpu.errors import UserError
-from lamb_tpu.files import writing
+from lamb_tpu.files import locks, writing
 
 _SETTINGS = "settings.json"  # exists until the manifest is written
 _LOCK = ".preparing"
@@ -410,12 +409,8 @@ def _locked(folder: pathlib.Path) -> Iterator[None]:
     """Holds a lock in the folder; the system frees it even if the process is killed."""
     with writing.checked(folder, "--output"):
         folder.mkdir(parents=True, exist_ok=True)
-        lock = open(folder / _LOCK, "w")
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(f"--output={folder} is being prepared by another process") from error
+        (folder / _LOCK).touch()
+    with locks.hold(folder / _LOCK, f"--output={folder} is being prepared by another process"):
         yield
 
 
