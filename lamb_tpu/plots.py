@@ -16,7 +16,7 @@ if __name__ == "__main__":  # --help is answered before the imports below, which
     flags.DEFINE_string("out", None, "The picture; default layers.png in the workdir.")
     cli.answer_help()
 
-import pathlib
+import io
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -28,7 +28,7 @@ from matplotlib.figure import Figure
 
 from lamb_tpu import style
 from lamb_tpu.errors import UserError
-from lamb_tpu.files import reading, writing
+from lamb_tpu.files import buckets, reading, writing
 from lamb_tpu.store import runs
 from lamb_tpu.store.runs import RunFiles
 
@@ -176,8 +176,10 @@ def main() -> None:
             f"{run.metrics} has no records of layers; train with "
             "--config.optimizer.collect=True in a new --workdir"
         )
-    path = pathlib.Path(flags.FLAGS.out or run.folder.path / "layers.png")
-    style.check_picture(path, "--out")
+    path = run.folder.path / "layers.png"
+    if flags.FLAGS.out:
+        path = buckets.local(flags.FLAGS.out, "--out")
+        style.check_picture(path, "--out")
     try:
         figure = _of_run(run, [(record["step"], record) for record in records])
     except (KeyError, TypeError, ValueError) as error:
@@ -185,8 +187,10 @@ def main() -> None:
             f"{run.metrics} has records of layers that are not whole "
             f"({type(error).__name__}: {error})"
         ) from None
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png")
     with writing.checked(path, "--out"):
-        figure.savefig(path)
+        writing.write(path, picture.getvalue())
     print(path)
 
 

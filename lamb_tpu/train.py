@@ -12,8 +12,8 @@ from lamb_tpu import cli
 
 if __name__ == "__main__":  # --help is answered before the imports below, which take seconds
     cli.define_run_flags(
-        workdir="Folder for checkpoints, metrics and the resolved config. A folder that already "
-        "holds a run of the same config is resumed."
+        workdir="Folder for checkpoints, metrics and the resolved config, also gs://BUCKET/FOLDER. "
+        "A folder that already holds a run of the same config is resumed."
     )
     cli.define_process_flags()
     cli.answer_help()

@@ -1,13 +1,18 @@
 """Eight simulated CPU devices for every test, set before jax is imported; two runs to share."""
 
+import importlib.util
 import os
 import pathlib
 import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests import gcs
 
 # The CPU runtime sizes its thread pool by the cores it sees; with fewer threads than simulated
 # devices the all-reduce of a step can wait for ever. NPROC tells it to start enough.
@@ -51,6 +56,30 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pathlib.Pat
     before = tiny.fingerprint(workdir)
     yield workdir
     assert tiny.fingerprint(workdir) == before, "a test has changed the shared run"
+
+
+@pytest.fixture(scope="session")
+def _bucket_server() -> Iterator["gcs.Store"]:
+    # Not imported here, which `buckets` has settings for.
+    if importlib.util.find_spec("gcsfs") is None:
+        pytest.skip("gcsfs is not installed")
+    import fsspec
+
+    from tests import gcs
+
+    # One for all tests, because the clients look for its address once.
+    with gcs.serve() as (store, environment), pytest.MonkeyPatch.context() as monkeypatch:
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        fsspec.config.set_conf_env(fsspec.config.conf)  # which it did when it was imported
+        yield store
+
+
+@pytest.fixture
+def bucket(_bucket_server: "gcs.Store") -> "gcs.Store":
+    """The empty bucket gs://bucket."""
+    _bucket_server.clear()
+    return _bucket_server
 
 
 @pytest.fixture

@@ -6,7 +6,9 @@ import os
 import pathlib
 import re
 import stat
-from typing import Any
+from typing import Any, TypeGuard
+
+from lamb_tpu.files import buckets
 
 Path = str | os.PathLike[str]
 _KINDS = {
@@ -23,6 +25,8 @@ def kind(path: Path) -> str | None:
     Raises:
       OSError: the kind cannot be determined, such as of a link to itself.
     """
+    if _in_bucket(path):
+        return buckets.kind(path)
     try:
         return _KINDS[stat.S_IFMT(os.stat(path).st_mode)]
     except (FileNotFoundError, NotADirectoryError):
@@ -43,6 +47,8 @@ def read_text(path: Path, errors: str = "strict") -> str:
         reason.
     """
     try:
+        if _in_bucket(path):
+            return buckets.read(path).decode(errors=errors)
         # Asked before the file is opened: opening a pipe waits for a writer.
         found = kind(path)
         if found is None:
@@ -73,6 +79,11 @@ def parse_json(text: str) -> Any:
     except RecursionError:
         # Python's parser recurses into nested lists and objects.
         raise ValueError("it is nested too deep") from None
+
+
+def _in_bucket(path: Path) -> TypeGuard[pathlib.Path]:
+    # A text is a path of this machine until `buckets.parse` has read it.
+    return isinstance(path, pathlib.PurePath) and buckets.is_remote(path)
 
 
 def has_pattern(path: pathlib.Path) -> bool:

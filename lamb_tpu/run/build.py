@@ -277,6 +277,7 @@ def prepare(
     workdir: str | os.PathLike[str] | None,
     devices: Sequence[jax.Device] | None = None,
     training: bool = True,
+    load: Callable[..., data.Source] | None = None,
 ) -> Run:
     """Builds the parts of a run, with all checks of config, workdir and data, cheapest first.
 
@@ -290,6 +291,7 @@ def prepare(
       devices: devices of the mesh; None: all.
       training: False for an evaluation. It may have another evaluation split than the run, and a
         number of devices that does not divide the training batch.
+      load: loads the data sets; None is `data.load`. A plan has `data.load_shapes`.
 
     Raises:
       UserError: the config, the workdir or the data has a mistake.
@@ -311,7 +313,7 @@ def prepare(
     options = _data_options(config, folder, start)
     with naming("config.data"):
         train_set, eval_set = (
-            data.load(
+            (load or data.load)(
                 config.data.name,
                 split,
                 data_dir=config.data.prepared_dir,

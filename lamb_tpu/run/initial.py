@@ -10,7 +10,6 @@ value. That value is kept in init.json, so a run that has begun no longer needs 
 """
 
 import dataclasses
-import pathlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -21,6 +20,7 @@ from ml_collections import ConfigDict
 
 from lamb_tpu.data import Source, title
 from lamb_tpu.errors import UserError
+from lamb_tpu.files import buckets
 from lamb_tpu.models.bert import BertConfig
 from lamb_tpu.models.transformer import stack_layers, unstack_layers
 from lamb_tpu.parallel import mesh as mesh_lib
@@ -204,7 +204,9 @@ def _changed(record: Mapping[str, Any], source: str | None) -> tuple[str, ...]:
     """Returns a note if config.init_from is not the folder that the run began from."""
     if source is None:
         return ()
-    began, given = pathlib.Path(record["init_from"]), Workdir(source, "config.init_from").path
+    began, given = (
+        buckets.parse(path, "config.init_from") for path in (record["init_from"], source)
+    )
     if given == began or given in began.parents:  # a folder of phases: the last was taken
         return ()
     return (f"config.init_from, now {source}, changes nothing in a run that has begun",)

@@ -13,7 +13,7 @@ import optax
 from ml_collections import ConfigDict
 
 from lamb_tpu import own
-from lamb_tpu.config import base_config
+from lamb_tpu.config import base_config, section_of
 from lamb_tpu.errors import UserError
 from lamb_tpu.optim import durations, factory, parameters, scaling, schedules
 from lamb_tpu.optim.trust_ratio import AxisName
@@ -179,6 +179,25 @@ def resolve(config: ConfigDict, num_examples: int, updates_before: int = 0) -> R
         desync_every=steps("guards.desync_every"),
         updates_before=updates_before,
     )
+
+
+# The keys of durations.
+_DURATIONS = (
+    "duration", "schedule.warmup", "schedule.hold", "schedule.decay_every", "schedule.boundaries",
+    "eval.every", "checkpoint.every", "checkpoint.keep_every", "log.every", "guards.desync_every",
+)
+
+
+def in_epochs(config: ConfigDict) -> str:
+    """Returns the first duration in epochs, as "config.KEY is 'N epochs'"; '' without one.
+
+    Only a duration in epochs depends on the number of examples.
+    """
+    for key in _DURATIONS:
+        value = section_of(config, key)[key.rpartition(".")[2]]
+        if "epoch" in value:
+            return f"config.{key} is {value!r}"
+    return ""
 
 
 def _peak_and_warmup(

@@ -42,6 +42,7 @@ class Session:
         self._keeps, self._warn = keeps, warn
         self._is_first = jax.process_index() == 0
         self._stack = contextlib.ExitStack()
+        self._records: MetricsWriter | None = None
         self.resumed = False
         self.saved_step = 0
 
@@ -52,7 +53,8 @@ class Session:
         with contextlib.ExitStack() as stack:
             enter = stack.enter_context
             # First the lock: nothing may be written into a folder that another run holds.
-            enter(self._folder.hold(self._is_first))
+            # It is renewed now and then, so that `fail` is called later if at all.
+            enter(self._folder.hold(self._is_first, self.fail))
             enter(programs.kept_in(self._folder.path))
             self._preemption = enter(Preemption())
             self._watchdog = enter(distributed.Watchdog(run.config.guards.hang_seconds))
@@ -103,10 +105,11 @@ class Session:
                     "mesh": dict(run.mesh.shape), "batch_norm": run.batch_norm, "from_step": step,
                 }
                 self._folder.write_receipt(config, run.table, facts, run.train_set)
-            return MetricsWriter(
+            self._records = MetricsWriter(
                 self._folder.path, step, config.log.tensorboard, self._is_first,
                 not position.eval_due, self.fail,
             )
+            return self._records
 
     def poll(self, completed: str) -> None:
         """Tells the watchdog what was completed, and raises if the run must end.
@@ -143,7 +146,10 @@ class Session:
         Raises:
           UserError: this save, the previous save, or a record of an earlier update failed.
         """
-        self._preemption.settle()  # a state whose records are missing must not be resumed from
+        # A state whose records are missing must not be resumed from.
+        if self._records is not None:
+            self._records.flush()
+        self._preemption.settle()
         self._checkpoints.save(step, state, position.to_json())
         self.saved_step = step
 

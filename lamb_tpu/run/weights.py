@@ -14,7 +14,7 @@ from lamb_tpu import own
 from lamb_tpu.data.text import saved
 from lamb_tpu.data.text.vocabulary import Vocabulary
 from lamb_tpu.errors import UserError
-from lamb_tpu.files import reading
+from lamb_tpu.files import buckets, reading
 from lamb_tpu.models import bert_huggingface
 from lamb_tpu.models.bert import BertConfig
 from lamb_tpu.models.bert_huggingface import CONFIG, WEIGHTS
@@ -116,6 +116,14 @@ def open_weights(
     """
     workdir = Workdir(folder, key)
     path = workdir.path
+    if buckets.is_remote(path):
+        buckets.check(path, key)
+        if (path / WEIGHTS).exists():
+            raise UserError(
+                f"{key} {path} has {WEIGHTS}, which is read from a disk only; copy the folder: "
+                f"gcloud storage cp -r {path} ."
+            )
+        return _of_run(workdir, key, step, report)
     if not (path.is_file() or path.is_dir()):
         raise UserError(
             f"{key} is {folder!r}, which is no folder; give the workdir of a run, or a folder with "
@@ -139,8 +147,8 @@ def network_of(folder: str) -> tuple[str, Any] | None:
     Returns None if there is no config.json, or it is of a network that this package lacks.
     """
     try:
-        settings = reading.read_json(pathlib.Path(folder).expanduser() / CONFIG)
-    except (OSError, ValueError):
+        settings = reading.read_json(buckets.parse(folder, "config.init_from") / CONFIG)
+    except (OSError, UserError, ValueError):
         return None
     if not isinstance(settings, dict):
         return None

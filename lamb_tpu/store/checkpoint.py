@@ -16,7 +16,7 @@ from orbax.checkpoint import v1 as ocp
 
 from lamb_tpu.cluster import distributed
 from lamb_tpu.errors import UserError
-from lamb_tpu.files import reading, writing
+from lamb_tpu.files import buckets, reading, writing
 from lamb_tpu.store import checksums
 from lamb_tpu.store.saving import Background
 
@@ -54,14 +54,16 @@ class Checkpoints:
         writes: bool = True,
         keep_besides: Callable[[int], bool] = lambda step: False,
     ) -> None:
-        self.directory = directory.resolve()
+        self._in_bucket = buckets.is_remote(directory)
+        self.directory = directory if self._in_bucket else directory.resolve()
         self._report = report
         self._saving: int | None = None
         self._background = Background()
         self._resources = contextlib.ExitStack()
         if writes:
-            with distributed.together(), writing.checked(self.directory):
-                self.directory.mkdir(parents=True, exist_ok=True)
+            if not self._in_bucket:
+                with distributed.together(), writing.checked(self.directory):
+                    self.directory.mkdir(parents=True, exist_ok=True)
             self.try_out()
             if jax.process_index() == 0:
                 self._remove_unfinished()  # Orbax would, in a thread that may outlive the run
@@ -104,6 +106,12 @@ class Checkpoints:
         return sorted(checkpoint.step for checkpoint in self._checkpointer.checkpoints)
 
     def _remove_unfinished(self) -> None:
+        if self._in_bucket:
+            with writing.checked(self.directory), buckets.plain_errors():
+                for folder in buckets.children(self.directory):
+                    if not checksums.is_committed(folder):
+                        buckets.remove(folder)
+            return
         # Threads of the save that failed may still be writing there.
         for _ in range(_REMOVALS):
             folders = list(self.directory.glob("*.orbax-checkpoint-tmp*"))
@@ -198,23 +206,30 @@ class Checkpoints:
         )
 
     def _gone(self) -> UserError | None:
-        return None if self.directory.is_dir() else UserError(
+        return None if self._in_bucket or self.directory.is_dir() else UserError(
             f"the folder of the checkpoints, {self.directory}, is no longer there; put it back and "
             "start the same command again, or start it with another --workdir"
         )
 
     def _what_is_safe(self) -> str:
+        repair = writing.repair(self.directory)
         # The disk may be the one that has just failed.
         with contextlib.suppress(OSError):
-            if steps := [
-                int(path.name) for path in self.directory.iterdir()
-                if path.name.isdecimal() and (path / checksums.NAME).is_file()
-            ]:
+            if steps := [int(path.name) for path in self._complete()]:
                 return (
-                    f"that of update {max(steps)} is safe: free space or repair the disk, then "
-                    "start the same command again to go on from there"
+                    f"that of update {max(steps)} is safe: {repair}, then start the same command "
+                    "again to go on from there"
                 )
-        return "none is there yet: free space or repair the disk, then start the same command again"
+        return f"none is there yet: {repair}, then start the same command again"
+
+    def _complete(self) -> list[pathlib.Path]:
+        if self._in_bucket:
+            with buckets.plain_errors():
+                return list(filter(checksums.is_committed, buckets.children(self.directory)))
+        return [
+            path for path in self.directory.iterdir()
+            if path.name.isdecimal() and (path / checksums.NAME).is_file()
+        ]
 
     def _seal(self) -> None:
         """Adds the checksums after all files are written and before the checkpoint gets its name.
@@ -223,8 +238,11 @@ class Checkpoints:
         write.
         """
         if jax.process_index() == 0:
-            # Orbax' temporary name of the checkpoint, such as 7.orbax-checkpoint-tmp.
-            (folder,) = self.directory.glob(f"{self._saving}.*")
+            if self._in_bucket:  # which cannot rename; there a last file makes it complete
+                folder = self.directory / str(self._saving)
+            else:
+                # Orbax' temporary name of the checkpoint, such as 7.orbax-checkpoint-tmp.
+                (folder,) = self.directory.glob(f"{self._saving}.*")
             checksums.write(folder)
 
     def restore(self, step: int, abstract_state: Any) -> tuple[Any, dict[str, Any]]:

@@ -12,7 +12,8 @@ from tensorboardX import event_file_writer, summary
 from tensorboardX.proto import event_pb2
 
 from lamb_tpu.errors import UserError
-from lamb_tpu.files import reading, writing
+from lamb_tpu.files import buckets, reading, writing
+from lamb_tpu.files.uploads import Upload
 
 _FLUSH_SECONDS = 120  # of TensorBoard's files
 
@@ -111,6 +112,11 @@ class MetricsWriter:
         if self._tensorboard is not None:
             self._tensorboard.write(step, {f"{kind}/{name}": x for name, x in values.items()})
 
+    def flush(self) -> None:
+        """Uploads the records that are not yet in a bucket; on a disk nothing is to be done."""
+        if self._file is not None:
+            self._file.flush()
+
     def close(self) -> None:
         """Writes what is left; it may be closed already."""
         for file in (self._file, self._tensorboard):
@@ -141,8 +147,12 @@ class _TensorBoard:
         self, folder: pathlib.Path, start_step: int, failed: Callable[[UserError], None] | None
     ) -> None:
         self._folder, self._failed = folder, failed
+        self._upload: Upload | None = None
         begun = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
         with writing.checked(folder):
+            if buckets.is_remote(folder):
+                self._upload = Upload(folder)
+                folder = self._upload.local
             folder.mkdir(parents=True, exist_ok=True)
             self._file = event_file_writer.EventsWriter(str(folder / "events"))
             # TensorBoard hides what earlier files have from the step of START on.
@@ -169,6 +179,8 @@ class _TensorBoard:
 
     def _flush(self) -> None:
         self._file.flush()
+        if self._upload is not None:
+            self._upload.now()
         self._flushed = time.monotonic()
 
     def _fail(self, error: UserError) -> None:
@@ -187,8 +199,13 @@ class _TensorBoard:
         try:
             with writing.checked(self._folder):
                 file.close()
+                if self._upload is not None:
+                    self._upload.now()
         except UserError as error:
             self._fail(error)
+        finally:
+            if self._upload is not None:
+                self._upload.close()
 
 
 def read_records(path: pathlib.Path, kind: str | None = None) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from lamb_tpu.errors import UserError
+from lamb_tpu.files import buckets
 from lamb_tpu.optim import durations
 from lamb_tpu.store.metrics import read_records
 from lamb_tpu.store.workdir import Workdir
@@ -61,6 +62,8 @@ def read(workdir: str | os.PathLike[str], key: str = "--workdir") -> RunFiles:
       UserError: it holds no run, one of several phases, or a damaged file.
     """
     folder = Workdir(workdir, key)
+    if buckets.is_remote(folder.path):
+        buckets.check(folder.path, key)
     path = folder.path / "metrics.jsonl"
     phases = sorted(file.parent.name for file in folder.path.glob("*/metrics.jsonl"))
     if phases and not path.exists():

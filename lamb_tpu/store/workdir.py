@@ -9,7 +9,7 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -20,9 +20,9 @@ from lamb_tpu.config import FREE_KEYS, differences, flatten
 from lamb_tpu.data import Source, title
 from lamb_tpu.data.text import saved
 from lamb_tpu.errors import UserError
-from lamb_tpu.files import locks, reading, writing
+from lamb_tpu.files import buckets, leases, locks, reading, writing
 from lamb_tpu.optim import durations
-from lamb_tpu.store import programs
+from lamb_tpu.store import checksums, programs
 
 _LISTED = 8  # differing keys in a message
 # Files and folders of a run.
@@ -55,10 +55,7 @@ class Workdir:
             raise UserError(
                 f"{key} {os.fspath(path)!r} is not UTF-8; give a folder with another name"
             ) from None
-        # pathlib would take a URL for a relative path.
-        if "://" in str(path):
-            raise UserError(f"{key} {path} is remote; give a local or mounted folder")
-        self.path = pathlib.Path(path).expanduser().absolute()
+        self.path = buckets.parse(path, key)
         self.config = self.path / "config.json"
         self.run = self.path / "run.jsonl"
         self.parameters = self.path / "parameters.txt"
@@ -77,9 +74,12 @@ class Workdir:
           UserError: the folder cannot be written, or holds a run of another config, or checkpoints
             without a config.
         """
+        if self._in_bucket:
+            buckets.check(self.path, self._key)
         try:
             if writes:
-                self.path.mkdir(parents=True, exist_ok=True)
+                if not self._in_bucket:
+                    self.path.mkdir(parents=True, exist_ok=True)
                 writing.try_out(self.path)
         except OSError as error:
             raise UserError(
@@ -105,6 +105,10 @@ class Workdir:
                 "give another folder"
             )
 
+    @property
+    def _in_bucket(self) -> bool:
+        return buckets.is_remote(self.path)
+
     def _how_to_go_on(self, old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
         """Returns advice for a run that is asked to be longer; '' for other changes."""
         try:
@@ -125,6 +129,8 @@ class Workdir:
 
     def _check_kinds(self) -> None:
         """Refuses a folder in which a file's name belongs to a folder, or the reverse."""
+        if self._in_bucket:  # which has no folders
+            return
         for names, wanted in ((_FILES, "a file"), (_FOLDERS, "a folder")):
             for name in names:
                 try:
@@ -141,15 +147,20 @@ class Workdir:
 
     def has_checkpoint(self) -> bool:
         """Returns whether the folder has a checkpoint, whole or damaged."""
+        if self._in_bucket:
+            return any(map(checksums.is_committed, buckets.children(self.checkpoints)))
         # Unfinished saves have other names than a number.
         return any(path.name.isdecimal() for path in self.checkpoints.glob("*/"))
 
     @contextlib.contextmanager
-    def hold(self, enabled: bool = True) -> Iterator[None]:
-        """Keeps a second run on this machine out of the folder.
+    def hold(
+        self, enabled: bool = True, lost: Callable[[UserError], None] = lambda error: None
+    ) -> Iterator[None]:
+        """Keeps a second run out of the folder: one on this machine, or any if it is in a bucket.
 
         Args:
           enabled: False does nothing, as on every process but the first.
+          lost: called with an error, in a thread, if the lock in a bucket is lost.
 
         Raises:
           UserError: another run holds the folder.
@@ -157,11 +168,11 @@ class Workdir:
         if not enabled:
             yield
             return
+        lock, named = self.path / ".lock", f"{self._key} {self.path}"
         refusal = (
-            f"{self._key} {self.path} is in use by another run; wait until it ends, or give "
-            "another folder"
+            f"{named} is in use by another run; wait until it ends, or give another folder"
         )
-        with locks.hold(self.path / ".lock", refusal):
+        with leases.hold(lock, named, lost) if self._in_bucket else locks.hold(lock, refusal):
             yield
 
     def read_config(self) -> dict[str, Any]:
@@ -170,6 +181,8 @@ class Workdir:
         Raises:
           UserError: the folder has no config, or it is damaged.
         """
+        if self._in_bucket:
+            buckets.check(self.path, self._key)
         config = self._read(self.config)
         if config is None:
             if reading.kind(self.path) not in (None, "a folder"):

@@ -174,6 +174,8 @@ class MLPerfLog(Observer):
     def paused(self, step: int, reason: str) -> Iterator[None]:
         """Writes the beginning and the end of an evaluation, which also ends the block."""
         if reason != "evaluation":
+            if self._file is not None:
+                self._file.flush()  # a resumed run does not write these lines again
             yield
             return
         # An evaluation that a resumed run repeats comes before its first block.

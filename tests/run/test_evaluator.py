@@ -115,7 +115,7 @@ def test_every_example_counts_once_on_two_processes(
     """With 5 examples in batches of 4 or more the second process has none in the last batch."""
     state, _ = tiny.restored(config(), averaged)
     launched = tiny.command(
-        "lamb_tpu.launch", "--local", "--processes=2", f"--devices-per-process={per_process}",
+        "lamb_tpu.launch", "local", "--processes=2", f"--devices-per-process={per_process}",
         "--module=tests.job", "--", "evaluate", str(tmp_path), str(averaged),
     )
     assert launched.returncode == 0, launched.stderr

@@ -304,7 +304,7 @@ def test_two_processes_begin_from_one(trained: pathlib.Path, tmp_path: pathlib.P
     )
     workdir = tmp_path / "two"
     done = tiny.command(
-        "lamb_tpu.launch", "--local", "--processes=2", "--devices-per-process=2", "--",
+        "lamb_tpu.launch", "local", "--processes=2", "--devices-per-process=2", "--",
         f"--config={recipe}", f"--workdir={workdir}",
     )
     assert done.returncode == 0, done.stderr

@@ -10,10 +10,10 @@ import jax
 import pytest
 from ml_collections import ConfigDict
 
-from lamb_tpu import plan
 from lamb_tpu.config import flatten
 from lamb_tpu.errors import Preempted, UserError
 from lamb_tpu.evaluate import evaluate_checkpoint
+from lamb_tpu.plan import __main__ as plan
 from lamb_tpu.run import phases
 from lamb_tpu.run.weights import open_weights
 from lamb_tpu.store import checksums
@@ -268,7 +268,7 @@ def test_a_plan_of_each(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     class Planned:
-        def __init__(self, config: ConfigDict, name: str, waiting: Any) -> None:
+        def __init__(self, config: ConfigDict, name: str, *others: Any) -> None:
             self.text = f"{name}: {config.batch_size}"
 
         def as_json(self) -> dict[str, Any]:
@@ -278,12 +278,16 @@ def test_a_plan_of_each(
             return self.text
 
     class Values:
-        config, topology, json = two(), "v3-8", False
+        config, topology, json, examples = two(), "v3-8", False, None
+        cache, html = "none", None
 
     monkeypatch.setattr(plan, "make_plan", Planned)
+    monkeypatch.setattr(plan, "decision", lambda plans: f"{len(plans)} plans")
     monkeypatch.setattr(plan.flags, "FLAGS", Values)
     plan.main()
-    assert capsys.readouterr().out == "phase_1\nv3-8: 64\nphase_2\nv3-8: 32\n"
+    assert capsys.readouterr().out == (
+        "phase_1\nv3-8: 64\nphase_2\nv3-8: 32\nall phases: 2 plans\n"
+    )
     Values.json = True
     plan.main()
     found = [{"phase": "phase_1", "text": "v3-8: 64"}, {"phase": "phase_2", "text": "v3-8: 32"}]

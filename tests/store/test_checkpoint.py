@@ -258,7 +258,7 @@ def test_saves_leave_nothing_behind(tmp_path: pathlib.Path) -> None:
 @pytest.mark.long
 def test_saves_of_two_processes_leave_nothing_behind(tmp_path: pathlib.Path) -> None:
     done = tiny.command(
-        "lamb_tpu.launch", "--local", "--processes=2", "--module=tests.job", "--",
+        "lamb_tpu.launch", "local", "--processes=2", "--module=tests.job", "--",
         "saves", str(tmp_path),
     )
     assert done.returncode == 0, done.stderr

@@ -6,7 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
+from lamb_tpu.files import buckets
 from lamb_tpu.store import checksums
+from tests import gcs
 
 
 @pytest.fixture
@@ -88,3 +90,50 @@ def test_every_single_bit_counts(folder: pathlib.Path) -> None:
             whole[:position] + bytes([whole[position] ^ 1 << position % 8]) + whole[position + 1 :]
         )
         assert checksums.find_damage(folder) == "state/d/data is not as it was written"
+
+
+@pytest.fixture
+def there(bucket: gcs.Store, folder: pathlib.Path) -> pathlib.Path:
+    """The same files in a bucket, as a save writes them there."""
+    for path in folder.rglob("*"):
+        if path.is_file() and path.name != checksums.NAME:
+            bucket.write(f"run/7/{path.relative_to(folder)}", path.read_bytes())
+    there = buckets.parse("gs://bucket/run/7", "--workdir")
+    checksums.write(there)
+    assert checksums.find_damage(there) == "commit_success.txt is missing"
+    bucket.write("run/7/commit_success.txt", b"")
+    return there
+
+
+def test_in_a_bucket_nothing_is_read_back(bucket: gcs.Store, there: pathlib.Path) -> None:
+    assert set(json.loads(bucket.text("run/7/md5.json"))) == {
+        "state/d/data", "state/manifest.ocdbt", "state/_METADATA", "position/data.json",
+        "state/empty",
+    }
+    asked = []
+    bucket.refuse = lambda method, name: asked.append(name) or 0
+    assert checksums.find_damage(there) is None
+    assert not [name for name in asked if name.startswith(("run/7/state", "run/7/position"))]
+    bucket.write("run/7/state/d/data", bytes(256))
+    assert checksums.find_damage(there) == "state/d/data is not as it was written"
+    assert checksums.find_damage(there, contents=False) is None
+    bucket.delete("run/7/state/d/data", {})
+    assert checksums.find_damage(there) == "state/d/data is missing"
+
+
+def test_object_composed_of_several_is_read(
+    bucket: gcs.Store, there: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        buckets, "sums", lambda folder, of=buckets.sums: dict.fromkeys(of(folder))
+    )
+    assert checksums.find_damage(there) is None
+    bucket.write("run/7/state/d/data", bytes(256))
+    assert checksums.find_damage(there) == "state/d/data is not as it was written"
+
+
+def test_only_a_whole_save_counts_in_a_bucket(bucket: gcs.Store, there: pathlib.Path) -> None:
+    assert checksums.is_committed(there)
+    assert not checksums.is_committed(there.with_name("8"))
+    bucket.write("run/best/commit_success.txt", b"")
+    assert not checksums.is_committed(there.with_name("best"))

@@ -175,8 +175,8 @@ def test_home_folder_is_understood(
 def test_folder_is_called_as_asked(tmp_path: pathlib.Path) -> None:
     with pytest.raises(UserError, match=f"^config.init_from {tmp_path} holds no run: config.json"):
         Workdir(tmp_path, "config.init_from").read_config()
-    with pytest.raises(UserError, match="^config.init_from gs://x is remote"):
-        Workdir("gs://x", "config.init_from")
+    with pytest.raises(UserError, match="^config.init_from s3://x/y is remote"):
+        Workdir("s3://x/y", "config.init_from")
 
 
 def test_has_a_checkpoint(tmp_path: pathlib.Path) -> None:

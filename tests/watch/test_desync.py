@@ -210,7 +210,7 @@ def test_run_ends_before_it_saves_what_came_apart(
 
 def test_two_processes_name_the_parameter(tmp_path: pathlib.Path) -> None:
     launched = tiny.command(
-        "lamb_tpu.launch", "--local", "--processes=2", "--devices-per-process=2",
+        "lamb_tpu.launch", "local", "--processes=2", "--devices-per-process=2",
         "--module=tests.job", "--", "desync", str(tmp_path),
     )
     logs = [(tmp_path / f"{index}.txt").read_text() for index in (0, 1)]
