@@ -78,7 +78,7 @@ class Run:
     ) -> None:
         arguments = [*(ARGUMENTS if module == "lamb_tpu.train" else []), f"--workdir={workdir}"]
         if processes > 1:
-            arguments = ["--local", f"--processes={processes}", "--", *arguments]
+            arguments = ["local", f"--processes={processes}", "--", *arguments]
             module = "lamb_tpu.launch"
         self.workdir = workdir
         self._began = time.monotonic()

@@ -71,7 +71,7 @@ def run(workdir: pathlib.Path, kill: Kill | None = None) -> Start:
     """Starts the run, or starts it again, and sends it the signal."""
     starts = _lines(workdir / "run.jsonl")
     launcher = tiny.start(
-        "lamb_tpu.launch", "--local", "--processes=2", "--", *ARGUMENTS, f"--workdir={workdir}"
+        "lamb_tpu.launch", "local", "--processes=2", "--", *ARGUMENTS, f"--workdir={workdir}"
     )
     try:
         processes = _processes(launcher)

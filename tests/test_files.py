@@ -12,6 +12,7 @@ FILES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.p
 # Modules without a test file of their own name, and where they are tested instead.
 TESTED_ELSEWHERE = {
     "lamb_tpu/errors.py": "without code; tests of mistakes and of preemption raise them",
+    "lamb_tpu/launch/__main__.py": "tests/launch/test_commands.py runs it",
     "lamb_tpu/models/__main__.py": "tests/models/test_costs.py runs it",
     "lamb_tpu/models/bert_network.py": "tests/models/test_bert.py, by the names of bert.py",
     "lamb_tpu/parallel/layout.py": "tests/parallel/test_state.py and test_step.py lay out with it",
@@ -21,6 +22,7 @@ TESTED_ELSEWHERE = {
         "tests/test_schedule_free.py",
     "lamb_tpu/parallel/backends.py": "tests/parallel/test_step.py compares the two of them",
     "lamb_tpu/data/stream.py": "tests/data/test_loader.py and test_evaluation.py read through it",
+    "lamb_tpu/plan/__main__.py": "tests/plan/test_main.py runs it",
     "lamb_tpu/reproduce/__main__.py": "tests/reproduce/test_running.py runs it",
     "lamb_tpu/reproduce/tables.py": "tests/reproduce/test_loading.py reads them",
     "lamb_tpu/data/splits.py": "tests/data/test_digits.py and test_registry.py slice with it",

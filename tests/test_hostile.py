@@ -143,7 +143,7 @@ CASES = {
     "text empty": Case("--output is empty", "data.prepare_text",
                        ["--input=README.md", "--train-vocab=300", "--output="]),
     "log folder is a file": Case("cannot be written (File exists)", "launch",
-                                 ["--local", "--", "--workdir=@"], {"logs": ""}),
+                                 ["local", "--", "--workdir=@"], {"logs": ""}),
     # Files of a run.
     "config.json deep": train("config.json is damaged (it is nested too deep)", config__json=DEEP),
     "config.json list": train("damaged (it is not a JSON object)", config__json="[1]"),

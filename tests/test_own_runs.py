@@ -116,7 +116,8 @@ def test_hyperparameters_of_an_optimizer_of_ones_own(own_folder: pathlib.Path) -
 )
 def test_plan(own_folder: pathlib.Path) -> None:
     (outcome,) = own_pages.run(
-        [["lamb_tpu.plan", "--config=mine.py", "--topology=v2-8", "--json"]], own_folder
+        [["lamb_tpu.plan", "--config=mine.py", "--topology=v2-8", "--json", "--cache=none"]],
+        own_folder,
     )
     assert outcome["status"] == 0, outcome["stderr"]
     plan = json.loads(outcome["stdout"])
@@ -169,7 +170,7 @@ def test_commands(own_folder: pathlib.Path) -> None:
 def test_several_processes(own_folder: pathlib.Path) -> None:
     """Each finds the modules in the current folder, as the launcher does."""
     (outcome,) = own_pages.run([[
-        "lamb_tpu.launch", "--local", "--processes=2", "--", "--config=digits", "--workdir=run",
+        "lamb_tpu.launch", "local", "--processes=2", "--", "--config=digits", "--workdir=run",
         "--config.model={'name': 'my_nnx:TwoLayers'}", *own_pages.SHORT,
         "--config.duration=2 steps",
     ]], own_folder)

@@ -20,7 +20,7 @@ PAGES = sorted(
     str(path.relative_to(ROOT))
     for path in [
         ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "configs" / "README.md",
-        ROOT / "experiments" / "README.md", *(ROOT / "lamb_tpu").glob("*/README.md"),
+        ROOT / "experiments" / "README.md", *(ROOT / "lamb_tpu").glob("*/*.md"),
     ]
 )
 

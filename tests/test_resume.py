@@ -71,7 +71,7 @@ def damaged(file: pathlib.Path) -> Iterator[None]:
 
 def launched(processes: int, devices: int, *arguments: str) -> subprocess.CompletedProcess:
     done = tiny.command(
-        "lamb_tpu.launch", "--local", f"--processes={processes}",
+        "lamb_tpu.launch", "local", f"--processes={processes}",
         f"--devices-per-process={devices}", "--", *arguments,
     )
     assert done.returncode == 0, done.stderr

@@ -88,7 +88,7 @@ def run_cell(cell: Cell, reference: pathlib.Path) -> dict[str, Any]:
     """
     values = flags.FLAGS
     command = [
-        sys.executable, "-m", "lamb_tpu.launch", "--local", f"--processes={cell.processes}",
+        sys.executable, "-m", "lamb_tpu.launch", "local", f"--processes={cell.processes}",
         f"--devices-per-process={cell.devices // cell.processes}",
         f"--module={distribution_cell.__name__}", "--", f"--cell={json.dumps(cell)}",
         f"--reference={reference}", f"--width={values.width}", f"--updates={values.updates}",

@@ -1,12 +1,11 @@
 """A plan, not a training run's result: BERT-Large's 76 minutes by the TPU compiler.
 
-  python -m experiments.bert.pod_plan --data_dir=DATA
+  python -m experiments.bert.pod_plan
 
 Compiles the training steps of both phases of configs/bert_pretrain.py:recipe=mixed for a TPU v3 pod
 slice of 2,048 cores, as `python -m lamb_tpu.plan` does, and writes memory, time and traffic, times
-the recipe's updates, beside the paper's figure into experiments/bert/pod_plan.md. DATA holds the
-folders `train` and `validation` that `python -m lamb_tpu.data.prepare_text` made; any text will do,
-only shapes are looked at. Needs Linux on x86-64; it took 3 minutes 26 seconds on 2 cores.
+the recipe's updates, beside the paper's figure into experiments/bert/pod_plan.md. Needs Linux
+on x86-64; it took 3 minutes 26 seconds on 2 cores.
 """
 
 import json
@@ -14,10 +13,10 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from absl import flags
-
 from configs import bert_pretrain
-from lamb_tpu import cli, plan
+from lamb_tpu import cli
+from lamb_tpu.plan.making import make_plan
+from lamb_tpu.plan.report import Plan
 from lamb_tpu.run.recipe import resolve
 
 FOLDER = pathlib.Path(__file__).parent
@@ -25,11 +24,11 @@ TOPOLOGY = "v3-2048"
 PAPER_MINUTES = 76.19  # arXiv:1904.00962, table 1, 64k/32k on 1,024 TPU v3 chips
 
 
-def record(made: plan.Plan, updates: int, tokens: int) -> dict[str, Any]:
+def record(made: Plan, updates: int, tokens: int) -> dict[str, Any]:
     """A phase's plan as it is kept."""
     return {
         "tokens": tokens, "updates": updates, **made.as_json(),
-        "sent_bytes": sum(row.sent_bytes for row in made.collectives or ()),
+        "sent_bytes": sum(each.row.sent_bytes for each in made.collectives or ()),
     }
 
 
@@ -75,7 +74,7 @@ def page(records: Sequence[dict[str, Any]]) -> str:
         "the next, evaluation, checkpoints, and waiting for the slowest of the cores. The paper's",
         "minutes have most of these in them.",
         "",
-        f"{versions}. Command: `python -m experiments.bert.pod_plan --data_dir=DATA`. Plans: "
+        f"{versions}. Command: `python -m experiments.bert.pod_plan`. Plans: "
         "pod_plan.json.",
         "",
     ]
@@ -87,8 +86,7 @@ def main() -> None:
     records = []
     for phase in (1, 2):
         config = bert_pretrain.get_config(f"recipe=mixed,phase={phase}")
-        config.data.dir = flags.FLAGS.data_dir
-        made = plan.make_plan(config, TOPOLOGY)
+        made = make_plan(config, TOPOLOGY)
         print(made.describe(), flush=True)
         steps = resolve(config, 10**6).total_steps
         records.append(record(made, steps, config.data.options.sequence_length))
@@ -99,5 +97,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    flags.DEFINE_string("data_dir", None, "Folder with the prepared texts train and validation.")
-    cli.run_main(main, required=("data_dir",))
+    cli.run_main(main)

@@ -4,28 +4,26 @@
 
 Compiles the training steps of `ROWS` as `python -m lamb_tpu.plan` does and writes memory, time and
 traffic beside what the papers tell into pod_plan.md. A row that pod_plan.json has is not
-compiled again; delete the file to start anew. The data set is one grey picture, listed often, as
-only shapes are looked at. Needs Linux on x86-64, and minutes for each row.
+compiled again; delete the file to start anew. Needs Linux on x86-64, and minutes for each row.
 """
 
 import collections
 import json
 import pathlib
 import re
-import tempfile
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
-from PIL import Image
 
 from configs import imagenet_efficientnet, imagenet_resnet
-from lamb_tpu import cli, plan
+from lamb_tpu import cli
 from lamb_tpu.cost import hlo
+from lamb_tpu.plan.making import make_plan
+from lamb_tpu.plan.report import Plan
 
 FOLDER = pathlib.Path(__file__).parent
 TOPOLOGY = "v3-1024"
-_EXAMPLES = 65_536  # of the list
 
 
 class Row(NamedTuple):
@@ -67,11 +65,11 @@ def shares(program: str) -> dict[str, float]:
     return {kind: cycles[kind] / sum(cycles.values()) for kind, _ in KINDS}
 
 
-def record(row: Row, made: plan.Plan) -> dict[str, Any]:
+def record(row: Row, made: Plan) -> dict[str, Any]:
     """Returns the record of a plan."""
     return {
         "row": row._asdict(), **made.as_json(),
-        "sent_bytes": sum(each.sent_bytes for each in made.collectives or ()),
+        "sent_bytes": sum(each.row.sent_bytes for each in made.collectives or ()),
         "shares": shares(made.program) if made.cycles else {},
     }
 
@@ -134,23 +132,10 @@ def page(records: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def config_of(row: Row, folder: pathlib.Path) -> ConfigDict:
-    """Returns the row's recipe, with a picture in `folder` instead of ImageNet."""
+def config_of(row: Row) -> ConfigDict:
+    """Returns the row's recipe."""
     recipe = imagenet_resnet if row.name.startswith(RESNET) else imagenet_efficientnet
-    config = recipe.get_config(row.argument)
-    config.data.name, config.data.dir = "image_folder", str(folder)
-    config.data.options.num_classes = config.model.num_classes
-    return config
-
-
-def write_pictures(folder: pathlib.Path) -> None:
-    """Writes a folder with `_EXAMPLES` times the same picture to train on, and as many to evaluate.
-    """
-    Image.new("RGB", (64, 64), "grey").save(folder / "grey.png")
-    lines = [
-        f"grey.png\t0\t{split}\n" for split in ("train", "validation") for _ in range(_EXAMPLES)
-    ]
-    (folder / "labels.tsv").write_text("file\tlabel\tsplit\n" + "".join(lines))
+    return recipe.get_config(row.argument)
 
 
 def main() -> None:
@@ -159,16 +144,14 @@ def main() -> None:
     found = json.loads(kept.read_text()) if kept.exists() else []
     known = {tuple(each["row"].values()): each for each in found}
     records = []
-    with tempfile.TemporaryDirectory() as folder:
-        write_pictures(pathlib.Path(folder))
-        for row in ROWS:
-            if row not in known:
-                made = plan.make_plan(config_of(row, pathlib.Path(folder)), TOPOLOGY)
-                print(made.describe(), flush=True)
-                known[row] = record(row, made)
-            records = [known[row] for row in ROWS if row in known]
-            kept.write_text(json.dumps(records, indent=1) + "\n")
-            (FOLDER / "pod_plan.md").write_text(page(records))
+    for row in ROWS:
+        if row not in known:
+            made = make_plan(config_of(row), TOPOLOGY)
+            print(made.describe(), flush=True)
+            known[row] = record(row, made)
+        records = [known[row] for row in ROWS if row in known]
+        kept.write_text(json.dumps(records, indent=1) + "\n")
+        (FOLDER / "pod_plan.md").write_text(page(records))
     print(page(records))
 
 

@@ -103,6 +103,7 @@ class Program:
       hlo: `as_text()` of the result of `jax.jit(...).lower(...).compile()`.
 
     Attributes:
+      text: the text.
       computations: the program's functions, by name.
       entry: name of the computation where the program starts.
       num_devices: number of devices that run the program together.
@@ -112,6 +113,7 @@ class Program:
     """
 
     def __init__(self, hlo: str) -> None:
+        self.text = hlo
         self.computations: dict[str, Computation] = {}
         self.entry = ""
         name: str | None = None
@@ -180,7 +182,7 @@ class Program:
             # be unknown otherwise.
             if not any(of(name)[1] for name in called):
                 return []
-            times = self._turns(instruction, computation)
+            times = self.turns(instruction, computation)
             return [(times, name) for name in called]
         if instruction.opcode == "conditional":
             keys = ("branch_computations", "true_computation", "false_computation")
@@ -191,8 +193,12 @@ class Program:
             return [(1, name) for name in called]
         return []
 
-    def _turns(self, loop: Instruction, computation: Computation) -> int:
-        """Number of iterations of a loop that counts by a constant step to a constant limit."""
+    def turns(self, loop: Instruction, computation: Computation) -> int:
+        """Number of iterations of a loop that counts by a constant step to a constant limit.
+
+        Raises:
+          ValueError: the loop does not tell it.
+        """
         if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.rest):
             return int(known[1])
         body = self.computations[loop.attribute("body")[0]]
@@ -220,6 +226,12 @@ class Program:
         # Any other form of loop ends here: a name that is not found, or too few operands.
         except (KeyError, IndexError, TypeError, ZeroDivisionError):
             raise ValueError(f"the loop %{loop.name} does not tell how often it runs") from None
+
+
+@functools.lru_cache(maxsize=1)
+def parse(hlo: str) -> Program:
+    """Returns the program of a text, kept for the next reader of the same text; see `Program`."""
+    return Program(hlo)
 
 
 def _value(name: str, computation: Computation) -> int:
@@ -252,7 +264,7 @@ def program_cost(hlo: str) -> Cost:
     Raises:
       ValueError: the text is not an HLO module, or a loop's number of iterations is unknown.
     """
-    program = Program(hlo)
+    program = parse(hlo)
     runs = program.executions(lambda instruction, _: instruction.cycles())
     fusions = program.executions(lambda instruction, _: instruction.opcode == "fusion")
     return Cost(
@@ -281,7 +293,7 @@ def program_flops(hlo: str) -> int:
     Raises:
       ValueError: see `program_cost`.
     """
-    program = Program(hlo)
+    program = parse(hlo)
 
     @functools.cache
     def inside(name: str) -> int:

@@ -7,11 +7,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lamb_tpu.cost.hlo import Array, Computation, Instruction, Program
+from lamb_tpu.cost.hlo import Array, Computation, Instruction, Program, parse
 
 KINDS = (
     "all-reduce", "reduce-scatter", "all-gather", "all-to-all", "ragged-all-to-all",
     "collective-permute", "collective-broadcast",
+)
+# Of a transfer to other slices: its type, and the slices and devices of each that take part.
+_BETWEEN_SLICES = re.compile(
+    r'_xla_megascale_target="\{([\d,:]+)\}.*_xla_megascale_transfer_type="(\w+)"'
 )
 Groups = tuple[tuple[int, ...], ...]
 
@@ -95,17 +99,17 @@ def collectives(hlo: str) -> list[Collective]:
       ValueError: the text is not an HLO module, or a loop with collectives has an unknown number of
         iterations.
     """
-    program = Program(hlo)
+    program = parse(hlo)
 
     def size(instruction: Instruction, computation: Computation) -> int:
-        found = _collectives(instruction, computation, program)
+        found = collectives_of(instruction, computation, program)
         # `executions` leaves out size 0, but an empty collective counts too.
         return sum(max(collective.operand_bytes, 1) for collective in found)
 
     return [
         collective._replace(count=run.times)
         for run in program.executions(size)
-        for collective in _collectives(run.instruction, run.computation, program)
+        for collective in collectives_of(run.instruction, run.computation, program)
     ]
 
 
@@ -120,10 +124,17 @@ def table(found: Iterable[Collective]) -> list[Row]:
     return sorted(rows, key=lambda row: (-row.sent_bytes, row))
 
 
-def _collectives(
+def collectives_of(
     instruction: Instruction, computation: Computation, program: Program, started: bool = False
 ) -> Iterator[Collective]:
-    """Collectives that one execution of an instruction performs or starts."""
+    """Collectives that one execution of an instruction performs or starts.
+
+    Args:
+      instruction: an instruction of `computation`.
+      computation: a function of `program`.
+      program: the program.
+      started: whether it is part of a fusion that starts an asynchronous collective.
+    """
     if instruction.opcode == "fusion":
         for name in instruction.attribute("calls"):
             inner = program.computations[name]
@@ -134,8 +145,10 @@ def _collectives(
                 # it and into its end: these copies do not count.
                 taken_on = '"async_collective_fusion_config"' in part.rest and not starts
                 if not taken_on:
-                    yield from _collectives(part, inner, program, starts)
+                    yield from collectives_of(part, inner, program, starts)
         return
+    if instruction.opcode == "send" and (between := _BETWEEN_SLICES.search(instruction.rest)):
+        yield _between_slices(instruction, computation, program, *between.groups())
     kind = instruction.opcode.removesuffix("-start")
     if kind in KINDS:
         # The TPU compiler writes a fused reduce-scatter as an all-reduce and a slice.
@@ -143,6 +156,22 @@ def _collectives(
             kind = "reduce-scatter"
         arrays = tuple(computation.inputs(instruction))
         yield Collective(kind, replica_groups(instruction.rest, program.num_devices), arrays, 1)
+
+
+def _between_slices(
+    send: Instruction, computation: Computation, program: Program, slices: str, transfer: str
+) -> Collective:
+    """Returns a collective between slices, which the compiler writes as a transfer by the hosts.
+
+    The program is that of one slice; devices of the next slices are counted on from its own.
+    """
+    ends = [list(map(int, part.split(":"))) for part in slices.split(",")]
+    count, own = sum(part[-1] - part[0] + 1 for part in ends), program.num_devices
+    groups = tuple(tuple(range(first, count * own, own)) for first in range(own))
+    kind = transfer.lower().replace("_", "-")
+    arrays = computation.instructions[send.operands()[0]].arrays()
+    # Anything else is from one slice to another.
+    return Collective(kind if kind in KINDS else "collective-permute", groups, tuple(arrays), 1)
 
 
 def _keeps_part(reduction: Instruction, computation: Computation) -> bool:

@@ -10,6 +10,7 @@ _MODULES = {
     "loader": ("TrainLoader",),
     "order": ("example_order", "global_indices"),
     "registry": ("DATASETS", "check_same_text", "load"),
+    "shapes": ("ShapeSource", "load_shapes"),
     "source": (
         "ArraySource", "BaseSource", "Batch", "FieldSpec", "RecordSource", "Source", "title",
     ),

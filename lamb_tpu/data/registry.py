@@ -40,7 +40,7 @@ class _Request(NamedTuple):
 
     def options(self, **fixed: Any) -> Any:
         """Returns the given options, as the data set's own dataclass."""
-        return read_options(self.name, _options_type(self.name), self.given, **fixed)
+        return read_options(self.name, options_type(self.name), self.given, **fixed)
 
 
 def load(
@@ -117,7 +117,7 @@ def option_fields(name: str) -> dict[str, dataclasses.Field]:
         return own_source.option_fields(name)
     _check_name(name)
     # `seed` is the run's.
-    return {f.name: f for f in dataclasses.fields(_options_type(name)) if f.name != "seed"}
+    return {f.name: f for f in dataclasses.fields(options_type(name)) if f.name != "seed"}
 
 
 def _check_name(name: str) -> None:
@@ -132,7 +132,7 @@ def _check_name(name: str) -> None:
 # The tokenizer and the decoder of pictures are imported where they are used, to start fast.
 
 
-def _options_type(name: str) -> type:
+def options_type(name: str) -> type:
     """Returns the dataclass of a data set's options."""
     if name in ("image_folder", "imagenet2012") or name.startswith(_TFDS_PREFIX):
         from lamb_tpu.data.images.source import Options as ImageOptions

@@ -114,7 +114,7 @@ def test_second_ctrl_c_ends_a_main_thread_that_is_deaf() -> None:
 def test_processes_stop_at_the_same_poll(tmp_path, mode: str, status: int, told: str) -> None:
     """The notice comes to process 1 alone; both go at a pace of their own."""
     done = tiny.command(
-        "lamb_tpu.launch", "--local", "--processes=2", "--module=tests.job", "--",
+        "lamb_tpu.launch", "local", "--processes=2", "--module=tests.job", "--",
         mode, str(tmp_path),
     )
     assert done.returncode == status, done.stderr

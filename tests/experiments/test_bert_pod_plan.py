@@ -3,12 +3,12 @@
 import json
 
 from experiments.bert import pod_plan
-from lamb_tpu import plan
 from lamb_tpu.cost import topology
+from lamb_tpu.plan.report import Plan
 
 
 def test_pod_plan_page():
-    made = plan.Plan(
+    made = Plan(
         topology=topology.topology("v3-8"), mesh={"data": 8}, hosts=1, batch_size=64,
         backend="shard_map", compile_seconds=1.0, fits=True, needed=2.0**30,
         cycles=94_000_000, collectives=(),

@@ -7,7 +7,7 @@ import json
 
 from ml_collections import ConfigDict
 
-from lamb_tpu.plan import make_plan
+from lamb_tpu.plan.making import make_plan
 from tests import tiny
 
 TOPOLOGY = "v5e-16"

@@ -89,17 +89,7 @@ class MaskedLmSource:
             # their masks.
             self._spans = pack_sentences(*bounds, options.sequence_length - 2)
             self._length = len(self._spans.start) * max(1, options.dupe_factor)
-        tokens, places = (options.sequence_length,), (options.max_predictions,)
-        self.element_spec = {
-            "input_ids": FieldSpec(tokens, np.dtype(np.int32)),
-            "token_type_ids": FieldSpec(tokens, np.dtype(np.int32)),
-            "attention_mask": FieldSpec(tokens, np.dtype(bool)),
-            "masked_positions": FieldSpec(places, np.dtype(np.int32)),
-            "masked_ids": FieldSpec(places, np.dtype(np.int32)),
-            "masked_weights": FieldSpec(places, np.dtype(np.float32)),
-        }
-        if options.next_sentence:
-            self.element_spec["next_sentence_label"] = FieldSpec((), np.dtype(np.int32))
+        self.element_spec = element_spec(options)
 
     def __len__(self) -> int:
         return self._length
@@ -191,7 +181,28 @@ class MaskedLmSource:
         return ids
 
 
-def _check(shards: TokenShards, options: Options) -> None:
+def element_spec(options: Options) -> dict[str, FieldSpec]:
+    """Returns shapes and dtypes of the fields of an example, see `MaskedLmSource`."""
+    tokens, places = (options.sequence_length,), (options.max_predictions,)
+    spec = {
+        "input_ids": FieldSpec(tokens, np.dtype(np.int32)),
+        "token_type_ids": FieldSpec(tokens, np.dtype(np.int32)),
+        "attention_mask": FieldSpec(tokens, np.dtype(bool)),
+        "masked_positions": FieldSpec(places, np.dtype(np.int32)),
+        "masked_ids": FieldSpec(places, np.dtype(np.int32)),
+        "masked_weights": FieldSpec(places, np.dtype(np.float32)),
+    }
+    if options.next_sentence:
+        spec["next_sentence_label"] = FieldSpec((), np.dtype(np.int32))
+    return spec
+
+
+def check_options(options: Options) -> None:
+    """Refuses options out of range.
+
+    Raises:
+      UserError: an option is out of range; the message names it.
+    """
     # The special tokens, and a token for each segment.
     least = 5 if options.next_sentence else 3
     for name, found, low in (
@@ -209,6 +220,10 @@ def _check(shards: TokenShards, options: Options) -> None:
             raise UserError(f"config.data.options.{name} must lie in 0..1, found {share}")
     if not 0 <= options.seed < 2**64:
         raise UserError(f"config.seed must lie in 0..2**64-1, found {options.seed}")
+
+
+def _check(shards: TokenShards, options: Options) -> None:
+    check_options(options)
     num_documents = len(shards.document_starts) - 1
     if options.next_sentence and num_documents < 2:
         raise UserError(

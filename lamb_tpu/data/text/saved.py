@@ -5,17 +5,17 @@ import pathlib
 
 from lamb_tpu.data.text.vocabulary import Vocabulary
 from lamb_tpu.errors import UserError
-from lamb_tpu.files import reading, writing
+from lamb_tpu.files import buckets, reading, writing
 
 VOCABULARY = "vocab.txt"
 SETTINGS = "text.json"
 _OF_TRANSFORMERS = "tokenizer_config.json"
 
 
-def save(folder: str | pathlib.Path, vocabulary: Vocabulary, cased: bool) -> None:
+def save(folder: pathlib.Path, vocabulary: Vocabulary, cased: bool) -> None:
     """Writes `vocab.txt` and `text.json`, {"cased": ...}, into a folder that exists."""
-    writing.replace(pathlib.Path(folder, VOCABULARY), vocabulary.text())
-    writing.replace(pathlib.Path(folder, SETTINGS), json.dumps({"cased": cased}) + "\n")
+    writing.replace(folder / VOCABULARY, vocabulary.text())
+    writing.replace(folder / SETTINGS, json.dumps({"cased": cased}) + "\n")
 
 
 def read(path: str | pathlib.Path) -> tuple[Vocabulary, bool | None]:
@@ -28,7 +28,10 @@ def read(path: str | pathlib.Path) -> tuple[Vocabulary, bool | None]:
     Raises:
       UserError: there is no vocabulary, or the file with its case cannot be read.
     """
-    path = pathlib.Path(path).expanduser()
+    if buckets.is_remote(path):
+        path = buckets.parse(path, "the vocabulary of")
+    else:
+        path = pathlib.Path(path).expanduser()
     file = path / VOCABULARY if path.is_dir() else path
     vocabulary = Vocabulary.read(file)
     # transformers' tokenizer of BERT removes case unless `do_lower_case` is false.

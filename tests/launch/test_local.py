@@ -1,4 +1,4 @@
-"""The launcher: one job of several processes, none of which outlives it."""
+"""Several processes of one run here, none of which outlives the launcher."""
 
 import os
 import pathlib
@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from lamb_tpu import launch
+from lamb_tpu.launch import local
 from lamb_tpu.store.metrics import read_records
 from tests import tiny
 
@@ -30,7 +30,7 @@ def _temporary_logs(
 def start(*flags: str, mode: str, folder: pathlib.Path, processes: int = 2) -> subprocess.Popen:
     """The launcher with processes that run a mode of tests/worker.py."""
     return tiny.start(
-        "lamb_tpu.launch", "--local", f"--processes={processes}", "--module=tests.worker", *flags,
+        "lamb_tpu.launch", "local", f"--processes={processes}", "--module=tests.worker", *flags,
         "--", mode, str(folder),
     )
 
@@ -102,14 +102,14 @@ def test_abort_of_another_is_not_the_cause(tmp_path: pathlib.Path) -> None:
     assert "process 1 was ended by SIGABRT" in done.err and "  | the reason\n" in done.err
     assert "0x1 function" not in done.err  # pages of a stack without a meaning to anyone
 
-    def ended(index: int, status: int | None) -> launch._Process:
+    def ended(index: int, status: int | None) -> local._Process:
         popen = SimpleNamespace(returncode=status, poll=lambda: status, pid=None)
-        return launch._Process(index, popen, None, 0)
+        return local._Process(index, popen, None, 0)
 
     processes = [ended(0, -signal.SIGABRT), ended(1, None), ended(2, 7), ended(3, 0)]
-    assert launch._first_failed(processes).index == 2
-    assert launch._first_failed(processes[:2]).index == 0
-    assert launch._first_failed(processes[3:]) is None
+    assert local._first_failed(processes).index == 2
+    assert local._first_failed(processes[:2]).index == 0
+    assert local._first_failed(processes[3:]) is None
 
 
 def test_process_that_ignores_sigterm_is_killed(tmp_path: pathlib.Path) -> None:
@@ -212,37 +212,35 @@ def test_hanging_process_ends_the_others(tmp_path: pathlib.Path) -> None:
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--", "x"], "--local is missing; see --help"),
-        (["--local"], "the arguments of lamb_tpu.train are missing: put them after --"),
-        (["--local", "--processes=0", "--", "x"], "--processes=0: 0 is not a positive integer"),
-        (["--local", "--devices-per-process=0", "--", "x"], "--devices-per-process=0: 0 is not"),
-        (["--local", "--grace-seconds=-1", "--", "x"], "--grace-seconds=-1: -1.0 is not"),
-        (["--local", "--module=lamb_tpu.trane", "--", "x"], "there is no such module"),
-        (["--local", "--config=c.py"], "Unknown command line flag 'config'"),
-        (["--local", "--", "--workdir=/dev/null/x"], "--workdir /dev/null/x cannot be written"),
+        ([], "the arguments of lamb_tpu.train are missing: put them after --"),
+        (["--processes=0", "--", "x"], "argument --processes: 0 is not at least 1"),
+        (["--devices-per-process=0", "--", "x"], "argument --devices-per-process: 0 is not"),
+        (["--grace-seconds=-1", "--", "x"], "argument --grace-seconds: -1.0 is not at least 0"),
+        (["--processes=two", "--", "x"], "argument --processes: 'two' is no whole number"),
+        (["--module=lamb_tpu.trane", "--", "x"], "there is no such module"),
+        (["--config=c.py"], "unrecognized arguments: --config=c.py"),
+        (["--", "--workdir=/dev/null/x"], "--workdir /dev/null/x cannot be written"),
     ],
 )
 def test_mistake(arguments: list[str], message: str) -> None:
-    done = tiny.command("lamb_tpu.launch", *arguments)
+    done = tiny.command("lamb_tpu.launch", "local", *arguments)
     assert done.returncode == 2 and not done.stdout
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: ") and message in line
 
 
-def test_help_teaches() -> None:
-    done = tiny.command("lamb_tpu.launch", "--help")
-    assert done.returncode == 0
-    for part in ("-- \\\n", "--processes", "--devices-per-process", "Ctrl-C", "DIR/logs"):
-        assert part in done.stdout
-
-
-def test_logs_lie_in_the_workdir_that_is_used(tmp_path: pathlib.Path) -> None:
+def test_logs_lie_in_the_workdir_that_is_used(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     expected = two / "logs"
-    assert launch._log_folder([f"--workdir={one}", f"-workdir={two}"]) == expected
-    assert launch._log_folder(["--config", "c.py", "--workdir", str(two), "x"]) == expected
+    assert local._log_folder([f"--workdir={one}", f"-workdir={two}"]) == expected
+    assert local._log_folder(["--config", "c.py", "--workdir", str(two), "x"]) == expected
     assert expected.is_dir() and not one.exists()
-    assert launch._log_folder([f"--config.workdir={one}"]).is_dir() and not one.exists()
+    assert local._log_folder([f"--config.workdir={one}"]).is_dir() and not one.exists()
+    monkeypatch.chdir(tmp_path)
+    assert local._log_folder(["--workdir=gs://bucket/run"]).is_dir()
+    assert not (tmp_path / "gs:").exists()
 
 
 @pytest.mark.long
@@ -257,7 +255,7 @@ def test_training_by_two_processes_is_that_of_one(tmp_path: pathlib.Path) -> Non
     ]
     one, two = tmp_path / "one", tmp_path / "two"
     launched = tiny.start(
-        "lamb_tpu.launch", "--local", "--processes=2", "--devices-per-process=2",
+        "lamb_tpu.launch", "local", "--processes=2", "--devices-per-process=2",
         "--", *arguments, f"--workdir={two}",
     )
     done = finish(launched, within=120)
@@ -290,7 +288,7 @@ def test_training_by_two_processes_is_that_of_one(tmp_path: pathlib.Path) -> Non
 def test_mistake_in_a_config_is_told_once(tmp_path: pathlib.Path) -> None:
     """Also one that is found when the processes have met: no process waits for the others."""
     done = tiny.command(
-        "lamb_tpu.launch", "--local", "--processes=2", "--devices-per-process=2", "--",
+        "lamb_tpu.launch", "local", "--processes=2", "--devices-per-process=2", "--",
         "--config=configs/digits.py", "--config.batch_size=37", f"--workdir={tmp_path}",
     )
     assert done.returncode == 2

@@ -1,17 +1,6 @@
-"""Starts a run of several processes.
+"""Several processes of one run on this machine, on simulated CPU devices.
 
-  python -m lamb_tpu.launch --local --processes=4 --devices-per-process=2 -- \\
-      --config=configs/digits.py:smoke --workdir=DIR
-
-The arguments after -- go to `python -m lamb_tpu.train`, which every process runs. With --local all
-processes run on this machine, on simulated CPU devices, and talk over loopback. They execute the
-code of a run on many hosts. The batch must divide over all devices, here 8.
-
-Process 0 writes to this terminal, the others to DIR/logs/process-1.log and so on, or to a temporary
-folder if there is no --workdir. When one process fails, the others are ended, its last lines are
-shown, and its exit status is the launcher's. Ctrl-C and SIGTERM go to all processes, which then
-have --grace-seconds to save and end; a second Ctrl-C ends them at once. Status 75 means that the
-run was preempted; the same command resumes it.
+They execute the code of a run on many hosts and talk over loopback. None outlives the launcher.
 """
 
 import contextlib
@@ -20,7 +9,6 @@ import dataclasses
 import importlib.util
 import os
 import pathlib
-import re
 import signal
 import socket
 import subprocess
@@ -28,12 +16,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TextIO
+from typing import TextIO
 
-from absl import flags
-
-from lamb_tpu import cli
 from lamb_tpu.errors import UserError
+from lamb_tpu.files import buckets
+from lamb_tpu.launch import arguments as arguments_lib
 
 # The time that the other processes have after one has failed. They can do nothing without it, but
 # may complete a file that they are writing.
@@ -46,23 +33,6 @@ _BYTES_READ = 2**20  # at the end of a log
 _PR_SET_PDEATHSIG = 1  # option of Linux' prctl
 _INTERRUPTED = 130  # exit status after Ctrl-C
 _SHOW_CURSOR = "\x1b[?25h"  # a progress bar that was killed has hidden it
-
-
-def define_flags() -> None:
-    """Defines the launcher's flags."""
-    flags.DEFINE_boolean("local", False, "Run all processes on this machine. The only mode so far.")
-    flags.DEFINE_integer("processes", 2, "Processes to start.", lower_bound=1)
-    flags.DEFINE_integer(
-        "devices-per-process", 1, "Simulated CPU devices of each process.", lower_bound=1
-    )
-    flags.DEFINE_float(
-        "grace-seconds",
-        30.0,
-        "Seconds after Ctrl-C or SIGTERM in which the processes can save and end before they are "
-        "killed.",
-        lower_bound=0,
-    )
-    flags.DEFINE_string("module", "lamb_tpu.train", "Module that each process runs by `python -m`.")
 
 
 @dataclasses.dataclass
@@ -338,14 +308,49 @@ def _tell(text: str) -> None:
     print(f"launch: {text}", file=sys.stderr, flush=True)
 
 
+def run_here(
+    module: str,
+    arguments: Sequence[str],
+    num_processes: int,
+    devices_per_process: int,
+    grace_seconds: float,
+) -> int:
+    """Says what will run and where its logs lie, then calls `run_local`.
+
+    Args:
+      module: as for `run_local`, as are the others.
+      arguments: logs of processes but the first go to `logs` in the --workdir among them, or to a
+        temporary folder.
+      num_processes: number of processes.
+      devices_per_process: simulated CPU devices of each.
+      grace_seconds: time for the processes to end.
+
+    Returns:
+      The exit status, as `run_local`.
+
+    Raises:
+      UserError: the module does not exist, or the folder of the logs cannot be written.
+    """
+    _check_module(module)  # otherwise every process would report it
+    folder, logs = pathlib.Path(), ""
+    if num_processes > 1:
+        folder = _log_folder(arguments)
+        logs = f"; output of the others: {folder}/process-*.log"
+    _tell(
+        f"{num_processes} process(es) of {devices_per_process} CPU device(s) on this machine{logs}"
+    )
+    return run_local(
+        module, arguments, num_processes, devices_per_process, grace_seconds, folder
+    )
+
+
 def _log_folder(arguments: Sequence[str]) -> pathlib.Path:
     """Returns `logs` in the --workdir among the arguments, or else a temporary folder."""
-    # Arguments are joined by NUL, which none can contain, so that one pattern finds both
-    # --workdir=DIR and --workdir DIR. The last one counts, as in absl.
-    workdirs = re.findall(r"(?:^|\0)--?workdir[=\0]([^\0]+)", "\0".join(arguments))
-    if not workdirs:
+    workdir = arguments_lib.workdir(arguments)
+    # The logs of processes of this machine stay on it.
+    if workdir is None or buckets.is_remote(workdir):
         return pathlib.Path(tempfile.mkdtemp(prefix="lamb_tpu-logs-"))
-    folder = pathlib.Path(workdirs[-1]).expanduser().absolute() / "logs"
+    folder = pathlib.Path(workdir).expanduser().absolute() / "logs"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -363,35 +368,3 @@ def _check_module(name: str) -> None:
         found = None
     if found is None:
         raise UserError(f"--module={name}: there is no such module")
-
-
-def main(arguments: Sequence[str] | None) -> None:
-    """Entry point of the command line.
-
-    Args:
-      arguments: the arguments after --; None if there was no --.
-    """
-    values = flags.FLAGS
-    module, num_processes = values.module, values.processes
-    # Names with a hyphen are no attributes of FLAGS.
-    devices: Any = values["devices-per-process"].value
-    grace_seconds: Any = values["grace-seconds"].value
-    if arguments is None:
-        raise UserError(f"the arguments of {module} are missing: put them after --; see --help")
-    # Otherwise every process would report the same missing module.
-    _check_module(module)
-    folder = _log_folder(arguments) if num_processes > 1 else pathlib.Path()
-    logs = f"; output of the others: {folder}/process-*.log" if num_processes > 1 else ""
-    _tell(f"{num_processes} process(es) of {devices} CPU device(s) on this machine{logs}")
-    sys.exit(run_local(module, arguments, num_processes, devices, grace_seconds, folder))
-
-
-if __name__ == "__main__":
-    define_flags()
-    rest = None
-    # Cut off before absl parses them: `run_main` refuses positional arguments.
-    if "--" in sys.argv:
-        at = sys.argv.index("--")
-        rest = sys.argv[at + 1 :]
-        del sys.argv[at:]
-    cli.run_main(lambda: main(rest), required=("local",))

@@ -1,0 +1,112 @@
+"""Compiles a recipe's training step for a TPU slice, without a TPU, and reports its costs.
+
+  python -m lamb_tpu.plan --config=configs/digits.py:batch=4096 \\
+      --topology=v3-2048
+
+The command builds the very step that lamb_tpu.train runs, with its mesh, sharding and optimizer,
+and compiles it with the TPU compiler. The compiler runs on any Linux machine with x86-64 (`make
+setup` installs it, as does the extra tpu) and takes minutes for large models. The report says:
+
+- whether the step fits into a device's memory, and what takes how much of it;
+- what the devices send each other: each kind of collective, among how many devices, how much;
+- how long a step takes: the compiler's estimate of its computation, and an interval for what it
+  waits for the network, by a model of the links that is not calibrated by runs;
+- what the run takes: updates, minutes, chip-hours, the input that each host must deliver, and, if
+  plans of other batches were made before, the next batch that fits. The last line has the sums.
+  Start-up, compilation on the pod, checkpoints and waiting for the slowest chip are left out.
+
+A step that does not fit is reported with its sizes, and the exit status is 0. No data set is
+needed: shapes and numbers of examples come from the config and from published facts. Text and
+pictures of your own are read if config.data.dir names them; without it, durations in epochs need
+--examples=N. A config with phases gives a plan for each phase, in JSON a list of plans.
+
+Change anything with --config.KEY=VALUE: --config.mesh.model=4, --config.parallel.backend=shard_map.
+"""
+
+from absl import flags
+
+from lamb_tpu import cli
+from lamb_tpu.plan.guard import guard
+
+if __name__ == "__main__":  # --help is answered before the imports below, which take seconds
+    cli.define_config_flag()
+    flags.DEFINE_string(
+        "topology",
+        None,
+        "The slice: v2, v3, v4, v5p or tpu7x with a hyphen and the number of cores, or v5e "
+        "(v5litepod) or v6e with a hyphen and the number of chips; for example v3-2048 or "
+        "v5e-256. A colon and a shape in chips, such as v4:4x4x8, is any slice that libtpu knows; "
+        "2xv5e-256 is two slices. For an unknown name the error lists the slices.",
+    )
+    flags.DEFINE_integer(
+        "examples", None, "Number of training examples, for a data set that is not there and is "
+        "none of the published ones; durations in epochs need it.", lower_bound=1,
+    )
+    flags.DEFINE_string(
+        "cache", "", "Folder of compiled programs, which the same plan takes instead of compiling "
+        "again; it may be deleted at any time, and 'none' keeps none. Default: lamb_tpu/plans in "
+        "the user's cache folder.",
+    )
+    flags.DEFINE_string(
+        "html", None, "Also write the plan as one page to this file, with memory by kind, the most "
+        "expensive kernels with their source lines, and collectives on the torus.",
+    )
+    flags.DEFINE_bool("json", False, "Print JSON instead, and nothing else on stdout.")
+    cli.answer_help()
+    guard()  # before JAX is imported, which starts threads
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from lamb_tpu import terminal
+from lamb_tpu.plan.cache import Cache, check_folder
+from lamb_tpu.plan.making import make_plan
+from lamb_tpu.plan.page import check_page, write_page
+from lamb_tpu.plan.report import Plan, decision
+from lamb_tpu.run import phases
+
+
+@contextlib.contextmanager
+def _waiting(text: str) -> Iterator[None]:
+    """Prints on stderr what is being waited for; on a terminal also the seconds."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        print(terminal.fit(text), file=sys.stderr, flush=True)
+        yield
+        return
+    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True) as progress:
+        progress.add_task(text, total=None)
+        yield
+
+
+def main() -> None:
+    """Entry point of the command line."""
+    values, found = flags.FLAGS, list[tuple[str, Plan]]()
+    kept = Cache(check_folder(values.cache))
+    page = None if values.html is None else check_page(values.html)
+    for phase in phases.split(values.config):
+        with phases.errors_in_phase(phase.name):
+            plan = make_plan(phase.config, values.topology, _waiting, values.examples, kept)
+        found.append((phase.name, plan))
+        # Text is shown as soon as a phase is compiled, which takes minutes. JSON is one document,
+        # printed at the end.
+        if not values.json:
+            print((f"{phase.name}\n" if phase.name else "") + plan.describe(), flush=True)
+    if values.json:
+        every = [{"phase": name} | plan.as_json() if name else plan.as_json()
+                 for name, plan in found]
+        print(json.dumps(every if values.config.phases else every[0], indent=2))
+    elif len(found) > 1:
+        print(terminal.fit(f"all phases: {decision([plan for _, plan in found])}"))
+    if page is not None:
+        write_page(found, page)
+
+
+if __name__ == "__main__":
+    cli.run_main(main, required=("config", "topology"))

@@ -1,0 +1,85 @@
+"""Data sets known without files: the shapes of what training reads, and what cannot be known."""
+
+import pathlib
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from lamb_tpu import data
+from lamb_tpu.errors import UserError
+
+WINDOWS = {"max_length": 96, "document_stride": 32, "max_query": 40}
+
+
+@pytest.mark.parametrize("name, split, options, length, classes, shape", [
+    ("mnist", "train", {}, 60_000, 10, (28, 28, 1)),
+    ("fashion_mnist", "test[:100]", {}, 100, 10, (28, 28, 1)),
+    ("cifar10", "train", {"flip": True}, 50_000, 10, (32, 32, 3)),
+    ("cifar10_jpeg", "test", {}, 10_000, 10, (32, 32, 3)),
+    ("imagenet2012", "train", {"size": 260}, 1_281_167, 1000, (260, 260, 3)),
+    ("imagenet2012", "validation", {"num_classes": 1001}, 50_000, 1001, (224, 224, 3)),
+])
+def test_pictures(
+    name: str, split: str, options: dict[str, Any], length: int, classes: int,
+    shape: tuple[int, ...],
+) -> None:
+    source = data.load_shapes(name, split, options=options, data_dir="/nowhere")
+    assert (len(source), source.num_classes) == (length, classes)
+    assert source.element_spec == {
+        "image": (shape, np.uint8), "label": ((), np.int32),
+    }
+    batch = source.gather(np.zeros(2, np.int64))
+    assert {key: (value.shape[1:], value.dtype) for key, value in batch.items()} == (
+        source.element_spec
+    )
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_text_has_the_shapes_of_the_text_that_is_read(training: bool) -> None:
+    options = {"sequence_length": 64, "max_predictions": 7, "next_sentence": training}
+    real = data.load("python_docs", "test", options=options | {"vocab_size": 512})
+    found = data.load_shapes("masked_lm", "train", options=options, training=training)
+    assert found.element_spec == real.element_spec
+    real = data.load(
+        "python_docs_cloze", "test", options=WINDOWS | {"vocab_size": 512}, training=training
+    )
+    found = data.load_shapes("squad", "train-v1.1.json", options=WINDOWS, training=training)
+    assert found.element_spec == real.element_spec
+    assert len(found) == 87_599
+
+
+def test_sets_that_are_there_are_loaded(tmp_path: pathlib.Path) -> None:
+    assert len(data.load_shapes("digits", "train[:5]")) == 5
+    (tmp_path / "train" / "cat").mkdir(parents=True)
+    Image.new("RGB", (8, 8)).save(tmp_path / "train" / "cat" / "0.png")
+    there = data.load_shapes("image_folder", "train", source_dir=str(tmp_path))
+    assert len(there) == there.num_classes == 1
+    known = data.load_shapes("image_folder", "train", options={"num_classes": 1})
+    assert known.element_spec == there.element_spec
+    assert known.num_classes == 1 and not known.counted
+
+
+def test_the_number_of_examples() -> None:
+    told = {"counted_by": "config.duration is '3 epochs'"}
+    assert len(data.load_shapes("masked_lm", "train", examples=77, **told)) == 77
+    assert not data.load_shapes("masked_lm", "validation", training=False, **told).counted
+    assert not data.load_shapes("masked_lm", "train").counted
+    with pytest.raises(UserError, match=(
+        "config.duration is '3 epochs', and the number of examples of data set masked_lm is not "
+        "known without its files; give --examples=N, or the folder of the files as config.data.dir"
+    )):
+        data.load_shapes("masked_lm", "train", **told)
+
+
+@pytest.mark.parametrize("name, split, options, message", [
+    ("mnist", "trian", {}, "split 'trian' is not one"),
+    ("mnist", "train", {"size": 3}, "config.data.options.size is unknown; mnist has none"),
+    ("masked_lm", "train", {"sequence_length": 2}, "sequence_length must be at least 5, found 2"),
+    ("nothing", "train", {}, "config.data.name is 'nothing', an unknown data set"),
+    ("masked_lm", "train", {"seed": 3}, "config.data.options.seed is unknown"),
+])
+def test_mistakes(name: str, split: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        data.load_shapes(name, split, options=options)

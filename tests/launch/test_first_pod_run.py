@@ -1,0 +1,68 @@
+"""The page of a first pod run repeats what the commands print, and calculates with it."""
+
+import math
+import re
+import shlex
+import sys
+
+import pytest
+
+from configs import bert_pretrain
+from lamb_tpu.cost.topology import topology
+from lamb_tpu.launch import __main__ as launch
+from lamb_tpu.launch import tpu_vm
+from tests.launch import shell
+from tests.tiny import ROOT
+
+PAGE = (ROOT / "lamb_tpu" / "launch" / "first_pod_run.md").read_text()
+BLOCKS = re.findall(r"```(\w+)\n(.*?)```", PAGE, re.DOTALL)
+
+
+def printed_after(command: str) -> tuple[str, str]:
+    """A command's block and the block of what it prints."""
+    (found,) = (
+        (block, BLOCKS[number + 1][1]) for number, (kind, block) in enumerate(BLOCKS)
+        if kind == "sh" and f"python -m {command}" in block and BLOCKS[number + 1][0] == "text"
+    )
+    return found
+
+
+def test_steps_are_those_that_the_command_prints(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block, shown = printed_after("lamb_tpu.launch queued-resource")
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "executable", str(ROOT / ".venv" / "bin" / "python"))
+    monkeypatch.setattr(tpu_vm, "uncommitted", lambda: False)
+    if not (ROOT / ".git").exists():
+        pytest.skip("no git checkout, whose code could be copied")
+    _, arguments = block.replace("\\\n", " ").split("lamb_tpu.launch ")
+    assert launch.main(shlex.split(arguments)) == 0
+    assert capsys.readouterr().out == shown
+    titles = dict(re.findall(r"^# (\d+)\. (.*)$", shown, re.MULTILINE))
+    # Steps that the prose names by their numbers.
+    for number, title in (("4", "wait until"), ("8", "start the run"), ("9", "show the output"),
+                          ("10", "fetch the workdir")):
+        assert titles[number].startswith(title) and re.search(rf"[Ss]tep[ =]{number}\b", PAGE)
+
+
+def test_shells_read_the_blocks() -> None:
+    for kind, block in BLOCKS:
+        if kind == "sh":
+            shell.parsed(block)
+
+
+def test_cost_follows_from_the_plan() -> None:
+    command, plan = printed_after("lamb_tpu.plan")
+    config = bert_pretrain.get_config(re.search(r"bert_pretrain\.py:(\S+)", command)[1])
+    updates = int(config.duration.split()[0]) // config.batch_size
+    slice_ = topology(re.search(r"--topology=(\S+)", command)[1])
+    assert plan.startswith(f"{slice_.name}: {slice_.num_devices:,} devices on ")
+    assert f"a batch of {config.batch_size:,}, " in plan
+    chips = math.prod(slice_.shape)
+    milliseconds = float(re.search(r"a step takes ([\d.e+]+) ms", plan)[1])
+    hours = updates * milliseconds / 3.6e6
+    text = PAGE.replace("\n", " ")
+    assert f"{updates:,} updates take {hours:.1f} hours on {chips:,} chips" in text
+    assert f"which is {chips * hours:,.0f} chip-hours" in text
+    assert f"{chips} * ({updates} * 2 * {milliseconds / 1e3:g} / 3600 + 1) * price" in text

@@ -1,0 +1,53 @@
+"""The compiler's process: its exit status is passed on, and a crash is told in one sentence."""
+
+import doctest
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from lamb_tpu.plan import guard as guard_lib
+from tests import tiny
+
+PROGRAM = "import os, signal, sys, time; from lamb_tpu.plan.guard import guard; guard(); {}"
+
+
+def guarded(code: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-c", PROGRAM.format(code)], cwd=tiny.ROOT, capture_output=True, text=True
+    )
+
+
+@pytest.mark.parametrize("code, status, message", [
+    ("print('done')", 0, ""),
+    ("sys.exit(2)", 2, ""),
+    ("sys.exit('why')", 1, "why\n"),
+    ("os.abort()", 2, "error: the TPU compiler crashed (SIGABRT); change the mesh, config."),
+    ("os.kill(os.getpid(), signal.SIGSEGV)", 2, "error: the TPU compiler crashed (SIGSEGV); "),
+    ("os.kill(os.getpid(), signal.SIGKILL)", 2, "error: the process with the TPU compiler was "
+                                                "killed, often because the machine has too little"),
+    ("os.kill(os.getpid(), signal.SIGPIPE)", 0, ""),  # Python ignores it
+])
+def test_how_a_process_ends(code: str, status: int, message: str) -> None:
+    done = guarded(code)
+    assert done.returncode == status
+    assert done.stderr.startswith(message) and len(done.stderr.splitlines()) == bool(message)
+    assert done.stdout == ("done\n" if "done" in code else "")
+
+
+def test_the_end_is_passed_on() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM.format("print(1, flush=True); time.sleep(60)")],
+        cwd=tiny.ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )
+    assert process.stdout is not None and process.stdout.readline() == "1\n"
+    began = time.monotonic()
+    process.terminate()
+    assert process.communicate(timeout=30) == ("", "")
+    assert process.returncode == 128 + signal.SIGTERM and time.monotonic() - began < 30
+
+
+def test_docstrings() -> None:
+    assert doctest.testmod(guard_lib) == (0, 1)

@@ -1,0 +1,113 @@
+"""The text and files of a plan; nothing is compiled."""
+
+import dataclasses
+import doctest
+import json
+from typing import Any
+
+import pytest
+
+from lamb_tpu.cost import traffic
+from lamb_tpu.cost.network import UNCALIBRATED, Axis, Route
+from lamb_tpu.cost.timeline import Timeline
+from lamb_tpu.cost.topology import topology
+from lamb_tpu.plan import report
+from lamb_tpu.plan.report import Memory, Plan, Traffic, decision
+from lamb_tpu.plan.totals import Input, Work
+from tests.plan.test_main import needs_compiler
+
+
+def times(exposed: float) -> Timeline:
+    return Timeline(0.1, exposed, ())
+
+
+ROUTE = Route(1024, 2, 1, (Axis("x", 32, 1, True, 1), Axis("y", 32, 1, True, 1)), 4, 32)
+MEMORY = Memory(2**30, 2**30, 2**30, 4 * 2**30, 2**20, 5 * 2**30)
+WORK = Work(7038, 65536, 10, 100_000, Input("sequences", 128, 27_412, "a page", False))
+
+
+def plan(**changes: Any) -> Plan:
+    values = {
+        "topology": topology("v3-2048"), "mesh": {"data": 64, "fsdp": 32}, "hosts": 256,
+        "batch_size": 65536, "backend": "shard_map", "compile_seconds": 63.2, "fits": True,
+        "needed": 5 * 2**30, "memory": MEMORY,
+        "flops": 2_890_500_000_000, "model_flops": 2_460_000_000_000, "cycles": 94_000_000,
+        "times": (times(0.01), times(0.02), times(0.05)), "work": WORK,
+        "collectives": (
+            Traffic(traffic.Row("all-reduce", 2048, "bf16", 7, 2**29, 2**29, 2**30), 0.025, 0.02,
+                    ROUTE, "Strategy"),
+        ),
+    }
+    return Plan(**values | changes)
+
+
+@needs_compiler
+def test_what_the_terminal_shows() -> None:
+    lines = plan().describe().splitlines()
+    assert lines[:2] == [
+        "v3-2048: 2,048 devices on 256 host(s), mesh data=64, fsdp=32, collectives by",
+        "    shard_map",
+    ]
+    assert lines[2].startswith("step: a batch of 65,536, compiled in 63 s by libtpu ")
+    assert lines[3:] == [
+        "memory: 5 GiB of the 15.48 GiB that a device has: arguments 1 GiB, outputs 1",
+        "    GiB, aliased 1 GiB, temporaries 4 GiB, program 1 MiB, peak 5 GiB",
+        "time: 100 ms without the network, by the compiler's estimate (94,000,000 cycles",
+        "    at 940 MHz)",
+        "network: 20 ms (10 to 50; not calibrated by runs), and 0 ms behind computation;",
+        "    a step takes 120 ms",
+        "arithmetic: 2.89e+12 operations of matrix products, 47.0% of the bfloat16 peak",
+        "    in that time",
+        "model FLOPs: 2.46e+12 of a device, MFU 40.0% without the network",
+        "input: 2,133 sequences (273,067 tokens) a second and host, 0.078 cores at 27,412",
+        "    a core (a page)",
+        "left out: start-up, compiling on the pod (63 s here), checkpoints, and waiting",
+        "    for the slowest chip",
+        "collectives, of one device in one step:",
+        "  kind        among  dtype  count  puts in  sends  ms  along",
+        "  all-reduce  2,048  bf16       7  512 MiB  1 GiB  25  x32 y32",
+        "fits (32 % of memory); 7,038 updates, 12 min of compute and 1.2 to 5.9 min of",
+        "    network; 0.51 s of evaluation; 240 chip-hours",
+    ]
+    fitted = dataclasses.replace(UNCALIBRATED, fitted_to="21 runs")
+    assert "(10 to 50; fitted to 21 runs)" in plan(calibration=fitted).describe()
+    unknown = plan(
+        cycles=None, flops=None, times=None, collectives=None, notes=("the loop %w",),
+    )
+    assert unknown.describe().splitlines()[5:] == [
+        "model FLOPs: 2.46e+12 of a device", "not known: the loop %w", "fits (32 % of memory)",
+    ]
+    assert unknown.as_json()["milliseconds_without_network"] is None
+    assert unknown.as_json()["run"]["chip_hours"] is None
+
+
+@needs_compiler
+def test_json() -> None:
+    found = json.loads(json.dumps(plan().as_json()))
+    assert found["step_milliseconds"] == pytest.approx([110, 120, 150])
+    assert found["mfu"] == pytest.approx(found["mfu_without_network"] * 100 / 120)
+    [row] = found["collectives"]
+    assert row["route"] == "x ring of 32, y ring of 32" and row["algorithm"] == "Strategy"
+    assert found["run"]["seconds"][1] == pytest.approx(7038 * 0.12 + found["run"][
+        "evaluation_seconds"])
+
+
+def test_the_line_that_decides() -> None:
+    assert decision([plan(other_batch=131_072)]).endswith("; the next batch that fits: 131,072")
+    small = plan(work=WORK._replace(updates=1561, eval_examples=None), needed=7.74 * 2**30)
+    assert decision([plan(), small]) == (
+        "fits (50 % of memory); 8,599 updates, 14 min of compute and 1.4 to 7.2 min of network; "
+        "evaluation of unknown length; 294 chip-hours"
+    )
+    crowded = plan(fits=False, needed=20 * 2**30, memory=None, times=None, message="no\nroom")
+    assert decision([plan(), crowded]) == (
+        "DOES NOT FIT: the step needs 20 GiB, a device has 15.48 GiB"
+    )
+    smaller = dataclasses.replace(crowded, needed=None, other_batch=512)
+    assert decision([smaller]) == (
+        "DOES NOT FIT: a device has 15.48 GiB; the next batch that fits: 512"
+    )
+
+
+def test_docstrings() -> None:
+    assert doctest.testmod(report) == (0, 1)
