@@ -15,7 +15,7 @@ from lamb_tpu import data
 from lamb_tpu.cost import hlo, network, traffic
 from lamb_tpu.cost import topology as topology_lib
 from lamb_tpu.cost.network import UNCALIBRATED, Calibration, Network
-from lamb_tpu.cost.timeline import Timeline, timeline
+from lamb_tpu.cost.timeline import Timeline
 from lamb_tpu.errors import UserError
 from lamb_tpu.plan.cache import Cache, Compiled, key_of
 from lamb_tpu.plan.report import Memory, Plan, Traffic
@@ -92,8 +92,8 @@ def make_plan(
     text = compiled.program
     cost = _read(hlo.program_cost, text, notes)
     fabric = Network(slice_, places)
-    clock = slice_.generation.clock
-    times = _read(functools.partial(_times, fabric, clock, calibration), text, notes)
+    plan = dataclasses.replace(plan, network=fabric, program=text)
+    times = _read(lambda _: plan.timelines(calibration.each), text, notes)
     return dataclasses.replace(
         plan,
         needed=memory.peak,
@@ -102,10 +102,9 @@ def make_plan(
         model_flops=run.model_flops and run.model_flops / len(devices),
         cycles=cost and cost.cycles,
         times=times,
-        collectives=times and _traffic(times[1], fabric),
+        collectives=None if times is None else _traffic(times[1], fabric),
         # Several readers can fail for one reason, which is told once.
         notes=tuple(dict.fromkeys(notes)),
-        program=text,
     )
 
 
@@ -146,21 +145,6 @@ def _compile(lowered: jax.stages.Lowered, name: str) -> Compiled:
         sizes.peak_memory_in_bytes,
     )
     return Compiled(seconds, "", dataclasses.asdict(memory), text)
-
-
-def _times(
-    fabric: Network, clock: float, calibration: Calibration, text: str
-) -> tuple[Timeline, Timeline, Timeline]:
-    """Returns the schedules of a program by the low, middle and high constants of the network."""
-    program = hlo.parse(text)
-    low, middle, high = (
-        timeline(
-            program, constants.compute_factor / clock,
-            functools.partial(fabric.seconds, constants=constants),
-        )
-        for constants in calibration.each
-    )
-    return low, middle, high
 
 
 def _traffic(schedule: Timeline, fabric: Network) -> tuple[Traffic, ...]:

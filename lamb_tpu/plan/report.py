@@ -1,15 +1,16 @@
 """The plan of a training step and of its run: its numbers, as text and as JSON."""
 
 import dataclasses
+import functools
 import importlib.metadata
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from lamb_tpu import terminal
+from lamb_tpu.cost import hlo, traffic
 from lamb_tpu.cost import topology as topology_lib
-from lamb_tpu.cost import traffic
-from lamb_tpu.cost.network import UNCALIBRATED, Calibration, Route
-from lamb_tpu.cost.timeline import Timeline
+from lamb_tpu.cost.network import UNCALIBRATED, Calibration, Constants, Network, Route
+from lamb_tpu.cost.timeline import Timeline, timeline
 from lamb_tpu.plan import totals as totals_lib
 from lamb_tpu.plan.totals import Totals, Work, span_text
 
@@ -82,6 +83,7 @@ class Plan:
       work: what the whole run does.
       notes: quantities that could not be read, and why.
       program: the optimized HLO, see `lamb_tpu.cost.hlo`; not in the JSON.
+      network: the links between the devices; not in the JSON.
     """
 
     topology: topology_lib.Topology
@@ -99,12 +101,29 @@ class Plan:
     flops: int | None = None
     model_flops: float | None = None
     cycles: int | None = None
-    times: tuple[Timeline, Timeline, Timeline] | None = None
+    times: tuple[Timeline, ...] | None = None
     calibration: Calibration = UNCALIBRATED
     collectives: tuple[Traffic, ...] | None = None
     work: Work | None = None
     notes: tuple[str, ...] = ()
     program: str = dataclasses.field(default="", repr=False)
+    network: Network | None = dataclasses.field(default=None, repr=False)
+
+    def timelines(self, constants: Sequence[Constants]) -> tuple[Timeline, ...]:
+        """Returns the schedules of the program by several constants of the network.
+
+        Raises:
+          ValueError: the program cannot be read.
+        """
+        assert self.network is not None  # the program fits
+        program, clock = hlo.parse(self.program), self.topology.generation.clock
+        return tuple(
+            timeline(
+                program, each.compute_factor / clock,
+                functools.partial(self.network.seconds, constants=each),
+            )
+            for each in constants
+        )
 
     @property
     def seconds(self) -> float | None:
@@ -114,7 +133,7 @@ class Plan:
     @property
     def step_seconds(self) -> tuple[float, ...] | None:
         """Time of a step with the network: shortest, expected, longest."""
-        return self.times and tuple(each.seconds for each in self.times)
+        return None if self.times is None else tuple(each.seconds for each in self.times)
 
     def share_of_peak(self, flops: float | None, seconds: float | None) -> float | None:
         """Returns the share of the peak that FLOPs in a time are; None if either is unknown."""

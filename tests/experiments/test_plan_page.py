@@ -1,0 +1,112 @@
+"""The calibration's rows and its page; one small program is compiled."""
+
+import dataclasses
+import importlib.util
+import json
+import pathlib
+from typing import Any
+
+import numpy as np
+import pytest
+
+from experiments.plan import __main__ as command
+from experiments.plan import page, rows
+from experiments.plan.rows import Part, Run, Source
+from lamb_tpu.cost.network import Constants
+from lamb_tpu.plan.making import make_plan
+
+VERSIONS = {"jax": "0", "libtpu": "1"}
+
+
+def kept_for(sources: tuple[Source, ...]) -> dict[str, dict[str, Any]]:
+    """Programs of each run, as fast as it was measured, all with a tenth in the network."""
+    found = {}
+    for run in (run for source in sources for run in source.runs):
+        time = (run.seconds or 4000.0) / sum(part.updates for part in run.parts)
+        for part in run.parts:
+            found[part.key(run.topology)] = {
+                "fits": "v6e" not in run.topology, "compute": 0.9 * time, "batch_size": 64,
+                "basis": [0.1 * time, 0.0, 0.0], "versions": VERSIONS,
+            }
+    return found
+
+
+def test_published_runs_have_configs_and_slices() -> None:
+    sources = rows.load_sources()
+    runs = [run for source in sources for run in source.runs]
+    assert len(runs) > 30
+    for run in runs:
+        for part in run.parts:
+            config = part.config()
+            assert not config.phases and config.batch_size > 0
+            assert part.key(run.topology) != part.key("v3-8")
+    assert all(source.known in ("seen", "recalled", "planned") for source in sources)
+    assert all((run.seconds is None) == (source.known == "planned")
+               for source in sources for run in source.runs)
+
+
+def test_kept_rows_are_of_these_configs() -> None:
+    keys = {part.key(run.topology) for source in rows.load_sources() for run in source.runs
+            for part in run.parts}
+    kept = rows.load_kept()
+    versions = {each["versions"]["jax"] for each in kept.values()}
+    if versions and versions != {importlib.metadata.version("jax")}:
+        pytest.skip("rows.json was made with another jax")
+    assert set(kept) <= keys
+
+
+def test_page(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = rows.load_sources()
+    kept = kept_for(sources)
+    name = "calibration.md.j2"
+    (tmp_path / name).write_text((rows.FOLDER / name).read_text())
+    monkeypatch.setattr(page, "FOLDER", tmp_path)
+    text = page.write(sources, kept)
+    measured = [run for source in sources for run in source.runs if run.seconds]
+    assert f"{len(measured)} runs of 7 teams" in text
+    fitted, lines = page.lines_of(sources, kept)
+    share = page.network_share(lines[-1].sample, fitted)
+    assert 0.09 < share < 0.5  # a tenth at full bandwidth
+    assert f"| EfficientNet, Table 1 | v3-1024 | 64 | 1 % | {100 * share:.2g} % |" in text
+    assert "v6e-256 | does not fit |" in text
+    assert (tmp_path / "calibration.svg").read_text().startswith("<?xml")
+    assert (tmp_path / "calibration.md").read_text() == text == page.write(sources, kept)
+    # A run that is not compiled is not on the page.
+    del kept[measured[0].parts[0].key(measured[0].topology)]
+    assert f"{len(measured) - 1} runs of 7 teams" in page.write(sources, kept)
+
+
+def test_a_runs_time_is_that_of_its_parts() -> None:
+    part = Part("digits:batch=64", {}, 10.0)
+    other = dataclasses.replace(part, updates=5.0, overrides={"batch_size": 128})
+    run = Run("s", "v5e-4", (part, other), evaluated=640, seconds=1.0)
+    kept = {
+        part.key("v5e-4"): {"fits": True, "compute": 3.0, "basis": [1, 2, 3], "batch_size": 64},
+        other.key("v5e-4"): {"fits": True, "compute": 6.0, "basis": [4, 0, 0], "batch_size": 128},
+    }
+    sample = page.sample_of(run, kept)
+    assert sample is not None
+    assert sample.compute == 10 * 3 + 5 * 6 + 640 / 64 * 3 / 3
+    assert sample.basis == (30, 20, 30)
+    kept[other.key("v5e-4")]["fits"] = False
+    assert page.sample_of(run, kept) is None
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler")
+def test_a_programs_time_is_linear_in_the_constants() -> None:
+    part = Part("digits:batch=64", {"parallel.backend": "shard_map"}, 1.0)
+    made = make_plan(part.config(), "v5e-4")
+    kept = json.loads(json.dumps(rows.measure(made, part.key("v5e-4"))))
+    (whole,) = made.timelines([Constants(0.8, 3e-6, 7e-6, 1.0, 0.0)])
+    assert kept["fits"] and kept["hidden"] == pytest.approx(0.0, abs=1e-12)
+    assert whole.compute == pytest.approx(kept["compute"])
+    assert whole.exposed == pytest.approx(float(np.dot(kept["basis"], (1.25, 3.0, 7.0))), rel=1e-6)
+
+
+def test_missing_programs_are_named_once() -> None:
+    part = Part("digits:batch=64", {}, 1.0)
+    runs = Run("s", "v5e-4", (part, part)), Run("s", "v3-8", (part,))
+    source = Source("s", "w", "seen", "", runs)
+    keys = [key for key, _, _ in command.missing([source], {})]
+    assert keys == [part.key("v5e-4"), part.key("v3-8")]
+    assert [key for key, _, _ in command.missing([source], {keys[0]: {}})] == keys[1:]
