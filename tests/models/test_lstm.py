@@ -1,0 +1,110 @@
+"""LSTM layers beside PyTorch's recorded ones, and beside Flax's."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from lamb_tpu.models.lstm import LSTM, RowLSTM, from_torch, to_torch
+from tests.shared import shared
+
+STEPS, BATCH, INPUTS, FEATURES = 6, 3, 5, 4
+
+
+def inputs() -> jax.Array:
+    return jax.random.normal(jax.random.key(0), (STEPS, BATCH, INPUTS))
+
+
+@pytest.mark.parametrize("name", ["plain", "transform6"])
+def test_rows_of_an_image_as_torch(name: str) -> None:
+    recorded = np.load(shared("golden", "legw_lstm", f"torch_lstm_classifier__{name}.npz"))
+    weights = {key.removeprefix("param/"): recorded[key] for key in recorded
+               if key.startswith("param/")}
+    lstm = {f"{long}_l0": weights[short] for long, short in (
+        ("weight_ih", "w_ih"), ("weight_hh", "w_hh"), ("bias_ih", "b_ih"), ("bias_hh", "b_hh"),
+    )}
+    params = {
+        "lstm": from_torch(lstm),
+        "output": {"kernel": weights["out_w"].T, "bias": weights["out_b"]},
+    }
+    if "tr_w" in weights:
+        params["transform"] = {"kernel": weights["tr_w"].T, "bias": weights["tr_b"]}
+    width = len(weights["tr_b"]) if "tr_w" in weights else 0
+    network = RowLSTM(features=weights["w_hh"].shape[1], transform=width)
+    images = jnp.asarray(recorded["x"])[..., None]
+
+    @jax.jit
+    def loss(params: dict) -> tuple[jax.Array, jax.Array]:
+        logits = network.apply({"params": params}, images, train=True)
+        each = optax.softmax_cross_entropy_with_integer_labels(logits, recorded["y"])
+        return each.mean(), logits
+
+    (value, logits), slope = jax.value_and_grad(loss, has_aux=True)(params)
+    np.testing.assert_allclose(logits, recorded["logits"], atol=1e-6)
+    assert float(value) == pytest.approx(float(recorded["loss"]), abs=1e-6)
+    for key, found in to_torch(slope["lstm"]).items():
+        short = {"weight_ih_l0": "w_ih", "weight_hh_l0": "w_hh", "bias_ih_l0": "b_ih"}.get(key)
+        if short:
+            np.testing.assert_allclose(found, recorded[f"grad32/{short}"], atol=1e-6)
+    np.testing.assert_allclose(slope["output"]["kernel"].T, recorded["grad32/out_w"], atol=1e-6)
+    if width:
+        np.testing.assert_allclose(
+            slope["transform"]["kernel"].T, recorded["grad32/tr_w"], atol=1e-6
+        )
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_as_flax(reverse: bool) -> None:
+    lengths = jnp.array([6, 4, 1])
+    layer = LSTM(FEATURES, reverse=reverse)
+    params = layer.init(jax.random.key(1), inputs())["params"]
+    valid = jnp.arange(STEPS)[:, None] < lengths
+    outputs, last = layer.apply({"params": params}, inputs(), valid=valid)
+    kernels = np.split(np.asarray(params["input_kernel"]), 4, -1)
+    hiddens = np.split(np.asarray(params["hidden_kernel"]), 4, -1)
+    biases = np.split(np.asarray(params["bias"]), 4)
+    cell = {
+        **{f"i{gate}": {"kernel": kernel} for gate, kernel in zip("ifgo", kernels, strict=True)},
+        **{f"h{gate}": {"kernel": kernel, "bias": bias}
+           for gate, kernel, bias in zip("ifgo", hiddens, biases, strict=True)},
+    }
+    peer = nn.RNN(nn.OptimizedLSTMCell(FEATURES), reverse=reverse, keep_order=True,
+                  return_carry=True, time_major=True)
+    (carried, _), expected = peer.apply(
+        {"params": {"cell": cell}}, inputs(), seq_lengths=lengths
+    )
+    for row, length in enumerate(lengths):
+        np.testing.assert_allclose(outputs[:length, row], expected[:length, row], atol=1e-6)
+    np.testing.assert_allclose(last.cell, carried, atol=1e-6)
+
+
+def test_a_sequence_in_two_parts() -> None:
+    layer = LSTM(FEATURES)
+    variables = layer.init(jax.random.key(1), inputs())
+    whole, last = layer.apply(variables, inputs())
+    first, carry = layer.apply(variables, inputs()[:4])
+    second, end = layer.apply(variables, inputs()[4:], carry)
+    np.testing.assert_array_equal(np.concatenate([first, second]), whole)
+    np.testing.assert_array_equal(end.cell, last.cell)
+
+
+def test_initial_values() -> None:
+    layer = LSTM(FEATURES, init_scale=0.05, forget_bias=1.0)
+    params = layer.init(jax.random.key(1), inputs())["params"]
+    assert {name: value.shape for name, value in params.items()} == {
+        "input_kernel": (INPUTS, 16), "hidden_kernel": (FEATURES, 16), "bias": (16,),
+    }
+    assert 0.03 < np.abs(params["hidden_kernel"]).max() <= 0.05
+    bias = params["bias"] - np.repeat([0, 1, 0, 0], FEATURES)
+    assert np.abs(bias).max() <= 0.05
+    wide = LSTM(FEATURES).init(jax.random.key(1), inputs())["params"]["hidden_kernel"]
+    assert 0.3 < np.abs(wide).max() <= 0.5
+
+
+def test_torch_and_back() -> None:
+    params = LSTM(FEATURES).init(jax.random.key(1), inputs())["params"]
+    again = from_torch(to_torch(params))
+    for name in params:
+        np.testing.assert_array_equal(again[name], params[name])
