@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NoReturn
 
 from lamb_tpu.errors import UserError
@@ -27,16 +27,26 @@ def fit(text: str) -> str:
     return "\n".join(_fit_line(line) for line in text.split("\n"))
 
 
-def columns(rows: Sequence[Sequence[str]]) -> str:
+def columns(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:
     """Returns rows of texts as lines with aligned columns, indented by 2.
 
-    >>> print(columns([("run", "loss"), ("digits", "0.5")]))
+    Args:
+      rows: the rows, of equal lengths.
+      right: the columns that are aligned to the right, as numbers are; the first is 0.
+
+    >>> print(columns([("run", "loss"), ("digits", "12.5")]))
       run     loss
-      digits  0.5
+      digits  12.5
+    >>> print(columns([("batch", "fits"), ("8", "yes")], right=(0,)))
+      batch  fits
+          8  yes
     """
     widths = [max(map(len, column)) for column in zip(*rows)]
     return "\n".join(
-        "  " + "  ".join(f"{text:<{width}}" for text, width in zip(row, widths)).rstrip()
+        "  " + "  ".join(
+            text.rjust(width) if column in right else text.ljust(width)
+            for column, (text, width) in enumerate(zip(row, widths))
+        ).rstrip()
         for row in rows
     )
 

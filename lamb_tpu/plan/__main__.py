@@ -20,6 +20,10 @@ needed: shapes and numbers of examples come from the config and from published f
 pictures of your own are read if config.data.dir names them; without it, durations in epochs need
 --examples=N. A config with phases gives a plan for each phase, in JSON a list of plans.
 
+--find=batch plans several batches, up to 20, and tells the largest that fits. A recipe whose rates
+or groups of BatchNorm depend on its argument `batch` gets each batch by that argument. Programs
+are kept (--cache), so a search that was stopped goes on when the command is repeated.
+
 Change anything with --config.KEY=VALUE: --config.mesh.model=4, --config.parallel.backend=shard_map.
 """
 
@@ -47,6 +51,9 @@ if __name__ == "__main__":  # --help is answered before the imports below, which
         "again; it may be deleted at any time, and 'none' keeps none. Default: lamb_tpu/plans in "
         "the user's cache folder.",
     )
+    flags.DEFINE_enum(
+        "find", None, ["batch"], "Search instead of one plan. batch: the largest batch that fits.",
+    )
     flags.DEFINE_string(
         "html", None, "Also write the plan as one page to this file, with memory by kind, the most "
         "expensive kernels with their source lines, and collectives on the torus.",
@@ -57,17 +64,22 @@ if __name__ == "__main__":  # --help is answered before the imports below, which
 
 import contextlib
 import json
+import pathlib
 import sys
 from collections.abc import Iterator
 
+from ml_collections import config_flags
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from lamb_tpu import terminal
+from lamb_tpu.plan import largest, options
 from lamb_tpu.plan.cache import Cache, check_folder
 from lamb_tpu.plan.making import make_plan
 from lamb_tpu.plan.page import check_page, write_page
 from lamb_tpu.plan.report import Plan, decision
+from lamb_tpu.plan.trials import Answer, Trials
+from lamb_tpu.plan.variants import Variants
 from lamb_tpu.run import phases
 
 
@@ -87,9 +99,27 @@ def _waiting(text: str) -> Iterator[None]:
 
 def main() -> None:
     """Entry point of the command line."""
-    values, found = flags.FLAGS, list[tuple[str, Plan]]()
+    values = flags.FLAGS
     kept = Cache(check_folder(values.cache))
     page = None if values.html is None else check_page(values.html)
+    request = options.check(values.config, values.topology, values.find, values.html)
+    if request.kind == "plan":
+        _plan(kept, page)
+        return
+    answer = _search(request, kept)
+    print(json.dumps(answer.json, indent=2) if values.json else answer.text)
+
+
+def _search(request: options.Request, kept: Cache) -> Answer:
+    values = flags.FLAGS
+    variants = Variants(config_flags.get_config_filename(values["config"]), values.config)
+    with Trials(largest.MOST, values.examples, kept) as trials:
+        return largest.find(variants, request.topologies[0], trials)
+
+
+def _plan(kept: Cache, page: pathlib.Path | None) -> None:
+    """Prints the plan of the config, or of each of its phases."""
+    values, found = flags.FLAGS, list[tuple[str, Plan]]()
     for phase in phases.split(values.config):
         with phases.errors_in_phase(phase.name):
             plan = make_plan(phase.config, values.topology, _waiting, values.examples, kept)
@@ -109,4 +139,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    cli.run_main(main, required=("config", "topology"))
+    cli.run_main(main, required=("config",))

@@ -353,13 +353,5 @@ def _table(found: Sequence[Traffic]) -> list[str]:
          _along(each.route))
         for each in found
     ]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     # Kind, dtype and axes are text; the other columns are numbers.
-    left = (0, 2, 7)
-    return [
-        "  " + "  ".join(
-            cell.ljust(width) if column in left else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in cells
-    ]
+    return terminal.columns(cells, right=(1, 3, 4, 5, 6)).splitlines()

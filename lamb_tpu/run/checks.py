@@ -37,6 +37,15 @@ def check_batch(config: ConfigDict, mesh: Mesh) -> tuple[int, str]:
         return models.batch_norm_groups(config.model, config.batch_size // steps, parts)
 
 
+def batch_unit(config: ConfigDict, mesh: Mesh, task: tasks.Task) -> int:
+    """Returns the number of which a batch must be a multiple, whatever BatchNorm's groups.
+
+    It is a microbatch of one example a device, or of one pair for a task that mixes pairs.
+    """
+    pair = 2 if getattr(task, "mixed_by", ()) else 1
+    return pair * mesh_lib.num_batch_shards(mesh) * config.accumulation_steps
+
+
 def check_pairs(config: ConfigDict, mesh: Mesh, task: tasks.Task) -> None:
     """Refuses a batch size that would split the pairs of examples that a task mixes."""
     # Only tasks that mix examples have the attribute.
@@ -45,7 +54,7 @@ def check_pairs(config: ConfigDict, mesh: Mesh, task: tasks.Task) -> None:
         # Both examples of a pair must be on one device and in one microbatch.
         parts, steps = mesh_lib.num_batch_shards(mesh), config.accumulation_steps
         mesh_lib.check_divides(
-            "config.batch_size", config.batch_size, 2 * parts * steps,
+            "config.batch_size", config.batch_size, batch_unit(config, mesh, task),
             f"the {parts} devices of config.mesh in config.accumulation_steps={steps} microbatches "
             f"of whole pairs, which config.task.{names[0]} mixes",
         )

@@ -118,6 +118,28 @@ def test_the_same_plan_again(tmp_path: pathlib.Path) -> None:
 
 
 @needs_compiler
+def test_the_largest_batch(tmp_path: pathlib.Path) -> None:
+    """The second search takes what the first has compiled, and says the same."""
+    arguments = (
+        "lamb_tpu.plan", "--config=configs/digits.py:batch=524288", "--topology=v5e-4",
+        "--config.duration=9 steps", "--config.model.hidden_sizes=(16384,16384)", "--find=batch",
+        f"--cache={tmp_path}", "--json",
+    )
+    first, second = tiny.command(*arguments), tiny.command(*arguments)
+    assert first.returncode == second.returncode == 0, first.stderr
+    assert first.stdout == second.stdout and second.stderr == ""
+    assert first.stderr.splitlines()[:2] == [
+        "compiling batch 524,288 (1 of at most 20)", "compiling batch 262,144 (2 of at most 20)",
+    ]
+    found = json.loads(first.stdout)
+    largest = found["batch_size"]
+    assert 262_144 <= largest < 524_288
+    for trial in found["trials"]:
+        assert trial["fits"] == (trial["batch_size"] <= largest)
+        assert trial["fits"] == (trial["share_of_memory"] < 1)
+
+
+@needs_compiler
 def test_accumulation_counts_as_often_as_it_runs() -> None:
     arguments = (DIGITS, "--topology=v2-8", "--config.accumulation_steps=4")
     products = 3 * sum(WEIGHTS) - WEIGHTS[0]
