@@ -52,7 +52,7 @@ ROOMS: dict[str, set[str]] = {
     "watch": {
         "files", "cost", "cluster", "optim", "models", "data", "tasks", "parallel", "store", "run",
     },
-    "plan": {"files", "cost", "optim", "data", "tasks", "run"},
+    "plan": {"files", "cost", "optim", "data", "tasks", "store", "run"},
     "reproduce": {"files", "optim", "store", "run", "watch"},
     "launch": {"files", "cost"},
 }

@@ -83,6 +83,7 @@ def make_plan(
         calibration=calibration,
         other_batch=_other_batch(config.batch_size, fits, known),
         work=work_of(run),
+        recipe=run.recipe,
     )
     if compiled.memory is None:
         return plan

@@ -13,6 +13,7 @@ from lamb_tpu.cost.network import UNCALIBRATED, Calibration, Constants, Network,
 from lamb_tpu.cost.timeline import Timeline, timeline
 from lamb_tpu.plan import totals as totals_lib
 from lamb_tpu.plan.totals import Totals, Work, span_text
+from lamb_tpu.run.recipe import Recipe
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -81,6 +82,7 @@ class Plan:
       calibration: the constants of these times.
       collectives: sums over the collectives.
       work: what the whole run does.
+      recipe: its durations and learning rate.
       notes: quantities that could not be read, and why.
       program: the optimized HLO, see `lamb_tpu.cost.hlo`; not in the JSON.
       network: the links between the devices; not in the JSON.
@@ -105,6 +107,7 @@ class Plan:
     calibration: Calibration = UNCALIBRATED
     collectives: tuple[Traffic, ...] | None = None
     work: Work | None = None
+    recipe: Recipe | None = None
     notes: tuple[str, ...] = ()
     program: str = dataclasses.field(default="", repr=False)
     network: Network | None = dataclasses.field(default=None, repr=False)

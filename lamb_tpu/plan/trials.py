@@ -94,6 +94,8 @@ class Trial:
 
 
 HEAD = ("fits", "memory", "ms a step")
+# Parts of a run that are in none of the times.
+LEFT_OUT = "start-up, compiling on the pod, checkpoints, and waiting for the slowest chip"
 
 
 class Trials:
@@ -174,21 +176,29 @@ class Trials:
         yield
 
 
+def check_any(trials: Sequence[Trial]) -> None:
+    """Raises the first trial's reason as a UserError if all of them were refused."""
+    if all(trial.refused for trial in trials):
+        raise UserError(trials[0].refused)
+
+
 def table(
     head: Sequence[str], rows: Sequence[tuple[Sequence[str], Trial]], right: Collection[int] = ()
 ) -> str:
     """Returns rows of texts as aligned columns; a refused trial's row ends with the reason.
 
+    Rows are not wrapped but for the reason, which may be long.
+
     Args:
       head: names of the columns.
-      rows: the columns of each trial, of a refused one up to the word 'refused'.
+      rows: the columns of each trial; those at the end may be missing.
       right: columns that are aligned to the right.
     """
     width = len(head)
     cells = [tuple(head), *((*texts, *[""] * (width - len(texts))) for texts, _ in rows)]
     first, *lines = terminal.columns(cells, right).splitlines()
     return "\n".join([first, *(
-        f"{line}: {trial.refused}" if trial.refused else line
+        terminal.fit(f"{line}: {trial.refused}") if trial.refused else line
         for line, (_, trial) in zip(lines, rows, strict=True)
     )])
 

@@ -12,6 +12,7 @@ from lamb_tpu.errors import UserError
 from lamb_tpu.plan import trials
 from lamb_tpu.plan.report import Plan
 from lamb_tpu.plan.totals import Input, Work
+from lamb_tpu.run import recipe
 
 GIB = 2.0**30
 
@@ -19,6 +20,7 @@ GIB = 2.0**30
 def instead(
     monkeypatch: pytest.MonkeyPatch,
     outcome: Callable[[ConfigDict, str], tuple[float, float] | str],
+    examples_there: int = 10**7,
 ) -> list[ConfigDict]:
     """Puts `outcome` in the place of the compiler; returns the configs, in the order of plans.
 
@@ -44,6 +46,7 @@ def instead(
             topology=slice_, mesh={"data": slice_.num_devices}, hosts=1,
             batch_size=config.batch_size, backend=config.parallel.backend, compile_seconds=1.0,
             fits=fits, needed=gib * GIB, calibration=UNCALIBRATED, times=times if fits else None,
+            recipe=recipe.resolve(config, examples_there),
             work=Work(100, config.batch_size, 1, 0, Input("images", 0, None, "", True)),
         )
 
