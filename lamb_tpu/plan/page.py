@@ -67,16 +67,22 @@ def write_page(plans: Sequence[tuple[str, Plan]], path: pathlib.Path) -> None:
     Raises:
       UserError: the file cannot be written.
     """
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_TEMPLATES), undefined=jinja2.StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True, autoescape=True, keep_trailing_newline=True,
-    )
-    text = environment.get_template("plan.html.j2").render(
+    text = render(
+        "plan.html.j2",
         parts=[_part(name, plan) for name, plan in plans], title=plans[0][1].topology.name,
         decision=decision([plan for _, plan in plans]), size_text=size_text,
     )
     with writing.checked(path, "--html"):
         path.write_text(text, "utf-8")
+
+
+def render(template: str, **values: Any) -> str:
+    """Returns a page from a template of the folder `templates`."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_TEMPLATES), undefined=jinja2.StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True, autoescape=True, keep_trailing_newline=True,
+    )
+    return environment.get_template(template).render(**values)
 
 
 def _part(name: str, plan: Plan) -> Part:
@@ -97,7 +103,7 @@ def _part(name: str, plan: Plan) -> Part:
     pictures, kernels = list[tuple[str, str]](), list[tuple[Operation, float, float]]()
     if plan.memory is not None:
         caption = f"Memory of a device, by kind. The line is the {size_text(_usable(plan))} that "
-        pictures.append((f"{caption}programs may use.", _svg(_memory(plan))))
+        pictures.append((f"{caption}programs may use.", svg(_memory(plan))))
     if plan.cycles and plan.program:
         found = operations.operations(hlo.parse(plan.program))
         clock, whole = slice_.generation.clock, sum(each.cycles for each in found)
@@ -107,12 +113,12 @@ def _part(name: str, plan: Plan) -> Part:
         kinds = {kind: 1e3 * cycles / clock for kind, cycles in operations.by_kind(found).items()}
         caption = "Time of a step, by kind of operation, as the compiler estimates it"
         tail = "; the network with its interval." if plan.times else "."
-        pictures.append((caption + tail, _svg(_times(plan, kinds))))
+        pictures.append((caption + tail, svg(_times(plan, kinds))))
     if plan.collectives:
         pictures.append((
             f"Links of a slice, at most {_most(plan)} chips of a side. The wider a line, the "
             "longer collectives use that axis in a step; dots close a ring.",
-            _svg(_torus(plan)),
+            svg(_torus(plan)),
         ))
     return Part(name, plan, facts, pictures, kernels)
 
@@ -121,7 +127,7 @@ def _usable(plan: Plan) -> float:
     return plan.topology.generation.usable
 
 
-def _svg(figure: Figure) -> str:
+def svg(figure: Figure) -> str:
     """Returns a figure as an element of a page: without the head of a file."""
     text = style.svg(figure)
     # A size in points would not shrink on a phone.
