@@ -20,9 +20,19 @@ needed: shapes and numbers of examples come from the config and from published f
 pictures of your own are read if config.data.dir names them; without it, durations in epochs need
 --examples=N. A config with phases gives a plan for each phase, in JSON a list of plans.
 
---find=batch plans several batches, up to 20, and tells the largest that fits. A recipe whose rates
-or groups of BatchNorm depend on its argument `batch` gets each batch by that argument. Programs
-are kept (--cache), so a search that was stopped goes on when the command is repeated.
+Four options plan more than once, with a line or a bar of progress on stderr. Programs are kept
+(--cache), so a command that was stopped goes on when it is repeated.
+
+- --find=batch tells the largest batch that fits, of at most 20 that are planned.
+- --find=fastest tells the layout with the shortest step for the config's batch: backend,
+  microbatches, recomputation, scanned layers, split state, dtype of gradients, mesh axes.
+- --batches=512,1024 prints for each batch its learning rate and warm-up by the recipe's rule, its
+  updates and its time, with --price-per-device-hour=X the price, and with --workdir=RUN whether it
+  lies beyond the noise scale that a run measured.
+- --topologies=v3-512,v3-1024 prints the time of the whole run on each slice, beside measured ones
+  (--measured), and draws it (--html).
+
+A recipe with an argument `batch` makes the config of each batch itself, with its rates and groups.
 
 Change anything with --config.KEY=VALUE: --config.mesh.model=4, --config.parallel.backend=shard_map.
 """
@@ -52,7 +62,27 @@ if __name__ == "__main__":  # --help is answered before the imports below, which
         "the user's cache folder.",
     )
     flags.DEFINE_enum(
-        "find", None, ["batch"], "Search instead of one plan. batch: the largest batch that fits.",
+        "find", None, ["batch", "fastest"], "Search instead of one plan. batch: the largest batch "
+        "that fits; fastest: the layout with the shortest step, for the config's batch.",
+    )
+    flags.DEFINE_string(
+        "batches", None, "Advice instead of one plan: a row for each of these batches, such as "
+        "512,1024,2048.",
+    )
+    flags.DEFINE_string(
+        "workdir", None, "With --batches: the folder of a run, of which the noise scale is told.",
+    )
+    flags.DEFINE_float(
+        "price-per-device-hour", None, "With --batches: price of a device for an hour, in any "
+        "currency. A device is a core of v2 and v3, and of tpu7x half a chip, else a chip.",
+    )
+    flags.DEFINE_string(
+        "topologies", None, "Instead of --topology: several slices with commas between, a row "
+        "each; --html then writes a picture of the time by the number of devices.",
+    )
+    flags.DEFINE_string(
+        "measured", None, "With --topologies: times of measured runs, such as "
+        "v3-1024=150min,v3-2048=76.2min; units are s, min and h.",
     )
     flags.DEFINE_string(
         "html", None, "Also write the plan as one page to this file, with memory by kind, the most "
@@ -73,7 +103,8 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from lamb_tpu import terminal
-from lamb_tpu.plan import largest, options
+from lamb_tpu.cost.topology import topology
+from lamb_tpu.plan import advice, curves, fastest, largest, options
 from lamb_tpu.plan.cache import Cache, check_folder
 from lamb_tpu.plan.making import make_plan
 from lamb_tpu.plan.page import check_page, write_page
@@ -102,19 +133,45 @@ def main() -> None:
     values = flags.FLAGS
     kept = Cache(check_folder(values.cache))
     page = None if values.html is None else check_page(values.html)
-    request = options.check(values.config, values.topology, values.find, values.html)
+    request = options.check(
+        values.config, values.topology, values.find, values.batches, values.topologies,
+        values.workdir, values["price-per-device-hour"].value, values.measured, values.html,
+    )
     if request.kind == "plan":
         _plan(kept, page)
         return
-    answer = _search(request, kept)
+    answer = _curves(request, kept, page) if request.kind == "curves" else _search(request, kept)
     print(json.dumps(answer.json, indent=2) if values.json else answer.text)
 
 
 def _search(request: options.Request, kept: Cache) -> Answer:
-    values = flags.FLAGS
-    variants = Variants(config_flags.get_config_filename(values["config"]), values.config)
-    with Trials(largest.MOST, values.examples, kept) as trials:
-        return largest.find(variants, request.topologies[0], trials)
+    """Returns the answer to --find and --batches."""
+    values, name = flags.FLAGS, request.topologies[0]
+    [run] = phases.split(values.config)  # checks the config
+    variants = Variants(config_flags.get_config_filename(values["config"]), run.config)
+    if request.kind == "batch":
+        with Trials(largest.MOST, values.examples, kept) as trials:
+            return largest.find(variants, name, trials)
+    if request.kind == "fastest":
+        with Trials(fastest.most(variants, topology(name)), values.examples, kept) as trials:
+            return fastest.find(variants, name, trials)
+    with Trials(len(request.batches), values.examples, kept) as trials:
+        return advice.advise(
+            variants, request.batches, name, trials, values["price-per-device-hour"].value,
+            values.workdir,
+        )
+
+
+def _curves(request: options.Request, kept: Cache, page: pathlib.Path | None) -> Answer:
+    """Returns the answer to --topologies, and writes its page."""
+    runs = [(phase.name, phase.config) for phase in phases.split(flags.FLAGS.config)]
+    most = len(runs) * len(request.topologies)
+    with Trials(most, flags.FLAGS.examples, kept) as trials:
+        points = curves.plan(runs, request.topologies, request.measured, trials)
+    answer = curves.answer(points)
+    if page is not None:
+        curves.write_page(points, answer, page)
+    return answer
 
 
 def _plan(kept: Cache, page: pathlib.Path | None) -> None:

@@ -168,8 +168,7 @@ def _answer(
             line += f"{int(high):,} {'is refused' if found[int(high)].refused else 'does not fit'}"
     else:
         line = f"no batch fits on {topology}, not even {min(found):,}, the smallest that was tried"
-    text = "\n".join([shown, *notes, line])
-    return Answer(terminal.fit(text), {
+    return Answer("\n".join([shown, terminal.fit("\n".join([*notes, line]))]), {
         "topology": topology, "find": "batch", "batch_size": low or None, "decision": line,
         "trials": [
             trial.as_json() | {"batch_size": batch} for batch, trial in sorted(found.items())

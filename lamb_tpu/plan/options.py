@@ -1,29 +1,42 @@
 """The options of `lamb_tpu.plan` that say what is planned, checked before anything compiles."""
 
-from typing import NamedTuple
+import dataclasses
+import math
+import re
 
 from ml_collections import ConfigDict
 
+from lamb_tpu import cli
 from lamb_tpu.cost import topology as topology_lib
 from lamb_tpu.errors import UserError
 
 
-class Request(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Request:
     """What is to be planned.
 
     Attributes:
-      kind: 'plan', 'batch' or 'fastest'.
-      topologies: names of the slices; one but for 'topologies'.
+      kind: 'plan', 'batch', 'fastest', 'advice' or 'curves'.
+      topologies: names of the slices; one but for 'curves'.
+      batches: the batches of 'advice'.
+      measured: seconds of measured runs by slice, of 'curves'.
     """
 
     kind: str
     topologies: tuple[str, ...]
+    batches: tuple[int, ...] = ()
+    measured: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 def check(
     config: ConfigDict,
     topology: str | None = None,
     find: str | None = None,
+    batches: str | None = None,
+    topologies: str | None = None,
+    workdir: str | None = None,
+    price: float | None = None,
+    measured: str | None = None,
     html: str | None = None,
 ) -> Request:
     """Returns what the options ask for; each argument is the option of its name.
@@ -31,17 +44,41 @@ def check(
     Raises:
       UserError: an option is missing, has a wrong value, or excludes another one.
     """
+    kinds = {"--find": find, "--batches": batches, "--topologies": topologies}
+    given = [f"{name}={value}" for name, value in kinds.items() if value]
+    if len(given) > 1:
+        raise UserError(f"{' and '.join(given)} exclude each other; give one of them")
+    if topology and topologies:
+        raise UserError(
+            f"--topology is {topology!r} and --topologies is {topologies!r}; give one of them"
+        )
+    for name, value, owner, example in (
+        ("--workdir", workdir, batches, "--batches=512,1024"),
+        ("--price-per-device-hour", price, batches, "--batches=512,1024"),
+        ("--measured", measured, topologies, "--topologies=v3-512,v3-1024"),
+    ):
+        if value is not None and not owner:
+            option = example.partition("=")[0]
+            raise UserError(
+                f"{name} is {value!r}, which belongs to {option}; add one such as {example}, or "
+                f"leave {name} out"
+            )
+    if html and (find or batches):
+        raise UserError(f"--html is {html!r}, and {given[0]} writes no page; leave one of them out")
+    if find or batches:
+        _one_run(config, given[0])
+    if price is not None and not 0 < price < math.inf:
+        raise UserError(f"--price-per-device-hour is {price}; it must be a number above 0")
+    if topologies:
+        names = tuple(dict.fromkeys(topologies.split(",")))
+        for name in names:
+            _check_topology(name)
+        return Request("curves", names, measured=_measured(measured, names))
     if not topology:
         raise UserError("--topology is missing; see --help")
-    if find:
-        option = f"--find={find}"
-        if html:
-            raise UserError(
-                f"--html is {html!r}, and {option} writes no page; leave one of them out"
-            )
-        _one_run(config, option)
     topology_lib.topology(topology)
-    return Request(find or "plan", (topology,))
+    kind = "advice" if batches else find or "plan"
+    return Request(kind, (topology,), _batches(batches) if batches else ())
 
 
 def _one_run(config: ConfigDict, option: str) -> None:
@@ -50,3 +87,35 @@ def _one_run(config: ConfigDict, option: str) -> None:
             f"{option} is for one run, and config.phases has {', '.join(sorted(config.phases))}; "
             "give one of them, often by the config's argument phase=1"
         )
+
+
+def _batches(text: str) -> tuple[int, ...]:
+    sizes = text.split(",")
+    for size in sizes:
+        if not re.fullmatch(r"0*[1-9][\d_]*", size):
+            raise UserError(
+                f"--batches is {text!r}, and {size!r} is no batch; give whole numbers of at least "
+                "1 with commas between, such as 512,1024"
+            )
+    return tuple(dict.fromkeys(map(int, sizes)))
+
+
+def _check_topology(name: str) -> None:
+    try:
+        topology_lib.topology(name)
+    except UserError as error:
+        raise UserError(str(error).replace("--topology is", "--topologies has", 1)) from None
+
+
+def _measured(text: str | None, names: tuple[str, ...]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for item in text.split(",") if text else ():
+        name, _, time = item.partition("=")
+        if name not in names:
+            raise UserError(
+                f"--measured has {name!r}, which --topologies has not; it has {', '.join(names)}"
+            )
+        seconds = cli.seconds(f"--measured {name}", re.sub("min$", "m", time))
+        assert seconds is not None
+        found[name] = seconds
+    return found

@@ -237,5 +237,6 @@ def test_help_teaches() -> None:
     for part in (
         "python -m lamb_tpu.plan --config=configs/", "not calibrated by runs",
         "--topology: The slice", "v5litepod", "--[no]json", "--html", "--cache", "--examples",
+        "--find", "--batches", "--price-per-device-hour", "--topologies", "--measured",
     ):
         assert part in tiny.unbroken(done.stdout), part
