@@ -115,12 +115,13 @@ def _cells(trial: Trial, value: Mapping[str, Any]) -> list[str]:
         value[key] for key in
         ("learning_rate", "warmup_updates", "updates", "device_hours", "price")
     )
-    cells = [_text(rate, ".4g"), _text(warmup, ",.4g"), _text(updates, ",")]
+    cells = [_text(rate, ".4g"), _text(warmup, ",.0f" if warmup and warmup >= 1000 else ".4g"), _text(updates, ",")]
     if trial.fits and trial.totals:
         expected = trial.totals.seconds[1]
         cells += [milliseconds(trial.step_seconds), span_text(expected, expected)]
-        cells += [_text(hours, ",.3g")]
-        cells += [_text(price, ",.2f" if price >= 1 else ".2g")] * (price is not None)
+        cells += [_text(hours, ",.0f" if hours and hours >= 100 else ".3g")]
+        if price is not None:
+            cells.append(_text(price, ",.2f" if price >= 1 else ".2g"))
     else:
         cells += ["?" if trial.fits else "does not fit"]
     return cells

@@ -40,7 +40,7 @@ def test_a_row_for_each_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     # LEGW: the square root of the batch, and as many updates of warm-up.
     assert lines[2].split()[:4] == ["32", "0.01", "4.491", "1,348"]
-    assert lines[3].split()[:4] == ["512", "0.04", "4.491", "84"]
+    assert lines[3].split()[:4] == ["512", "0.04", "4.491", "85"]
     # 100 updates of an hour on 8 devices, for 2.5 an hour.
     assert lines[3].split()[-4:] == ["100", "h", "800", "2,000.00"]
     assert lines[4].split()[-3:] == ["does", "not", "fit"]
