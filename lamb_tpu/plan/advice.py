@@ -115,7 +115,10 @@ def _cells(trial: Trial, value: Mapping[str, Any]) -> list[str]:
         value[key] for key in
         ("learning_rate", "warmup_updates", "updates", "device_hours", "price")
     )
-    cells = [_text(rate, ".4g"), _text(warmup, ",.0f" if warmup and warmup >= 1000 else ".4g"), _text(updates, ",")]
+    cells = [
+        _text(rate, ".4g"), _text(warmup, ",.0f" if warmup and warmup >= 1000 else ".4g"),
+        _text(updates, ","),
+    ]
     if trial.fits and trial.totals:
         expected = trial.totals.seconds[1]
         cells += [milliseconds(trial.step_seconds), span_text(expected, expected)]

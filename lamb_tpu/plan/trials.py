@@ -163,7 +163,9 @@ class Trials:
             if self._bar is not None:
                 self._bar.advance(self._bar.task_ids[0])
         # Programs and schedules of large models take hundreds of megabytes.
-        rest = dataclasses.replace(plan, program="", times=None, collectives=None)
+        rest = dataclasses.replace(
+            plan, program="", network=None, times=None, collectives=None
+        )
         return Trial(rest, plan.step_seconds, plan.totals)
 
     @contextlib.contextmanager
