@@ -118,6 +118,7 @@ def test_the_same_plan_again(tmp_path: pathlib.Path) -> None:
 
 
 @needs_compiler
+@pytest.mark.long
 def test_the_largest_batch(tmp_path: pathlib.Path) -> None:
     """The second search takes what the first has compiled, and says the same."""
     arguments = (
