@@ -4,6 +4,7 @@ import itertools
 import json
 import pathlib
 import shutil
+import types
 from typing import Any
 
 import jax
@@ -277,21 +278,23 @@ def test_a_plan_of_each(
         def describe(self) -> str:
             return self.text
 
-    class Values:
+    class Values(dict):
         config, topology, json, examples = two(), "v3-8", False, None
         cache, html = "none", None
+        find = batches = topologies = workdir = measured = None
 
+    values = Values({"price-per-device-hour": types.SimpleNamespace(value=None)})
     monkeypatch.setattr(plan, "make_plan", Planned)
     monkeypatch.setattr(plan, "decision", lambda plans: f"{len(plans)} plans")
-    monkeypatch.setattr(plan.flags, "FLAGS", Values)
+    monkeypatch.setattr(plan.flags, "FLAGS", values)
     plan.main()
     assert capsys.readouterr().out == (
         "phase_1\nv3-8: 64\nphase_2\nv3-8: 32\nall phases: 2 plans\n"
     )
-    Values.json = True
+    values.json = True
     plan.main()
     found = [{"phase": "phase_1", "text": "v3-8: 64"}, {"phase": "phase_2", "text": "v3-8: 32"}]
     assert json.loads(capsys.readouterr().out) == found
-    Values.config = tiny.digits()
+    values.config = tiny.digits()
     plan.main()
     assert json.loads(capsys.readouterr().out) == {"text": "v3-8: 64"}
