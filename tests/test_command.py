@@ -42,7 +42,11 @@ def test_all_commands_are_listed() -> None:
 
 @pytest.mark.parametrize("name", command.MODULES)
 def test_help_comes_at_once(name: str) -> None:
-    """In less than 1.5 s, of computing: how long a test waits for a core says nothing."""
+    """In less than 1.5 s, of computing: how long a test waits for a core says nothing.
+
+    The package of `models` is that of the networks, which need JAX and Flax; their imports alone
+    take a second.
+    """
     def seconds() -> float:
         used = resource.getrusage(resource.RUSAGE_CHILDREN)
         return used.ru_utime + used.ru_stime
@@ -50,7 +54,7 @@ def test_help_comes_at_once(name: str) -> None:
     began = seconds()
     done = run(name, "--help", after="print([m for m in sys.modules], file=sys.stderr)")
     assert done.returncode == 0 and ("flags:" in done.stdout or "usage:" in done.stdout)
-    assert seconds() - began < 1.5
+    assert seconds() - began < (1.5 if name != "models" else 4)
     imported = [module for module in HEAVY if f"'{module}'" in done.stderr]
     assert imported == ([] if name != "models" else ["jax", "flax"]), imported
 
