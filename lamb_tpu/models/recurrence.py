@@ -17,7 +17,7 @@ GATES = 4
 
 
 class Carry(NamedTuple):
-    """What an LSTM layer carries from step to step.
+    """State that an LSTM layer hands from step to step.
 
     Attributes:
       hidden: outputs of the last step, (batch, features).

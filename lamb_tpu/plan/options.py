@@ -13,7 +13,7 @@ from lamb_tpu.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What is to be planned.
+    """Kind of answer that the options ask for, with its slices and batches.
 
     Attributes:
       kind: 'plan', 'batch', 'fastest', 'advice' or 'curves'.

@@ -32,7 +32,7 @@ _MEMORY_SECONDS = 7 * 86_400.0
 
 
 class Answer(NamedTuple):
-    """What a command prints: as text for the terminal, or as a value for JSON."""
+    """Output of a command: text for the terminal, and a value for JSON."""
 
     text: str
     json: dict[str, Any]
@@ -57,7 +57,7 @@ class Trial:
 
     @property
     def fits(self) -> bool:
-        """Whether the step fits into a device's memory; False for a refused one."""
+        """True if the step fits into a device's memory; False for a refused one."""
         return self.plan is not None and self.plan.fits
 
     @property
@@ -140,7 +140,7 @@ class Trials:
         return self._made[key]
 
     def first(self, config: ConfigDict, topology: str, label: str) -> Trial:
-        """The same for the config as the user gives it, where a refusal is an error.
+        """Returns the outcome for the config as the user gives it, where a refusal is an error.
 
         Raises:
           UserError: the config was refused.
