@@ -72,11 +72,15 @@ def write(sources: Sequence[Source], kept: Kept) -> str:
     )
     text = environment.get_template("calibration.md.j2").render(
         sources=sources, fitted=fitted, lines=lines, goal=GOAL, time=_time, percent=_percent,
+        minutes=lambda seconds: f"{seconds / 60:.2f} min", speed=_speed,
         alone=errors(alone), apart=errors([line.without_source for line in lines]),
         beyond=[f"{line.run.source} on {line.run.topology}" for line in lines
                 if line.without_run is not None and abs(line.without_run - 1) > GOAL],
         shares=[(line, network_share(line.sample, fitted)) for line in lines
                 if line.run.all_reduce is not None],
+        reported=[(line, line.seconds * line.run.reported_updates / line.run.parts[0].updates)
+                  for line in lines if line.run.reported_updates],
+        programs=list(_programs(sources, kept)),
         planned=list(_planned(sources, kept, fitted, lines)),
         versions=sorted({
             ", ".join(f"{name} {number}" for name, number in each["versions"].items())
@@ -114,6 +118,24 @@ def _planned(
         if all(part.key(run.topology) in kept for part in run.parts):
             time = sample.seconds(fitted.network) if sample else None
             yield run, [factor * time for factor in factors] if time else []
+
+
+def _programs(
+    sources: Sequence[Source], kept: Kept
+) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+    """Yields config, slice and figures of each compiled program once."""
+    keys = set[str]()
+    for run in (run for source in sources for run in source.runs):
+        for part in run.parts:
+            key = part.key(run.topology)
+            if key in kept and key not in keys:
+                keys.add(key)
+                yield part.recipe, run.topology, kept[key]
+
+
+def _speed(line: Line, seconds: float) -> str:
+    """Returns examples a millisecond of a run that takes so long as text."""
+    return f"{line.batch_size * line.run.parts[0].updates / seconds / 1000:.4g}"
 
 
 def _percent(share: float) -> str:

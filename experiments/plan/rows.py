@@ -24,6 +24,7 @@ from lamb_tpu.cost.network import Constants
 from lamb_tpu.plan.report import Plan
 
 FOLDER = pathlib.Path(__file__).parent
+_OPTIONAL = ("evaluated", "seconds", "all_reduce", "reported_updates", "reported_seconds")
 _FREE = 1e12  # an efficiency so high that the bytes take no time
 # Links alone, a microsecond for each hop, a microsecond for each collective.
 BASIS = (
@@ -71,6 +72,9 @@ class Run:
       evaluated: examples evaluated meanwhile.
       seconds: measured time; None if nobody ran it.
       all_reduce: measured share of the time that is in all-reduce; None if unknown.
+      reported_updates: updates of the whole run, whose time the source reports; None if it does not
+        report another time than `seconds`.
+      reported_seconds: that time, with start-up.
     """
 
     source: str
@@ -79,6 +83,8 @@ class Run:
     evaluated: int = 0
     seconds: float | None = None
     all_reduce: float | None = None
+    reported_updates: float | None = None
+    reported_seconds: float | None = None
 
     @property
     def name(self) -> str:
@@ -118,8 +124,8 @@ def _source(entry: Mapping[str, Any]) -> Source:
             yield Part(recipe, run.get("overrides", {}), updates)
 
     runs = tuple(
-        Run(entry["name"], run["topology"], tuple(parts(run)), run.get("evaluated", 0),
-            run.get("seconds"), run.get("all_reduce"))
+        Run(entry["name"], run["topology"], tuple(parts(run)),
+            **{key: run[key] for key in _OPTIONAL if key in run})
         for run in entry["runs"]
     )
     return Source(entry["name"], entry["where"], entry["known"], entry["gap"], runs)

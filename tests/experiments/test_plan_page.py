@@ -27,6 +27,7 @@ def kept_for(sources: tuple[Source, ...]) -> dict[str, dict[str, Any]]:
             found[part.key(run.topology)] = {
                 "fits": "v6e" not in run.topology, "compute": 0.9 * time, "batch_size": 64,
                 "basis": [0.1 * time, 0.0, 0.0], "versions": VERSIONS,
+                "needed_bytes": 4.0, "usable_bytes": 16, "compile_seconds": 61.2,
             }
     return found
 
@@ -67,7 +68,15 @@ def test_page(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fitted, lines = page.lines_of(sources, kept)
     share = page.network_share(lines[-1].sample, fitted)
     assert 0.09 < share < 0.5  # a tenth at full bandwidth
-    assert f"| EfficientNet, Table 1 | v3-1024 | 64 | 1 % | {100 * share:.2g} % |" in text
+    # 64 pictures an update, of which a thousand took 423.14 seconds.
+    assert (
+        f"| {lines[-1].run.parts[0].recipe} | {64 / 423.14:.4g} | {64 / lines[-1].seconds:.4g} | "
+        f"1 % | {100 * share:.2g} % |" in text
+    )
+    reported = next(line for line in lines if line.run.reported_seconds == 136.38)
+    minutes = reported.seconds * 2971.46 / 2815.07 / 60
+    assert f"| MLPerf v0.6, ResNet-50 | v3-1024 | 2.27 min | {minutes:.2f} min |" in text
+    assert "recipe=mixed,phase=2 | v4-512 | 25 % | " in text and "v6e-256 | does not fit |" in text
     assert "v6e-256 | does not fit |" in text
     assert (tmp_path / "calibration.svg").read_text().startswith("<?xml")
     assert (tmp_path / "calibration.md").read_text() == text == page.write(sources, kept)
