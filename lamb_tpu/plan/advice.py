@@ -67,6 +67,15 @@ def advise(
         rows.append((cells, trial))
     check_any([trial for _, trial in rows])
     notes = [] if workdir is None else [_describe_noise(workdir, noise, batches)]
+    endless = [
+        f"{value['batch_size']:,}" for value in values
+        if value["updates"] and value["warmup_updates"] >= value["updates"]
+    ]
+    if endless:
+        notes.append(
+            f"THE WARM-UP IS AS LONG AS THE RUN at {', '.join(endless)}: the rate never reaches "
+            "the one above"
+        )
     text = "\n".join([
         f"{topology}: {devices:,} devices", table(head, rows, right=tuple(range(8))),
         terminal.fit("\n".join([*notes, f"left out: {LEFT_OUT}"])),

@@ -17,6 +17,7 @@ from lamb_tpu.cost import topology as topology_lib
 from lamb_tpu.cost.network import UNCALIBRATED, Calibration, Network
 from lamb_tpu.cost.timeline import Timeline
 from lamb_tpu.errors import UserError
+from lamb_tpu.plan import guard
 from lamb_tpu.plan.cache import Cache, Compiled, key_of
 from lamb_tpu.plan.report import Memory, Plan, Traffic
 from lamb_tpu.plan.totals import work_of
@@ -60,8 +61,10 @@ def make_plan(
     places = network.places(run.mesh.devices.flat)
     key = key_of(lowered.as_text(), places, slice_.compiler_options())
     kept = cache.load(key)
+    if key in guard.crashed:
+        raise UserError(f"the TPU compiler crashes on this step for {name}")
     if kept is None:
-        with waiting(
+        with guard.compiling(key), waiting(
             f"compiling the training step for {len(devices):,} devices; large models take minutes"
         ):
             compiled = _compile(lowered, name)

@@ -52,6 +52,13 @@ def test_a_row_for_each_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     json.dumps(answer.json)
 
 
+def test_a_warm_up_that_is_longer_than_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned.instead(monkeypatch, lambda *_: (1, 1), examples_there=1437)
+    text = tiny.unbroken(found("digits.py", (512, 16_384, 65_536)).text)
+    assert "THE WARM-UP IS AS LONG AS THE RUN at 16,384, 65,536: the rate never reaches" in text
+    assert "WARM-UP" not in found("digits.py", (512,)).text
+
+
 def test_a_recipe_with_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     planned.instead(monkeypatch, lambda *_: (1, 1))
     answer = found("imagenet_resnet.py:optimizer=lars", (8192, 32_768))

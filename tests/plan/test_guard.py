@@ -37,6 +37,42 @@ def test_how_a_process_ends(code: str, status: int, message: str) -> None:
     assert done.stdout == ("done\n" if "done" in code else "")
 
 
+def test_a_search_goes_on_after_a_crash() -> None:
+    code = (
+        "import os, sys; from lamb_tpu.plan import guard; guard.guard({})\n"
+        "for key in ('a', 'b', 'c'):\n"
+        "  print(key, key in guard.crashed, flush=True)\n"
+        "  if key not in guard.crashed:\n"
+        "    with guard.compiling(key):\n"
+        "      key == 'a' or os.abort()\n"
+        "guard.crashed == {{'b', 'c'}} or os.abort()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code.format(True)], cwd=tiny.ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0
+    first = ["a False", "b False"]
+    assert done.stdout.splitlines() == [
+        *first, "a False", "b True", "c False", "a False", "b True", "c True",
+    ]
+    assert len(done.stderr.splitlines()) == 2
+    assert all(line.endswith("; going on without this program")
+               for line in done.stderr.splitlines())
+    alone = subprocess.run(
+        [sys.executable, "-c", code.format(False)], cwd=tiny.ROOT, capture_output=True, text=True
+    )
+    assert alone.returncode == 2 and alone.stdout.splitlines() == first
+    assert len(alone.stderr.splitlines()) == 1 and "going on" not in alone.stderr
+
+
+def test_a_crash_outside_the_compiler_ends_a_search() -> None:
+    code = PROGRAM.replace("guard()", "guard(True)").format("os.abort()")
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tiny.ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+
+
 def test_the_end_is_passed_on() -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM.format("print(1, flush=True); time.sleep(60)")],

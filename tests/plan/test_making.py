@@ -1,12 +1,13 @@
 """Runs that are only planned: prepared without their data sets, and compiled."""
 
 import doctest
+import importlib.util
 
 import pytest
 
 from lamb_tpu.data import registry
 from lamb_tpu.errors import UserError
-from lamb_tpu.plan import making
+from lamb_tpu.plan import guard, making
 from lamb_tpu.run.build import prepare
 from tests import tiny
 
@@ -37,6 +38,18 @@ def test_durations_that_need_the_number_of_examples() -> None:
     with pytest.raises(UserError, match="config.checkpoint.every is '1 epochs', and the number of"):
         prepare(config, None, load=making.loader(config, None))
     assert prepare(config, None, load=making.loader(config, 640)).recipe.checkpoint_every == 10
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler")
+def test_a_program_on_which_the_compiler_crashed(monkeypatch: pytest.MonkeyPatch) -> None:
+    class All(set[str]):
+        def __contains__(self, key: object) -> bool:
+            return True
+
+    monkeypatch.setattr(guard, "crashed", All())
+    config = tiny.recipe_file(tiny.ROOT / "configs" / "digits.py").get_config("batch=64")
+    with pytest.raises(UserError, match="^the TPU compiler crashes on this step for v5e-4$"):
+        making.make_plan(config, "v5e-4")
 
 
 def test_docstrings() -> None:
