@@ -1,9 +1,10 @@
-"""Plans published runs, fits the constants of the network to them, and writes calibration.md.
+"""Plans published runs, fits the constants of the network to them, and finds fastest layouts.
 
   python -m experiments.plan
 
-Compiles the programs of `published.toml` that rows.json lacks, which takes minutes for each and two
-hours for all on 2 cores; what is compiled stays if it is stopped. Needs Linux on x86-64, no TPU.
+Compiles the programs of `published.toml` that rows.json lacks and writes calibration.md; then makes
+the searches that layouts.json lacks and writes layouts.md. A program takes minutes, and all of them
+three hours on 2 cores; what is compiled stays if it is stopped. Needs Linux on x86-64, no TPU.
 """
 
 import json
@@ -13,7 +14,7 @@ from typing import Any
 
 from absl import flags
 
-from experiments.plan import page
+from experiments.plan import layouts, page
 from experiments.plan.rows import FOLDER, Part, Source, load_kept, load_sources, measure
 from lamb_tpu import cli
 from lamb_tpu.files import writing
@@ -21,7 +22,8 @@ from lamb_tpu.plan.cache import Cache, default_folder
 from lamb_tpu.plan.making import make_plan
 
 _AT_MOST = flags.DEFINE_integer(
-    "at_most", None, "Number of programs to compile before the page is written. Default: all.",
+    "at_most", None, "Number of programs to compile before calibration.md is written; then nothing "
+    "is searched. Default: all.",
     lower_bound=0,
 )
 
@@ -38,7 +40,7 @@ def missing(
 
 
 def main() -> None:
-    """Compiles what is missing and writes the page."""
+    """Compiles what is missing and writes the pages."""
     sources, kept = load_sources(), load_kept()
     todo = missing(sources, kept)[:_AT_MOST.value]
     cache = Cache(default_folder())
@@ -48,6 +50,12 @@ def main() -> None:
         text = json.dumps(kept, indent=1) + "\n"
         writing.replace(FOLDER / "rows.json", text)
     print(page.write(sources, kept))
+    if _AT_MOST.value is None:
+        records = layouts.load()
+        for topology in layouts.TOPOLOGIES[len(records):]:
+            records.append(layouts.search(topology, cache))
+            layouts.write(records)
+        print(layouts.page(records))
 
 
 if __name__ == "__main__":
