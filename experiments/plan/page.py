@@ -5,11 +5,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jinja2
+import numpy as np
 
 from experiments.plan import fit as fit_lib
 from experiments.plan.fit import Fit, Sample
 from experiments.plan.rows import FOLDER, Run, Source
 from lamb_tpu import style
+from lamb_tpu.cost.topology import topology
 
 Kept = Mapping[str, Mapping[str, Any]]
 GOAL = 0.15  # largest error of a run left out
@@ -41,7 +43,8 @@ def sample_of(run: Run, kept: Kept) -> Sample | None:
     assert first is not None
     compute += run.evaluated / first["batch_size"] * first["compute"] / 3
     links, hop, start = basis
-    return Sample(run.source, compute, (links, hop, start), run.seconds or 0.0)
+    version = topology(run.topology).version
+    return Sample(run.source, version, compute, (links, hop, start), run.seconds or 0.0)
 
 
 def lines_of(sources: Sequence[Source], kept: Kept) -> tuple[Fit, list[Line]]:
@@ -103,8 +106,7 @@ def errors(ratios: Sequence[float]) -> tuple[float, float]:
 
 def network_share(sample: Sample, fitted: Fit) -> float:
     """Returns the share of a run's time in which its computation waits for the network."""
-    whole = sample.seconds(fitted.network)
-    return 1 - sample.compute / whole
+    return float(np.dot(sample.basis, fitted.network)) / fitted.without_factor(sample)
 
 
 def _planned(
@@ -116,7 +118,7 @@ def _planned(
     for run in (run for source in sources for run in source.runs if run.seconds is None):
         sample = sample_of(run, kept)
         if all(part.key(run.topology) in kept for part in run.parts):
-            time = sample.seconds(fitted.network) if sample else None
+            time = fitted.without_factor(sample) if sample else None
             yield run, [factor * time for factor in factors] if time else []
 
 

@@ -16,7 +16,7 @@ TPU v5e in 680 microseconds where the links alone would take 560, and a small on
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -85,17 +85,31 @@ class Calibration:
     Attributes:
       low, middle, high: constants of the shortest, the expected and the longest time.
       fitted_to: the runs to which they were fitted; '' for none.
+      generations: version of a TPU -> time of its computation by the compiler's estimate, which
+        `compute_factor` leaves out. 1 for a generation that is not there.
     """
 
     low: Constants
     middle: Constants
     high: Constants
     fitted_to: str = ""
+    generations: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def each(self) -> tuple[Constants, Constants, Constants]:
         """The three, ascending in time."""
         return self.low, self.middle, self.high
+
+    def for_generation(self, version: str) -> "Calibration":
+        """Returns the constants of one generation, with its factor in `compute_factor`."""
+        if not self.generations:
+            return self
+        factor = self.generations.get(version, 1.0)
+        unknown = f", none of them on {version}" * (version not in self.generations)
+        return Calibration(*(
+            dataclasses.replace(each, compute_factor=factor * each.compute_factor)
+            for each in self.each
+        ), self.fitted_to + unknown)
 
 
 UNCALIBRATED = Calibration(

@@ -46,7 +46,7 @@ def make_plan(
         entered while waiting.
       examples: number of training examples, see `data.load_shapes`.
       cache: where compiled programs are kept; None keeps none.
-      calibration: constants of the network.
+      calibration: constants of the network and of the computation.
 
     Raises:
       UserError: the config has a mistake, the name is unknown, or the TPU compiler is missing or
@@ -54,6 +54,7 @@ def make_plan(
     """
     cache = cache or Cache(None)
     slice_ = topology_lib.topology(name)
+    calibration = calibration.for_generation(slice_.version)
     # Before `prepare`: this keeps JAX on the CPU, which must be settled before JAX uses a device.
     devices = topology_lib.devices(slice_)
     run = prepare(config, None, devices, load=loader(config, examples))

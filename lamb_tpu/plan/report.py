@@ -200,7 +200,8 @@ class Plan:
             "peak_flops_per_second": generation.peak,
             "cycles": self.cycles,
             "milliseconds_without_network": self.seconds and 1e3 * self.seconds,
-            # Each of the next three: shortest, expected, longest.
+            # Each of the next four: shortest, expected, longest.
+            "compute_milliseconds": self.times and [1e3 * each.compute for each in self.times],
             "network_milliseconds": self.times and [1e3 * each.network for each in self.times],
             "network_exposed_milliseconds":
                 self.times and [1e3 * each.exposed for each in self.times],
@@ -277,13 +278,20 @@ class Plan:
         if self.times is not None:
             low, middle, high = self.times
             fitted = self.calibration.fitted_to
-            known = f"fitted to {fitted}" if fitted else "not calibrated by runs"
+            if fitted:
+                least, factor, most = (each.compute / self.seconds for each in self.times)
+                lines.append(
+                    f"runs: {factor:.2f} ({least:.2f} to {most:.2f}) times that estimate, by a fit "
+                    f"to {fitted}"
+                )
             hidden = middle.network - middle.exposed
             hidden = hidden if hidden > 1e-6 * middle.network else 0.0  # beyond rounding
             lines.append(
                 f"network: {1e3 * middle.exposed:.3g} ms ({1e3 * low.exposed:.3g} to "
-                f"{1e3 * high.exposed:.3g}; {known}), and {1e3 * hidden:.3g} ms behind "
-                f"computation; a step takes {1e3 * middle.seconds:.3g} ms"
+                f"{1e3 * high.exposed:.3g}{'' if fitted else '; not calibrated by runs'}), and "
+                f"{1e3 * hidden:.3g} ms behind computation; a step takes "
+                f"{1e3 * middle.seconds:.3g} ms"
+                + f" ({1e3 * low.seconds:.3g} to {1e3 * high.seconds:.3g})" * bool(fitted)
             )
         return lines
 

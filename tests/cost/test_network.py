@@ -1,5 +1,6 @@
 """Which links a collective occupies, and its time: by hand, and against the one profile."""
 
+import dataclasses
 import itertools
 import math
 
@@ -62,6 +63,15 @@ def test_a_pod_is_two_rings() -> None:
     assert fabric.seconds(collective("all-reduce", groups, size), slow) == pytest.approx(
         2 * time + 2 * 32e-6 + 7e-6
     )
+
+
+def test_a_generations_own_factor() -> None:
+    assert UNCALIBRATED.for_generation("v4") == UNCALIBRATED
+    fitted = dataclasses.replace(UNCALIBRATED, fitted_to="9 runs", generations={"v4": 0.7})
+    old, new = fitted.for_generation("v4"), fitted.for_generation("v6e")
+    assert [each.compute_factor for each in old.each] == [0.7] * 3
+    assert old.fitted_to == "9 runs" and new.fitted_to == "9 runs, none of them on v6e"
+    assert new.each == UNCALIBRATED.each
 
 
 def test_the_published_profile() -> None:

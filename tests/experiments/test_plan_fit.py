@@ -1,5 +1,7 @@
 """Constants of the network, fitted to runs whose constants are known."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -8,17 +10,20 @@ from experiments.plan.fit import Sample
 
 NETWORK = (1.25, 0.8, 12.0)
 FACTORS = {"a": 0.9, "b": 1.7, "c": 1.1}
+GENERATIONS = {"v3": 1.0, "v4": 0.7}
 
 
 def samples(noise: float = 0.0) -> list[Sample]:
     random = np.random.default_rng(0)
     found = []
     for source, factor in FACTORS.items():
-        for _ in range(5):
+        for place in range(5):
             links, hops, count = random.uniform((5, 0.1, 0.02), (60, 20, 2))
-            sample = Sample(source, 100.0, (links, hops, count), 1.0)
-            time = factor * sample.seconds(NETWORK) * np.exp(noise * random.standard_normal())
-            found.append(Sample(source, 100.0, (links, hops, count), time))
+            generation = "v4" if place % 2 else "v3"
+            sample = Sample(source, generation, 100.0, (links, hops, count), 1.0)
+            time = factor * sample.seconds(NETWORK, GENERATIONS[generation])
+            time *= np.exp(noise * random.standard_normal())
+            found.append(dataclasses.replace(sample, measured=time))
     return found
 
 
@@ -26,10 +31,11 @@ def test_known_constants_are_found() -> None:
     found = fit.fit(samples())
     np.testing.assert_allclose(found.network, NETWORK, rtol=1e-4)
     assert found.factors == pytest.approx(FACTORS, rel=1e-5)
+    assert found.generations == pytest.approx(GENERATIONS, rel=1e-5)
 
 
 def test_a_run_left_out_is_predicted_from_the_others() -> None:
-    runs = [*samples(), Sample("alone", 100.0, (10.0, 1.0, 1.0), 150.0)]
+    runs = [*samples(), Sample("alone", "v3", 100.0, (10.0, 1.0, 1.0), 150.0)]
     ratios = fit.leave_out_runs(runs)
     assert ratios[-1] is None
     np.testing.assert_allclose(np.asarray(ratios[:-1], float), 1.0, rtol=1e-3)

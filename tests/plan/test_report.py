@@ -14,6 +14,7 @@ from lamb_tpu.cost.topology import topology
 from lamb_tpu.plan import report
 from lamb_tpu.plan.report import Memory, Plan, Traffic, decision
 from lamb_tpu.plan.totals import Input, Work
+from tests import tiny
 from tests.plan.test_main import needs_compiler
 
 
@@ -70,7 +71,9 @@ def test_what_the_terminal_shows() -> None:
         "    network; 0.51 s of evaluation; 240 chip-hours",
     ]
     fitted = dataclasses.replace(UNCALIBRATED, fitted_to="21 runs")
-    assert "(10 to 50; fitted to 21 runs)" in plan(calibration=fitted).describe()
+    text = tiny.unbroken(plan(calibration=fitted).describe())
+    assert "runs: 1.00 (1.00 to 1.00) times that estimate, by a fit to 21 runs network: 20" in text
+    assert "20 ms (10 to 50), and 0 ms behind computation; a step takes 120 ms (110 to 150)" in text
     unknown = plan(
         cycles=None, flops=None, times=None, collectives=None, notes=("the loop %w",),
     )
