@@ -58,6 +58,7 @@ class Checkpoints:
         self.directory = directory if self._in_bucket else directory.resolve()
         self._report = report
         self._saving: int | None = None
+        self._is_told = False  # whether the caller has the error of the failed save
         self._background = Background()
         self._resources = contextlib.ExitStack()
         if writes:
@@ -199,6 +200,7 @@ class Checkpoints:
             raise self._failed(error) from None
 
     def _failed(self, error: BaseException) -> UserError:
+        self._is_told = True
         # A missing folder explains any error, and needs other advice.
         return self._gone() or UserError(
             f"the checkpoint of update {self._saving} cannot be saved in {self.directory} "
@@ -378,6 +380,8 @@ class Checkpoints:
                         self._checkpointer.close()
                     self._remove_unfinished()  # it takes space on a disk that may be full
                     self._background.end()
+            if self._background.error is not None and not self._is_told:
+                raise self._failed(self._background.error)
 
     def __enter__(self) -> "Checkpoints":
         return self

@@ -305,13 +305,17 @@ def test_save_that_fails_in_its_thread(
     assert latest(tmp_path) == (1, [])
 
 
+@pytest.mark.parametrize("is_known", [False, True])
 def test_last_save_that_fails_is_told_too(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture,
+    is_known: bool,
 ) -> None:
     fail_in(monkeypatch, ValueError("unknown"))
     with pytest.raises(UserError, match=r"update 1 .*ValueError: unknown.; none is there"):
         with Checkpoints(tmp_path, keep=1) as checkpoints:
             checkpoints.save(1, state(1), position(1))
+            while is_known and checkpoints._background.error is None:
+                time.sleep(0.01)
     told: list[str] = []
     with pytest.raises(KeyError), Checkpoints(tmp_path, 1, told.append) as checkpoints:
         checkpoints.save(1, state(1), position(1))
