@@ -19,7 +19,7 @@ from experiments.plan.rows import FOLDER, Part, Source, load_kept, load_sources,
 from lamb_tpu import cli
 from lamb_tpu.files import writing
 from lamb_tpu.plan.cache import Cache, default_folder
-from lamb_tpu.plan.making import make_plan
+from lamb_tpu.plan.making import make_plan, release
 
 _AT_MOST = flags.DEFINE_integer(
     "at_most", None, "Number of programs to compile before calibration.md is written; then nothing "
@@ -49,6 +49,7 @@ def main() -> None:
         kept[key] = measure(make_plan(part.config(), topology, cache=cache), key)
         text = json.dumps(kept, indent=1) + "\n"
         writing.replace(FOLDER / "rows.json", text)
+        release()
     print(page.write(sources, kept))
     if _AT_MOST.value is None:
         records = layouts.load()

@@ -1,8 +1,10 @@
 """A plan, made by compiling the training step of a config for a slice."""
 
 import contextlib
+import ctypes
 import dataclasses
 import functools
+import gc
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -111,6 +113,18 @@ def make_plan(
         # Several readers can fail for one reason, which is told once.
         notes=tuple(dict.fromkeys(notes)),
     )
+
+
+def release() -> None:
+    """Gives memory of compiled steps back to the system.
+
+    A process that plans many steps calls it after each: the C library keeps what the TPU compiler
+    frees, which for a dozen steps of BERT-Large was 24 GB.
+    """
+    jax.clear_caches()
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):  # another C library than glibc
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def loader(config: ConfigDict, examples: int | None) -> Callable[..., data.Source]:

@@ -23,7 +23,7 @@ from lamb_tpu import terminal
 from lamb_tpu.config import flatten
 from lamb_tpu.errors import UserError
 from lamb_tpu.plan.cache import Cache
-from lamb_tpu.plan.making import make_plan
+from lamb_tpu.plan.making import make_plan, release
 from lamb_tpu.plan.report import Plan
 from lamb_tpu.plan.totals import Totals
 
@@ -166,7 +166,10 @@ class Trials:
         rest = dataclasses.replace(
             plan, program="", network=None, times=None, collectives=None
         )
-        return Trial(rest, plan.step_seconds, plan.totals)
+        trial = Trial(rest, plan.step_seconds, plan.totals)
+        del plan
+        release()
+        return trial
 
     @contextlib.contextmanager
     def _told(self, label: str) -> Iterator[None]:
