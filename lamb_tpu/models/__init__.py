@@ -20,6 +20,7 @@ from lamb_tpu.models.bert_network import DTYPES, BertConfig
 from lamb_tpu.models.davidnet import DavidNet
 from lamb_tpu.models.groups import describe_groups
 from lamb_tpu.models.lenet import LeNet, LeNet5
+from lamb_tpu.models.lstm_lm import LSTMLanguageModel
 from lamb_tpu.models.mlp import MLP
 from lamb_tpu.models.norm import MOMENTS
 
@@ -42,6 +43,9 @@ class Model(NamedTuple):
         axis 'sequence'; None for others.
       stacked: regex over the paths of the parameters that stack layers along their first axis;
         None: there are none.
+      carry_shape: for a network that hands state on from batch to batch, its shape for one row,
+        float32. It reads the field `carry` of its inputs, and its outputs have the new one. None
+        for others.
 
     `inputs` is one array, or for a network that reads text the mapping of a batch's fields.
     """
@@ -52,6 +56,7 @@ class Model(NamedTuple):
     max_positions: int | None = None
     num_heads: int | None = None
     stacked: str | None = None
+    carry_shape: tuple[int, ...] | None = None
 
 
 # Linen modules, and a config that makes one.
@@ -68,6 +73,7 @@ MODULES: dict[str, type[nn.Module] | type[BertConfig]] = {
     "efficientnet_b7": efficientnet.EfficientNetB7,
     "lenet": LeNet,
     "lenet5": LeNet5,
+    "lstm_lm": LSTMLanguageModel,
     "mlp": MLP,
     "resnet18": resnet.ResNet18,
     "resnet34": resnet.ResNet34,
@@ -124,6 +130,9 @@ def build(name: str, axis_name: Sequence[str] = (), **fields: Any) -> Model:
     if axis_name and hasattr(module, "axis_name"):
         module = module.clone(axis_name=tuple(axis_name))
     model, config = linen(module), getattr(module, "config", None)
+    # A user's own module may have one too.
+    if (carry_shape := getattr(module, "carry_shape", None)) is not None:
+        return model._replace(carry_shape=carry_shape)
     if isinstance(config, BertConfig):
         return model._replace(
             vocab_size=config.vocab_size,

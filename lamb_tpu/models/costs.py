@@ -39,6 +39,7 @@ COSTS = (
     Description("efficientnet_b7", 66_347_960, 37_745_884_192, (600, 600, 3)),
     Description("lenet", 3_274_634, 13_883_904, (28, 28, 1)),
     Description("lenet5", 61_706, 416_520, (28, 28, 1)),
+    Description("lstm_lm", 4_651_600, 52_800_000, (20,)),
     Description("mlp", 109_386, 109_184, (28, 28, 1)),
     Description("resnet18", 11_689_512, 1_814_073_344, (224, 224, 3)),
     Description("resnet34", 21_797_672, 3_663_761_408, (224, 224, 3)),

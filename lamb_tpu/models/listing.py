@@ -11,7 +11,7 @@ from lamb_tpu.models.costs import Description
 
 # Input sizes for networks that take any size.
 _GREY = (28, 28, 1)
-_TOKENS, _MASKED = 128, 20
+_TOKENS, _MASKED, _STEPS = 128, 20, 20
 
 
 def describe(name: str) -> Description:
@@ -21,10 +21,13 @@ def describe(name: str) -> Description:
     Description(name='lenet5', parameters=61706, multiply_adds=416520, input_shape=(28, 28, 1))
     """
     model = models.build(name)
-    if model.vocab_size is None:
+    if model.carry_shape is not None:
+        shape: tuple[int, ...] = (_STEPS,)
+        inputs: Any = {"inputs": jax.ShapeDtypeStruct((1, _STEPS), jnp.int32)}
+    elif model.vocab_size is None:
         size = getattr(models.MODULES[name], "image_size", None)
-        shape: tuple[int, ...] = (size, size, 3) if size else _GREY
-        inputs: Any = jax.ShapeDtypeStruct((1, *shape), jnp.float32)
+        shape = (size, size, 3) if size else _GREY
+        inputs = jax.ShapeDtypeStruct((1, *shape), jnp.float32)
     else:
         shape = (_TOKENS,)
         tokens = jax.ShapeDtypeStruct((1, _TOKENS), jnp.int32)

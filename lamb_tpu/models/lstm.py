@@ -38,7 +38,11 @@ class LSTM(nn.Module):
 
     @nn.compact
     def __call__(
-        self, inputs: jax.Array, carry: Carry | None = None, valid: jax.Array | None = None
+        self,
+        inputs: jax.Array,
+        carry: Carry | None = None,
+        valid: jax.Array | None = None,
+        factor: jax.Array | None = None,
     ) -> tuple[jax.Array, Carry]:
         """Reads a sequence.
 
@@ -47,12 +51,14 @@ class LSTM(nn.Module):
           carry: before the first step; None for zeros.
           valid: (steps, batch), False where a sequence is padded: there the carry stays. None for
             no padding.
+          factor: of the hidden state in each step's matrix product, (batch, features), such as a
+            mask of dropout; None for 1.
 
         Returns:
           Outputs (steps, batch, features), and the carry after the last step.
         """
         scale = self.features**-0.5 if self.init_scale is None else self.init_scale
-        uniform = _uniform(scale)
+        uniform = uniform_within(scale)
 
         def bias_init(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
             forget = np.repeat([0.0, self.forget_bias, 0.0, 0.0], self.features)
@@ -70,11 +76,13 @@ class LSTM(nn.Module):
         if self.reverse:
             gates, mask = gates[::-1], mask[::-1]
         first = recurrence.zero_carry(gates) if carry is None else carry
-        outputs, last = recurrence.run(gates, hidden.astype(dtype), first, mask)
+        outputs, last = recurrence.run(gates, hidden.astype(dtype), first, mask, factor)
         return (outputs[::-1] if self.reverse else outputs), last
 
 
-def _uniform(scale: float) -> nn.initializers.Initializer:
+def uniform_within(scale: float) -> nn.initializers.Initializer:
+    """Returns an initializer that draws uniformly from (-scale, scale)."""
+
     def init(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
         return jax.random.uniform(key, shape, dtype, -scale, scale)
 

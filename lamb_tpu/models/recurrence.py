@@ -6,7 +6,7 @@ and one backward. JAX' own derivative of a scan adds up the kernel's gradient st
 for small batches reads and writes the whole kernel in every step.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +42,11 @@ def zero_carry(gates: jax.Array) -> Carry:
 
 @jax.custom_vjp
 def run(
-    gates: jax.Array, kernel: jax.Array, carry: Carry, valid: jax.Array
+    gates: jax.Array,
+    kernel: jax.Array,
+    carry: Carry,
+    valid: jax.Array,
+    factor: jax.Array | None = None,
 ) -> tuple[jax.Array, Carry]:
     """Runs an LSTM layer: c = sigmoid(f) c + sigmoid(i) tanh(g), h = sigmoid(o) tanh(c).
 
@@ -52,17 +56,23 @@ def run(
       carry: before the first step.
       valid: (steps, batch), of bool. Where it is False, the carry stays as it is, and the output is
         the carried one.
+      factor: of the hidden state in each step's matrix product, (batch, features), such as a mask
+        of dropout; None for 1. It gets no gradient.
 
     Returns:
       Outputs (steps, batch, features), and the carry after the last step. Differentiable in reverse
       mode, any number of times.
     """
-    outputs, last, _ = _forward_scan(gates, kernel, carry, valid)
+    outputs, last, _ = _forward_scan(gates, kernel, carry, valid, factor)
     return outputs, last
 
 
 def _forward_scan(
-    gates: jax.Array, kernel: jax.Array, carry: Carry, valid: jax.Array
+    gates: jax.Array,
+    kernel: jax.Array,
+    carry: Carry,
+    valid: jax.Array,
+    factor: jax.Array | None,
 ) -> tuple[jax.Array, Carry, tuple[jax.Array, jax.Array]]:
     """Returns also the gates after their nonlinearities, and the cells before each step."""
 
@@ -70,7 +80,7 @@ def _forward_scan(
         carry: Carry, now: tuple[jax.Array, jax.Array]
     ) -> tuple[Carry, tuple[jax.Array, jax.Array, jax.Array]]:
         part, mask = now
-        raw = part + _product(carry.hidden, kernel)
+        raw = part + _product(_times(carry.hidden, factor), kernel)
         i, f, g, o = jnp.split(raw, GATES, axis=-1)
         i, f, g, o = jax.nn.sigmoid(i), jax.nn.sigmoid(f), jnp.tanh(g), jax.nn.sigmoid(o)
         cell = f * carry.cell + i * g
@@ -84,17 +94,21 @@ def _forward_scan(
 
 
 def _forward(
-    gates: jax.Array, kernel: jax.Array, carry: Carry, valid: jax.Array
-) -> tuple[tuple[jax.Array, Carry], tuple[jax.Array, ...]]:
-    outputs, last, (active, before) = _forward_scan(gates, kernel, carry, valid)
-    kept = gates, kernel, carry.hidden, carry.cell, valid, outputs, active, before
+    gates: jax.Array,
+    kernel: jax.Array,
+    carry: Carry,
+    valid: jax.Array,
+    factor: jax.Array | None = None,
+) -> tuple[tuple[jax.Array, Carry], tuple[Any, ...]]:
+    outputs, last, (active, before) = _forward_scan(gates, kernel, carry, valid, factor)
+    kept = gates, kernel, carry.hidden, carry.cell, valid, factor, outputs, active, before
     return (outputs, last), kept
 
 
 def _backward(
-    kept: tuple[jax.Array, ...], gradients: tuple[jax.Array, Carry]
-) -> tuple[jax.Array, jax.Array, Carry, None]:
-    gates, kernel, first_hidden, first_cell, valid, outputs, active, before = kept
+    kept: tuple[Any, ...], gradients: tuple[jax.Array, Carry]
+) -> tuple[jax.Array, jax.Array, Carry, None, None]:
+    gates, kernel, first_hidden, first_cell, valid, factor, outputs, active, before = kept
     of_outputs, of_last = gradients
 
     def step(
@@ -114,7 +128,7 @@ def _backward(
         ], -1)
         raw = jnp.where(keep, raw, 0)
         before = Carry(
-            jnp.where(keep, _product(raw, kernel.T), of_hidden),
+            jnp.where(keep, _times(_product(raw, kernel.T), factor), of_hidden),
             jnp.where(keep, of_cell * f, carry.cell),
         )
         return before, raw
@@ -122,7 +136,7 @@ def _backward(
     of_carry, of_gates = lax.scan(
         step, of_last, (of_outputs, valid, active, before), reverse=True
     )
-    hidden_before = jnp.concatenate([first_hidden[None], outputs[:-1]])
+    hidden_before = _times(jnp.concatenate([first_hidden[None], outputs[:-1]]), factor)
     of_kernel = jnp.einsum(
         "tbh,tbg->hg", hidden_before.astype(kernel.dtype), of_gates.astype(kernel.dtype),
         preferred_element_type=gates.dtype,
@@ -134,10 +148,14 @@ def _backward(
     of_gates, of_kernel, of_carry = jax.grad(
         lambda *each: sum(map(jnp.vdot, jax.tree.leaves(each), jax.tree.leaves(found))), (0, 1, 2)
     )(*inputs)
-    return of_gates, of_kernel, of_carry, None
+    return of_gates, of_kernel, of_carry, None, None
 
 
 run.defvjp(_forward, _backward)
+
+
+def _times(x: jax.Array, factor: jax.Array | None) -> jax.Array:
+    return x if factor is None else x * factor
 
 
 def _product(x: jax.Array, kernel: jax.Array) -> jax.Array:

@@ -56,7 +56,7 @@ def test_other_networks() -> None:
     assert list(KNOWN) == list(models.MODULES)
     described = {name: describe(name) for name in set(models.MODULES) - set(PUBLISHED)}
     assert described == {name: KNOWN[name] for name in described}
-    assert set(described) == {"bert", "lenet", "lenet5", "mlp"}
+    assert set(described) == {"bert", "lenet", "lenet5", "lstm_lm", "mlp"}
     # BERT Base with both heads of pre-training, and 20 masked words.
     layer = 4 * 768**2 + 2 * 768 * 3072 + 2 * 128 * 768
     heads = 20 * (768**2 + 768 * 30522) + 768**2 + 2 * 768
@@ -64,6 +64,10 @@ def test_other_networks() -> None:
     expected = ("bert", 110_106_428, 12 * 128 * layer + heads + types, (128,))
     assert described["bert"] == expected
     assert described["lenet"].parameters == 3_274_634
+    # Two layers of 200 cells, 10,000 words, 20 steps.
+    words, cells = 2 * 10_000 * 200 + 10_000, 2 * (2 * 200 * 800 + 800)
+    assert described["lstm_lm"].parameters == words + cells
+    assert described["lstm_lm"].multiply_adds == 20 * (2 * 2 * 200 * 800 + 200 * 10_000)
     assert described["mlp"].multiply_adds == 784 * 128 + 128 * 64 + 64 * 10
 
 

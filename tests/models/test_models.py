@@ -53,6 +53,8 @@ def test_a_model_takes_axes_whether_or_not_it_needs_them(name: str) -> None:
     if name == "bert":
         tokens = jax.ShapeDtypeStruct((1, 7), jnp.int32)
         inputs = dict.fromkeys(("input_ids", "token_type_ids", "attention_mask"), tokens)
+    if name == "lstm_lm":
+        inputs = {"inputs": jax.ShapeDtypeStruct((1, 7), jnp.int32)}
     assert "params" in jax.eval_shape(model.init, jax.random.key(0), inputs)
 
 

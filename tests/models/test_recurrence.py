@@ -101,3 +101,20 @@ def test_low_precision_products() -> None:
     np.testing.assert_allclose(rounded, exact, atol=0.03)
     slope = jax.grad(ours, 1)(gates, kernel.astype(jnp.bfloat16), carry, valid)
     assert slope.dtype == jnp.bfloat16
+
+
+def test_factor_of_the_hidden_state() -> None:
+    """As if each row of the kernel were multiplied, where all examples have one factor."""
+    gates, kernel, carry, valid = arguments()
+    factor = jnp.array([0.0, 2.0, 1.5])
+    scaled = jax.value_and_grad(
+        lambda g, w, c: plain(g, factor[:, None] * w, c, valid), (0, 1, 2)
+    )
+    rows = jnp.broadcast_to(factor, (BATCH, FEATURES))
+    found = jax.value_and_grad(
+        lambda g, w, c: loss(*recurrence.run(g, w, c, valid, rows)), (0, 1, 2)
+    )
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6),
+        jax.jit(found)(gates, kernel, carry), jax.jit(scaled)(gates, kernel, carry),
+    )
