@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from lamb_tpu.data.order import global_indices
-from lamb_tpu.data.source import Batch, Source
+from lamb_tpu.data.source import Batch, Source, title
 from lamb_tpu.data.stream import run_ahead
 from lamb_tpu.errors import UserError
 
@@ -19,6 +19,9 @@ class TrainLoader:
     process gathers those of its rows. Batches cross epochs, so nothing is dropped or repeated. The
     examples of a batch and their order depend neither on the number of processes nor on the sizes
     of the batches before it.
+
+    A source of streams is not shuffled: global position i is example i % num_examples, so that each
+    row of a batch goes on in the batch after it. Batches must have one row of each stream then.
 
     Args:
       source: the examples.
@@ -72,6 +75,11 @@ class TrainLoader:
         """
         if count < 1:
             raise ValueError(f"count must be at least 1, found {count}")
+        if self._source.streams not in (None, count):
+            raise UserError(
+                f"a batch of {count} examples is asked for, and {title(self._source)} has "
+                f"{self._source.streams} streams; a batch must have one example of each"
+            )
         if self._source.in_memory:
             batch = self._fetch(self.examples, count, rows)
         else:
@@ -126,7 +134,8 @@ class TrainLoader:
     def _fetch(self, start: int, count: int, rows: np.ndarray | None) -> Batch:
         stop = start + count
         own = slice(None) if rows is None else rows
-        indices = global_indices(self._seed, start, stop, len(self._source))
         # One number for each example, because a batch may cross epochs.
-        epochs = np.arange(start, stop) // len(self._source)
+        epochs, indices = np.divmod(np.arange(start, stop), len(self._source))
+        if self._source.streams is None:
+            indices = global_indices(self._seed, start, stop, len(self._source))
         return self._source.gather(indices[own], epochs[own])

@@ -1,4 +1,4 @@
-"""The order of training examples, a pure function of (seed, epoch, position).
+"""The order of shuffled training examples, a pure function of (seed, epoch, position).
 
 Training reads one endless stream of examples. Global position `i` is in epoch `i // num_examples`,
 at place `i % num_examples` of that epoch's permutation. This module knows nothing of processes or

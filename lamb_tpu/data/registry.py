@@ -18,7 +18,9 @@ from lamb_tpu.data.options import NoOptions, read_options
 from lamb_tpu.data.prepare import is_prepared, prepare
 from lamb_tpu.data.source import ArraySource, RecordSource, Source, title
 from lamb_tpu.data.splits import slices
+from lamb_tpu.data.text import streams
 from lamb_tpu.data.text.masked_lm import MaskedLmSource, Options
+from lamb_tpu.data.text.ptb import load_ptb
 from lamb_tpu.data.text.shards import MANIFEST, TokenShards
 from lamb_tpu.errors import UserError
 
@@ -37,6 +39,7 @@ class _Request(NamedTuple):
     given: Mapping[str, Any]
     seed: int
     training: bool
+    batch_size: int
 
     def options(self, **fixed: Any) -> Any:
         """Returns the given options, as the data set's own dataclass."""
@@ -53,6 +56,7 @@ def load(
     options: Mapping[str, Any] | None = None,
     seed: int = 0,
     training: bool = True,
+    batch_size: int = 1,
 ) -> Source:
     """Loads a split of a data set, and prepares the set first if necessary.
 
@@ -61,25 +65,27 @@ def load(
         any set prepared by TFDS in the ArrayRecord format. Photographs, which are decoded while
         they are read: `image_folder`, `imagenet2012` (prepared by TFDS), and any TFDS set whose
         images differ in size; and `cifar10_jpeg`, one file. Text: `masked_lm` (prepared by
-        `lamb_tpu.data.prepare_text`), `squad`, and, embedded, `python_docs` and
-        `python_docs_cloze`, which resemble these two. 'package.module:Name' is a user's own, see
-        README.md of this folder.
+        `lamb_tpu.data.prepare_text`), `squad`, `ptb`, and, embedded, `python_docs`,
+        `python_docs_cloze` and `python_docs_words`, which resemble these three.
+        'package.module:Name' is a user's own, see README.md of this folder.
       split: in TFDS syntax, such as `train`, `train[:1000]` or `test[50%:]`. `masked_lm`: a
         prepared folder in `source_dir`; `squad`: a file in it; the embedded text: train or test;
         `image_folder`: slices of a folder in it too, or as `images.folder.FolderRecords` has it.
       data_dir: folder of prepared sets; None is TFDS's own, `~/tensorflow_datasets`.
       source_dir: folder with the original files, if the set is not prepared yet; None downloads
         them. For `masked_lm`, `squad` and `image_folder` see `split`; for `cifar10_jpeg` it is the
-        folder of its file.
+        folder of its file, for `ptb` that of its three.
       in_memory: whether to read the whole split into memory, as arrays or token ids; None does so
         up to `IN_MEMORY_BYTES`. `digits`, questions and embedded text are always in memory,
         photographs never.
       options: for text, the fields of `masked_lm.Options` except the seed, `squad_source.Options`,
-        `python_docs.Options` or `python_docs.ClozeOptions`; for photographs, of
-        `images.source.Options`; for `cifar10` and `cifar10_jpeg`, of `images.arrays.ArrayOptions`.
+        `python_docs.Options`, `python_docs.ClozeOptions`, `streams.Options` or
+        `python_docs_words.Options`; for photographs, of `images.source.Options`; for `cifar10` and
+        `cifar10_jpeg`, of `images.arrays.ArrayOptions`.
       seed: seed of the random choices in training examples. Evaluation uses 0 instead, so that runs
         with different seeds are measured on the same examples.
       training: whether the split is for training or for evaluation.
+      batch_size: examples in a training batch over all processes: the number of streams of `ptb`.
 
     Returns:
       A source with fields in their stored dtypes (images uint8) and class labels int32.
@@ -94,7 +100,7 @@ def load(
     )
     request = _Request(
         name, split, data_dir, source_dir, in_memory, dict(options or {}),
-        seed if training else 0, training,
+        seed if training else 0, training, batch_size,
     )
     # Before names of one's own, because 'tfds:NAME' has a colon too.
     if name.startswith(_TFDS_PREFIX):
@@ -146,7 +152,14 @@ def options_type(name: str) -> type:
         from lamb_tpu.data.text import python_docs
 
         return python_docs.Options if name == "python_docs" else python_docs.ClozeOptions
-    own = {"masked_lm": Options, "cifar10": ArrayOptions, "cifar10_jpeg": ArrayOptions}
+    if name == "python_docs_words":
+        from lamb_tpu.data.text import python_docs_words
+
+        return python_docs_words.Options
+    own = {
+        "masked_lm": Options, "ptb": streams.Options, "cifar10": ArrayOptions,
+        "cifar10_jpeg": ArrayOptions,
+    }
     return own.get(name, NoOptions)
 
 
@@ -326,6 +339,19 @@ def _load_python_docs_cloze(request: _Request) -> Source:
     return python_docs.load_python_docs_cloze(request.split, options, request.training)
 
 
+def _load_ptb(request: _Request) -> Source:
+    return load_ptb(
+        request.split, request.source_dir, request.options(), request.batch_size, request.training
+    )
+
+
+def _load_python_docs_words(request: _Request) -> Source:
+    from lamb_tpu.data.text.python_docs_words import load_python_docs_words
+
+    options = request.options()
+    return load_python_docs_words(request.split, options, request.batch_size, request.training)
+
+
 def _load_tfds_images(request: _Request, builder: tfds.core.DatasetBuilder) -> Source:
     from lamb_tpu.data.images.records import TfdsRecords
     from lamb_tpu.data.images.source import ImageSource
@@ -396,4 +422,6 @@ DATASETS: dict[str, Callable[[_Request], Source]] = {
     "squad": _load_squad,
     "python_docs": _load_python_docs,
     "python_docs_cloze": _load_python_docs_cloze,
+    "ptb": _load_ptb,
+    "python_docs_words": _load_python_docs_words,
 }

@@ -2,7 +2,8 @@
 
 A plan needs the shapes of a batch and the number of examples, and reads none. The facts of MNIST,
 Fashion-MNIST and CIFAR-10 are those of TFDS's catalogue; ImageNet's those of its challenge of 2012;
-SQuAD's the questions in the two files of version 1.1.
+SQuAD's the questions in the two files of version 1.1; the Penn Treebank's the words of Mikolov's
+three files.
 """
 
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ from lamb_tpu.data import registry
 from lamb_tpu.data.options import read_options
 from lamb_tpu.data.source import BaseSource, Batch, FieldSpec, Source
 from lamb_tpu.data.splits import slices
-from lamb_tpu.data.text import masked_lm
+from lamb_tpu.data.text import masked_lm, ptb, streams
 from lamb_tpu.errors import UserError
 
 # The length of a set of unknown length, if nothing depends on it.
@@ -82,7 +83,7 @@ def load_shapes(
     """Returns a set that has the shapes of the one that `registry.load` loads, and reads no file.
 
     Embedded sets, a user's own, sets that only their files describe (`tfds:`), and `masked_lm`,
-    `squad` and `image_folder` in a given folder are loaded as for training.
+    `squad`, `ptb` and `image_folder` in a given folder are loaded as for training.
 
     Args:
       name, split, source_dir, options, training: see `registry.load`.
@@ -98,7 +99,7 @@ def load_shapes(
     given = {"options": options, "training": training, "source_dir": source_dir, **others}
     chosen: Any = None
     if name in _PICTURES or name == "imagenet2012" or (
-        name in ("masked_lm", "squad", "image_folder") and source_dir is None
+        name in ("masked_lm", "squad", "ptb", "image_folder") and source_dir is None
     ):
         fixed = {"seed": 0} if name == "masked_lm" else {}
         chosen = read_options(name, registry.options_type(name), options or {}, **fixed)
@@ -115,6 +116,9 @@ def load_shapes(
         length = sum(stop - start for _, start, stop in slices(name, split, facts.lengths))
     elif name == "image_folder":
         spec, num_classes = _picture((chosen.size, chosen.size, 3)), chosen.num_classes or None
+    elif name == "ptb":
+        spec, length = _streams(split, chosen, training, others.get("batch_size", 1))
+        num_classes = ptb.VOCABULARY
     elif name == "squad":
         spec, length = _windows(chosen.max_length, training), _QUESTIONS.get(split)
     else:
@@ -133,6 +137,18 @@ def load_shapes(
 
 def _picture(shape: tuple[int, ...]) -> dict[str, FieldSpec]:
     return {"image": FieldSpec(shape, np.dtype(np.uint8)), "label": FieldSpec((), _INT32)}
+
+
+def _streams(
+    split: str, options: streams.Options, training: bool, batch_size: int
+) -> tuple[dict[str, FieldSpec], int]:
+    ptb.check_split(split)
+    streams.check_options(options)
+    total = ptb.NUM_WORDS[split]
+    if training:
+        length = streams.count_examples(f"ptb:{split}", total, batch_size, options)
+        return streams.training_spec(options), length
+    return streams.eval_spec(total, options), options.eval_streams
 
 
 def _windows(length: int, training: bool) -> dict[str, FieldSpec]:

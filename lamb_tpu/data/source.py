@@ -30,13 +30,15 @@ class Source(Protocol):
 
     Attributes:
       name: set and split, such as `mnist:train`; saved with the loader's position.
-      num_classes: number of values of `label`, or None without a class label.
+      num_classes: number of values of `label`, or of the words of streams; None for other sets.
       element_spec: field name -> shape and dtype of one example.
       in_memory: whether `gather` is only a copy, with no work to overlap with the step.
       vocabulary: vocabulary of a set of text; None for other sets.
       cased: whether the tokens keep case and accents; False for other sets.
       notes: sentences for the terminal, such as about examples that are left out.
       tally: counts of odd and damaged photographs read so far; None for other sets.
+      streams: size of every batch, for a set whose rows go on from batch to batch and which is
+        read in order; None for other sets, which are shuffled.
     """
 
     @property
@@ -62,6 +64,9 @@ class Source(Protocol):
 
     @property
     def tally(self) -> Tally | None: ...
+
+    @property
+    def streams(self) -> int | None: ...
 
     def __len__(self) -> int: ...
 
@@ -89,6 +94,7 @@ class BaseSource:
     cased = False
     notes: tuple[str, ...] = ()
     tally: Tally | None = None
+    streams: int | None = None
 
 
 class ArraySource(BaseSource):

@@ -139,9 +139,9 @@ class Run:
     @property
     def tokens_per_update(self) -> int:
         """Number of tokens in a batch of text, padding included; 0 for other data."""
-        if "input_ids" not in self.train_set.element_spec:
-            return 0
-        return self.config.batch_size * math.prod(self.train_set.element_spec["input_ids"].shape)
+        spec = self.train_set.element_spec
+        field = next((name for name in ("input_ids", "inputs") if name in spec), None)
+        return self.config.batch_size * math.prod(spec[field].shape) if field else 0
 
     def amounts(self) -> dict[str, float]:
         """Returns what an update adds to each rate of `watch.throughput.Throughput`."""
@@ -321,6 +321,7 @@ def prepare(
                 options=options,
                 seed=config.seed,
                 training=is_train,
+                batch_size=config.batch_size,
             )
             for split, is_train in (
                 (config.data.train_split, True), (config.data.eval_split, False),

@@ -137,6 +137,7 @@ class ImageSource:
     in_memory = False
     vocabulary: Vocabulary | None = None
     cased = False
+    streams: int | None = None
 
     def __init__(
         self, name: str, records: Records, options: Options, seed: int = 0, training: bool = True

@@ -61,6 +61,7 @@ class MaskedLmSource:
     in_memory = False  # even if the ids are: masking is work that should overlap with the step
     notes: tuple[str, ...] = ()
     tally = None
+    streams = None
 
     def __init__(self, shards: TokenShards, options: Options) -> None:
         """Packs the text.

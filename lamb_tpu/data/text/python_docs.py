@@ -52,7 +52,7 @@ def load_python_docs(split: str, options: Options) -> MaskedLmSource:
     Raises:
       UserError: the split or an option is wrong.
     """
-    return MaskedLmSource(_shards(options.vocab_size)[_check(split)], options)
+    return MaskedLmSource(_shards(options.vocab_size)[check_split(split)], options)
 
 
 def load_python_docs_cloze(split: str, options: ClozeOptions, training: bool) -> SquadSource:
@@ -61,7 +61,7 @@ def load_python_docs_cloze(split: str, options: ClozeOptions, training: bool) ->
     Raises:
       UserError: the split or an option is wrong.
     """
-    vocabulary = _shards(options.vocab_size)[_check(split)].vocabulary
+    vocabulary = _shards(options.vocab_size)[check_split(split)].vocabulary
     name = f"python_docs_cloze:{split}"
     return SquadSource(name, cloze_questions(split), vocabulary, False, options, training)
 
@@ -139,7 +139,8 @@ def _shards(vocab_size: int) -> dict[str, TokenShards]:
     return prepared
 
 
-def _check(split: str) -> str:
+def check_split(split: str) -> str:
+    """Returns a split that the topics have; raises a UserError for others."""
     if split not in SPLITS:
         raise UserError(
             f"config.data: the topics of Python's help have no split {split!r}; they have "
