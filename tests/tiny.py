@@ -105,6 +105,37 @@ def bert(**changes: Any) -> ConfigDict:
     return config
 
 
+def text(folder: pathlib.Path) -> pathlib.Path:
+    """Writes a small text of 30 words in the form of the Penn Treebank; returns its folder."""
+    rng = np.random.default_rng(0)
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, lines in {"train": 90, "valid": 20, "test": 10}.items():
+        words = rng.integers(29, size=(lines, 7)) * rng.integers(2, size=(lines, 1))
+        rows = [" ".join(f"w{word}" for word in row) for row in words]
+        # Every word stands in the training text, whatever is drawn.
+        rows += [" ".join(f"w{word}" for word in range(29))]
+        (folder / f"ptb.{split}.txt").write_text("".join(f" {row} \n" for row in rows))
+    return folder
+
+
+def words(folder: pathlib.Path | str, **changes: Any) -> ConfigDict:
+    """12 updates of a language model on `text`, 11 of them in the first epoch, by plain SGD."""
+    config = digits(eval__batch_size=4)
+    config.batch_size = 8
+    config.data.name, config.data.train_split, config.data.eval_split = "ptb", "train", "valid"
+    config.data.dir = str(folder)
+    config.data.options = ConfigDict({"steps": 8, "layout": "tensorflow", "eval_streams": 5})
+    config.task = ConfigDict({"name": "language_model", "sum_over_time": True})
+    config.model = ConfigDict({
+        "name": "lstm_lm", "features": 8, "num_layers": 2, "vocab_size": 30, "init_scale": 0.3,
+        "dropout_rate": 0.2, "dropout": "variational",
+    })
+    config.optimizer = ConfigDict({
+        "name": "sgd", "learning_rate": 0.5, "rules": "all", "clip_global_norm": 5.0,
+    })
+    return change(config, {key.replace("__", "."): value for key, value in changes.items()})
+
+
 def arrays(tree: Any) -> dict[str, np.ndarray]:
     """Every leaf as a NumPy array by its path, random keys as their words."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)

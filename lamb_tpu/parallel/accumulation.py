@@ -1,6 +1,6 @@
 """Gradients of a large batch from microbatches, added in float32."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
@@ -26,6 +26,7 @@ def gradients(
     steps: int = 1,
     num_shards: int = 1,
     sharding: NamedSharding | None = None,
+    carried: Collection[str] = (),
 ) -> tuple[Any, jax.Array, Any, Sums]:
     """Returns the gradient of the loss, which is the sum over its terms of sum / weight.
 
@@ -52,10 +53,13 @@ def gradients(
       num_shards: number of equal runs of rows into which the batch is split over devices, under
         jit; 1 inside shard_map, where the rows are one device's.
       sharding: sharding of a batch, under jit.
+      carried: names of the fields (rows, ...) of which the task returns a new value in the model
+        state.
 
     Returns:
       (gradients, in float32 at least where there are several microbatches; these rows' share of
-      the loss; the new model state; metric sums). Shares, like gradients, add up over devices.
+      the loss; the new model state, with the carried fields of all rows; metric sums). Shares, like
+      gradients, add up over devices.
     """
     # Over infinity a term without weight is 0, and its gradient too; over 0 it would be NaN.
     divisors = {term: jnp.where(weight > 0, weight, jnp.inf) for term, weight in weights.items()}
@@ -86,12 +90,18 @@ def gradients(
         spec = jax.sharding.PartitionSpec(None, *sharding.spec)
         return lax.with_sharding_constraint(field, sharding.update(spec=spec))
 
+    def joined(field: jax.Array) -> jax.Array:
+        # The other way round.
+        field = field.reshape(steps, num_shards, -1, *field.shape[2:])
+        field = jnp.moveaxis(field, 0, 1).reshape(-1, *field.shape[3:])
+        return field if sharding is None else lax.with_sharding_constraint(field, sharding)
+
     def step(totals: Any, part: tuple[Batch, jax.Array]) -> tuple[Any, Any]:
         # Each microbatch starts from the same running averages. Its moments are stacked by the scan
         # and combined once, behind it.
         grads, (loss, state, sums) = of(*part, {**model_state, MOMENTS: {}})
         totals = jax.tree.map(lambda total, x: total + x, totals, (grads, loss, sums))
-        return totals, state.get(MOMENTS, {})
+        return totals, (state.get(MOMENTS, {}), {name: state[name] for name in carried})
 
     # A scan needs a carry of fixed shapes and dtypes, so these are known before it begins. Sums are
     # float32: those of many bfloat16 microbatches would lose small terms.
@@ -103,5 +113,8 @@ def gradients(
         return jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32))
 
     start = jax.tree.map(zeros, (grads, loss, sums))
-    (grads, loss, sums), moments = lax.scan(step, start, parts)
-    return grads, loss, combine_moments(model_state, moments), sums
+    (grads, loss, sums), (moments, stacked) = lax.scan(step, start, parts)
+    state = combine_moments(model_state, moments)
+    if carried:
+        state = {**state, **jax.tree.map(joined, stacked)}
+    return grads, loss, state, sums

@@ -6,10 +6,12 @@ checkpoints treat all parts alike, so that a new one is a class here and an entr
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from lamb_tpu.parallel import mesh as mesh_lib
 from lamb_tpu.parallel.layout import Layout
@@ -25,12 +27,14 @@ class Update:
       model_state: the new model state.
       finite: whether the gradient was finite, a boolean scalar; None where it was not checked. If
         it is False, the update is skipped, and floating-point arrays of a part are put back too.
+      rows: the new value of each part's field, (rows, ...), by the part's name.
     """
 
     step: jax.Array
     params: Any
     model_state: Any
     finite: jax.Array | None
+    rows: Mapping[str, jax.Array] = dataclasses.field(default_factory=dict)
 
 
 class StatePart(Protocol):
@@ -53,9 +57,22 @@ class StatePart(Protocol):
     def updated(self, value: Any, update: Update) -> Any:
         """Returns the part after an update."""
 
+    def field(self, value: Any) -> jax.Array | None:
+        """Returns the part's array (rows, ...), for a part that lives with the rows of a batch.
+
+        The step adds it to the batch, under the part's name, so that devices and microbatches cut
+        it as any other field. The task returns its new value in the model's state, under that name
+        too, and `updated` gets it in `Update.rows`. None, the default, for other parts.
+        """
+        return None
+
+    def resumed(self, value: Any) -> Any:
+        """Returns the part of a checkpoint as this run's devices need it; by default as it is."""
+        return value
+
 
 @dataclasses.dataclass(frozen=True)
-class Averages:
+class Averages(StatePart):
     """Moving averages of parameters and model state, e <- d_t e + (1 - d_t) x.
 
     d_t = min(decay, (1 + t) / (10 + t)) after t updates, as in TensorFlow, whose EfficientNet
@@ -96,7 +113,7 @@ class Averages:
 
 
 @dataclasses.dataclass(frozen=True)
-class Skipped:
+class Skipped(StatePart):
     """Number of updates skipped because their gradient was not finite, int32 scalar."""
 
     name: str = "skipped"
@@ -111,6 +128,64 @@ class Skipped:
         if update.finite is None:
             return value
         return value + 1 - update.finite.astype(jnp.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Carry(StatePart):
+    """State of a recurrent network, which goes on in the same row of the next batch.
+
+    It is zero at first. A task sets it to zero where a row's stream starts. A skipped update puts
+    it back, so that the next window goes on from the state before the one that was skipped.
+
+    Its arrays are `value`, float32 (rows, *shape), and `example`, int32 (rows,): which example of a
+    batch each row holds. With several microbatches that depends on the number of devices, see
+    `mesh.microbatch_order`, so a run that is resumed on others first moves the rows. No two devices
+    hold the same row, so there are no copies to compare.
+
+    Attributes:
+      shape: shape of a row's carry.
+      rows: number of rows of a batch.
+      steps: number of microbatches.
+      mesh: the mesh over all devices.
+    """
+
+    shape: tuple[int, ...]
+    rows: int
+    steps: int
+    mesh: Mesh
+    name: str = "carry"
+
+    def _divides(self) -> bool:
+        # Only an evaluation may have a mesh over which a training batch does not divide. It keeps
+        # the carry without using it.
+        return self.rows % (mesh_lib.num_batch_shards(self.mesh) * self.steps) == 0
+
+    def _examples(self) -> jax.Array:
+        if not self._divides():
+            return jnp.arange(self.rows, dtype=jnp.int32)
+        shards = mesh_lib.num_batch_shards(self.mesh)
+        return jnp.asarray(mesh_lib.microbatch_order(self.rows, shards, self.steps), jnp.int32)
+
+    def init(self, params: Any, model_state: Any) -> dict[str, jax.Array]:
+        value = jnp.zeros((self.rows, *self.shape), jnp.float32)
+        return {"value": value, "example": self._examples()}
+
+    def shardings(self, value: Any, layout: Layout) -> Any:
+        place = mesh_lib.batch_sharding if self._divides() else mesh_lib.replicated
+        return jax.tree.map(lambda _: place(layout.mesh), value)
+
+    def updated(self, value: dict[str, jax.Array], update: Update) -> dict[str, jax.Array]:
+        return {**value, "value": update.rows[self.name]}
+
+    def field(self, value: dict[str, jax.Array]) -> jax.Array:
+        return value["value"]
+
+    def resumed(self, value: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        def moved(value: dict[str, jax.Array]) -> dict[str, jax.Array]:
+            row_of = jnp.argsort(value["example"])  # of each example, in the checkpoint
+            return jax.tree.map(lambda array: array[row_of[self._examples()]], value)
+
+        return jax.jit(moved, out_shardings=jax.tree.map(lambda x: x.sharding, value))(value)
 
 
 def _widened(leaf: jax.Array) -> jax.Array:

@@ -177,6 +177,13 @@ def check_update(
     jax.eval_shape(update, params, opt_state)
 
 
+def resumed(state: TrainState, parts: Sequence[StatePart] = PARTS) -> TrainState:
+    """Returns the state of a checkpoint with each part as this run's devices need it."""
+    return state.replace(
+        **{part.name: part.resumed(state.parts[part.name]) for part in parts}
+    )
+
+
 def with_shardings(abstract: Any, shardings: Any) -> Any:
     """Returns `jax.ShapeDtypeStruct`s with the shardings filled in."""
 

@@ -57,13 +57,15 @@ def make_update(
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Sums]:
         rows = len(next(iter(batch.values())))
+        fields = {part.name: part.field(state.parts[part.name]) for part in parts}
+        carried = {name: field for name, field in fields.items() if field is not None}
         # The gradient of these rows' share of the loss. The key is a function of the number of the
         # update, so a resumed run draws what the uninterrupted one does.
         grads, loss, model_state, sums = accumulation.gradients(
             task,
             backend.whole_params(state.params),
             state.model_state,
-            batch,
+            {**batch, **carried},
             # Weights of the whole batch: the loss is divided by them once, before it is summed.
             backend.add(task.weights(batch)),
             jax.random.fold_in(state.key, state.step),
@@ -71,7 +73,11 @@ def make_update(
             accumulation_steps,
             backend.num_shards,
             backend.batch_sharding,
+            carried,
         )
+        new_rows = {name: model_state[name] for name in carried}
+        if carried:
+            model_state = {k: v for k, v in model_state.items() if k not in carried}
         # Sums over all examples, then the update, on this device's part of the state.
         grads, _ = backend.reduce(grads, ())  # no exchange keeps a residual yet
         # The model state needs no sum: BatchNorm takes its statistics over devices by itself.
@@ -93,7 +99,7 @@ def make_update(
         }
         # One element that is NaN or infinite makes the norm so, on every device.
         finite = jnp.isfinite(norm) if skip_nonfinite else None
-        moved = Update(state.step, params, model_state, finite)
+        moved = Update(state.step, params, model_state, finite, new_rows)
         after = {part.name: part.updated(state.parts[part.name], moved) for part in parts}
         if finite is not None:
             params, model_state, opt_state, after = _where(

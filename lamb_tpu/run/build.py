@@ -27,7 +27,7 @@ from lamb_tpu.parallel import rules as rules_lib
 from lamb_tpu.parallel import state as state_lib
 from lamb_tpu.parallel import step as step_lib
 from lamb_tpu.parallel.layout import Layout, make_layout
-from lamb_tpu.parallel.parts import Averages, Skipped, StatePart
+from lamb_tpu.parallel.parts import Averages, Carry, Skipped, StatePart
 from lamb_tpu.run import checks, initial, memory
 from lamb_tpu.run.initial import Start
 from lamb_tpu.run.recipe import Recipe, naming, resolve, resolve_optimizer
@@ -152,6 +152,11 @@ class Run:
             amounts["mfu"] = self.model_flops / self.peak_flops
         return amounts
 
+    @property
+    def parts(self) -> tuple[StatePart, ...]:
+        """The parts of the state beside parameters, model state and optimizer state."""
+        return state_parts(self.config, self.task, self.mesh)
+
     def first_state(self) -> state_lib.TrainState:
         """Returns the state before the first update, created on the devices where it stays."""
         key = jax.random.key(self.config.seed)
@@ -171,7 +176,7 @@ class Run:
             parallel.backend,
             parallel.gradient_dtype,
             accumulation_steps=config.accumulation_steps,
-            parts=state_parts(config),
+            parts=self.parts,
             skip_nonfinite=config.guards.max_skipped > 0,
         )
 
@@ -207,9 +212,13 @@ class Run:
         }
 
 
-def state_parts(config: ConfigDict) -> tuple[StatePart, ...]:
+def state_parts(config: ConfigDict, task: tasks.Task, mesh: Mesh) -> tuple[StatePart, ...]:
     """Returns the parts of a run's state beside parameters, model state and optimizer state."""
-    return Averages(config.ema.decay), Skipped()
+    parts: tuple[StatePart, ...] = (Averages(config.ema.decay), Skipped())
+    if task.model.carry_shape is None:
+        return parts
+    rows, steps = config.batch_size, config.accumulation_steps
+    return (*parts, Carry(task.model.carry_shape, rows, steps, mesh))
 
 
 class Settings(NamedTuple):
@@ -352,7 +361,7 @@ def prepare(
     split = layout.axis_name if own.is_own(config.optimizer.name) else layout.update_spec
     # The optimizer, and its state as shapes, dtypes and shardings.
     tx, _ = resolve_optimizer(config, recipe, params, split if named else None)
-    parts = state_parts(config)
+    parts = state_parts(config, task, mesh)
     init = state_lib.make_init(task, tx, example, parts, config.prng)
     with naming("config.optimizer"):
         abstract = jax.eval_shape(init, jax.random.key(0))

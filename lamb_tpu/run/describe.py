@@ -26,6 +26,7 @@ def describe(run: Run) -> str:
             {
                 "optimizer state": (state.opt_state, places.opt_state),
                 "averages": (state.ema, places.ema),
+                "carry": (state.parts.get("carry"), places.parts.get("carry")),
             },
         ),
         f"data: {config.data.name}, {config.data.train_split} {len(run.train_set):,} and "

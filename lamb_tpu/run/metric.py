@@ -6,7 +6,7 @@ from typing import Any
 from lamb_tpu.errors import UserError
 
 # The main metrics of the shipped tasks, and of most others.
-_MAIN = ("accuracy", "f1", "mlm_loss", "loss")
+_MAIN = ("perplexity", "accuracy", "f1", "mlm_loss", "loss")
 _LOWER = ("loss", "error", "perplexity")
 _BETTER = {"max": "higher", "min": "lower"}
 

@@ -9,7 +9,7 @@ import jax
 from lamb_tpu.cluster import distributed
 from lamb_tpu.cluster.preemption import Preemption
 from lamb_tpu.errors import UserError
-from lamb_tpu.parallel.state import TrainState
+from lamb_tpu.parallel.state import TrainState, resumed
 from lamb_tpu.run.build import Run
 from lamb_tpu.store import programs
 from lamb_tpu.store.checkpoint import Checkpoints
@@ -85,7 +85,7 @@ class Session:
             return self._run.first_state(), Position()
         state, saved = restored
         self.resumed, self.saved_step = True, int(state.step)
-        return state, Position.from_json(saved)
+        return resumed(state, self._run.parts), Position.from_json(saved)
 
     def open_records(self, step: int, position: Position, is_over: bool) -> MetricsWriter:
         """Records versions and hardware of this start; opens metrics.jsonl after update `step`.

@@ -36,9 +36,10 @@ def mean_metrics(
 ) -> dict[str, float]:
     """Adds up (sum, weight) pairs over batches and divides once.
 
-    The additions are in float64 on the host, so that the number of batches adds no rounding error
-    to that within a batch. A metric whose weights are all 0, such as those of skipped updates, has
-    no mean and is left out.
+    A metric whose name ends with 'perplexity' is the exponential of that mean: its pairs are sums
+    of nats and numbers of words. A metric whose weights are all 0, such as those of skipped
+    updates, has no mean and is left out. The additions are in float64 on the host, so that the
+    number of batches adds no rounding error to that within a batch.
     """
     totals: dict[str, list[float]] = {}
     for batch in fetched(batches):
@@ -46,7 +47,17 @@ def mean_metrics(
             entry = totals.setdefault(name, [0.0, 0.0])
             entry[0] += float(total)
             entry[1] += float(weight)
-    return {name: total / weight for name, (total, weight) in totals.items() if weight}
+    means = {name: total / weight for name, (total, weight) in totals.items() if weight}
+    return {
+        name: _exp(mean) if name.endswith("perplexity") else mean for name, mean in means.items()
+    }
+
+
+def _exp(x: float) -> float:
+    try:
+        return math.exp(x)
+    except OverflowError:
+        return math.inf
 
 
 class MetricsWriter:

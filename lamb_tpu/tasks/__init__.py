@@ -12,6 +12,7 @@ from lamb_tpu.data import Source
 from lamb_tpu.errors import UserError
 from lamb_tpu.models import Model
 from lamb_tpu.tasks.classification import Classification
+from lamb_tpu.tasks.language_model import LanguageModel
 from lamb_tpu.tasks.masked_lm import MaskedLm
 from lamb_tpu.tasks.question_answering import QuestionAnswering
 
@@ -24,7 +25,12 @@ class Task(Protocol):
     The loss is a sum of named terms. Each is a mean over a batch: over its examples, or over its
     masked words. A task returns the sum and the weight of every term, never a mean, so that
     microbatches, devices and processes add up and a term is divided once. Metrics are pairs
-    (sum, weight) for the same reason.
+    (sum, weight) for the same reason. Where a metric's name ends with 'perplexity', the exponential
+    of the mean is reported.
+
+    If the network hands on a state (`Model.carry_shape`), a training batch has it as the field
+    `carry`, (rows, *shape), and `loss` returns the new one as `carry` in the model state. A batch
+    without that field, as in `init`, gets no new one.
 
     Attributes:
       model: the network.
@@ -79,8 +85,9 @@ class HostScored(Protocol):
         """
 
 
-TASKS: dict[str, type[Classification | MaskedLm | QuestionAnswering]] = {
+TASKS: dict[str, type[Classification | LanguageModel | MaskedLm | QuestionAnswering]] = {
     "classification": Classification,
+    "language_model": LanguageModel,
     "masked_lm": MaskedLm,
     "question_answering": QuestionAnswering,
 }

@@ -29,6 +29,7 @@ _TOKENS = {
     name: jax.ShapeDtypeStruct((1, 8), jnp.int32)
     for name in ("input_ids", "token_type_ids", "attention_mask")
 }
+_WORDS = {"inputs": jax.ShapeDtypeStruct((1, 8), jnp.int32)}
 _ALL, _BERT = ("lamb", "adamw", "momentum"), ("lamb", "adamw")
 # A recipe with its argument, what its network takes, and its optimizers.
 TABLES = {
@@ -53,6 +54,7 @@ TABLES = {
     "cifar10": (
         "cifar10.py", "", _image(32, 32, 3), (*_ALL, "lars", "adam", "adagrad"),
     ),
+    "ptb": ("ptb.py", "", _WORDS, ("sgd", "momentum", "adam")),
     "cifar10_resnet18": ("cifar10.py", "model=resnet18", _image(32, 32, 3), ("lamb",)),
 }
 

@@ -25,7 +25,7 @@ NAMES = [path.stem for path in RECIPES]
 
 def test_there_are_recipes() -> None:
     vision = {"imagenet_resnet", "imagenet_efficientnet", "cifar10", "image_folder"}
-    assert vision | {"digits", "mnist_lenet", "bert_pretrain", "bert_squad"} <= set(NAMES)
+    assert vision | {"digits", "mnist_lenet", "bert_pretrain", "bert_squad", "ptb"} <= set(NAMES)
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,8 @@ def test_smoke_trains_and_the_loss_falls(
     path = RECIPES[NAMES.index(name)]
     config = tiny.recipe_file(path).get_config("smoke")
     config.log.tensorboard = False
-    assert config.data.name in ("digits", "python_docs", "python_docs_cloze")  # no download
+    embedded = ("digits", "python_docs", "python_docs_cloze", "python_docs_words")
+    assert config.data.name in embedded  # no download
     metrics = train(config, tmp_path, quiet=True)
     folders = [tmp_path / name for name in sorted(config.phases)] or [tmp_path]
     for folder in folders:
@@ -85,7 +86,7 @@ def test_typo_in_the_argument(path: pathlib.Path) -> None:
         get_config("bath=64")
     with pytest.raises(UserError, match="batch='many' must be of type int"):
         get_config("batch=many")
-    with pytest.raises(UserError, match="optimizer='lamp' is unknown; known: .*(lamb|lars)"):
+    with pytest.raises(UserError, match="optimizer='lamp' is unknown; known: .*(lamb|lars|sgd)"):
         get_config("optimizer=lamp")
 
 

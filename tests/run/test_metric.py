@@ -16,6 +16,7 @@ NAMES = ("loss", "accuracy", "auc", "steps_loss")
     ({}, ("loss", "accuracy"), (None, None), ("accuracy", "higher")),
     ({}, ("exact_match", "f1"), (None, None), ("f1", "higher")),
     ({}, ("mlm_accuracy", "mlm_loss", "nsp_loss"), (None, None), ("mlm_loss", "lower")),
+    ({}, ("accuracy", "loss", "perplexity"), (None, None), ("perplexity", "lower")),
     ({}, NAMES, ("loss", None), ("loss", "lower")),
     ({}, NAMES, ("loss", "higher"), ("loss", "higher")),
     ({"checkpoint.best": "", "target.metric": ""}, NAMES, (None, None), ("accuracy", "higher")),

@@ -29,6 +29,17 @@ def test_metric_without_weight_is_left_out() -> None:
     assert mean_metrics([]) == {}
 
 
+def test_perplexity_is_of_all_words() -> None:
+    batches = [
+        {"perplexity": (np.log(4.0), 1.0), "far_perplexity": (1e6, 1.0)},
+        {"perplexity": (2 * np.log(2.0), 2.0), "far_perplexity": (1e6, 1.0)},
+    ]
+    # The geometric mean of 4, 2 and 2, and no mean of perplexities.
+    assert mean_metrics(batches) == {
+        "perplexity": pytest.approx(16 ** (1 / 3)), "far_perplexity": np.inf,
+    }
+
+
 def test_totals_are_in_float64() -> None:
     batches = [{"n": (jnp.float32(2**24), jnp.float32(1))}, {"n": (jnp.float32(1), jnp.float32(0))}]
     assert mean_metrics(batches) == {"n": 2**24 + 1}
