@@ -13,6 +13,7 @@ import numpy as np
 import optax
 
 from lamb_tpu import optim
+from tests.models import golden_lstm
 from tests.optim import golden, golden_baselines, golden_schedules
 
 Entry = Mapping[str, Any]
@@ -117,4 +118,5 @@ FAMILIES: dict[str, Repeat] = {
         golden_baselines.FAMILIES, _of(golden_baselines.transform, golden_baselines.why_not)
     ),
     "schedules": _schedules,
+    "legw_lstm": golden_lstm.repeat,
 }

@@ -135,6 +135,17 @@ def from_torch(weights: Mapping[str, np.ndarray], suffix: str = "_l0") -> dict[s
     }
 
 
+def to_tensorflow(params: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Returns `kernel` and `bias` of TensorFlow's BasicLSTMCell with forget_bias=0."""
+
+    def reordered(array: np.ndarray) -> np.ndarray:
+        i, f, g, o = np.split(np.asarray(array), GATES, axis=-1)
+        return np.concatenate([i, g, f, o], axis=-1)
+
+    kernel = np.concatenate([params["input_kernel"], params["hidden_kernel"]])
+    return {"kernel": reordered(kernel), "bias": reordered(params["bias"])}
+
+
 def to_torch(params: Mapping[str, np.ndarray], suffix: str = "_l0") -> dict[str, np.ndarray]:
     """Returns the weights of a layer of PyTorch's nn.LSTM; its second bias is zero."""
     return {

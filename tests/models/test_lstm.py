@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 
-from lamb_tpu.models.lstm import LSTM, RowLSTM, from_torch, to_torch
+from lamb_tpu.models.lstm import LSTM, RowLSTM, from_torch, to_tensorflow, to_torch
 from tests.shared import shared
 
 STEPS, BATCH, INPUTS, FEATURES = 6, 3, 5, 4
@@ -101,6 +101,17 @@ def test_initial_values() -> None:
     assert np.abs(bias).max() <= 0.05
     wide = LSTM(FEATURES).init(jax.random.key(1), inputs())["params"]["hidden_kernel"]
     assert 0.3 < np.abs(wide).max() <= 0.5
+
+
+def test_layout_of_tensorflow() -> None:
+    """One kernel, inputs above hidden, with the gates in the order i, g, f, o."""
+    params = LSTM(FEATURES).init(jax.random.key(1), inputs())["params"]
+    found = to_tensorflow(params)
+    both = np.concatenate([inputs()[0], np.ones((BATCH, FEATURES))], -1)
+    i, g, f, o = np.split(both @ found["kernel"] + found["bias"], 4, -1)
+    ours = inputs()[0] @ params["input_kernel"] + params["hidden_kernel"].sum(0) + params["bias"]
+    for gate, expected in zip((i, f, g, o), np.split(ours, 4, -1), strict=True):
+        np.testing.assert_allclose(gate, expected, atol=1e-6)
 
 
 def test_torch_and_back() -> None:
