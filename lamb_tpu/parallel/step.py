@@ -107,6 +107,8 @@ def make_update(
                 (params, model_state, opt_state, after),
                 (old, state.model_state, state.opt_state, dict(state.parts)),
             )
+            # `tree.map` sorts the names, and a state has them in the order of `parts`.
+            after = {part.name: after[part.name] for part in parts}
             # A pair (0, 0) changes no mean over several updates.
             sums = jax.tree.map(lambda x: jnp.where(finite, x, jnp.zeros_like(x)), sums)
             sums["skipped"] = (1 - finite.astype(jnp.float32), one)

@@ -228,6 +228,28 @@ def _small() -> list[Case]:
     ]
 
 
+def _ptb() -> list[Case]:
+    """tensorflow/models, tutorials/rnn/ptb/ptb_word_lm.py; above batch 20 with LEGW's warm-up."""
+    words, cases = 929_589, []
+    for size, batch, steps, epochs, at_full_rate, factor in (
+        ("small", 20, 20, 13, 4, 0.5), ("small", 640, 20, 13, 4, 0.5),
+        ("medium", 20, 35, 39, 6, 0.8), ("large", 160, 35, 55, 14, 1 / 1.15),
+    ):
+        windows = (words // batch - 1) // steps
+        scale = batch / 20
+        warmup, peak = 0.2 * scale * windows, scale**0.5
+
+        def curve(t: np.ndarray, windows=windows, warmup=warmup, peak=peak,
+                  at_full_rate=at_full_rate, factor=factor) -> np.ndarray:
+            epoch = np.floor(t / windows)
+            decayed = peak * factor ** np.maximum(epoch + 1 - at_full_rate, 0)
+            return np.where(t < warmup, peak * t / warmup, decayed)
+
+        argument = f"size={size},batch={batch}"
+        cases.append(Case("ptb", argument, epochs * windows, curve, EXACT, batch * windows))
+    return cases
+
+
 def _imagenet() -> list[Case]:
     def resnet(argument: str, total: int, curve: Curve, within: float = EXACT) -> Case:
         return Case("imagenet_resnet", argument, total, curve, within, IMAGENET)
@@ -273,7 +295,7 @@ def _imagenet() -> list[Case]:
     return cases
 
 
-CASES = [*_bert(), *_small(), *_imagenet()]
+CASES = [*_bert(), *_small(), *_imagenet(), *_ptb()]
 
 
 def _config(name: str, argument: str) -> ConfigDict:

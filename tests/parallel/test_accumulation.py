@@ -120,3 +120,23 @@ def test_groups_are_those_of_a_microbatch_on_any_devices(
 def test_schedule_counts_updates_not_microbatches() -> None:
     state, _, _ = trained(8, 3, model=DROPOUT, accumulation_steps=2)
     assert int(state.step) == int(state.opt_state.count) == 3
+
+
+@pytest.mark.parametrize("steps", [1, 2, 4])
+@pytest.mark.parametrize("num_shards", [1, 3])
+def test_carried_fields_keep_their_rows(steps: int, num_shards: int) -> None:
+    class Counter(WeightedSum):
+        def loss(self, params: Any, model_state: Any, batch: Any, key: jax.Array) -> Any:
+            terms, (state, sums) = super().loss(params, model_state, batch, key)
+            return terms, ({**state, "carry": batch["carry"] + batch["x"][:, :2]}, sums)
+
+    rng = np.random.default_rng(0)
+    x, old = rng.normal(size=(24, 4)), rng.normal(size=(24, 2))
+    batch = {"x": jnp.asarray(x), "y": jnp.zeros(24), "w": jnp.ones(24), "v": jnp.ones(24)}
+    task = Counter()
+    _, _, state, _ = accumulation.gradients(
+        task, {"p": jnp.ones(4)}, {}, {**batch, "carry": jnp.asarray(old)}, task.weights(batch),
+        jax.random.key(0), jnp.arange(24), steps, num_shards, carried=("carry",),
+    )
+    assert state.keys() == {"carry"}
+    np.testing.assert_allclose(state["carry"], old + x[:, :2], rtol=1e-6)

@@ -8,7 +8,7 @@ import pytest
 from lamb_tpu.optim import parameters
 from lamb_tpu.parallel.layout import make_layout
 from lamb_tpu.parallel.mesh import make_mesh
-from lamb_tpu.parallel.parts import Averages, Skipped, Update
+from lamb_tpu.parallel.parts import Averages, Carry, Skipped, Update
 from lamb_tpu.parallel.state import TrainState
 from tests import tiny
 
@@ -73,3 +73,48 @@ def test_parts_stand_beside_the_other_attributes() -> None:
     assert (again.step, again.skipped, again.parts["carry"]) == (9, 8, {"h": 7})
     with pytest.raises(TypeError, match="a train state has no residual"):
         state.replace(residual=1)
+
+
+def carry(num_devices: int, steps: int, rows: int = 8) -> Carry:
+    mesh = make_mesh({"data": num_devices}, jax.devices()[:num_devices])
+    return Carry((2, 3), rows, steps, mesh)
+
+
+def placed(part: Carry, value: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    layout = make_layout({}, part.mesh, {})
+    return jax.device_put(value, part.shardings(value, layout))
+
+
+def test_carry_is_zero_at_first_and_split_as_the_batch() -> None:
+    part = carry(4, 2)
+    value = placed(part, part.init(PARAMS, STATE))
+    assert value["value"].shape == (8, 2, 3) and not value["value"].any()
+    assert value["value"].sharding.shard_shape((8, 2, 3)) == (2, 2, 3)
+    assert value["example"].tolist() == [0, 4, 1, 5, 2, 6, 3, 7]
+    assert part.field(value) is value["value"] and Averages(0.9).field(None) is None
+    new = jnp.ones((8, 2, 3))
+    moved = Update(jnp.int32(0), PARAMS, STATE, None, {"carry": new})
+    after = part.updated(value, moved)
+    assert after["value"] is new and after["example"] is value["example"]
+
+
+@pytest.mark.parametrize("before, after", [((4, 2), (4, 2)), ((4, 2), (1, 2)), ((2, 2), (8, 1))])
+def test_rows_follow_their_examples_to_other_devices(
+    before: tuple[int, int], after: tuple[int, int]
+) -> None:
+    old, new = carry(*before), carry(*after)
+    began = old.init(PARAMS, STATE)
+    # A row's carry is the number of its example.
+    rows = began["example"][:, None, None] + jnp.zeros((8, 2, 3))
+    saved = jax.device_get({**began, "value": rows})
+    found = new.resumed(placed(new, saved))
+    assert found["example"].tolist() == new.init(PARAMS, STATE)["example"].tolist()
+    np.testing.assert_array_equal(found["value"][:, 0, 0], found["example"])
+    assert found["value"].sharding == new.shardings(found, make_layout({}, new.mesh, {}))["value"]
+    assert Skipped().resumed(7) == 7
+
+
+def test_mesh_of_an_evaluation_need_not_divide_the_rows() -> None:
+    part = carry(8, 1, rows=20)
+    value = placed(part, part.init(PARAMS, STATE))
+    assert value["value"].is_fully_replicated and value["example"].tolist() == list(range(20))
