@@ -13,7 +13,7 @@ import numpy as np
 import optax
 
 from lamb_tpu import optim
-from tests.models import golden_lstm
+from tests.models import golden_lstm, golden_lstm_classifier
 from tests.optim import golden, golden_baselines, golden_schedules
 
 Entry = Mapping[str, Any]
@@ -109,6 +109,20 @@ def _schedules(entry: Entry, recorded: Arrays, inputs: Arrays) -> dict[str, np.n
         }
 
 
+# Of the family legw_lstm, by implementation.
+_LSTM: dict[str, Repeat] = {
+    **golden_lstm.REPEATS, "torch_lstm_classifier": golden_lstm_classifier.repeat,
+}
+
+
+def _legw_lstm(entry: Entry, recorded: Arrays, inputs: Arrays) -> dict[str, np.ndarray]:
+    """Repeats an entry of the recurrent networks, by its implementation."""
+    name = entry["implementation"]
+    if name not in _LSTM:
+        raise ValueError(f"the implementation {name!r} is unknown; known: {', '.join(_LSTM)}")
+    return _LSTM[name](entry, recorded, inputs)
+
+
 FAMILIES: dict[str, Repeat] = {
     **dict.fromkeys(
         golden.FAMILIES,
@@ -117,6 +131,6 @@ FAMILIES: dict[str, Repeat] = {
     **dict.fromkeys(
         golden_baselines.FAMILIES, _of(golden_baselines.transform, golden_baselines.why_not)
     ),
+    "legw_lstm": _legw_lstm,
     "schedules": _schedules,
-    "legw_lstm": golden_lstm.repeat,
 }

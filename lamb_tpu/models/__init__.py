@@ -20,6 +20,7 @@ from lamb_tpu.models.bert_network import DTYPES, BertConfig
 from lamb_tpu.models.davidnet import DavidNet
 from lamb_tpu.models.groups import describe_groups
 from lamb_tpu.models.lenet import LeNet, LeNet5
+from lamb_tpu.models.lstm import RowLSTM
 from lamb_tpu.models.lstm_lm import LSTMLanguageModel
 from lamb_tpu.models.mlp import MLP
 from lamb_tpu.models.norm import MOMENTS
@@ -80,6 +81,7 @@ MODULES: dict[str, type[nn.Module] | type[BertConfig]] = {
     "resnet50": resnet.ResNet50,
     "resnet101": resnet.ResNet101,
     "resnet152": resnet.ResNet152,
+    "row_lstm": RowLSTM,
 }
 
 

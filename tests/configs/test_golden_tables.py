@@ -36,6 +36,7 @@ TABLES = {
     "digits": ("digits.py", "", _image(8, 8, 1), (*_ALL, "nesterov", "lars")),
     "mnist_lenet": ("mnist_lenet.py", "", _image(28, 28, 1), _ALL),
     "mnist_lenet5": ("mnist_lenet.py", "network=lenet5", _image(28, 28, 1), _ALL),
+    "mnist_lstm": ("mnist_lstm.py", "", _image(28, 28, 1), ("momentum", "adam")),
     "bert_pretrain": ("bert_pretrain.py", "", _TOKENS, _BERT),
     "bert_pretrain_scanned": ("bert_pretrain.py", "scan", _TOKENS, _BERT),
     "bert_squad": ("bert_squad.py", "size=base", _TOKENS, _BERT),

@@ -91,6 +91,11 @@ def polynomial_warmup(rate: float, total: float, warmup: float) -> Curve:
     )
 
 
+def legw(rate: float, warmup: float) -> Curve:
+    """arXiv:1901.08256: a linear warm-up of as many updates at every batch, then no decay."""
+    return lambda t: rate * np.minimum(t / warmup, 1)
+
+
 def mnist_momentum(rate: float, total: int) -> Curve:
     """fastalgo/mnist_tpu, momentum_poly/mnist_tpu.py, without a warm-up."""
     return lambda t: polynomial_decay(t, rate, total, 1e-4, 0.5)
@@ -213,6 +218,18 @@ def _small() -> list[Case]:
             ("nesterov", mnist_momentum(0.08, total)),  # not the author's: momentum's settings
         )
     ]
+    for batch in (128, 512, 2048, 8192):
+        k, total = batch / 128, math.ceil(25 * MNIST / batch)
+        cases += [
+            Case("mnist_lstm", f"batch={batch},rule={rule}", total, curve, EXACT, MNIST)
+            for rule, curve in {
+                "legw": legw(0.1 * k**0.5, 0.1 * MNIST / 128),
+                "same": lambda t: np.full(t.shape, 0.1),
+                "linear": lambda t, k=k: np.full(t.shape, 0.1 * k),
+                "sqrt": lambda t, k=k: np.full(t.shape, 0.1 * k**0.5),
+                "linear_poly": polynomial_warmup(0.1 * k, total, 5 * MNIST / batch),
+            }.items()
+        ]
     total = 24 * 97
     curves = {
         "lamb": triangular_lr(10 / 512, total, 6 * 97),
@@ -336,6 +353,8 @@ def test_no_recipe_is_left_out() -> None:
     for file in ("mnist_lenet", "cifar10", "bert_squad"):
         for optimizer in rows(file).OPTIMIZERS:
             assert f"optimizer={optimizer}," in arguments(file)
+    for rule in rows("mnist_lstm").RULES:
+        assert f"rule={rule}," in arguments("mnist_lstm")
     files = {path.stem for path in (tiny.ROOT / "configs").glob("*.py")} - {"__init__"}
     own = {"digits", "image_folder"}  # recipes of no paper
     assert files - {case.name for case in CASES} == own

@@ -86,7 +86,7 @@ def test_typo_in_the_argument(path: pathlib.Path) -> None:
         get_config("bath=64")
     with pytest.raises(UserError, match="batch='many' must be of type int"):
         get_config("batch=many")
-    with pytest.raises(UserError, match="optimizer='lamp' is unknown; known: .*(lamb|lars|sgd)"):
+    with pytest.raises(UserError, match="'lamp' is unknown; known: .*(lamb|lars|momentum)"):
         get_config("optimizer=lamp")
 
 

@@ -1,6 +1,6 @@
 """Recorded layouts and trainings of LSTMs, repeated: the family `legw_lstm`."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -150,22 +150,18 @@ def _ours(params: Any, layers: int) -> dict[str, Any]:
     return found
 
 
-_REPEATS = {"ptb_batching": ptb_batching, "torch_lstm_lm": torch_lstm_lm}
+def _of(repeat: Callable[[Entry, Arrays], dict[str, np.ndarray]]) -> Callable[..., Any]:
+    """Returns the function of `golden_families`; arrays that a run only reads are left out."""
+
+    def repeated(entry: Entry, recorded: Arrays, inputs: Arrays) -> dict[str, np.ndarray]:
+        del inputs  # every entry has its own
+        found = repeat(entry, recorded)
+        return {
+            key: value.astype(recorded[key].dtype)
+            for key, value in found.items() if key in recorded
+        }
+
+    return repeated
 
 
-def repeat(entry: Entry, recorded: Arrays, inputs: Arrays) -> dict[str, np.ndarray]:
-    """Returns our values under the recorded keys of an entry; see `golden_families`.
-
-    The arrays that a run reads, such as `text`, `x` and `y`, are left out.
-    """
-    del inputs  # every entry has its own
-    known = _REPEATS.get(entry["implementation"])
-    if known is None:
-        raise ValueError(
-            f"the implementation {entry['implementation']!r} of legw_lstm is unknown; known: "
-            f"{', '.join(_REPEATS)}"
-        )
-    found = known(entry, recorded)
-    return {
-        key: value.astype(recorded[key].dtype) for key, value in found.items() if key in recorded
-    }
+REPEATS = {"ptb_batching": _of(ptb_batching), "torch_lstm_lm": _of(torch_lstm_lm)}

@@ -56,7 +56,7 @@ def test_other_networks() -> None:
     assert list(KNOWN) == list(models.MODULES)
     described = {name: describe(name) for name in set(models.MODULES) - set(PUBLISHED)}
     assert described == {name: KNOWN[name] for name in described}
-    assert set(described) == {"bert", "lenet", "lenet5", "lstm_lm", "mlp"}
+    assert set(described) == {"bert", "lenet", "lenet5", "lstm_lm", "mlp", "row_lstm"}
     # BERT Base with both heads of pre-training, and 20 masked words.
     layer = 4 * 768**2 + 2 * 768 * 3072 + 2 * 128 * 768
     heads = 20 * (768**2 + 768 * 30522) + 768**2 + 2 * 768
@@ -69,6 +69,10 @@ def test_other_networks() -> None:
     assert described["lstm_lm"].parameters == words + cells
     assert described["lstm_lm"].multiply_adds == 20 * (2 * 2 * 200 * 800 + 200 * 10_000)
     assert described["mlp"].multiply_adds == 784 * 128 + 128 * 64 + 64 * 10
+    step = 28 * 128 + (128 + 128) * 4 * 128
+    biases = 128 + 4 * 128 + 10
+    assert described["row_lstm"].parameters == step + biases + 128 * 10
+    assert described["row_lstm"].multiply_adds == 28 * step + 128 * 10
 
 
 def test_docstrings() -> None:

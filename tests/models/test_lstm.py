@@ -1,58 +1,42 @@
 """LSTM layers beside PyTorch's recorded ones, and beside Flax's."""
 
+from typing import Any
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
-from lamb_tpu.models.lstm import LSTM, RowLSTM, from_torch, to_tensorflow, to_torch
+from lamb_tpu.models.lstm import LSTM, from_torch, to_tensorflow, to_torch
+from tests.golden_families import FAMILIES
+from tests.optim import goldens
 from tests.shared import shared
 
 STEPS, BATCH, INPUTS, FEATURES = 6, 3, 5, 4
+ENTRIES = [e for e in goldens.entries() if e["implementation"] == "torch_lstm_classifier"]
 
 
 def inputs() -> jax.Array:
     return jax.random.normal(jax.random.key(0), (STEPS, BATCH, INPUTS))
 
 
-@pytest.mark.parametrize("name", ["plain", "transform6"])
-def test_rows_of_an_image_as_torch(name: str) -> None:
-    recorded = np.load(shared("golden", "legw_lstm", f"torch_lstm_classifier__{name}.npz"))
-    weights = {key.removeprefix("param/"): recorded[key] for key in recorded
-               if key.startswith("param/")}
-    lstm = {f"{long}_l0": weights[short] for long, short in (
-        ("weight_ih", "w_ih"), ("weight_hh", "w_hh"), ("bias_ih", "b_ih"), ("bias_hh", "b_hh"),
-    )}
-    params = {
-        "lstm": from_torch(lstm),
-        "output": {"kernel": weights["out_w"].T, "bias": weights["out_b"]},
-    }
-    if "tr_w" in weights:
-        params["transform"] = {"kernel": weights["tr_w"].T, "bias": weights["tr_b"]}
-    width = len(weights["tr_b"]) if "tr_w" in weights else 0
-    network = RowLSTM(features=weights["w_hh"].shape[1], transform=width)
-    images = jnp.asarray(recorded["x"])[..., None]
+@pytest.mark.parametrize("entry", ENTRIES, ids=goldens.label)
+def test_rows_of_an_image_as_torch(entry: dict[str, Any]) -> None:
+    recorded = goldens.record(entry)
+    found = FAMILIES[entry["family"]](entry, recorded, goldens.inputs())
+    compared = {key for key in recorded if key.startswith(("grad32/", "logits", "loss"))}
+    assert found.keys() == compared and len(compared) >= 8
+    for key, value in found.items():
+        assert value.shape == recorded[key].shape
+        np.testing.assert_allclose(value, recorded[key], atol=1e-6, err_msg=key)
 
-    @jax.jit
-    def loss(params: dict) -> tuple[jax.Array, jax.Array]:
-        logits = network.apply({"params": params}, images, train=True)
-        each = optax.softmax_cross_entropy_with_integer_labels(logits, recorded["y"])
-        return each.mean(), logits
 
-    (value, logits), slope = jax.value_and_grad(loss, has_aux=True)(params)
-    np.testing.assert_allclose(logits, recorded["logits"], atol=1e-6)
-    assert float(value) == pytest.approx(float(recorded["loss"]), abs=1e-6)
-    for key, found in to_torch(slope["lstm"]).items():
-        short = {"weight_ih_l0": "w_ih", "weight_hh_l0": "w_hh", "bias_ih_l0": "b_ih"}.get(key)
-        if short:
-            np.testing.assert_allclose(found, recorded[f"grad32/{short}"], atol=1e-6)
-    np.testing.assert_allclose(slope["output"]["kernel"].T, recorded["grad32/out_w"], atol=1e-6)
-    if width:
-        np.testing.assert_allclose(
-            slope["transform"]["kernel"].T, recorded["grad32/tr_w"], atol=1e-6
-        )
+def test_a_setting_without_meaning_is_refused() -> None:
+    shared("golden", "index.json")
+    entry = ENTRIES[0] | {"hyper": ENTRIES[0]["hyper"] | {"bidirectional": True}}
+    with pytest.raises(ValueError, match="bidirectional"):
+        FAMILIES[entry["family"]](entry, goldens.record(entry), goldens.inputs())
 
 
 @pytest.mark.parametrize("reverse", [False, True])

@@ -1,0 +1,70 @@
+r"""MNIST read by rows, an LSTM of 128 cells and LEGW from batch 128: LEGW's first application.
+
+Paper: arXiv:1901.08256, Table 1: 98.7 % test accuracy for a base batch of 128, and for every batch
+up to 8,192 by LEGW. The network (28 steps of 28 pixels, 128 cells, a dense layer of 128 before
+them), momentum of 0.9, 25 epochs and the constant rate after the warm-up are recalled, not read in
+the paper. The base rate and warm-up are not known.
+
+  python -m lamb_tpu.train --config=configs/mnist_lstm.py --workdir=DIR
+  python -m lamb_tpu.train --config=configs/mnist_lstm.py:batch=8192 --workdir=DIR
+  python -m lamb_tpu.train --config=configs/mnist_lstm.py:batch=8192,rule=linear --workdir=DIR
+  python -m lamb_tpu.train --config=configs/mnist_lstm.py:optimizer=adam,rule=same --workdir=DIR
+
+The original files are downloaded, or taken from a folder: --config.data.dir=FOLDER.
+
+Hardware: any CPU. Expected metric: 0.987, quoted from the paper.
+"""
+
+from ml_collections import ConfigDict
+
+from lamb_tpu.config import base_config, check_argument, parse_argument
+from lamb_tpu.errors import UserError
+
+# How the learning rate of batch 128 is carried to another batch: scaling, warm-up, decay. All but
+# `legw` are the paper's baselines; only `linear_poly` of them has a warm-up.
+RULES = {
+    "legw": ("legw", "0.1 epochs", "constant"),
+    "same": ("identity", "0 epochs", "constant"),
+    "linear": ("linear", "0 epochs", "constant"),
+    "sqrt": ("sqrt", "0 epochs", "constant"),
+    "linear_poly": ("linear", "5 epochs", "polynomial"),
+}
+OPTIMIZERS = {
+    "momentum": dict(learning_rate=0.1, momentum=0.9),
+    "adam": dict(learning_rate=0.001),
+}
+
+
+def get_config(argument: str | None = None) -> ConfigDict:
+    """Arguments: batch=128, rule=legw|same|linear|sqrt|linear_poly, optimizer=momentum|adam,
+    smoke.
+    """
+    arg = parse_argument(argument, batch=128, rule="legw", optimizer="momentum", smoke=False)
+    for key, known in (("rule", RULES), ("optimizer", OPTIMIZERS)):
+        check_argument(key, arg[key], known)
+    config = base_config()
+    config.batch_size = arg.batch
+    config.duration = "25 epochs"
+    config.data.name = "mnist"
+    config.task = ConfigDict({"name": "classification", "label_smoothing": 0.0, "input_std": 255.0})
+    config.model = ConfigDict({"name": "row_lstm"})
+    config.optimizer = ConfigDict(
+        {"name": arg.optimizer, "rules": "no_bias_no_norm", **OPTIMIZERS[arg.optimizer]}
+    )
+    schedule = config.schedule
+    schedule.base_batch_size = 128
+    schedule.scaling, schedule.warmup, schedule.decay = RULES[arg.rule]
+    if arg.rule == "linear_poly":
+        schedule.power = 2.0  # that of the paper's other applications, recalled
+    config.eval.batch_size = 2000
+    config.checkpoint.every = "1 epochs"
+    if arg.smoke:
+        if arg.batch != 128:
+            raise UserError(
+                "the config's argument smoke trains on 8x8 digits at batch 128: leave batch out"
+            )
+        config.data.name = "digits"
+        config.task.input_std = 16.0
+        config.duration = "4 epochs"
+        config.eval.batch_size = 360
+    return config
