@@ -21,6 +21,7 @@ MODULES = {
     "launch": "lamb_tpu.launch.__main__",
     "sweep": "lamb_tpu.sweep",
     "compare": "lamb_tpu.compare",
+    "legw": "lamb_tpu.legw",
     "reproduce": "lamb_tpu.reproduce.__main__",
     "plots": "lamb_tpu.plots",
     "models": "lamb_tpu.models.__main__",

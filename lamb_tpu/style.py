@@ -70,10 +70,11 @@ def numbered(number: int) -> dict[str, Any]:
     return {"color": matplotlib.colors.to_hex(color), "marker": _MARKERS[number % len(_MARKERS)]}
 
 
-def check_picture(path: pathlib.Path, flag: str) -> None:
-    """Refuses a path that is no .png file in a folder that exists; `flag` names it."""
-    if path.suffix != ".png" or not path.parent.is_dir():
-        raise UserError(f"{flag} {path} must be a .png file in a folder that exists")
+def check_picture(path: pathlib.Path, flag: str, suffix: str = ".png") -> None:
+    """Refuses a path that is no such file in a folder that exists; `flag` names it."""
+    if path.suffix != suffix or not path.parent.is_dir():
+        article = "an" if suffix == ".svg" else "a"
+        raise UserError(f"{flag} {path} must be {article} {suffix} file in a folder that exists")
 
 
 def dress(axes: Axes, title: str, x: str, y: str, better: str = "") -> None:
