@@ -96,6 +96,7 @@ def base_config() -> ConfigDict:
     config.checkpoint.best_mode = "max"  # max | min: whether larger or smaller values are better
     config.log = ConfigDict({"every": "10 steps", "tensorboard": True})
     config.log.heartbeat_seconds = 60.0  # time between lines of each process but the first; 0: none
+    config.log.lipschitz_rows = 0  # rows of the local Lipschitz estimate in each record; 0: none
     config.log.mlperf = False  # write mlperf.log, with the time to config.target, into the workdir
     config.ema = ConfigDict({"decay": 0.0})  # moving average of the weights, evaluated too; 0: none
     config.guards = ConfigDict()
@@ -248,7 +249,7 @@ def check_values(config: ConfigDict) -> None:
             raise UserError(f"config.{key} is {flat[key]}; it must be at least 1")
     for key in (
         "guards.max_skipped", "guards.spike_factor", "guards.spike_floor", "guards.hang_seconds",
-        "log.heartbeat_seconds",
+        "log.heartbeat_seconds", "log.lipschitz_rows",
     ):
         if not 0 <= flat[key] < math.inf:
             raise UserError(f"config.{key} is {flat[key]}; it must be a number of at least 0")

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
-from lamb_tpu.parallel import accumulation, backends
+from lamb_tpu.parallel import accumulation, backends, curvature
 from lamb_tpu.parallel.compiling import compiler_options
 from lamb_tpu.parallel.exchange import make_exchange
 from lamb_tpu.parallel.layout import Layout
@@ -186,6 +186,11 @@ def make_eval_step(task: Task, mesh: Mesh) -> jax.stages.Wrapped:
 def make_predict_step(task: HostScored, mesh: Mesh) -> jax.stages.Wrapped:
     """Returns `(params, model_state, batch) -> outputs` of all rows, whole on every device."""
     return _jit(task.predict, mesh)
+
+
+def make_lipschitz_step(task: Task, mesh: Mesh) -> jax.stages.Wrapped:
+    """Returns `(state, batch) -> estimate`, whole on every device, see `curvature.lipschitz`."""
+    return _jit(functools.partial(curvature.lipschitz, task), mesh)
 
 
 def _jit(function: Callable[..., Any], mesh: Mesh) -> jax.stages.Wrapped:

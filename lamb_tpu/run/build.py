@@ -86,12 +86,14 @@ class Run:
         return -(-min(self.config.eval.batch_size, len(self.eval_set)) // parts) * parts
 
     @functools.cached_property
+    def plain_task(self) -> tasks.Task:
+        """The task for use under jit; the model of `task` may name axes of shard_map."""
+        return tasks.build(model=models.build(**self.config.model), **self.config.task)
+
+    @functools.cached_property
     def model_flops(self) -> int | None:
         """Model FLOPs of an update, see `flops.training_flops`; None if they cannot be counted."""
-        # A new model, because the run's may name mesh axes that exist only inside shard_map.
-        model = models.build(**self.config.model)
-        task, state = tasks.build(model=model, **self.config.task), self.abstract_state
-        batch = self.abstract_batch()
+        task, state, batch = self.plain_task, self.abstract_state, self.abstract_batch()
         try:
             return flops.training_flops(
                 task.loss, state.params, state.model_state, batch, state.key

@@ -75,7 +75,8 @@ class MetricsWriter:
     - `seconds` since the first update began, over all starts: training, evaluation and saving,
       without start-up and compilation;
     - `ratio_min`, `ratio_median`, `ratio_max`: trust ratios of the last update, over the layers
-      that adapt; the 'layers' record has each layer's own.
+      that adapt; the 'layers' record has each layer's own;
+    - `lipschitz`, see `lamb_tpu.parallel.curvature`.
 
     Args:
       workdir: the folder for metrics.jsonl and tensorboard/.

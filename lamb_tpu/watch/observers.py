@@ -5,6 +5,7 @@ from lamb_tpu.watch.best import Best
 from lamb_tpu.watch.desync import Desync
 from lamb_tpu.watch.guards import Guards
 from lamb_tpu.watch.heartbeat import Heartbeat
+from lamb_tpu.watch.lipschitz import Lipschitz
 from lamb_tpu.watch.mlperf import MLPerfLog
 from lamb_tpu.watch.observer import Observers
 from lamb_tpu.watch.pictures import Pictures
@@ -25,13 +26,15 @@ def make_observers(run: Run, progress: RunProgress) -> Observers:
       progress: the observer that prints lines for all others.
     """
     config, recipe, tell = run.config, run.recipe, progress.message
-    target = Target(config.target, recipe, tell)
+    target, throughput = Target(config.target, recipe, tell), Throughput(run.amounts())
     return Observers([
         Guards(config.guards, recipe.learning_rates, progress.warn, tell),
         Desync(run),
         Best(config.checkpoint.best, config.checkpoint.best_mode),
         Ratios(run),
-        Throughput(run.amounts()),
+        # Before the throughput, in which its time does not count.
+        Lipschitz(run, throughput.paused),
+        throughput,
         Pictures(run, tell),
         Records(recipe),
         progress,

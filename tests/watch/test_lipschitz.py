@@ -1,0 +1,70 @@
+"""The local Lipschitz estimate in the records, which leaves the training's bits alone."""
+
+import contextlib
+import pathlib
+from collections.abc import Iterator
+
+import jax
+import pytest
+
+from lamb_tpu.errors import UserError
+from lamb_tpu.run.build import prepare
+from lamb_tpu.store.metrics import read_records
+from lamb_tpu.train import train
+from lamb_tpu.watch.lipschitz import Lipschitz
+from tests import tiny
+from tests.watch.observing import record
+
+
+class Pauses:
+    def __init__(self) -> None:
+        self.told: list[tuple[int, str]] = []
+
+    @contextlib.contextmanager
+    def __call__(self, step: int, reason: str) -> Iterator[None]:
+        self.told.append((step, reason))
+        yield
+
+
+def observed(rows: int) -> tuple[dict[str, float], list[tuple[int, str]]]:
+    run, pauses = prepare(tiny.digits(log__lipschitz_rows=rows), None), Pauses()
+    observer, one = Lipschitz(run, pauses), record(7, state=run.first_state())
+    observer.recorded(one)
+    return one.values, pauses.told
+
+
+def test_estimate_stands_in_the_record() -> None:
+    values, pauses = observed(64)
+    assert list(values) == ["lipschitz"] and 0 < values["lipschitz"] < 100
+    assert pauses == [(7, "estimate")]
+    more, _ = observed(256)
+    assert more["lipschitz"] != values["lipschitz"]  # other rows
+
+
+def test_off_unless_asked_for() -> None:
+    assert observed(0) == ({}, [])
+
+
+@pytest.mark.parametrize(("rows", "message"), [
+    (257, "config.log.lipschitz_rows is 257; it must be at most the 256 examples of the training"),
+    (9, "config.log.lipschitz_rows is 9, which does not divide over 8 devices; 8 or 16 would"),
+    (-8, "config.log.lipschitz_rows is -8; it must be a number of at least 0"),
+])
+def test_mistakes(rows: int, message: str) -> None:
+    assert len(jax.devices()) == 8
+    with pytest.raises(UserError, match=message):
+        observed(rows)
+
+
+def test_training_has_the_same_bits_with_it(tmp_path: pathlib.Path) -> None:
+    found = {}
+    for name, rows in {"without": 0, "with": 32}.items():
+        config = tiny.digits(duration="6 steps", log__lipschitz_rows=rows)
+        train(config, tmp_path / name, quiet=True)
+        found[name] = tiny.restored(config, tmp_path / name)[0]
+    tiny.assert_equal(found["with"], found["without"])
+    records = read_records(tmp_path / "with" / "metrics.jsonl", "train")
+    assert len(records) == 6 and all(each["lipschitz"] > 0 for each in records)
+    others = read_records(tmp_path / "without" / "metrics.jsonl", "train")
+    assert [each["loss"] for each in records] == [each["loss"] for each in others]
+    assert "lipschitz" not in others[0]
