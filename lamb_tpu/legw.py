@@ -65,7 +65,7 @@ def rows(
     """
     from lamb_tpu.optim import durations, scaling
 
-    length = None if epochs is None else durations.Duration(epochs, "epochs")
+    length = None if epochs is None else durations.parse(f"{epochs} epochs")
     found = []
     for batch in batches:
         rate, warmup = scaling.legw(base_rate, base_warmup_epochs, base_batch, batch)

@@ -69,6 +69,24 @@ def test_rules_carry_the_rate_of_the_small_bert() -> None:
     assert peaks["adamw-linear-4096"] == pytest.approx(64 * peaks["adamw-sqrt-64"])
 
 
+def test_rules_carry_the_rate_of_the_lstm_on_mnist() -> None:
+    table = TABLES["legw/mnist_lstm"]
+    found = {
+        job.cell.name: recipes(job)[0] for job in all_jobs(table) if job.scale.name == "paper"
+    }
+    factors = {"legw": 8, "same": 1, "linear": 64, "sqrt": 8, "linear-poly": 64, "adam": 1}
+    assert set(found) == {f"{row}-{batch}" for row in factors for batch in (128, 512, 2048, 8192)}
+    for row, factor in factors.items():
+        base, large = found[f"{row}-128"], found[f"{row}-8192"]
+        assert large.peak_learning_rate == pytest.approx(factor * base.peak_learning_rate)
+        # LEGW keeps the updates of the warm-up, which is 64 times the epochs.
+        share = {"legw": 64, "linear-poly": 1}.get(row)
+        if share is None:
+            assert base.warmup_steps == large.warmup_steps == 0
+        else:
+            assert large.warmup_steps * 64 == pytest.approx(share * base.warmup_steps)
+
+
 def test_both_optimizers_have_one_recipe_on_tiny_imagenet() -> None:
     table = TABLES["vision/tiny_imagenet"]
     lamb, momentum = (jobs.stages(job)[0].config() for job in all_jobs(table))
