@@ -71,6 +71,7 @@ bench: setup
 	$(RUN) -m experiments.bench.train_loop --write $(FLAGS)
 	$(RUN) -m experiments.bench.save_stall --write
 	$(RUN) -m experiments.bench.convolution --write
+	$(RUN) -m experiments.bench.lstm --write
 	$(RUN) -m experiments.bench.step --write
 	$(RUN) -m experiments.bench.start_up --write
 

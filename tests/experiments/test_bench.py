@@ -4,10 +4,11 @@ import functools
 import importlib.util
 import re
 
+import jax
 import numpy as np
 import pytest
 
-from experiments.bench import bert, convolution, image_routes
+from experiments.bench import bert, convolution, image_routes, lstm
 from experiments.bench.bert import Target
 from experiments.bench.image_throughput import start
 from lamb_tpu.data.text.vocabulary import SPECIAL_TOKENS, Vocabulary
@@ -50,6 +51,31 @@ def test_update_tpu():
     rows = {row[0]: [float(cell) for cell in row[1:]] for row in _rows(done.stdout)}
     assert rows["optax.adamw"][6] == rows["lamb"][6] / 2 == 30  # fusions: one, two for a leaf
     assert rows["lamb"][5] < 1.05 < rows["optax.lamb"][5]  # bytes, of the least
+
+
+@pytest.mark.parametrize("module", [lstm.Ours, lstm.Flax])
+def test_layers_of_the_lstm_benchmark(module):
+    size = lstm.Size("tiny", 5, 3, 4, 6, 2)
+    (weights, inputs) = lstm.of_jax(module(size.features, size.layers), size)()
+    # Gates of two layers, with one bias each; Flax's second kernel of a gate is square.
+    count = sum(leaf.size for leaf in jax.tree.leaves(weights))
+    assert count == 4 * 6 * (4 + 6 + 1) + 4 * 6 * (6 + 6 + 1)
+    assert inputs.shape == (5, 3, 4) and np.abs(inputs).max() > 0
+
+
+def test_table_of_the_lstm_benchmark():
+    size = lstm.SIZES[1]
+    text = lstm.table({size: {"ours": 0.002, "flax": 0.004}})
+    assert "| PTB small | 20, 20, 2 x 200 | 2.00 | 4.00 | not installed | 0.50 | - |" in text
+
+
+@pytest.mark.long
+def test_lstm():
+    done = tiny.command("experiments.bench.lstm", "--rounds=1", "--most_features=200")
+    assert done.returncode == 0, done.stderr
+    rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines()[5:]]
+    assert [row[0] for row in rows] == ["MNIST by rows", "PTB small"]
+    assert all(float(row[2]) > 0 and float(row[5]) > 0 for row in rows)
 
 
 @pytest.mark.long
