@@ -1,0 +1,160 @@
+"""Draws the local Lipschitz estimate of runs at several batches against epochs and updates.
+
+  python -m experiments.legw.lipschitz RUN RUN RUN --output=lipschitz.svg
+
+The runs were trained with --config.log.lipschitz_rows=256. The peak of each curve is marked, and a
+table of the peaks is printed. With --write the record, the picture and the page beside this file
+are made from the runs; without a RUN they are made again from the record.
+"""
+
+import argparse
+import json
+import pathlib
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from lamb_tpu import cli, style, terminal
+from lamb_tpu.errors import UserError
+from lamb_tpu.files import buckets, writing
+from lamb_tpu.store import runs
+
+RECORD = pathlib.Path(__file__).with_suffix(".json")
+# Keys of a run that its point of the record holds, beside its curve.
+_KEYS = {
+    "batch": "batch_size", "seed": "seed", "rows": "log.lipschitz_rows", "data": "data.name",
+    "model": "model.name", "optimizer": "optimizer.name", "scaling": "schedule.scaling",
+    "duration": "duration",
+}
+
+
+def read(path: str) -> dict[str, Any]:
+    """Returns the curve of a run's folder with what it was trained by.
+
+    Raises:
+      UserError: the folder holds no run, or its records have no estimate.
+    """
+    run = runs.read(path, "RUN")
+    records = [each for each in run.records("train") if "lipschitz" in each]
+    if not records:
+        raise UserError(
+            f"{run.metrics} has no record with the local Lipschitz estimate; train with "
+            "--config.log.lipschitz_rows=256"
+        )
+    columns = ("step", "epoch", "lipschitz", "learning_rate")
+    receipt = run.receipt()
+    return {
+        **{name: run.config.get(key) for name, key in _KEYS.items()},
+        **{name: receipt.get(name) for name in ("device", "devices")},
+        **{name: [each[name] for each in records] for name in columns},
+    }
+
+
+def peak(run: Mapping[str, Any]) -> int:
+    """Returns the place of the largest estimate in a run's curve."""
+    return max(range(len(run["lipschitz"])), key=lambda place: run["lipschitz"][place])
+
+
+def table(found: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the peaks as Markdown, by batch."""
+    lines = [
+        "| batch | peak | at epoch | after updates | learning rate there, of the largest so far | "
+        "first value | last value | trained, epochs |",
+        "|--:|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    for run in found:
+        at, values, rates = peak(run), run["lipschitz"], run["learning_rate"]
+        lines.append(
+            f"| {run['batch']:,} | {values[at]:.4g} | {run['epoch'][at]:.3g} | "
+            f"{run['step'][at]:,} | {rates[at]:.3g} of {max(rates):.3g} | {values[0]:.4g} | "
+            f"{values[-1]:.4g} | {run['epoch'][-1]:.3g} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def picture(found: Sequence[Mapping[str, Any]]) -> Figure:
+    """Plots every curve against epochs and against updates, with its peak marked."""
+    figure = style.figure(11, 4.6)
+    panels = figure.subplots(1, 2, sharey=True)
+    for number, run in enumerate(found):
+        look, at = style.numbered(number), peak(run)
+        for axes, place in zip(panels, ("epoch", "step"), strict=True):
+            axes.plot(
+                run[place], run["lipschitz"], color=look["color"], linewidth=1.2,
+                label=f"{run['batch']:,}" if place == "epoch" else None,
+            )
+            axes.plot(run[place][at], run["lipschitz"][at], color=look["color"],
+                      marker=look["marker"], markersize=8, linestyle="none")
+            axes.axvline(run[place][at], color=look["color"], linestyle=":", linewidth=0.8)
+    style.dress(panels[0], "by epochs", "epochs", "local Lipschitz estimate |g'Hg| / |g|²")
+    style.dress(panels[1], "by updates", "completed updates", "")
+    for axes in panels:
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.xaxis.set_major_formatter("{x:,g}")
+    figure.legend(
+        loc="outside lower center", ncols=len(found), frameon=False,
+        title="batch; the marker is the peak",
+    )
+    return figure
+
+
+def page(found: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the Markdown page of the record."""
+    first = found[0]
+    devices = sorted({f"{run['devices']} x {run['device']}" for run in found})
+    return f"""# The local Lipschitz estimate along training
+
+Curvature of the training loss along its gradient, L = |g'Hg| / |g|², over the same {first['rows']}
+training examples in every run: `{first['model']}` on {first['data']}, {first['optimizer']}, rates
+and warm-ups by LEGW. The LEGW paper says that the peak comes later in epochs at a larger batch
+(recalled). One run of each batch, seed {first['seed']}, on {', '.join(devices)}; each is as long as
+the last column says.
+
+![The estimate against epochs and updates, a curve for each batch](lipschitz.svg)
+
+{table(found)}
+Commands, with the `--config.accumulation_steps` and `--config.duration` that a run needs:
+`python -m lamb_tpu.train --config=configs/mnist_lstm.py:batch=N --workdir=runs/N
+--config.log.lipschitz_rows={first['rows']} --config.log.every='0.1 epochs'`, then `python -m
+experiments.legw.lipschitz runs/* --write`. Curves: lipschitz.json.
+"""
+
+
+def main(options: argparse.Namespace) -> None:
+    """Prints the table and draws the picture; with --write also writes the page and the record."""
+    output = RECORD.with_suffix(".svg") if options.write else options.output
+    path = buckets.local(output, "--output")
+    style.check_picture(path, "--output", ".svg")
+    if options.runs:
+        found = sorted((read(run) for run in options.runs), key=lambda run: run["batch"])
+    else:
+        found = json.loads(RECORD.read_text())
+    with writing.checked(path, "--output"):
+        writing.write(path, style.svg(picture(found)).encode())
+        if options.write:
+            lines = ",\n".join(json.dumps(run) for run in found)
+            writing.write(RECORD, f"[\n{lines}\n]\n".encode())
+            writing.write(RECORD.with_suffix(".md"), page(found).encode())
+    print(f"{table(found)}\n{path}")
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    parser = terminal.Parser(
+        prog="python -m experiments.legw.lipschitz", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("runs", nargs="*", metavar="RUN", help="folder of a run")
+    parser.add_argument("--output", default="lipschitz.svg", metavar="FILE.svg",
+                        help="the picture (default: %(default)s)")
+    parser.add_argument("--write", action="store_true",
+                        help="write record, picture and page beside this file instead")
+    return parser.parse_all(arguments)
+
+
+if __name__ == "__main__":
+    given = sys.argv[1:]
+    del sys.argv[1:]  # the flags of absl, of which there are none here
+    cli.run_main(lambda: main(_parse(given)))
