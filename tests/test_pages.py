@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from experiments.bert import pod_plan as bert_pod_plan
+from experiments.legw import lipschitz
 from experiments.vision import pod_plan
 from lamb_tpu.store.metrics import read_records
 from tests.shared import ROOT, shared
@@ -32,6 +33,7 @@ def _kept(name: str) -> list[dict[str, Any]]:
 
 MADE: dict[str, Callable[[], str]] = {
     "bert/pod_plan.md": lambda: bert_pod_plan.page(_kept("bert/pod_plan.json")),
+    "legw/lipschitz.md": lambda: lipschitz.page(_kept("legw/lipschitz.json")),
     "vision/pod_plan.md": lambda: pod_plan.page(_kept("vision/pod_plan.json")),
 }
 # Of lamb_tpu.reproduce, made anew by tests/reproduce/report/test_site.py.
