@@ -13,7 +13,7 @@ import numpy as np
 import optax
 
 from lamb_tpu import optim
-from tests.models import golden_lstm, golden_lstm_classifier
+from tests.models import golden_gnmt, golden_lstm, golden_lstm_classifier
 from tests.optim import golden, golden_baselines, golden_schedules
 
 Entry = Mapping[str, Any]
@@ -111,7 +111,8 @@ def _schedules(entry: Entry, recorded: Arrays, inputs: Arrays) -> dict[str, np.n
 
 # Of the family legw_lstm, by implementation.
 _LSTM: dict[str, Repeat] = {
-    **golden_lstm.REPEATS, "torch_lstm_classifier": golden_lstm_classifier.repeat,
+    **golden_gnmt.REPEATS, **golden_lstm.REPEATS,
+    "torch_lstm_classifier": golden_lstm_classifier.repeat,
 }
 
 

@@ -15,7 +15,7 @@ import jax
 
 from lamb_tpu import own
 from lamb_tpu.errors import UserError
-from lamb_tpu.models import efficientnet, resnet
+from lamb_tpu.models import efficientnet, gnmt, resnet
 from lamb_tpu.models.bert_network import DTYPES, BertConfig
 from lamb_tpu.models.davidnet import DavidNet
 from lamb_tpu.models.groups import describe_groups
@@ -42,6 +42,7 @@ class Model(NamedTuple):
         longest sequence; None for others.
       num_heads: number of attention heads, for a network that splits its sequences over the mesh
         axis 'sequence'; None for others.
+      decode: functions by which a search writes with the network; None for others.
       stacked: regex over the paths of the parameters that stack layers along their first axis;
         None: there are none.
       carry_shape: for a network that hands state on from batch to batch, its shape for one row,
@@ -56,6 +57,7 @@ class Model(NamedTuple):
     vocab_size: int | None = None
     max_positions: int | None = None
     num_heads: int | None = None
+    decode: gnmt.Decode | None = None
     stacked: str | None = None
     carry_shape: tuple[int, ...] | None = None
 
@@ -72,6 +74,7 @@ MODULES: dict[str, type[nn.Module] | type[BertConfig]] = {
     "efficientnet_b5": efficientnet.EfficientNetB5,
     "efficientnet_b6": efficientnet.EfficientNetB6,
     "efficientnet_b7": efficientnet.EfficientNetB7,
+    "gnmt": gnmt.GNMT,
     "lenet": LeNet,
     "lenet5": LeNet5,
     "lstm_lm": LSTMLanguageModel,
@@ -142,6 +145,8 @@ def build(name: str, axis_name: Sequence[str] = (), **fields: Any) -> Model:
             num_heads=config.num_heads,
             stacked="^encoder/layers/" if config.scan_layers else None,
         )
+    if isinstance(module, gnmt.GNMT):
+        return model._replace(vocab_size=module.vocab_size, decode=gnmt.decode(module))
     return model
 
 

@@ -15,7 +15,8 @@ class Description(NamedTuple):
       name: the name for config.model.name.
       parameters: number of parameters, without BatchNorm's running averages.
       multiply_adds: multiply-adds of the forward pass of one input, in convolutions and dense
-        layers (for BERT also in attention); padding counts as pixels. Half of `flops.matrix_flops`.
+        layers (for BERT and GNMT also in attention); padding counts as pixels. Half of
+        `flops.matrix_flops`.
       input_shape: (height, width, channels) of an image, or (tokens,).
     """
 
@@ -37,6 +38,7 @@ COSTS = (
     Description("efficientnet_b5", 30_389_784, 10_266_384_752, (456, 456, 3)),
     Description("efficientnet_b6", 43_040_704, 19_067_593_536, (528, 528, 3)),
     Description("efficientnet_b7", 66_347_960, 37_745_884_192, (600, 600, 3)),
+    Description("gnmt", 160_634_433, 16_332_619_776, (128,)),
     Description("lenet", 3_274_634, 13_883_904, (28, 28, 1)),
     Description("lenet5", 61_706, 416_520, (28, 28, 1)),
     Description("lstm_lm", 4_651_600, 52_800_000, (20,)),
@@ -53,7 +55,7 @@ COSTS = (
 def table(descriptions: Sequence[Description]) -> str:
     """Returns a table with a line for each network.
 
-    >>> print(table(COSTS[11:12]))
+    >>> print(table(COSTS[12:13]))
     model   parameters  multiply-adds  input
     lenet5      61,706        416,520  28 x 28 x 1
     """

@@ -21,9 +21,18 @@ def describe(name: str) -> Description:
     Description(name='lenet5', parameters=61706, multiply_adds=416520, input_shape=(28, 28, 1))
     """
     model = models.build(name)
+    shape: tuple[int, ...]
+    inputs: Any
     if model.carry_shape is not None:
-        shape: tuple[int, ...] = (_STEPS,)
-        inputs: Any = {"inputs": jax.ShapeDtypeStruct((1, _STEPS), jnp.int32)}
+        shape = (_STEPS,)
+        inputs = {"inputs": jax.ShapeDtypeStruct((1, _STEPS), jnp.int32)}
+    elif model.decode is not None:
+        shape = (_TOKENS,)
+        length = jax.ShapeDtypeStruct((1,), jnp.int32)
+        tokens = jax.ShapeDtypeStruct((1, _TOKENS), jnp.int32)
+        # The target has as many words to predict, and the sign that begins it.
+        target = jax.ShapeDtypeStruct((1, _TOKENS + 1), jnp.int32)
+        inputs = {"source_ids": tokens, "source_length": length, "target_ids": target}
     elif model.vocab_size is None:
         size = getattr(models.MODULES[name], "image_size", None)
         shape = (size, size, 3) if size else _GREY

@@ -70,7 +70,8 @@ class LSTM(nn.Module):
         bias = self.param("bias", bias_init, (width,), jnp.float32)
         dtype = self.dtype or inputs.dtype
         gates = jnp.dot(
-            inputs.astype(dtype), kernel.astype(dtype), preferred_element_type=jnp.float32
+            inputs.astype(dtype), kernel.astype(dtype),
+            preferred_element_type=jnp.promote_types(dtype, jnp.float32),
         ) + bias
         mask = jnp.ones(inputs.shape[:2], bool) if valid is None else valid
         if self.reverse:

@@ -56,13 +56,20 @@ def test_other_networks() -> None:
     assert list(KNOWN) == list(models.MODULES)
     described = {name: describe(name) for name in set(models.MODULES) - set(PUBLISHED)}
     assert described == {name: KNOWN[name] for name in described}
-    assert set(described) == {"bert", "lenet", "lenet5", "lstm_lm", "mlp", "row_lstm"}
+    assert set(described) == {
+        "bert", "gnmt", "lenet", "lenet5", "lstm_lm", "mlp", "row_lstm",
+    }
     # BERT Base with both heads of pre-training, and 20 masked words.
     layer = 4 * 768**2 + 2 * 768 * 3072 + 2 * 128 * 768
     heads = 20 * (768**2 + 768 * 30522) + 768**2 + 2 * 768
     types = 128 * 2 * 768
     expected = ("bert", 110_106_428, 12 * 128 * layer + heads + types, (128,))
     assert described["bert"] == expected
+    # GNMT: MLPerf's log has 160,671,297, with a second bias of 4,096 in each of nine LSTMs.
+    assert described["gnmt"].parameters == 160_671_297 - 9 * 4 * 1024
+    lstms = (5 * 2 + 4 * 3) * 4 * 1024**2  # of the inputs' width and of the hidden one
+    rest = 2 * 1024**2 + 1024 * 32_320 + 128 * 1024
+    assert described["gnmt"].multiply_adds == 128 * (lstms + rest)
     assert described["lenet"].parameters == 3_274_634
     # Two layers of 200 cells, 10,000 words, 20 steps.
     words, cells = 2 * 10_000 * 200 + 10_000, 2 * (2 * 200 * 800 + 800)

@@ -1,0 +1,40 @@
+"""GNMT's logits, gradients and searches, and label smoothing, beside the published code's."""
+
+import numpy as np
+import pytest
+
+from tests.golden_families import FAMILIES
+from tests.models.golden_gnmt import REPEATS
+from tests.optim import goldens
+
+ENTRIES = [
+    entry for entry in goldens.entries()
+    if entry["family"] == "legw_lstm" and entry["implementation"] in REPEATS
+]
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=goldens.label)
+def test_as_published(entry: dict) -> None:
+    recorded = goldens.record(entry)
+    found = FAMILIES["legw_lstm"](entry, recorded, {})
+    given = ("param/", "source", "target", "logits") if "gnmt/loss" in recorded else (
+        "param/", "source", "target",
+    )
+    assert set(found) == {key for key in recorded if not key.startswith(given)}
+    for key, value in found.items():
+        assert value.shape == recorded[key].shape, key
+        if recorded[key].dtype.kind == "i":
+            np.testing.assert_array_equal(value, recorded[key], err_msg=key)
+        else:
+            np.testing.assert_allclose(value, recorded[key], atol=1e-5, rtol=1e-6, err_msg=key)
+
+
+def test_there_are_entries() -> None:
+    if not ENTRIES:
+        pytest.skip("needs the folder of golden trajectories; see tests/shared.py")
+    assert {entry["implementation"] for entry in ENTRIES} == set(REPEATS)
+
+
+def test_another_implementation_is_refused() -> None:
+    with pytest.raises(ValueError, match="'mosesdecoder' is unknown; known: .*mlperf_gnmt"):
+        FAMILIES["legw_lstm"]({"implementation": "mosesdecoder"}, {}, {})
