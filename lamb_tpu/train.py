@@ -125,7 +125,8 @@ def _train(
         evaluate = make_evaluator(run, session.poll_evaluation, session.keep_file)
         train_step = run.make_train_step()
         if not is_over:
-            train_step.lower(run.abstract_state, run.abstract_batch()).compile()
+            for shapes in run.abstract_batches():
+                train_step.lower(run.abstract_state, shapes).compile()
 
         clock.start()
         start = Start(

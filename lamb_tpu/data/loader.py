@@ -1,12 +1,13 @@
 """Training batches: an endless, seeded stream whose only state is the number of examples read."""
 
+import functools
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
-from lamb_tpu.data.order import global_indices
+from lamb_tpu.data.order import bucketed_order, example_order, global_indices
 from lamb_tpu.data.source import Batch, Source, title
 from lamb_tpu.data.stream import run_ahead
 from lamb_tpu.errors import UserError
@@ -22,6 +23,9 @@ class TrainLoader:
 
     A source of streams is not shuffled: global position i is example i % num_examples, so that each
     row of a batch goes on in the batch after it. Batches must have one row of each stream then.
+
+    Where the source has buckets, each batch of `batch_size` has examples of like lengths, and its
+    padding is cut to what the longest needs. The order is then a function of that size too.
 
     Args:
       source: the examples.
@@ -52,6 +56,10 @@ class TrainLoader:
         self._batch_size = batch_size
         self._seed = seed
         self._rows = rows
+        # Two epochs, because batches cross them.
+        self._order_of = example_order if source.buckets is None else functools.lru_cache(2)(
+            functools.partial(bucketed_order, buckets=source.buckets, batch_size=batch_size)
+        )
         self.examples = 0
         self._ahead: Iterator[Batch] | None = None
         self._ahead_of: tuple[int, np.ndarray | None] = (0, None)
@@ -137,5 +145,11 @@ class TrainLoader:
         # One number for each example, because a batch may cross epochs.
         epochs, indices = np.divmod(np.arange(start, stop), len(self._source))
         if self._source.streams is None:
-            indices = global_indices(self._seed, start, stop, len(self._source))
-        return self._source.gather(indices[own], epochs[own])
+            indices = global_indices(
+                self._seed, start, stop, len(self._source), self._order_of
+            )
+        batch = self._source.gather(indices[own], epochs[own])
+        if self._source.buckets is None:
+            return batch
+        # By all examples of the batch, because every process must have the same shapes.
+        return self._source.trim(batch, int(self._source.buckets[indices].max()))

@@ -6,8 +6,11 @@ batches, so neither can change the order.
 """
 
 import functools
+from collections.abc import Callable
 
 import numpy as np
+
+from lamb_tpu.data.hashing import words
 
 
 @functools.lru_cache(maxsize=4)
@@ -34,15 +37,54 @@ def example_order(seed: int, epoch: int, num_examples: int) -> np.ndarray:
     if epoch < 0 or num_examples < 1:
         raise ValueError(f"need epoch >= 0 and num_examples >= 1, found {epoch}, {num_examples}")
     # The key is (seed, epoch), so no epoch needs the ones before it.
-    words = np.random.Philox(key=np.array([seed, epoch], np.uint64)).random_raw(num_examples)
+    draws = np.random.Philox(key=np.array([seed, epoch], np.uint64)).random_raw(num_examples)
     # Stable, so that equal words would give the same order everywhere.
-    order = np.argsort(words, kind="stable").astype(np.int64, copy=False)
+    order = np.argsort(draws, kind="stable").astype(np.int64, copy=False)
     order.setflags(write=False)
     return order
 
 
-def global_indices(seed: int, start: int, stop: int, num_examples: int) -> np.ndarray:
+def bucketed_order(
+    seed: int, epoch: int, num_examples: int, buckets: np.ndarray, batch_size: int
+) -> np.ndarray:
+    """Returns an epoch's order in which the examples of a batch have like lengths.
+
+    The examples are shuffled by `example_order`, sorted by bucket and cut into batches, whose order
+    is then shuffled. Batches cross epochs: those that an epoch shares with its neighbours have the
+    longest examples, and stay at its ends.
+
+    Args:
+      seed, epoch, num_examples: see `example_order`.
+      buckets: int (num_examples,), the class of length of each example.
+      batch_size: number of examples in a batch; batches begin at its multiples in the stream of all
+        epochs.
+
+    Returns:
+      int64 (num_examples,): each example once.
+    """
+    shuffled = example_order(seed, epoch, num_examples)
+    ordered = shuffled[np.argsort(buckets[shuffled], kind="stable")]
+    head = min(-epoch * num_examples % batch_size, num_examples)
+    count = (num_examples - head) // batch_size
+    whole, rest = np.split(ordered, [count * batch_size])
+    places = np.argsort(words(seed, epoch, np.arange(count)), kind="stable")
+    batches = whole.reshape(count, batch_size)[places].ravel()
+    return np.concatenate([rest[:head], batches, rest[head:]])
+
+
+def global_indices(
+    seed: int,
+    start: int,
+    stop: int,
+    num_examples: int,
+    order_of: Callable[[int, int, int], np.ndarray] = example_order,
+) -> np.ndarray:
     """Returns the examples at global positions `start` to `stop - 1` of the endless stream.
+
+    Args:
+      seed, num_examples: see `example_order`.
+      start, stop: global positions.
+      order_of: the order of an epoch, a function of (seed, epoch, num_examples).
 
     Returns:
       int64 (stop - start,): indices into the source. The range may cross any number of epochs.
@@ -57,7 +99,7 @@ def global_indices(seed: int, start: int, stop: int, num_examples: int) -> np.nd
     while position < stop:
         epoch, place = divmod(position, num_examples)
         count = min(num_examples - place, stop - position)
-        order = example_order(seed, epoch, num_examples)
+        order = order_of(seed, epoch, num_examples)
         indices[position - start : position - start + count] = order[place : place + count]
         position += count
     return indices

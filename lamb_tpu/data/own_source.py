@@ -15,7 +15,7 @@ _KEY = "config.data.name"
 _OFFERED = ("split", "data_dir", "source_dir", "in_memory", "seed", "training")
 _FIELDS = (
     "name", "num_classes", "element_spec", "in_memory", "vocabulary", "cased", "notes", "tally",
-    "streams", "gather", "__len__",
+    "streams", "buckets", "gather", "trim", "__len__",
 )
 
 

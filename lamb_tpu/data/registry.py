@@ -65,9 +65,16 @@ def load(
         any set prepared by TFDS in the ArrayRecord format. Photographs, which are decoded while
         they are read: `image_folder`, `imagenet2012` (prepared by TFDS), and any TFDS set whose
         images differ in size; and `cifar10_jpeg`, one file. Text: `masked_lm` (prepared by
+<<<<<<< HEAD
         `lamb_tpu.data.prepare_text`), `squad`, `ptb`, and, embedded, `python_docs`,
         `python_docs_cloze` and `python_docs_words`, which resemble these three.
         'package.module:Name' is a user's own, see README.md of this folder.
+=======
+        `lamb_tpu.data.prepare_text`), `squad`, and, embedded, `python_docs` and
+        `python_docs_cloze`, which resemble these two. Pairs of sentences in German and English:
+        `multi30k`, `wmt16` and, embedded, `grammar_de_en`. 'package.module:Name' is a user's
+        own, see README.md of this folder.
+>>>>>>> 6f3711d (Parallel text with a joint vocabulary, the task translation and its recipe: first version)
       split: in TFDS syntax, such as `train`, `train[:1000]` or `test[50%:]`. `masked_lm`: a
         prepared folder in `source_dir`; `squad`: a file in it; the embedded text: train or test;
         `image_folder`: slices of a folder in it too, or as `images.folder.FolderRecords` has it.
@@ -152,6 +159,7 @@ def options_type(name: str) -> type:
         from lamb_tpu.data.text import python_docs
 
         return python_docs.Options if name == "python_docs" else python_docs.ClozeOptions
+<<<<<<< HEAD
     if name == "python_docs_words":
         from lamb_tpu.data.text import python_docs_words
 
@@ -160,6 +168,13 @@ def options_type(name: str) -> type:
         "masked_lm": Options, "ptb": streams.Options, "cifar10": ArrayOptions,
         "cifar10_jpeg": ArrayOptions,
     }
+=======
+    if name in ("multi30k", "wmt16", "grammar_de_en"):
+        from lamb_tpu.data.text import pair_source
+
+        return pair_source.Options
+    own = {"masked_lm": Options, "cifar10": ArrayOptions, "cifar10_jpeg": ArrayOptions}
+>>>>>>> 6f3711d (Parallel text with a joint vocabulary, the task translation and its recipe: first version)
     return own.get(name, NoOptions)
 
 
@@ -339,6 +354,7 @@ def _load_python_docs_cloze(request: _Request) -> Source:
     return python_docs.load_python_docs_cloze(request.split, options, request.training)
 
 
+<<<<<<< HEAD
 def _load_ptb(request: _Request) -> Source:
     return load_ptb(
         request.split, request.source_dir, request.options(), request.batch_size, request.training
@@ -352,6 +368,18 @@ def _load_python_docs_words(request: _Request) -> Source:
     return load_python_docs_words(request.split, options, request.batch_size, request.training)
 
 
+=======
+def _load_pairs(request: _Request) -> Source:
+    from lamb_tpu.data.text import pair_source
+
+    options = request.options()
+    return pair_source.load_pairs(
+        request.name, request.split, request.source_dir, request.data_dir, options,
+        request.training,
+    )
+
+
+>>>>>>> 6f3711d (Parallel text with a joint vocabulary, the task translation and its recipe: first version)
 def _load_tfds_images(request: _Request, builder: tfds.core.DatasetBuilder) -> Source:
     from lamb_tpu.data.images.records import TfdsRecords
     from lamb_tpu.data.images.source import ImageSource
@@ -420,6 +448,7 @@ DATASETS: dict[str, Callable[[_Request], Source]] = {
     "imagenet2012": _load_tfds,
     "masked_lm": _load_masked_lm,
     "squad": _load_squad,
+    **dict.fromkeys(("multi30k", "wmt16", "grammar_de_en"), _load_pairs),
     "python_docs": _load_python_docs,
     "python_docs_cloze": _load_python_docs_cloze,
     "ptb": _load_ptb,

@@ -36,6 +36,8 @@ class Source(Protocol):
       vocabulary: vocabulary of a set of text; None for other sets.
       cased: whether the tokens keep case and accents; False for other sets.
       notes: sentences for the terminal, such as about examples that are left out.
+      buckets: int (examples,): class of length of each example, from 0, by which a loader makes
+        batches of like lengths; None if all examples have one shape.
       tally: counts of odd and damaged photographs read so far; None for other sets.
       streams: size of every batch, for a set whose rows go on from batch to batch and which is
         read in order; None for other sets, which are shuffled.
@@ -66,7 +68,11 @@ class Source(Protocol):
     def tally(self) -> Tally | None: ...
 
     @property
+<<<<<<< HEAD
     def streams(self) -> int | None: ...
+=======
+    def buckets(self) -> np.ndarray | None: ...
+>>>>>>> 6f3711d (Parallel text with a joint vocabulary, the task translation and its recipe: first version)
 
     def __len__(self) -> int: ...
 
@@ -77,6 +83,10 @@ class Source(Protocol):
         leaves it out and gets the same examples every time. A set for evaluation may add `mask`,
         float32 (n,), with 0 for examples that must not count.
         """
+        ...
+
+    def trim(self, batch: Batch, bucket: int) -> Batch:
+        """Cuts padding off a batch whose examples are all in buckets up to `bucket`."""
         ...
 
 
@@ -94,7 +104,15 @@ class BaseSource:
     cased = False
     notes: tuple[str, ...] = ()
     tally: Tally | None = None
+<<<<<<< HEAD
     streams: int | None = None
+=======
+    buckets: np.ndarray | None = None
+
+    def trim(self, batch: Batch, bucket: int) -> Batch:
+        del bucket
+        return batch
+>>>>>>> 6f3711d (Parallel text with a joint vocabulary, the task translation and its recipe: first version)
 
 
 class ArraySource(BaseSource):

@@ -199,6 +199,21 @@ class Run:
         """Shapes, dtypes and shardings of a training batch."""
         return self._abstract_rows(self.config.batch_size, self.train_set.element_spec)
 
+    def abstract_batches(self) -> list[dict[str, jax.ShapeDtypeStruct]]:
+        """Training batches as `abstract_batch`, one for each bucket of the training set."""
+        source = self.train_set
+        if source.buckets is None:
+            return [self.abstract_batch()]
+        example = source.gather(np.zeros(1, np.int64))
+        trimmed = [source.trim(example, int(number)) for number in np.unique(source.buckets)]
+        return [
+            self._abstract_rows(self.config.batch_size, {
+                name: data.FieldSpec(values.shape[1:], values.dtype)
+                for name, values in batch.items()
+            })
+            for batch in trimmed
+        ]
+
     def abstract_eval_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes, dtypes and shardings of an evaluation batch, with its mask."""
         mask = {"mask": data.FieldSpec((), np.dtype(np.float32))}

@@ -15,6 +15,7 @@ from lamb_tpu.tasks.classification import Classification
 from lamb_tpu.tasks.language_model import LanguageModel
 from lamb_tpu.tasks.masked_lm import MaskedLm
 from lamb_tpu.tasks.question_answering import QuestionAnswering
+from lamb_tpu.tasks.translation import Translation
 
 Sums = Mapping[str, tuple[jax.Array, jax.Array]]
 
@@ -85,11 +86,16 @@ class HostScored(Protocol):
         """
 
 
+<<<<<<< HEAD
 TASKS: dict[str, type[Classification | LanguageModel | MaskedLm | QuestionAnswering]] = {
+=======
+TASKS: dict[str, type[Any]] = {
+>>>>>>> 6f3711d (Parallel text with a joint vocabulary, the task translation and its recipe: first version)
     "classification": Classification,
     "language_model": LanguageModel,
     "masked_lm": MaskedLm,
     "question_answering": QuestionAnswering,
+    "translation": Translation,
 }
 
 

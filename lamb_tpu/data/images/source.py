@@ -16,8 +16,7 @@ from lamb_tpu.data.images.jpeg import MAX_PIXELS, BadImage, Resize, decode_crop
 from lamb_tpu.data.images.policies import make_policy, random_erasing
 from lamb_tpu.data.images.records import Record, Records
 from lamb_tpu.data.images.tally import Tally
-from lamb_tpu.data.source import Batch, FieldSpec
-from lamb_tpu.data.text.vocabulary import Vocabulary
+from lamb_tpu.data.source import BaseSource, Batch, FieldSpec
 from lamb_tpu.errors import UserError
 
 CROPS = ("inception", "pad", "none")
@@ -118,7 +117,7 @@ class Options:
             )
 
 
-class ImageSource:
+class ImageSource(BaseSource):
     """A `Source` whose training examples are a function of (seed, epoch, index) alone.
 
     Neither the threads nor the processes that read, nor the order in which they do, change an
@@ -134,10 +133,8 @@ class ImageSource:
       tally: counts of odd and damaged pictures.
     """
 
-    in_memory = False
-    vocabulary: Vocabulary | None = None
-    cased = False
-    streams: int | None = None
+    num_classes: int
+    tally: Tally
 
     def __init__(
         self, name: str, records: Records, options: Options, seed: int = 0, training: bool = True

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lamb_tpu.data.hashing import words
-from lamb_tpu.data.source import Batch, FieldSpec
+from lamb_tpu.data.source import BaseSource, Batch, FieldSpec
 from lamb_tpu.data.text.masking import mask_tokens
 from lamb_tpu.data.text.packing import pack_pairs, pack_sentences
 from lamb_tpu.data.text.shards import TokenShards
@@ -40,7 +40,7 @@ class Options:
     seed: int = 0
 
 
-class MaskedLmSource:
+class MaskedLmSource(BaseSource):
     """A `Source` whose examples are a function of (options, text, epoch, index).
 
     Its name depends on the text only; the options are part of the config, which must stay the same
@@ -57,11 +57,13 @@ class MaskedLmSource:
         `next_sentence`.
     """
 
-    num_classes = None
     in_memory = False  # even if the ids are: masking is work that should overlap with the step
+<<<<<<< HEAD
     notes: tuple[str, ...] = ()
     tally = None
     streams = None
+=======
+>>>>>>> 6f3711d (Parallel text with a joint vocabulary, the task translation and its recipe: first version)
 
     def __init__(self, shards: TokenShards, options: Options) -> None:
         """Packs the text.

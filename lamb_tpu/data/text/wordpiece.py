@@ -37,6 +37,18 @@ def make_tokenizer(vocabulary: Vocabulary, cased: bool) -> Tokenizer:
 def train_vocabulary(
     read: Callable[[], Iterable[str]], size: int, cased: bool
 ) -> Vocabulary:
+    """Trains a vocabulary for `make_tokenizer`, see `train_pieces`.
+
+    Raises:
+      UserError: see `train_pieces`.
+    """
+    tokenizer = make_tokenizer(Vocabulary(SPECIAL_TOKENS), cased)
+    return train_pieces(read, size, tokenizer, "--train-vocab")
+
+
+def train_pieces(
+    read: Callable[[], Iterable[str]], size: int, tokenizer: Tokenizer, key: str
+) -> Vocabulary:
     """Trains a vocabulary of at most `size` tokens: special tokens, characters, then pieces.
 
     The trainer of `tokenizers` numbers the characters in an order that changes from run to run, and
@@ -46,16 +58,16 @@ def train_vocabulary(
     Args:
       read: yields the text, in parts; called twice.
       size: number of tokens.
-      cased: see `make_tokenizer`.
+      tokenizer: of WordPiece, with the special tokens; it is changed.
+      key: name of `size`, for the error message.
 
     Raises:
       UserError: `size` has no room for the special tokens and the characters of the text.
     """
-    tokenizer = make_tokenizer(Vocabulary(SPECIAL_TOKENS), cased)
     given = [*SPECIAL_TOKENS, *_characters(read(), tokenizer)]
     if len(given) > size:
         raise UserError(
-            f"--train-vocab={size} is too few: the special tokens and single characters of this "
+            f"{key}={size} is too few: the special tokens and single characters of this "
             f"text are {len(given):,}"
         )
     # Special tokens keep their order in the vocabulary. The characters are given as such, so the
