@@ -85,11 +85,11 @@ def get_config(argument: str | None = None) -> ConfigDict:
                 "and batch out"
             )
         config.data.name, config.data.eval_split = "grammar_de_en", "test"
-        config.data.options = ConfigDict({"vocab_size": 200, "max_length": 16, "widths": 2})
-        config.model.update({"vocab_size": 200, "features": 64, "dropout_rate": 0.0})
+        config.data.options = ConfigDict({"vocab_size": 325, "max_length": 12, "widths": 2})
+        config.model.update({"vocab_size": 325, "features": 64, "dropout_rate": 0.0})
         config.task.max_length = 24
         config.optimizer.learning_rate *= 4
-        config.duration = "6 epochs"
+        config.duration = "15 epochs"
         config.eval.every = "100 percent"
         config.log.every = "20 steps"
     return config

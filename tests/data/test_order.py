@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from lamb_tpu.data import example_order, global_indices
+from lamb_tpu.data.order import bucketed_order
 
 
 def test_each_epoch_is_another_permutation() -> None:
@@ -58,3 +59,24 @@ def test_arguments_out_of_range(seed: int, epoch: int, num_examples: int) -> Non
 def test_range_backwards() -> None:
     with pytest.raises(ValueError, match="start 5, stop 4"):
         global_indices(0, 5, 4, 10)
+
+
+@pytest.mark.parametrize("examples, batch", [(100, 8), (96, 8), (7, 16), (64, 1)])
+def test_batches_of_one_bucket(examples: int, batch: int) -> None:
+    buckets = np.random.default_rng(0).integers(0, 3, examples)
+    for epoch in range(3):
+        order = bucketed_order(5, epoch, examples, buckets, batch)
+        assert sorted(order) == list(range(examples))
+        np.testing.assert_array_equal(order, bucketed_order(5, epoch, examples, buckets, batch))
+        # Whole batches lie at multiples of the batch in the stream of all epochs.
+        head = -epoch * examples % batch
+        count = max(examples - head, 0) // batch
+        whole = buckets[order[head : head + count * batch]].reshape(count, batch)
+        assert sum(len(set(row)) > 1 for row in whole) <= 2  # where two buckets meet
+
+
+def test_bucketed_orders_differ() -> None:
+    buckets = np.random.default_rng(0).integers(0, 3, 100)
+    orders = [bucketed_order(*key, 100, buckets, 8) for key in ((5, 0), (5, 1), (6, 0))]
+    for first, second in ((0, 1), (0, 2), (1, 2)):
+        assert (orders[first] != orders[second]).mean() > 0.8

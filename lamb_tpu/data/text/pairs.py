@@ -107,12 +107,18 @@ class Wmt16:
     """
 
     def __init__(self, data_dir: str | None) -> None:
-        self._builder = tfds.builder(_WMT16, data_dir=data_dir)
-        if not is_prepared(self._builder):
+        try:
+            self._builder = tfds.builder(_WMT16, data_dir=data_dir)
+            prepared = is_prepared(self._builder)
+        # Without TensorFlow, TFDS knows only the sets that are prepared.
+        except tfds.core.DatasetNotFoundError:
+            prepared = False
+        if not prepared:
             raise UserError(
-                f"data set wmt16 is not prepared in {self._builder.data_dir}; prepare it once with "
-                f"tfds.builder({_WMT16!r}, file_format='array_record').download_and_prepare(), on "
-                "a machine with TensorFlow, and give its folder as config.data.prepared_dir"
+                f"data set wmt16 is not prepared in {data_dir or tfds.core.constants.DATA_DIR}; "
+                f"prepare it once with tfds.builder({_WMT16!r}, data_dir=DIR, "
+                "file_format='array_record').download_and_prepare(), on a machine with "
+                "TensorFlow, and give --config.data.prepared_dir=DIR"
             )
         infos = self._builder.info.splits
         self.splits = tuple(infos)
