@@ -65,16 +65,10 @@ def load(
         any set prepared by TFDS in the ArrayRecord format. Photographs, which are decoded while
         they are read: `image_folder`, `imagenet2012` (prepared by TFDS), and any TFDS set whose
         images differ in size; and `cifar10_jpeg`, one file. Text: `masked_lm` (prepared by
-<<<<<<< HEAD
         `lamb_tpu.data.prepare_text`), `squad`, `ptb`, and, embedded, `python_docs`,
-        `python_docs_cloze` and `python_docs_words`, which resemble these three.
+        `python_docs_cloze` and `python_docs_words`, which resemble these three. Pairs of sentences
+        in German and English: `multi30k`, `wmt16` and, embedded, `grammar_de_en`.
         'package.module:Name' is a user's own, see README.md of this folder.
-=======
-        `lamb_tpu.data.prepare_text`), `squad`, and, embedded, `python_docs` and
-        `python_docs_cloze`, which resemble these two. Pairs of sentences in German and English:
-        `multi30k`, `wmt16` and, embedded, `grammar_de_en`. 'package.module:Name' is a user's
-        own, see README.md of this folder.
->>>>>>> 6f3711d (Parallel text with a joint vocabulary, the task translation and its recipe: first version)
       split: in TFDS syntax, such as `train`, `train[:1000]` or `test[50%:]`. `masked_lm`: a
         prepared folder in `source_dir`; `squad`: a file in it; the embedded text: train or test;
         `image_folder`: slices of a folder in it too, or as `images.folder.FolderRecords` has it.
@@ -159,22 +153,18 @@ def options_type(name: str) -> type:
         from lamb_tpu.data.text import python_docs
 
         return python_docs.Options if name == "python_docs" else python_docs.ClozeOptions
-<<<<<<< HEAD
     if name == "python_docs_words":
         from lamb_tpu.data.text import python_docs_words
 
         return python_docs_words.Options
-    own = {
-        "masked_lm": Options, "ptb": streams.Options, "cifar10": ArrayOptions,
-        "cifar10_jpeg": ArrayOptions,
-    }
-=======
     if name in ("multi30k", "wmt16", "grammar_de_en"):
         from lamb_tpu.data.text import pair_source
 
         return pair_source.Options
-    own = {"masked_lm": Options, "cifar10": ArrayOptions, "cifar10_jpeg": ArrayOptions}
->>>>>>> 6f3711d (Parallel text with a joint vocabulary, the task translation and its recipe: first version)
+    own = {
+        "masked_lm": Options, "ptb": streams.Options, "cifar10": ArrayOptions,
+        "cifar10_jpeg": ArrayOptions,
+    }
     return own.get(name, NoOptions)
 
 
@@ -354,7 +344,6 @@ def _load_python_docs_cloze(request: _Request) -> Source:
     return python_docs.load_python_docs_cloze(request.split, options, request.training)
 
 
-<<<<<<< HEAD
 def _load_ptb(request: _Request) -> Source:
     return load_ptb(
         request.split, request.source_dir, request.options(), request.batch_size, request.training
@@ -368,7 +357,6 @@ def _load_python_docs_words(request: _Request) -> Source:
     return load_python_docs_words(request.split, options, request.batch_size, request.training)
 
 
-=======
 def _load_pairs(request: _Request) -> Source:
     from lamb_tpu.data.text import pair_source
 
@@ -379,7 +367,6 @@ def _load_pairs(request: _Request) -> Source:
     )
 
 
->>>>>>> 6f3711d (Parallel text with a joint vocabulary, the task translation and its recipe: first version)
 def _load_tfds_images(request: _Request, builder: tfds.core.DatasetBuilder) -> Source:
     from lamb_tpu.data.images.records import TfdsRecords
     from lamb_tpu.data.images.source import ImageSource

@@ -68,11 +68,10 @@ class Source(Protocol):
     def tally(self) -> Tally | None: ...
 
     @property
-<<<<<<< HEAD
     def streams(self) -> int | None: ...
-=======
+
+    @property
     def buckets(self) -> np.ndarray | None: ...
->>>>>>> 6f3711d (Parallel text with a joint vocabulary, the task translation and its recipe: first version)
 
     def __len__(self) -> int: ...
 
@@ -104,15 +103,12 @@ class BaseSource:
     cased = False
     notes: tuple[str, ...] = ()
     tally: Tally | None = None
-<<<<<<< HEAD
     streams: int | None = None
-=======
     buckets: np.ndarray | None = None
 
     def trim(self, batch: Batch, bucket: int) -> Batch:
         del bucket
         return batch
->>>>>>> 6f3711d (Parallel text with a joint vocabulary, the task translation and its recipe: first version)
 
 
 class ArraySource(BaseSource):

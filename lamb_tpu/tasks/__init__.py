@@ -86,11 +86,7 @@ class HostScored(Protocol):
         """
 
 
-<<<<<<< HEAD
-TASKS: dict[str, type[Classification | LanguageModel | MaskedLm | QuestionAnswering]] = {
-=======
 TASKS: dict[str, type[Any]] = {
->>>>>>> 6f3711d (Parallel text with a joint vocabulary, the task translation and its recipe: first version)
     "classification": Classification,
     "language_model": LanguageModel,
     "masked_lm": MaskedLm,

@@ -30,6 +30,11 @@ _TOKENS = {
     for name in ("input_ids", "token_type_ids", "attention_mask")
 }
 _WORDS = {"inputs": jax.ShapeDtypeStruct((1, 8), jnp.int32)}
+_PAIRS = {
+    "source_ids": jax.ShapeDtypeStruct((1, 8), jnp.int32),
+    "source_length": jax.ShapeDtypeStruct((1,), jnp.int32),
+    "target_ids": jax.ShapeDtypeStruct((1, 9), jnp.int32),
+}
 _ALL, _BERT = ("lamb", "adamw", "momentum"), ("lamb", "adamw")
 # A recipe with its argument, what its network takes, and its optimizers.
 TABLES = {
@@ -40,6 +45,8 @@ TABLES = {
     "bert_pretrain": ("bert_pretrain.py", "", _TOKENS, _BERT),
     "bert_pretrain_scanned": ("bert_pretrain.py", "scan", _TOKENS, _BERT),
     "bert_squad": ("bert_squad.py", "size=base", _TOKENS, _BERT),
+    "translation": ("translation.py", "", _PAIRS, ("adam", "lamb")),
+    "translation_wmt16": ("translation.py", "data=wmt16", _PAIRS, ("adam", "lamb")),
     "imagenet_resnet": ("imagenet_resnet.py", "", _image(224, 224, 3), ("lamb", "momentum")),
     "imagenet_resnet_lars": (
         "imagenet_resnet.py", "optimizer=lars", _image(224, 224, 3), ("lars",),

@@ -157,6 +157,17 @@ def build_learning_rate(rate: float, batch: int, epochs: int, kind: str, total: 
     return curve
 
 
+def halvings(rate: float, total: int, warmup: float) -> Curve:
+    """mlcommons/training, GNMT, lr_scheduler.py: four halvings after 0.666; LEGW's warm-up."""
+
+    def curve(t: np.ndarray) -> np.ndarray:
+        remain = 0.666 * total
+        passed = np.floor((t - remain) / ((total - remain) / 4)) + 1
+        return rate * np.minimum(1, t / warmup) * 0.5 ** np.clip(passed, 0, 4)
+
+    return curve
+
+
 class Case(NamedTuple):
     """A recipe's row, and what its source has for it."""
 
@@ -312,7 +323,18 @@ def _imagenet() -> list[Case]:
     return cases
 
 
-CASES = [*_bert(), *_small(), *_imagenet(), *_ptb()]
+def _translation() -> list[Case]:
+    cases = []
+    for optimizer, rate in (("adam", 1e-3), ("lamb", 4e-3)):
+        for batch in (256, 4096):
+            total, factor = 2 * 14_000 * 256 // batch, (batch / 256) ** 0.5
+            curve = halvings(rate * factor, total, 0.0145 * 14_000)
+            argument = f"data=wmt16,optimizer={optimizer},batch={batch}"
+            cases.append(Case("translation", argument, total, curve, EXACT, 14_000 * 256))
+    return cases
+
+
+CASES = [*_bert(), *_small(), *_imagenet(), *_ptb(), *_translation()]
 
 
 def _config(name: str, argument: str) -> ConfigDict:
@@ -350,7 +372,7 @@ def test_no_recipe_is_left_out() -> None:
     assert arguments("imagenet_resnet").count("optimizer=lars,batch=") == len(resnet.LARS_TPU)
     for batch in rows("imagenet_efficientnet").LARS:
         assert f"optimizer=lars,batch={batch}," in arguments("imagenet_efficientnet")
-    for file in ("mnist_lenet", "cifar10", "bert_squad"):
+    for file in ("mnist_lenet", "cifar10", "bert_squad", "translation"):
         for optimizer in rows(file).OPTIMIZERS:
             assert f"optimizer={optimizer}," in arguments(file)
     for rule in rows("mnist_lstm").RULES:

@@ -25,7 +25,8 @@ NAMES = [path.stem for path in RECIPES]
 
 def test_there_are_recipes() -> None:
     vision = {"imagenet_resnet", "imagenet_efficientnet", "cifar10", "image_folder"}
-    assert vision | {"digits", "mnist_lenet", "bert_pretrain", "bert_squad", "ptb"} <= set(NAMES)
+    text = {"bert_pretrain", "bert_squad", "ptb", "translation"}
+    assert vision | text | {"digits", "mnist_lenet"} <= set(NAMES)
 
 
 @pytest.mark.parametrize(
@@ -40,7 +41,9 @@ def test_smoke_trains_and_the_loss_falls(
     path = RECIPES[NAMES.index(name)]
     config = tiny.recipe_file(path).get_config("smoke")
     config.log.tensorboard = False
-    embedded = ("digits", "python_docs", "python_docs_cloze", "python_docs_words")
+    embedded = (
+        "digits", "python_docs", "python_docs_cloze", "python_docs_words", "grammar_de_en",
+    )
     assert config.data.name in embedded  # no download
     metrics = train(config, tmp_path, quiet=True)
     folders = [tmp_path / name for name in sorted(config.phases)] or [tmp_path]

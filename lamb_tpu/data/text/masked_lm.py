@@ -58,12 +58,6 @@ class MaskedLmSource(BaseSource):
     """
 
     in_memory = False  # even if the ids are: masking is work that should overlap with the step
-<<<<<<< HEAD
-    notes: tuple[str, ...] = ()
-    tally = None
-    streams = None
-=======
->>>>>>> 6f3711d (Parallel text with a joint vocabulary, the task translation and its recipe: first version)
 
     def __init__(self, shards: TokenShards, options: Options) -> None:
         """Packs the text.
