@@ -106,10 +106,11 @@ class Calibration:
             return self
         factor = self.generations.get(version, 1.0)
         unknown = f", none of them on {version}" * (version not in self.generations)
-        return Calibration(*(
+        low, middle, high = (
             dataclasses.replace(each, compute_factor=factor * each.compute_factor)
             for each in self.each
-        ), self.fitted_to + unknown)
+        )
+        return Calibration(low, middle, high, self.fitted_to + unknown)
 
 
 UNCALIBRATED = Calibration(
