@@ -13,6 +13,7 @@ _MODULES = {
     "shapes": ("ShapeSource", "load_shapes"),
     "source": (
         "ArraySource", "BaseSource", "Batch", "FieldSpec", "RecordSource", "Source", "title",
+        "tokens_of",
     ),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

@@ -94,6 +94,17 @@ def title(source: Source) -> str:
     return re.sub(":[0-9a-f]{12}$", "", source.name)
 
 
+def tokens_of(spec: Mapping[str, FieldSpec]) -> int:
+    """Returns the number of tokens in a training example of text, with padding; 0 for other data.
+
+    The tokens are the field `input_ids`, or whole numbers in a row in the field `inputs`.
+    """
+    for name in ("input_ids", "inputs"):
+        if name in spec and len(spec[name].shape) == 1 and spec[name].dtype.kind in "iu":
+            return spec[name].shape[0]
+    return 0
+
+
 class BaseSource:
     """Defaults of the attributes that a set may leave out: all but `name` and `element_spec`."""
 

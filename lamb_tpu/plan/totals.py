@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from lamb_tpu.data import tokens_of
 from lamb_tpu.run.build import Run
 from lamb_tpu.tasks import HostScored
 
@@ -92,6 +93,9 @@ def work_of(run: Run) -> Work:
     passes = (2 if isinstance(run.task, HostScored) else 1) * (2 if config.ema.decay else 1)
     batches = math.ceil(len(run.eval_set) / run.eval_batch_size)
     counted = getattr(run.eval_set, "counted", True)
+    # An example of streams of text is many windows in an evaluation, and one in training.
+    if "inputs" in (spec := run.eval_set.element_spec):
+        passes *= math.prod(spec["inputs"].shape[:-1])
     return Work(
         recipe.total_steps, config.batch_size, times_due(recipe.eval_every, recipe.total_steps),
         batches * run.eval_batch_size * passes if counted else None, _input(run),
@@ -152,12 +156,10 @@ def describe_input(work: Work, seconds: float, hosts: int, version: str) -> str:
 
 def _input(run: Run) -> Input:
     spec, name = run.train_set.element_spec, run.config.data.name
-    if "input_ids" in spec:
-        length = spec["input_ids"].shape[0]
+    if length := tokens_of(spec):
         per_core = _nearest(PAIRS_PER_CORE, length) if name == "masked_lm" else None
         page, unit = "text_throughput.md", "sequences"
     else:
-        length = 0
         is_photograph = name in ("imagenet2012", "image_folder") or name.startswith("tfds:")
         side = spec["image"].shape[0] if "image" in spec and spec["image"].shape else 0
         per_core = _nearest(IMAGES_PER_CORE, side) if is_photograph else None

@@ -5,7 +5,6 @@
 
 import dataclasses
 import functools
-import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -141,9 +140,7 @@ class Run:
     @property
     def tokens_per_update(self) -> int:
         """Number of tokens in a batch of text, padding included; 0 for other data."""
-        spec = self.train_set.element_spec
-        field = next((name for name in ("input_ids", "inputs") if name in spec), None)
-        return self.config.batch_size * math.prod(spec[field].shape) if field else 0
+        return self.config.batch_size * data.tokens_of(self.train_set.element_spec)
 
     def amounts(self) -> dict[str, float]:
         """Returns what an update adds to each rate of `watch.throughput.Throughput`."""

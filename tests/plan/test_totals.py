@@ -44,6 +44,15 @@ def test_what_a_run_does() -> None:
     )
 
 
+def test_an_evaluation_of_streams_is_of_all_their_windows() -> None:
+    config = tiny.recipe_file(tiny.ROOT / "configs" / "ptb.py").get_config("batch=40")
+    found = work_of(prepare(config, None, load=making.loader(config, None)))
+    windows = (929_589 // 40 - 1) // 20
+    # 40 rows over 8 devices in training; one stream of 3,688 windows on each in an evaluation.
+    assert found[:4] == (13 * windows, 40, 13, 8 * 3688)
+    assert (found.input.unit, found.input.tokens) == ("sequences", 20)
+
+
 @pytest.mark.parametrize("changes, version, line", [
     ({}, "v5e", "input: 6,400 images a second and host, 6.4 cores at 1,000 a core (a page)"),
     ({}, "v6e", "input: 6,400 images a second and host, 6.4 cores at 1,000 a core (a page); a host "
