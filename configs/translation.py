@@ -2,8 +2,8 @@ r"""GNMT, German to English: Multi30k on a workstation, WMT'16 as the LEGW paper
 
 Paper: arXiv:1901.08256, LEGW, from batch 256 to 4,096 on WMT'16, 21.8 BLEU on newstest2016
 (recalled, as its warm-up of 0.0145 epochs at batch 256). Network and attention: arXiv:1609.08144,
-in the form of MLPerf's reference, of which Adam's rate, the clipping at 5 and the four halvings
-over the last third are (recalled). Multi30k (arXiv:1605.00459) is this project's own scale of the
+in the form of MLPerf's reference, whose rate of Adam, clipping at 5 and four halvings over the
+last third are recalled. LAMB's rate is this project's guess. Multi30k (arXiv:1605.00459) is this project's own scale of the
 same study: a smaller network, base batch 64.
 
   python -m lamb_tpu.train --config=configs/translation.py --workdir=DIR \
@@ -19,7 +19,8 @@ MULTI30K is the folder of the original files, train.de.gz and so on. TFDS is a f
 start, below config.data.prepared_dir.
 
 `batch=` rescales rate and warm-up by LEGW. DIR then holds translations.txt, and bleu.json with
-sacrebleu's signature. WMT'16: not run. Multi30k: MEASURED
+sacrebleu's signature. Hardware, wall time and BLEU of both data sets: not run to the end; of
+Multi30k at batch 64, 300 updates were measured here, whose loss falls from 7.7 to 5.2.
 """
 
 from typing import Any
@@ -62,7 +63,6 @@ def get_config(argument: str | None = None) -> ConfigDict:
     config.batch_size = arg.batch or base
     config.duration = duration
     config.data.name = arg.data
-    # At a run's end the test set is evaluated by `lamb_tpu.evaluate --config.data.eval_split=test`.
     config.data.eval_split = "validation"
     config.data.options = ConfigDict(text)
     config.task = ConfigDict({
