@@ -10,6 +10,7 @@ are made from the runs; without a RUN they are made again from the record.
 import argparse
 import json
 import pathlib
+import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,6 +23,7 @@ from lamb_tpu.files import buckets, writing
 from lamb_tpu.store import runs
 
 RECORD = pathlib.Path(__file__).with_suffix(".json")
+WINDOW = 5  # records in a median
 # Keys of a run that its point of the record holds, beside its curve.
 _KEYS = {
     "batch": "batch_size", "seed": "seed", "rows": "log.lipschitz_rows", "data": "data.name",
@@ -52,24 +54,38 @@ def read(path: str) -> dict[str, Any]:
     }
 
 
+def smooth(values: Sequence[float]) -> list[float]:
+    """Returns the median of each value and its neighbours, `WINDOW` together, fewer at the ends."""
+    half = WINDOW // 2
+    return [
+        statistics.median(values[max(0, place - half) : place + half + 1])
+        for place in range(len(values))
+    ]
+
+
 def peak(run: Mapping[str, Any]) -> int:
-    """Returns the place of the largest estimate in a run's curve."""
-    return max(range(len(run["lipschitz"])), key=lambda place: run["lipschitz"][place])
+    """Returns the place of the largest median in a run's curve.
+
+    Single estimates jump: late in training the gradient of few rows is small.
+    """
+    medians = smooth(run["lipschitz"])
+    return max(range(len(medians)), key=lambda place: medians[place])
 
 
 def table(found: Sequence[Mapping[str, Any]]) -> str:
     """Returns the peaks as Markdown, by batch."""
     lines = [
-        "| batch | peak | at epoch | after updates | learning rate there, of the largest so far | "
-        "first value | last value | trained, epochs |",
+        "| batch | peak of medians | at epoch | after updates | rate there, of the largest | "
+        "first estimate | largest estimate, at epoch | trained, epochs |",
         "|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for run in found:
         at, values, rates = peak(run), run["lipschitz"], run["learning_rate"]
+        most = values.index(max(values))
         lines.append(
-            f"| {run['batch']:,} | {values[at]:.4g} | {run['epoch'][at]:.3g} | "
-            f"{run['step'][at]:,} | {rates[at]:.3g} of {max(rates):.3g} | {values[0]:.4g} | "
-            f"{values[-1]:.4g} | {run['epoch'][-1]:.3g} |"
+            f"| {run['batch']:,} | {smooth(values)[at]:.3g} | {run['epoch'][at]:.3g} | "
+            f"{run['step'][at]:,} | {rates[at]:.3g} of {max(rates):.3g} | {values[0]:.3g} | "
+            f"{values[most]:.3g}, {run['epoch'][most]:.3g} | {run['epoch'][-1]:.3g} |"
         )
     return "\n".join(lines) + "\n"
 
@@ -79,14 +95,15 @@ def picture(found: Sequence[Mapping[str, Any]]) -> Figure:
     figure = style.figure(11, 4.6)
     panels = figure.subplots(1, 2, sharey=True)
     for number, run in enumerate(found):
-        look, at = style.numbered(number), peak(run)
+        look, at, medians = style.numbered(number), peak(run), smooth(run["lipschitz"])
         for axes, place in zip(panels, ("epoch", "step"), strict=True):
+            axes.plot(run[place], run["lipschitz"], color=look["color"], linewidth=0.8, alpha=0.4)
             axes.plot(
-                run[place], run["lipschitz"], color=look["color"], linewidth=1.2,
+                run[place], medians, color=look["color"], linewidth=1.4,
                 label=f"{run['batch']:,}" if place == "epoch" else None,
             )
-            axes.plot(run[place][at], run["lipschitz"][at], color=look["color"],
-                      marker=look["marker"], markersize=8, linestyle="none")
+            axes.plot(run[place][at], medians[at], color=look["color"], marker=look["marker"],
+                      markersize=8, linestyle="none")
             axes.axvline(run[place][at], color=look["color"], linestyle=":", linewidth=0.8)
     style.dress(panels[0], "by epochs", "epochs", "local Lipschitz estimate |g'Hg| / |g|²")
     style.dress(panels[1], "by updates", "completed updates", "")
@@ -96,7 +113,7 @@ def picture(found: Sequence[Mapping[str, Any]]) -> Figure:
         axes.xaxis.set_major_formatter("{x:,g}")
     figure.legend(
         loc="outside lower center", ncols=len(found), frameon=False,
-        title="batch; the marker is the peak",
+        title=f"batch; bold: medians of {WINDOW} estimates, with their peak",
     )
     return figure
 
@@ -110,8 +127,8 @@ def page(found: Sequence[Mapping[str, Any]]) -> str:
 Curvature of the training loss along its gradient, L = |g'Hg| / |g|², over the same {first['rows']}
 training examples in every run: `{first['model']}` on {first['data']}, {first['optimizer']}, rates
 and warm-ups by LEGW. The LEGW paper says that the peak comes later in epochs at a larger batch
-(recalled). One run of each batch, seed {first['seed']}, on {', '.join(devices)}; each is as long as
-the last column says.
+(recalled). Single estimates jump, so the peak is that of the median of {WINDOW} records. One run of
+each batch, seed {first['seed']}, on {', '.join(devices)}, as long as the last column says.
 
 ![The estimate against epochs and updates, a curve for each batch](lipschitz.svg)
 
