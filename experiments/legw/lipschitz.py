@@ -72,20 +72,27 @@ def peak(run: Mapping[str, Any]) -> int:
     return max(range(len(medians)), key=lambda place: medians[place])
 
 
+def rise(run: Mapping[str, Any]) -> int:
+    """Returns the first place at which the median is at least half of its peak."""
+    medians = smooth(run["lipschitz"])
+    return next(place for place, value in enumerate(medians) if 2 * value >= max(medians))
+
+
 def table(found: Sequence[Mapping[str, Any]]) -> str:
     """Returns the peaks as Markdown, by batch."""
     lines = [
         "| batch | peak of medians | at epoch | after updates | rate there, of the largest | "
-        "first estimate | largest estimate, at epoch | trained, epochs |",
-        "|--:|--:|--:|--:|--:|--:|--:|--:|",
+        "half of it first at epoch | largest estimate, at epoch | first estimate | trained, epochs |",
+        "|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for run in found:
         at, values, rates = peak(run), run["lipschitz"], run["learning_rate"]
         most = values.index(max(values))
         lines.append(
             f"| {run['batch']:,} | {smooth(values)[at]:.3g} | {run['epoch'][at]:.3g} | "
-            f"{run['step'][at]:,} | {rates[at]:.3g} of {max(rates):.3g} | {values[0]:.3g} | "
-            f"{values[most]:.3g}, {run['epoch'][most]:.3g} | {run['epoch'][-1]:.3g} |"
+            f"{run['step'][at]:,} | {rates[at]:.3g} of {max(rates):.3g} | "
+            f"{run['epoch'][rise(run)]:.3g} | {values[most]:.3g}, {run['epoch'][most]:.3g} | "
+            f"{values[0]:.3g} | {run['epoch'][-1]:.3g} |"
         )
     return "\n".join(lines) + "\n"
 
@@ -127,8 +134,10 @@ def page(found: Sequence[Mapping[str, Any]]) -> str:
 Curvature of the training loss along its gradient, L = |g'Hg| / |g|², over the same {first['rows']}
 training examples in every run: `{first['model']}` on {first['data']}, {first['optimizer']}, rates
 and warm-ups by LEGW. The LEGW paper says that the peak comes later in epochs at a larger batch
-(recalled). Single estimates jump, so the peak is that of the median of {WINDOW} records. One run of
-each batch, seed {first['seed']}, on {', '.join(devices)}, as long as the last column says.
+(recalled). Single estimates jump, so the peak is that of the median of {WINDOW} records; a later
+one can be as high as the first, which the epoch where half of it is first reached does not feel.
+One run of each batch, seed {first['seed']}, on {', '.join(devices)}, as long as the last column
+says: a longer one may have a later peak.
 
 ![The estimate against epochs and updates, a curve for each batch](lipschitz.svg)
 

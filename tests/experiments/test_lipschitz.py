@@ -39,8 +39,8 @@ def test_peaks_are_found_and_marked(tmp_path: pathlib.Path) -> None:
     assert lipschitz.smooth(found[0]["lipschitz"]) == [2, 2.25, 2.5, 7, 7, 7, 7.5, 7]
     assert [lipschitz.peak(run) for run in found] == [6, 0]
     assert lipschitz.table(found).splitlines()[2:] == [
-        "| 128 | 7.5 | 7 | 14 | 0.2 of 0.2 | 1 | 90, 2 | 8 |",
-        "| 32 | 3 | 0.25 | 2 | 0.1 of 0.2 | 1 | 5, 0.5 | 1.25 |",
+        "| 128 | 7.5 | 7 | 14 | 0.2 of 0.2 | 4 | 90, 2 | 1 | 8 |",
+        "| 32 | 3 | 0.25 | 2 | 0.1 of 0.2 | 0.25 | 5, 0.5 | 1 | 1.25 |",
     ]
     by_epoch, by_update = lipschitz.picture(found).axes
     for axes, places in ((by_epoch, (7, 0.25)), (by_update, (14, 2))):
