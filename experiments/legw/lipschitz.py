@@ -49,7 +49,7 @@ def read(path: str) -> dict[str, Any]:
     receipt = run.receipt()
     return {
         **{name: run.config.get(key) for name, key in _KEYS.items()},
-        **{name: receipt.get(name) for name in ("device", "devices")},
+        **{name: receipt.get(name) for name in ("commit", "jax", "device", "devices")},
         **{name: [each[name] for each in records] for name in columns},
     }
 
@@ -81,8 +81,8 @@ def rise(run: Mapping[str, Any]) -> int:
 def table(found: Sequence[Mapping[str, Any]]) -> str:
     """Returns the peaks as Markdown, by batch."""
     lines = [
-        "| batch | peak of medians | at epoch | after updates | rate there, of the largest | "
-        "half of it first at epoch | largest estimate, at epoch | first estimate | trained, epochs |",
+        "| batch | peak of medians | at epoch | after updates | rate, of the largest | "
+        "half first at epoch | largest estimate, at epoch | first estimate | epochs trained |",
         "|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for run in found:
@@ -128,7 +128,10 @@ def picture(found: Sequence[Mapping[str, Any]]) -> Figure:
 def page(found: Sequence[Mapping[str, Any]]) -> str:
     """Returns the Markdown page of the record."""
     first = found[0]
-    devices = sorted({f"{run['devices']} x {run['device']}" for run in found})
+    made_by = sorted({
+        f"{run['devices']} x {run['device']}, jax {run['jax']}, commit {run['commit']}"
+        for run in found
+    })
     return f"""# The local Lipschitz estimate along training
 
 Curvature of the training loss along its gradient, L = |g'Hg| / |g|², over the same {first['rows']}
@@ -136,8 +139,8 @@ training examples in every run: `{first['model']}` on {first['data']}, {first['o
 and warm-ups by LEGW. The LEGW paper says that the peak comes later in epochs at a larger batch
 (recalled). Single estimates jump, so the peak is that of the median of {WINDOW} records; a later
 one can be as high as the first, which the epoch where half of it is first reached does not feel.
-One run of each batch, seed {first['seed']}, on {', '.join(devices)}, as long as the last column
-says: a longer one may have a later peak.
+One run of each batch, seed {first['seed']}, as long as the last column says: a longer one may have
+a later peak. Made by: {'; '.join(made_by)}.
 
 ![The estimate against epochs and updates, a curve for each batch](lipschitz.svg)
 
