@@ -13,6 +13,7 @@ import numpy as np
 import optax
 
 from lamb_tpu import optim
+from tests.batching import golden_noise_scale
 from tests.models import golden_gnmt, golden_lstm, golden_lstm_classifier
 from tests.optim import golden, golden_baselines, golden_schedules
 
@@ -134,4 +135,5 @@ FAMILIES: dict[str, Repeat] = {
     ),
     "legw_lstm": _legw_lstm,
     "schedules": _schedules,
+    "noise_scale": golden_noise_scale.repeat,
 }
