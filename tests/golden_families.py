@@ -13,9 +13,9 @@ import numpy as np
 import optax
 
 from lamb_tpu import optim
-from tests.batching import golden_noise_scale
+from tests.batching import golden_adadagrad, golden_noise_scale, golden_simigrad
 from tests.models import golden_gnmt, golden_lstm, golden_lstm_classifier
-from tests.optim import golden, golden_baselines, golden_schedules
+from tests.optim import golden, golden_agvm, golden_baselines, golden_schedules
 
 Entry = Mapping[str, Any]
 Arrays = Mapping[str, np.ndarray]
@@ -135,5 +135,8 @@ FAMILIES: dict[str, Repeat] = {
     ),
     "legw_lstm": _legw_lstm,
     "schedules": _schedules,
+    "agvm": golden_agvm.repeat,
+    "adadagrad": golden_adadagrad.repeat,
     "noise_scale": golden_noise_scale.repeat,
+    "simigrad": golden_simigrad.repeat,
 }

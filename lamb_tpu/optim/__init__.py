@@ -21,6 +21,7 @@ from lamb_tpu.optim import (
     durations,
     factory,
     leafwise,
+    modules,
     parameters,
     placement,
     presets,
@@ -32,6 +33,7 @@ from lamb_tpu.optim import (
     trust_ratio,
 )
 from lamb_tpu.optim.adagrad_norm import AdagradNormState, adagrad_norm
+from lamb_tpu.optim.agvm import AgvmState, agvm
 from lamb_tpu.optim.apollo import ApolloState, apollo
 from lamb_tpu.optim.chains import add_decayed_weights, in_float32, scale_by_rate_factors
 from lamb_tpu.optim.clipping import clip_global_norm
@@ -65,14 +67,14 @@ from lamb_tpu.optim.trust_ratio import TrustRatioState, scale_by_trust_ratio
 hush_libtpu()
 
 __all__ = [
-    "AdagradNormState", "ApolloState", "DiffgradState", "Duration", "LambState", "LarsState",
-    "NovogradState", "ParameterFacts", "RmspropTfState", "ScaleByLambState", "ScaleByLarsState",
-    "StochasticRoundingState", "TrustRatioState", "adagrad_norm", "add_decayed_weights", "add_l2",
-    "apollo", "by_examples", "chains", "clip_global_norm", "clipping", "diffgrad", "directions",
-    "durations", "evaluation_params", "exponential_decay", "factory", "in_float32", "lamb", "lars",
-    "leafwise", "legw", "make_optimizer", "novograd", "parameters", "phases", "placement", "preset",
-    "presets", "readings", "refined_schedule", "rmsprop_tf", "scale_by_lamb", "scale_by_lars",
-    "scale_by_rate_factors", "scale_by_trust_ratio", "scale_learning_rate", "scaling", "schedules",
-    "sharding", "splits", "state_sharding", "step_decay", "stochastic_rounding", "trust_ratio",
-    "warmup",
+    "AdagradNormState", "AgvmState", "ApolloState", "DiffgradState", "Duration", "LambState",
+    "LarsState", "NovogradState", "ParameterFacts", "RmspropTfState", "ScaleByLambState",
+    "ScaleByLarsState", "StochasticRoundingState", "TrustRatioState", "adagrad_norm",
+    "add_decayed_weights", "add_l2", "agvm", "apollo", "by_examples", "chains", "clip_global_norm",
+    "clipping", "diffgrad", "directions", "durations", "evaluation_params", "exponential_decay",
+    "factory", "in_float32", "lamb", "lars", "leafwise", "legw", "make_optimizer", "modules",
+    "novograd", "parameters", "phases", "placement", "preset", "presets", "readings",
+    "refined_schedule", "rmsprop_tf", "scale_by_lamb", "scale_by_lars", "scale_by_rate_factors",
+    "scale_by_trust_ratio", "scale_learning_rate", "scaling", "schedules", "sharding", "splits",
+    "state_sharding", "step_decay", "stochastic_rounding", "trust_ratio", "warmup",
 ]

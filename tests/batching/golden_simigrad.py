@@ -1,0 +1,92 @@
+"""Recorded runs of SimiGrad, repeated: cosines, batch sizes, rates and parameters."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from lamb_tpu.batching.learning_rate import rate_factor
+from lamb_tpu.batching.rules.simigrad import wanted_batch, whole_quanta
+from lamb_tpu.batching.similarity import similarity
+from tests.optim.golden_common import Settings
+
+Arrays = Mapping[str, np.ndarray]
+FED = (
+    "rank r, micro step k: noise*wgrad[n][r, k%20] + mean_w wgrad[n][w, k%20] (float32), lr 0.01"
+)
+RATE = 0.01
+
+
+def repeat(entry: Mapping[str, Any], recorded: Arrays, inputs: Arrays) -> dict[str, np.ndarray]:
+    """Returns what the run records at each update, and its last parameters."""
+    del recorded
+    settings = Settings(entry["hyper"])
+    if settings.take("gradient_fed") != FED:
+        raise ValueError("gradients are fed otherwise than here")
+    world, micro, names = (settings.take(name) for name in ("world", "micro0", "names"))
+    steps, target = settings.take("gas0"), settings.take("target")
+    lower, upper = settings.take("lower"), settings.take("upper")
+    bounds = (1 if lower is None else lower, math.inf if upper is None else upper)
+    largest, smoothing = settings.take("maxmicro"), settings.take("smooth")
+    factor, noise = settings.take("factor"), settings.take("noise")
+    adjust = 1.0 if factor is None else factor
+    updates = settings.take("updates")
+    settings.check_empty(entry["implementation"])
+
+    feeds = {name: _fed(inputs["wgrad/" + name], world, noise) for name in names}
+    params = {name: inputs["param/" + name] for name in names}
+    original, count, offset, start = world * micro * steps, 0, 0, 0
+    modifier, rows = 1.0, []
+    for _ in range(updates):
+        last = count + steps - 1
+        summed = {name: _summed(feed, count, steps) for name, feed in feeds.items()}
+        even, odd = (
+            {name: grads[half::2].mean(axis=0) for name, grads in summed.items()}
+            for half in (0, 1)
+        )
+        cosine = float(similarity(even, odd)["similarity"])
+        # The published code divides each half's mean by the number of its workers once more.
+        applied = {name: (even[name] + odd[name]) / np.float32(2 * (world // 2)) for name in names}
+        params = {
+            name: value - np.float32(RATE * modifier) * applied[name]
+            for name, value in params.items()
+        }
+        mean = {name: grads.mean(axis=0) for name, grads in summed.items()}
+        before = (world * micro * steps, steps, micro, modifier)
+
+        batch = before[0]
+        wanted = wanted_batch(batch, cosine, target, steps, *bounds, smoothing)
+        if cosine != target and not (cosine > target and batch == 1):
+            if wanted > batch and largest is not None:
+                # The quantum itself changes: the microbatch grows with the batch up to a limit.
+                micro = min(max(1, wanted // world), largest)
+            quantum = world * micro
+            steps = whole_quanta(wanted, batch, quantum) // quantum
+            offset, start = (last + 1) % steps, last + steps
+            modifier = rate_factor("sqrt", original, quantum * steps, adjust)
+        rows.append({
+            "cos": cosine, "micro_step": last, "batch_before": before[0],
+            "gas_before": before[1], "micro_before": before[2], "lr_modifier_used": before[3],
+            "batch_after": world * micro * steps, "gas_after": steps, "micro_after": micro,
+            "lr_modifier_after": modifier, "offset_after": offset, "start_after": start,
+            "grad_scale_vs_mean": _norm(applied) / _norm(mean),
+        })
+        count = last + 1
+    found = {name: np.array([row[name] for row in rows]) for name in rows[0]}
+    last_params = np.concatenate([np.ravel(params[name]) for name in names])
+    return found | {"params_final": last_params}
+
+
+def _fed(gradients: np.ndarray, world: int, noise: float) -> np.ndarray:
+    """Gradients of every rank and micro step: (world, 20, *shape)."""
+    return np.float32(noise) * gradients[:world] + gradients.mean(axis=0)
+
+
+def _summed(feed: np.ndarray, first: int, steps: int) -> np.ndarray:
+    """The mean over the micro steps of one update, for each rank."""
+    return sum(feed[:, k % feed.shape[1]] / np.float32(steps) for k in range(first, first + steps))
+
+
+def _norm(tree: dict[str, np.ndarray]) -> float:
+    return math.sqrt(sum(float(np.sum(np.square(leaf))) for leaf in tree.values()))
