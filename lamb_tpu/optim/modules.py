@@ -26,21 +26,21 @@ class Products(NamedTuple):
     apart: jax.Array  # of a - b with itself
 
 
-def check(modules: Sequence[str]) -> None:
+def check(name: str, modules: Sequence[str]) -> None:
     """Raises ValueError unless modules are distinct regular expressions, at least one."""
     if isinstance(modules, str) or not isinstance(modules, Sequence) or not modules:
         raise ValueError(
-            f"modules must be a list of regular expressions over paths, not {modules!r}"
+            f"{name} must be a list of regular expressions over paths, not {modules!r}"
         )
     for pattern in modules:
         try:
             re.compile(pattern)
         except (re.error, TypeError) as error:
             raise ValueError(
-                f"the module {pattern!r} is not a valid regular expression: {error}"
+                f"{name} must be valid regular expressions; {pattern!r} is none: {error}"
             ) from error
         if list(modules).count(pattern) > 1:
-            raise ValueError(f"the module {pattern!r} is given twice; only the first would decide")
+            raise ValueError(f"{name} has {pattern!r} twice; only the first would decide")
 
 
 def assign(params: Any, modules: Sequence[str]) -> list[int]:
@@ -56,7 +56,7 @@ def assign(params: Any, modules: Sequence[str]) -> list[int]:
     Raises:
       ValueError: modules that are none; a leaf that no module matches; a module that has no leaf.
     """
-    check(modules)
+    check("modules", modules)
     found = []
     for path in parameters.leaf_paths(params):
         index = next((i for i, pattern in enumerate(modules) if re.search(pattern, path)), None)

@@ -61,6 +61,11 @@ def _rounded_lamb(learning_rate, rules="all", axis_name=None):
         optim.lamb(learning_rate, rules=rules, axis_name=axis_name), seed=1, axis_name=axis_name)
 
 
+def _lamb_under_agvm(learning_rate, rules="all", axis_name=None):
+    return optim.agvm(
+        optim.lamb(learning_rate, rules=rules, axis_name=axis_name), [""], axis_name=axis_name)
+
+
 # Each algorithm once, and what is built around one.
 PLAIN: dict[str, Build] = {
     **OPTIMIZERS,
@@ -70,6 +75,7 @@ PLAIN: dict[str, Build] = {
     "scale_by_adam, scale_by_trust_ratio": _ratio_on_adam,
     "clip_global_norm, lamb": _clipped_lamb,
     "stochastic_rounding(lamb)": _rounded_lamb,
+    "agvm(lamb)": _lamb_under_agvm,
 }
 
 

@@ -31,8 +31,9 @@ PARAMS = {"kernel": jnp.ones((4, 3)), "bias": jnp.ones(3)}
 
 # Modules, and functions of arrays inside an update, that serve the package itself.
 INNER = {
-    "checks", "leafwise", "chains.check_numbers", "chains.refuse_leaves", "chains.under_rules",
-    "splits", "directions.AdamDirection", "directions.Momentum",
+    "checks", "leafwise", "modules", "splits",
+    "chains.check_numbers", "chains.refuse_leaves", "chains.under_rules",
+    "directions.AdamDirection", "directions.Momentum",
     "parameters.leaf_paths", "clipping.check_max_norm",
     "clipping.global_norm", "clipping.global_scale", "rounding.round_to_bfloat16",
     "apollo.project", "apollo.projected_side", "apollo.projection", "apollo.projection_shape",
@@ -76,6 +77,7 @@ FUNCTIONS = public_functions() | {
 # What a call needs beside the learning rate and what has a default.
 NEEDED = {
     "adamw_timescale": dict(learning_rate=0.1, weight_decay=0.1, batch_size=8, data_size=100),
+    "agvm": dict(inner=optax.sgd(0.1), module_rules=[""]),
     "add_l2": dict(inner=optax.sgd(0.1), l2=0.1, rules="all"),
     "adamw_weight_decay": dict(timescale=0.1, learning_rate=0.1, batch_size=8, data_size=100),
     "by_examples": dict(schedule=lambda seen: 0.1, batch_size=8),
@@ -113,6 +115,7 @@ NEEDED = {
 }
 # Kinds that are right beyond what an annotation says.
 RIGHT = {
+    ("agvm", "second_moment"): {"callable"},
     ("clip_global_norm", "max_norm"): {"inf"},  # never clips
     ("optimal_timescale", "exponent"): {"negative"},
     ("own_arguments", "name"): {"callable"},
