@@ -55,5 +55,5 @@ def test_another_rate_rule_is_told_by_the_entry() -> None:
 
 
 def test_what_is_not_known_is_an_error() -> None:
-    with pytest.raises(ValueError, match="the implementation 'gru' is unknown; known: ptb"):
+    with pytest.raises(ValueError, match="the implementation 'gru' is unknown; known: mlperf"):
         FAMILIES["legw_lstm"]({"implementation": "gru"}, {}, {})
