@@ -3,8 +3,8 @@ r"""GNMT, German to English: Multi30k on a workstation, WMT'16 as the LEGW paper
 Paper: arXiv:1901.08256, LEGW, from batch 256 to 4,096 on WMT'16, 21.8 BLEU on newstest2016
 (recalled, as its warm-up of 0.0145 epochs at batch 256). Network and attention: arXiv:1609.08144,
 in the form of MLPerf's reference, whose rate of Adam, clipping at 5 and four halvings over the
-last third are recalled. LAMB's rate is this project's guess. Multi30k (arXiv:1605.00459) is this
-project's own scale of the same study: a smaller network, base batch 64.
+last third are recalled. LAMB's rate is this project's guess. Multi30k (arXiv:1605.00459) is the
+same study at this project's own scale: a smaller network, base batch 64.
 
   python -m lamb_tpu.train --config=configs/translation.py --workdir=DIR \
       --config.data.dir=MULTI30K

@@ -83,3 +83,18 @@ def test_the_number_of_examples() -> None:
 def test_mistakes(name: str, split: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         data.load_shapes(name, split, options=options)
+
+
+def test_pairs_have_the_width_of_the_longest() -> None:
+    options = {"vocab_size": 8000, "max_length": 48, "widths": 4}
+    found = data.load_shapes("multi30k", "train", options=options)
+    assert len(found) == 29_000 and found.buckets is None
+    shapes = {name: spec.shape for name, spec in found.element_spec.items()}
+    assert shapes == {
+        "source_ids": (48,), "source_length": (), "target_ids": (49,), "target_length": (),
+    }
+    assert len(data.load_shapes("wmt16", "train[:50%]", options=options)) == 2_274_442
+    real = data.load(
+        "grammar_de_en", "train", options={"vocab_size": 250, "max_length": 48, "widths": 4}
+    )
+    assert real.element_spec == found.element_spec

@@ -16,7 +16,8 @@ LANGUAGES = ("de", "en")  # of the source and of the target
 _WMT16 = "wmt16_translate/de-en"
 _READ_CHUNK = 1024
 _MULTI30K = (
-    "https://github.com/multi30k/dataset/raw/a3d2e0d26b56f3846f66a952536ffed4e401d05a/data/task1/raw"
+    "https://github.com/multi30k/dataset/raw/a3d2e0d26b56f3846f66a952536ffed4e401d05a/data/task1/"
+    "raw"
 )
 # Files of each split, and their sha256.
 _FILES = {
