@@ -2,13 +2,8 @@
 
 A plan needs the shapes of a batch and the number of examples, and reads none. The facts of MNIST,
 Fashion-MNIST and CIFAR-10 are those of TFDS's catalogue; ImageNet's those of its challenge of 2012;
-<<<<<<< HEAD
 SQuAD's the questions in the two files of version 1.1; the Penn Treebank's the words of Mikolov's
-three files.
-=======
-SQuAD's the questions in the two files of version 1.1; Multi30k's and WMT'16's the pairs of each
-split, in batches of the greatest width.
->>>>>>> d61c16e (A plan knows the shapes of Multi30k and WMT'16)
+three files; Multi30k's and WMT'16's the pairs of each split, in batches of the greatest width.
 """
 
 from collections.abc import Mapping
@@ -20,11 +15,7 @@ from lamb_tpu.data import registry
 from lamb_tpu.data.options import read_options
 from lamb_tpu.data.source import BaseSource, Batch, FieldSpec, Source
 from lamb_tpu.data.splits import slices
-<<<<<<< HEAD
-from lamb_tpu.data.text import masked_lm, ptb, streams
-=======
-from lamb_tpu.data.text import masked_lm, pair_source
->>>>>>> d61c16e (A plan knows the shapes of Multi30k and WMT'16)
+from lamb_tpu.data.text import masked_lm, pair_source, ptb, streams
 from lamb_tpu.errors import UserError
 
 # The length of a set of unknown length, if nothing depends on it.
@@ -113,11 +104,7 @@ def load_shapes(
     given = {"options": options, "training": training, "source_dir": source_dir, **others}
     chosen: Any = None
     if name in _PICTURES or name == "imagenet2012" or (
-<<<<<<< HEAD
-        name in ("masked_lm", "squad", "ptb", "image_folder") and source_dir is None
-=======
-        name in ("masked_lm", "squad", "image_folder", *_PAIRS) and source_dir is None
->>>>>>> d61c16e (A plan knows the shapes of Multi30k and WMT'16)
+        name in ("masked_lm", "squad", "ptb", "image_folder", *_PAIRS) and source_dir is None
     ):
         fixed = {"seed": 0} if name == "masked_lm" else {}
         chosen = read_options(name, registry.options_type(name), options or {}, **fixed)
@@ -134,16 +121,13 @@ def load_shapes(
         length = sum(stop - start for _, start, stop in slices(name, split, facts.lengths))
     elif name == "image_folder":
         spec, num_classes = _picture((chosen.size, chosen.size, 3)), chosen.num_classes or None
-<<<<<<< HEAD
     elif name == "ptb":
         spec, length = _streams(split, chosen, training, others.get("batch_size", 1))
         num_classes = ptb.VOCABULARY
-=======
     elif name in _PAIRS:
         pair_source.check_options(chosen)
         spec = pair_source.element_spec(chosen.max_length, chosen.max_length)
         length = sum(stop - start for _, start, stop in slices(name, split, _PAIRS[name]))
->>>>>>> d61c16e (A plan knows the shapes of Multi30k and WMT'16)
     elif name == "squad":
         spec, length = _windows(chosen.max_length, training), _QUESTIONS.get(split)
     else:

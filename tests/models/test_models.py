@@ -55,6 +55,9 @@ def test_a_model_takes_axes_whether_or_not_it_needs_them(name: str) -> None:
         inputs = dict.fromkeys(("input_ids", "token_type_ids", "attention_mask"), tokens)
     if name == "lstm_lm":
         inputs = {"inputs": jax.ShapeDtypeStruct((1, 7), jnp.int32)}
+    if name == "gnmt":
+        tokens, length = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, 7), (1,)))
+        inputs = {"source_ids": tokens, "source_length": length, "target_ids": tokens}
     assert "params" in jax.eval_shape(model.init, jax.random.key(0), inputs)
 
 
@@ -65,6 +68,12 @@ def test_a_model_of_text_tells_what_it_reads() -> None:
     assert models.build("bert").stacked is models.build("mlp").stacked is None
     assert re.search(models.build("bert", scan_layers=True).stacked, "encoder/layers/output/bias")
     assert models.batch_norm_groups(ConfigDict({"name": "bert"}), 64, 8) == (1, "")
+
+
+def test_a_model_that_writes_tells_how() -> None:
+    model = models.build("gnmt", vocab_size=99)
+    assert model.vocab_size == 99 and model.decode is not None
+    assert models.build("bert").decode is models.build("mlp").decode is None
 
 
 def test_batch_norm_inside_shard_map_needs_the_axes() -> None:
