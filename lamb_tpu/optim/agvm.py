@@ -124,8 +124,9 @@ def agvm(
     def init_fn(params: optax.Params) -> AgvmState:
         checks.check_arrays("params", params)
         modules.assign(params, module_rules)
-        ones = jnp.ones(len(module_rules), jnp.float32)
-        return AgvmState(jnp.zeros((), jnp.int32), ones, ones, inner.init(params))
+        # Two arrays, for one that stands twice in a state cannot be donated.
+        factors, targets = (jnp.ones(len(module_rules), jnp.float32) for _ in range(2))
+        return AgvmState(jnp.zeros((), jnp.int32), factors, targets, inner.init(params))
 
     def update_fn(
         updates: optax.Updates,

@@ -29,7 +29,8 @@ class Augmented(InnerProductTest):
     17
 
     Attributes:
-      nu: above 0; 5.84 in the papers, with theta 0.9. A smaller one wants larger batches.
+      nu: above 0; a smaller one wants larger batches. Bollapragada et al. are recalled to have
+        5.84, with theta 0.9.
     """
 
     nu: float

@@ -21,12 +21,15 @@ def test_it_follows_up_and_down_by_its_factor() -> None:
 
 def test_from_the_averages_themselves() -> None:
     rule, state = NoiseScale(quantum=32, upper=4096), statistic.init()
-    read = lambda: rule.next_batch(64, {"noise_scale": statistic.noise_scale(state)}, 0)  # noqa: E731
-    assert read() == 64  # nothing is known yet
+
+    def following(state: statistic.NoiseScaleState) -> int:
+        return rule.next_batch(64, {"noise_scale": statistic.noise_scale(state)}, 0)
+
+    assert following(state) == 64  # nothing is known yet
     state = statistic.update(state, statistic.Estimate(1.0, 500.0), 0.9)
-    assert read() == 512
+    assert following(state) == 512
     state = statistic.update(state, statistic.Estimate(-100.0, 500.0), 0.9)
-    assert read() == 4096 and math.isinf(statistic.noise_scale(state))
+    assert following(state) == 4096 and math.isinf(statistic.noise_scale(state))
 
 
 def test_mistakes() -> None:
