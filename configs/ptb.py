@@ -14,7 +14,7 @@ compares it with.
   python -m lamb_tpu.train --config=configs/ptb.py:batch=640 --workdir=DIR \
       --config.data.dir=PTB
   python -m lamb_tpu.train --config=configs/ptb.py:batch=640,rule=linear --workdir=DIR \
-      --config.data.dir=PTB --config.schedule.warmup='5 epochs'
+      --config.data.dir=PTB
   python -m lamb_tpu.train --config=configs/ptb.py:size=large,batch=160 --workdir=DIR \
       --config.data.dir=PTB
   python -m lamb_tpu.evaluate --workdir=DIR --split=test
@@ -44,18 +44,20 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "momentum": {"learning_rate": 0.1, "momentum": 0.9},
     "adam": {"learning_rate": 0.001},
 }
-# Scaling of the rate, and the warm-up at batch 20.
+# How the rate of batch 20 is carried to another batch: scaling, and warm-up. All but `legw` are the
+# paper's baselines; `linear_poly` of them has a warm-up, and polynomial decay from its end.
 RULES = {
     "legw": ("legw", "0.2 epochs"),
-    "identity": ("identity", "0 epochs"),
-    "sqrt": ("sqrt", "0 epochs"),
+    "same": ("identity", "0 epochs"),
     "linear": ("linear", "0 epochs"),
+    "sqrt": ("sqrt", "0 epochs"),
+    "linear_poly": ("linear", "5 epochs"),
 }
 
 
 def get_config(argument: str | None = None) -> ConfigDict:
     """Arguments: size=small|medium|large, optimizer=sgd|momentum|adam,
-    rule=legw|identity|sqrt|linear, batch=20, smoke.
+    rule=legw|same|linear|sqrt|linear_poly, batch=20, smoke.
     """
     arg = parse_argument(
         argument, size="small", optimizer="sgd", rule="legw", batch=20, smoke=False
@@ -81,13 +83,17 @@ def get_config(argument: str | None = None) -> ConfigDict:
     })
     config.schedule.base_batch_size = 20
     config.schedule.scaling, config.schedule.warmup = RULES[arg.rule]
-    # Counted from update 0, so that a long warm-up does not move the decay.
-    config.schedule.decay = "step"
-    config.schedule.decay_from = "zero"
-    config.schedule.decay_factor = factor
-    config.schedule.boundaries = ", ".join(
-        f"{epoch} epochs" for epoch in range(at_full_rate, epochs)
-    )
+    if arg.rule == "linear_poly":
+        config.schedule.decay = "polynomial"
+        config.schedule.power = 2.0  # that of the paper's other applications, recalled
+    else:
+        # Counted from update 0, so that a long warm-up does not move the decay.
+        config.schedule.decay = "step"
+        config.schedule.decay_from = "zero"
+        config.schedule.decay_factor = factor
+        config.schedule.boundaries = ", ".join(
+            f"{epoch} epochs" for epoch in range(at_full_rate, epochs)
+        )
     config.checkpoint.best = "perplexity"
     config.checkpoint.best_mode = "min"
     config.log.every = "100 steps"
@@ -96,6 +102,9 @@ def get_config(argument: str | None = None) -> ConfigDict:
         config.data.options.update({"vocab_size": 1000, "eval_streams": 8})
         config.model.update({"features": 64, "vocab_size": 1000})
         config.duration = "2 epochs"
-        config.schedule.boundaries = "1 epochs"
+        if arg.rule == "linear_poly":
+            config.schedule.warmup = "0.5 epochs"
+        else:
+            config.schedule.boundaries = "1 epochs"
         config.log.every = "5 steps"
     return config

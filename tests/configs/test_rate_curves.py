@@ -275,7 +275,16 @@ def _ptb() -> list[Case]:
 
         argument = f"size={size},batch={batch}"
         cases.append(Case("ptb", argument, epochs * windows, curve, EXACT, batch * windows))
-    return cases
+    # The baseline of LEGW's paper: linear scaling, 5 epochs of warm-up, power 2.
+    windows = (words // 640 - 1) // 20
+    total, warmup = 13 * windows, 5 * windows
+
+    def polynomial(t: np.ndarray) -> np.ndarray:
+        left = (total - t) / (total - warmup)
+        return np.where(t < warmup, 32 * t / warmup, 32 * np.clip(left, 0, 1) ** 2)
+
+    case = Case("ptb", "rule=linear_poly,batch=640", total, polynomial, EXACT, 640 * windows)
+    return [*cases, case]
 
 
 def _imagenet() -> list[Case]:
