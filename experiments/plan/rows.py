@@ -19,9 +19,10 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from lamb_tpu import cli
-from lamb_tpu.config import flatten
+from lamb_tpu.config import base_config
 from lamb_tpu.cost.network import Constants
 from lamb_tpu.plan.report import Plan
+from lamb_tpu.plan.variants import differences
 
 FOLDER = pathlib.Path(__file__).parent
 _OPTIONAL = ("evaluated", "seconds", "all_reduce", "reported_updates", "reported_seconds")
@@ -57,7 +58,9 @@ class Part:
     def key(self, topology: str) -> str:
         """Returns what a kept part must have been made from: slice, config and versions."""
         versions = [importlib.metadata.version(name) for name in ("jax", "libtpu")]
-        text = json.dumps([topology, versions, flatten(self.config())], sort_keys=True, default=str)
+        # A key that is new to all configs, and has its default here, changes nothing.
+        changes = differences(base_config(), self.config())
+        text = json.dumps([topology, versions, changes], sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

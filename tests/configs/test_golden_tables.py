@@ -62,7 +62,7 @@ TABLES = {
     "cifar10": (
         "cifar10.py", "", _image(32, 32, 3), (*_ALL, "lars", "adam", "adagrad"),
     ),
-    "ptb": ("ptb.py", "", _WORDS, ("sgd", "momentum", "adam")),
+    "ptb": ("ptb.py", "batch=80", _WORDS, ("sgd", "momentum", "adam")),
     "cifar10_resnet18": ("cifar10.py", "model=resnet18", _image(32, 32, 3), ("lamb",)),
 }
 

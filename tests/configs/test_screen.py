@@ -58,8 +58,10 @@ def test_start_of_a_recipe_fits_a_screen(
     )
     config = phases.split(whole)[0].config
     monkeypatch.setattr(memory, "check_memory", lambda *_: None)  # BERT-Large, eight times over
+    is_known = config.task.name in ("language_model", "translation")  # shapes without files
     monkeypatch.setattr(
         data, "load",
+        data.load_shapes if is_known else
         lambda _, split, **options: Unread(f"set:{split}", spec_of(config, inputs), 1_281_167),
     )
     monkeypatch.setattr(Run, "model_flops", 123_456_789_012_345_678)  # it takes long to count them

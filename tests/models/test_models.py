@@ -22,7 +22,7 @@ from tests.quick import jit
 @pytest.mark.parametrize(
     "name, fields, message",
     [
-        ("lennet", {}, "config.model.name is 'lennet'; known models: bert, dav.*resnet152, and "
+        ("lennet", {}, "config.model.name is 'lennet'; known models: bert, dav.*row_lstm, and "
          "'package.module:Name' for your own$"),
         ("mlp", {"depth": 3}, "config.model.depth is not a field .*; known: num_classes, "),
         ("mlp", {"parent": None}, "config.model.parent is not a field"),
