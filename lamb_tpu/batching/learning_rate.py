@@ -1,4 +1,4 @@
-"""How the learning rate follows a batch that changes."""
+"""Learning rates for a batch that changes: the factor of each rule."""
 
 from lamb_tpu.optim.checks import check_above_zero, check_range
 from lamb_tpu.optim.scaling import scale_learning_rate

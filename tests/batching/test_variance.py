@@ -74,7 +74,7 @@ def test_per_tensor_adds_what_each_tensor_has_for_itself() -> None:
 
 
 def test_the_law_of_parts() -> None:
-    """Of several workers the mean of their variances, and the population variance of means."""
+    """The form of several workers: the mean of their variances plus that of their means."""
     grads = _gradients()
     rows = np.concatenate([leaf.reshape(ROWS, -1) for leaf in grads.values()], axis=1)
     workers = rows.astype(np.float64).reshape(3, 8, -1)

@@ -19,7 +19,7 @@ def test_docstrings() -> None:
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=goldens.label)
 def test_the_rule_makes_the_recorded_batches(entry) -> None:
-    """Where the published bounds are whole quanta; others the rule refuses."""
+    """Recorded runs whose bounds are whole quanta; the rule refuses other bounds."""
     hyper, recorded = entry["hyper"], goldens.record(entry)
     quantum = hyper["world"] * hyper["micro0"]
     lower = hyper["lower"]
