@@ -126,7 +126,10 @@ def test_a_skipped_update_puts_the_carry_back(folder: pathlib.Path) -> None:
     assert np.abs(before["value"]).max() > 0
 
 
-@pytest.mark.parametrize("devices, changes", [(8, {}), (2, {"accumulation_steps": 2})])
+@pytest.mark.parametrize(
+    "devices, changes",
+    [pytest.param(8, {}, marks=pytest.mark.long), (2, {"accumulation_steps": 2})],
+)
 def test_resumed(
     folder: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch,
     devices: int, changes: dict[str, Any],

@@ -39,6 +39,7 @@ def last(workdir: pathlib.Path) -> dict[str, Any]:
     return tiny.untimed(read_records(workdir / "metrics.jsonl", "eval")[-1])
 
 
+@pytest.mark.long
 def test_a_resumed_run_has_the_same_bits(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -68,6 +68,7 @@ def test_steps_are_the_teacher_forced_words() -> None:
     assert np.ptp(weights[0]) > 0.05  # it looks at some words more than at others
 
 
+@pytest.mark.long
 def test_dropout_belongs_to_rows() -> None:
     apply = functools.partial(
         network(0.5).apply, variables(), train=True, key=jax.random.key(1)

@@ -54,6 +54,7 @@ def outputs(size: int, devices: int) -> dict[str, np.ndarray]:
     return jax.tree.map(lambda *x: np.concatenate(x)[: len(source())], *jax.device_get(parts))
 
 
+@pytest.mark.long
 def test_one_score_whatever_the_batch_and_the_devices() -> None:
     expected, files = task().score(source(), outputs(23, 1))
     assert len(set(files["translations.txt"].splitlines())) > 1
