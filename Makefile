@@ -1,7 +1,7 @@
 # Each target does its own set-up on a machine with only Python >= 3.11: `make setup` builds .venv
 # once and again only when the pinned requirements, the package's metadata or the interpreter change.
 #   make demo            the batch-scaling study on handwritten digits (under 3 minutes on 2 cores)
-#   make test            the tests but the long ones                   (28 minutes on 2 cores)
+#   make test            the tests but the long ones                   (29 minutes on 2 cores)
 #   make lint            what ruff finds, and mypy in lamb_tpu
 #   make test-long       the tests marked long
 #   make test-all        both

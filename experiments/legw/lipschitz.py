@@ -140,7 +140,8 @@ and warm-ups by LEGW. The LEGW paper says that the peak comes later in epochs at
 (recalled). Single estimates jump, so the peak is that of the median of {WINDOW} records; a later
 one can be as high as the first, which the epoch where half of it is first reached does not feel.
 One run of each batch, seed {first['seed']}, as long as the last column says: a longer one may have
-a later peak. Made by: {'; '.join(made_by)}.
+a later peak. That the peak is of medians was decided after the single estimates had been seen; they
+are in the table too. Made by: {'; '.join(made_by)}.
 
 ![The estimate against epochs and updates, a curve for each batch](lipschitz.svg)
 
