@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lamb_tpu.models import recurrence
-from lamb_tpu.models.recurrence import GATES, Carry
+from lamb_tpu.models.recurrence import GATES, Carry, Kernels
 
 
 class LSTM(nn.Module):
@@ -69,15 +69,13 @@ class LSTM(nn.Module):
         hidden = self.param("hidden_kernel", uniform, (self.features, width), jnp.float32)
         bias = self.param("bias", bias_init, (width,), jnp.float32)
         dtype = self.dtype or inputs.dtype
-        gates = jnp.dot(
-            inputs.astype(dtype), kernel.astype(dtype),
-            preferred_element_type=jnp.promote_types(dtype, jnp.float32),
-        ) + bias
+        kernels = Kernels(kernel.astype(dtype), hidden.astype(dtype), bias)
         mask = jnp.ones(inputs.shape[:2], bool) if valid is None else valid
         if self.reverse:
-            gates, mask = gates[::-1], mask[::-1]
-        first = recurrence.zero_carry(gates) if carry is None else carry
-        outputs, last = recurrence.run(gates, hidden.astype(dtype), first, mask, factor)
+            inputs, mask = inputs[::-1], mask[::-1]
+        if carry is None:
+            carry = recurrence.zero_carry(inputs, self.features, bias.dtype)
+        outputs, last = recurrence.run(inputs, kernels, carry, mask, factor)
         return (outputs[::-1] if self.reverse else outputs), last
 
 
