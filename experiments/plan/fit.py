@@ -2,14 +2,14 @@
 
 A run takes
 
-    factor * (generation * compute + links / efficiency + hops * hop + collectives * start)
+    factor * generation * compute + links / efficiency + hops * hop + collectives * start
 
 where `compute` is the compiler's estimate for all updates, and for evaluation at a third of an
 update's for an example. `factor` is one number for each source: how much slower that team's program
-ran than ours is estimated, whatever the slice. `generation` is 1 for TPU v3 and one number for each
+computed than ours is estimated, whatever the slice. `generation` is 1 for TPU v3 and one number for each
 other generation: how much faster its cores are than the compiler says. `efficiency`, `hop` and
 `start` are one number each for all. The fit takes the least squares of the logarithms of predicted
-by measured time.
+by measured time, with a weak pull of these three to what a profile on TPU v5e says.
 
 Two errors are told. A run left out has its source's factor from the source's other runs: this is
 how well the model scales. A source left out has the median of the other sources' factors: this is
@@ -17,18 +17,23 @@ what a program that nobody has run meets.
 """
 
 import dataclasses
+import itertools
 import statistics
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 from scipy import optimize
 
-from lamb_tpu.cost.network import Calibration, Constants
+from lamb_tpu.cost.network import PROFILE, Calibration, Constants
 
-# Bounds of 1 / efficiency, and of the microseconds of a hop and of a collective. An efficiency
-# above 1 would say that published bandwidths are too small.
-_LOW, _HIGH = (1.0, 0.0, 0.0), (5.0, 10.0, 200.0)
-_START = (1.2, 1.0, 5.0)
+# Of 1 / efficiency, and of the microseconds of a hop and of a collective: those of the profile. A
+# factor of e away from one counts as a run that is off by 1 %, so that a constant that no run tells
+# stays there. Of 8, 4, 2 and 1 % the last was best for the runs left out.
+_PRIOR = np.log([
+    1 / PROFILE.efficiency, PROFILE.hop_seconds * 1e6, PROFILE.collective_seconds * 1e6,
+])
+_PULL = 0.01
+_WIDEST = 100.0  # bound of each constant's distance from its start, as a factor
 BASE = "v3"  # the generation whose factor is 1
 
 
@@ -50,10 +55,6 @@ class Sample:
     basis: tuple[float, float, float]
     measured: float
 
-    def seconds(self, network: Sequence[float], generation: float) -> float:
-        """Returns the time by the model, with a source's factor of 1."""
-        return generation * self.compute + float(np.dot(self.basis, network))
-
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
@@ -63,49 +64,50 @@ class Fit:
       network: 1 / efficiency, microseconds of a hop, microseconds of a collective.
       generations: time of a generation's computation by the compiler's estimate, where `BASE`'s is
         the same.
-      factors: measured by predicted time of each source.
+      factors: time of a source's computation by the compiler's estimate, besides that.
     """
 
     network: tuple[float, ...]
     generations: Mapping[str, float]
     factors: Mapping[str, float]
 
-    def seconds(self, sample: Sample) -> float:
-        """Returns the predicted time; of an unknown source with the median factor."""
-        factor = self.factors.get(sample.source) or statistics.median(self.factors.values())
-        return factor * self.without_factor(sample)
+    @property
+    def factor(self) -> float:
+        """The factor of a program that nobody has run: the median of the sources'."""
+        return statistics.median(self.factors.values())
 
-    def without_factor(self, sample: Sample) -> float:
-        """Returns the predicted time of a source whose factor is 1."""
-        return sample.seconds(self.network, self.generations.get(sample.generation, 1.0))
+    def network_seconds(self, sample: Sample) -> float:
+        """Returns the time for which a run waits for the network."""
+        return float(np.dot(sample.basis, self.network))
+
+    def seconds(self, sample: Sample) -> float:
+        """Returns the predicted time."""
+        factor = self.factors.get(sample.source, self.factor)
+        computation = factor * self.generations.get(sample.generation, 1.0) * sample.compute
+        return computation + self.network_seconds(sample)
 
 
 def fit(samples: Sequence[Sample]) -> Fit:
-    """Fits the constants; the factors of sources follow from the others."""
-    others = sorted({sample.generation for sample in samples} - {BASE})
+    """Fits the constants."""
+    generations = sorted({sample.generation for sample in samples} - {BASE})
+    sources = sorted({sample.source for sample in samples})
 
     def fitted(values: np.ndarray) -> Fit:
-        generations = dict(zip(others, map(float, values[len(_START):]), strict=True))
-        return Fit(tuple(map(float, values[:len(_START)])), {BASE: 1.0} | generations, {})
-
-    def logarithms(values: np.ndarray) -> dict[str, list[float]]:
-        known, found = fitted(values), dict[str, list[float]]()
-        for sample in samples:
-            ratio = sample.measured / known.without_factor(sample)
-            found.setdefault(sample.source, []).append(float(np.log(ratio)))
-        return found
+        each = iter(map(float, np.exp(values)))
+        network = tuple(itertools.islice(each, len(_PRIOR)))
+        of_generations = {name: next(each) for name in generations}
+        return Fit(network, {BASE: 1.0} | of_generations, {name: next(each) for name in sources})
 
     def residuals(values: np.ndarray) -> np.ndarray:
-        # A source's best factor is the mean of its logarithms.
-        return np.concatenate([np.subtract(each, np.mean(each))
-                               for each in logarithms(values).values()])
+        known = fitted(values)
+        ratios = [known.seconds(sample) / sample.measured for sample in samples]
+        return np.concatenate([np.log(ratios), _PULL * (values[:len(_PRIOR)] - _PRIOR)])
 
-    start = np.array([*_START, *[1.0] * len(others)])
-    bounds = [*_LOW, *[0.2] * len(others)], [*_HIGH, *[5.0] * len(others)]
-    best = optimize.least_squares(residuals, start, bounds=bounds, x_scale=start).x
-    return dataclasses.replace(fitted(best), factors={
-        source: float(np.exp(np.mean(each))) for source, each in logarithms(best).items()
-    })
+    start = np.concatenate([_PRIOR, np.zeros(len(generations) + len(sources))])
+    widest = np.log(_WIDEST)
+    low, high = start - widest, start + widest
+    low[0] = 0.0  # an efficiency above 1 would say that the published bandwidths are too small
+    return fitted(optimize.least_squares(residuals, start, bounds=(low, high)).x)
 
 
 def leave_out_runs(samples: Sequence[Sample]) -> list[float | None]:
@@ -136,19 +138,31 @@ def calibration(found: Fit, ratios: Sequence[float], fitted_to: str) -> Calibrat
     Args:
       found: the fit to all.
       ratios: predicted by measured time of the runs, each with its source left out. The interval
-        is the smallest that would have held nine in ten of them.
+        is the smallest that would have held nine in ten of them; at its upper end the network is
+        at most as fast as in the profile.
       fitted_to: what the runs are.
     """
     inverse, hop, start = found.network
-    factor = statistics.median(found.factors.values())
-    low, high = np.quantile(1 / np.asarray(ratios), (0.05, 0.95))
-
-    def scaled(by: float) -> Constants:
-        # Networks between slices are in no run; their guesses stay, as UNCALIBRATED has them.
-        return Constants(
-            1 / (inverse * by), hop * 1e-6 * by, start * 1e-6 * by, 0.7 / by, 50e-6 * by, by,
-        )
-
+    fitted = Constants(
+        1 / inverse, hop * 1e-6, start * 1e-6, PROFILE.datacenter_efficiency,
+        PROFILE.datacenter_seconds, found.factor,
+    )
+    # The profile is slower than these runs say.
+    slow = dataclasses.replace(
+        fitted, efficiency=min(fitted.efficiency, PROFILE.efficiency),
+        hop_seconds=max(fitted.hop_seconds, PROFILE.hop_seconds),
+        collective_seconds=max(fitted.collective_seconds, PROFILE.collective_seconds),
+    )
+    low, high = map(float, np.quantile(1 / np.asarray(ratios), (0.05, 0.95)))
     return Calibration(
-        scaled(factor * low), scaled(factor), scaled(factor * high), fitted_to, found.generations
+        scaled(fitted, low), fitted, scaled(slow, high), fitted_to, found.generations
+    )
+
+
+def scaled(constants: Constants, by: float) -> Constants:
+    """Returns constants with which every time is longer by a factor, with no efficiency above 1."""
+    return Constants(
+        min(1.0, constants.efficiency / by), constants.hop_seconds * by,
+        constants.collective_seconds * by, min(1.0, constants.datacenter_efficiency / by),
+        constants.datacenter_seconds * by, constants.compute_factor * by,
     )

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jinja2
-import numpy as np
 
 from experiments.plan import fit as fit_lib
 from experiments.plan.fit import Fit, Sample
@@ -106,7 +105,7 @@ def errors(ratios: Sequence[float]) -> tuple[float, float]:
 
 def network_share(sample: Sample, fitted: Fit) -> float:
     """Returns the share of a run's time in which its computation waits for the network."""
-    return float(np.dot(sample.basis, fitted.network)) / fitted.without_factor(sample)
+    return fitted.network_seconds(sample) / fitted.seconds(sample)
 
 
 def _planned(
@@ -114,12 +113,14 @@ def _planned(
 ) -> Iterator[tuple[Run, list[float]]]:
     """Yields compiled runs that nobody ran: least, expected and most seconds; none if too large."""
     ratios = [line.without_source for line in lines]
-    factors = [each.compute_factor for each in fit_lib.calibration(fitted, ratios, "").each]
+    low, middle, high = (
+        each.compute_factor for each in fit_lib.calibration(fitted, ratios, "").each
+    )
     for run in (run for source in sources for run in source.runs if run.seconds is None):
         sample = sample_of(run, kept)
         if all(part.key(run.topology) in kept for part in run.parts):
-            time = fitted.without_factor(sample) if sample else None
-            yield run, [factor * time for factor in factors] if time else []
+            time = fitted.seconds(sample) / middle if sample else None
+            yield run, [factor * time for factor in (low, middle, high)] if time else []
 
 
 def _programs(

@@ -8,10 +8,7 @@ reduce-scatter takes as long as an all-gather, and an all-reduce is one and then
 that use the same links share them. Between slices there is the data-centre network of the hosts.
 
 Links are read in published pages, `LINKS`. How much of a link a collective gets, the time of a hop
-and the fixed time of a collective are `Constants`. The default ones are not fitted to runs: the
-middle ones agree with the one profile in `jax-ml.github.io/scaling-book/sharding` (an all-gather on
-TPU v5e in 680 microseconds where the links alone would take 560, and a small one of three hops in
-8), which also has the microsecond a hop; the other two are a guess of how far off they may be.
+and the fixed time of a collective are `Constants`; those of a plan are in calibrated.py.
 """
 
 import dataclasses
@@ -84,7 +81,7 @@ class Calibration:
 
     Attributes:
       low, middle, high: constants of the shortest, the expected and the longest time.
-      fitted_to: the runs to which they were fitted; '' for none.
+      fitted_to: the runs to which they were fitted.
       generations: version of a TPU -> time of its computation by the compiler's estimate, which
         `compute_factor` leaves out. 1 for a generation that is not there.
     """
@@ -92,8 +89,8 @@ class Calibration:
     low: Constants
     middle: Constants
     high: Constants
-    fitted_to: str = ""
-    generations: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    fitted_to: str
+    generations: Mapping[str, float]
 
     @property
     def each(self) -> tuple[Constants, Constants, Constants]:
@@ -102,22 +99,19 @@ class Calibration:
 
     def for_generation(self, version: str) -> "Calibration":
         """Returns the constants of one generation, with its factor in `compute_factor`."""
-        if not self.generations:
-            return self
         factor = self.generations.get(version, 1.0)
         unknown = f", none of them on {version}" * (version not in self.generations)
         low, middle, high = (
             dataclasses.replace(each, compute_factor=factor * each.compute_factor)
             for each in self.each
         )
-        return Calibration(low, middle, high, self.fitted_to + unknown)
+        return Calibration(low, middle, high, self.fitted_to + unknown, {version: 1.0})
 
 
-UNCALIBRATED = Calibration(
-    Constants(0.95, 0.5e-6, 2e-6, 0.9, 20e-6),
-    Constants(0.82, 1e-6, 5e-6, 0.7, 50e-6),
-    Constants(0.5, 2e-6, 20e-6, 0.4, 200e-6),
-)
+# Of the one profile in `jax-ml.github.io/scaling-book/sharding`: an all-gather on TPU v5e in 680
+# microseconds where the links alone would take 560, and a small one of three hops in 8; it also has
+# the microsecond a hop. Between slices it is a guess.
+PROFILE = Constants(0.82, 1e-6, 5e-6, 0.7, 50e-6)
 
 
 class Axis(NamedTuple):

@@ -9,8 +9,8 @@ setup` installs it, as does the extra tpu) and takes minutes for large models. T
 
 - whether the step fits into a device's memory, and what takes how much of it;
 - what the devices send each other: each kind of collective, among how many devices, how much;
-- how long a step takes: the compiler's estimate of its computation, and an interval for what it
-  waits for the network, by a model of the links that is not calibrated by runs;
+- how long a step takes, with an interval: the compiler's estimate of its computation and a model
+  of the links, both fitted to published runs (experiments/plan/calibration.md);
 - what the run takes: updates, minutes, chip-hours, the input that each host must deliver, and, if
   plans of other batches were made before, the next batch that fits. The last line has the sums.
   Start-up, compilation on the pod, checkpoints and waiting for the slowest chip are left out.

@@ -16,7 +16,8 @@ from ml_collections import ConfigDict
 from lamb_tpu import data
 from lamb_tpu.cost import hlo, network, traffic
 from lamb_tpu.cost import topology as topology_lib
-from lamb_tpu.cost.network import UNCALIBRATED, Calibration, Network
+from lamb_tpu.cost.calibrated import CALIBRATED
+from lamb_tpu.cost.network import Network
 from lamb_tpu.cost.timeline import Timeline
 from lamb_tpu.errors import UserError
 from lamb_tpu.plan import guard
@@ -35,7 +36,6 @@ def make_plan(
     waiting: Callable[[str], Any] = contextlib.nullcontext,
     examples: int | None = None,
     cache: Cache | None = None,
-    calibration: Calibration = UNCALIBRATED,
 ) -> Plan:
     """Compiles the training step of a config for a slice.
 
@@ -48,7 +48,6 @@ def make_plan(
         entered while waiting.
       examples: number of training examples, see `data.load_shapes`.
       cache: where compiled programs are kept; None keeps none.
-      calibration: constants of the network and of the computation.
 
     Raises:
       UserError: the config has a mistake, the name is unknown, or the TPU compiler is missing or
@@ -56,7 +55,7 @@ def make_plan(
     """
     cache = cache or Cache(None)
     slice_ = topology_lib.topology(name)
-    calibration = calibration.for_generation(slice_.version)
+    calibration = CALIBRATED.for_generation(slice_.version)
     # Before `prepare`: this keeps JAX on the CPU, which must be settled before JAX uses a device.
     devices = topology_lib.devices(slice_)
     run = prepare(config, None, devices, load=loader(config, examples))

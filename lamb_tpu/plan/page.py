@@ -98,8 +98,7 @@ def _part(name: str, plan: Plan) -> Part:
     if total := plan.totals:
         facts.append(("the run", span_text(total.seconds[0], total.seconds[2])))
     facts.append(("left out", plan.left_out))
-    facts.append(("network", f"fitted to {plan.calibration.fitted_to}" if
-                  plan.calibration.fitted_to else "a model that is not calibrated by runs"))
+    facts.append(("network", f"a model fitted to {plan.calibration.fitted_to}"))
     pictures, kernels = list[tuple[str, str]](), list[tuple[Operation, float, float]]()
     if plan.memory is not None:
         caption = f"Memory of a device, by kind. The line is the {size_text(_usable(plan))} that "

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 from lamb_tpu import terminal
 from lamb_tpu.cost import hlo, traffic
 from lamb_tpu.cost import topology as topology_lib
-from lamb_tpu.cost.network import UNCALIBRATED, Calibration, Constants, Network, Route
+from lamb_tpu.cost.calibrated import CALIBRATED
+from lamb_tpu.cost.network import Calibration, Constants, Network, Route
 from lamb_tpu.cost.timeline import Timeline, timeline
 from lamb_tpu.plan import totals as totals_lib
 from lamb_tpu.plan.totals import Totals, Work, span_text
@@ -104,7 +105,7 @@ class Plan:
     model_flops: float | None = None
     cycles: int | None = None
     times: tuple[Timeline, ...] | None = None
-    calibration: Calibration = UNCALIBRATED
+    calibration: Calibration = CALIBRATED
     collectives: tuple[Traffic, ...] | None = None
     work: Work | None = None
     recipe: Recipe | None = None
@@ -206,7 +207,7 @@ class Plan:
             "network_exposed_milliseconds":
                 self.times and [1e3 * each.exposed for each in self.times],
             "step_milliseconds": self.step_seconds and [1e3 * each for each in self.step_seconds],
-            "calibrated_by": self.calibration.fitted_to or None,
+            "calibrated_by": self.calibration.fitted_to,
             "collectives": None if self.collectives is None else [
                 each.row._asdict() | {
                     "milliseconds": 1e3 * each.seconds,
@@ -277,21 +278,18 @@ class Plan:
         ]
         if self.times is not None:
             low, middle, high = self.times
-            fitted = self.calibration.fitted_to
-            if fitted:
-                least, factor, most = (each.compute / self.seconds for each in self.times)
-                lines.append(
-                    f"runs: {factor:.2f} ({least:.2f} to {most:.2f}) times that estimate, by a fit "
-                    f"to {fitted}"
-                )
+            least, factor, most = (each.compute / self.seconds for each in self.times)
+            lines.append(
+                f"runs: {factor:.2f} ({least:.2f} to {most:.2f}) times that estimate, by a fit "
+                f"to {self.calibration.fitted_to}"
+            )
             hidden = middle.network - middle.exposed
             hidden = hidden if hidden > 1e-6 * middle.network else 0.0  # beyond rounding
             lines.append(
                 f"network: {1e3 * middle.exposed:.3g} ms ({1e3 * low.exposed:.3g} to "
-                f"{1e3 * high.exposed:.3g}{'' if fitted else '; not calibrated by runs'}), and "
-                f"{1e3 * hidden:.3g} ms behind computation; a step takes "
-                f"{1e3 * middle.seconds:.3g} ms"
-                + f" ({1e3 * low.seconds:.3g} to {1e3 * high.seconds:.3g})" * bool(fitted)
+                f"{1e3 * high.exposed:.3g}), and {1e3 * hidden:.3g} ms behind computation; a step "
+                f"takes {1e3 * middle.seconds:.3g} ms ({1e3 * low.seconds:.3g} to "
+                f"{1e3 * high.seconds:.3g})"
             )
         return lines
 

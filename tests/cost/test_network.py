@@ -7,8 +7,9 @@ import math
 import pytest
 
 from lamb_tpu.cost import network
+from lamb_tpu.cost.calibrated import CALIBRATED
 from lamb_tpu.cost.hlo import Array
-from lamb_tpu.cost.network import LINKS, UNCALIBRATED, Axis, Constants, Network
+from lamb_tpu.cost.network import LINKS, PROFILE, Axis, Calibration, Constants, Network
 from lamb_tpu.cost.topology import GENERATIONS, Topology, topology
 from lamb_tpu.cost.traffic import Collective, Groups
 
@@ -66,12 +67,11 @@ def test_a_pod_is_two_rings() -> None:
 
 
 def test_a_generations_own_factor() -> None:
-    assert UNCALIBRATED.for_generation("v4") == UNCALIBRATED
-    fitted = dataclasses.replace(UNCALIBRATED, fitted_to="9 runs", generations={"v4": 0.7})
+    fitted = Calibration(PROFILE, PROFILE, PROFILE, "9 runs", {"v4": 0.7})
     old, new = fitted.for_generation("v4"), fitted.for_generation("v6e")
     assert [each.compute_factor for each in old.each] == [0.7] * 3
     assert old.fitted_to == "9 runs" and new.fitted_to == "9 runs, none of them on v6e"
-    assert new.each == UNCALIBRATED.each
+    assert new.each == fitted.each
 
 
 def test_the_published_profile() -> None:
@@ -80,11 +80,12 @@ def test_the_published_profile() -> None:
     groups = tuple(tuple(range(x, 32, 8)) for x in range(8))
     assert fabric.route(groups, False).axes == (Axis("y", 4, 1, False, 1),)
     large = collective("all-gather", groups, 2048 * 8192 * 2 // 4)
-    low, middle, high = (fabric.seconds(large, each) for each in UNCALIBRATED.each)
+    spread = CALIBRATED.low, PROFILE, CALIBRATED.high
+    low, middle, high = (fabric.seconds(large, each) for each in spread)
     assert low < middle < high and middle == pytest.approx(680e-6, rel=0.1)
     assert fabric.seconds(large, IDEAL) == pytest.approx(560e-6 * 45 / 50, rel=0.01)
     small = collective("all-gather", groups, 256 * 256 * 2 // 4)
-    low, middle, high = (fabric.seconds(small, each) for each in UNCALIBRATED.each)
+    low, middle, high = (fabric.seconds(small, each) for each in spread)
     assert low < 8e-6 < high and middle == pytest.approx(8e-6, rel=0.3)
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from experiments.plan import fit
 from experiments.plan.fit import Sample
+from lamb_tpu.cost.network import PROFILE
 
 NETWORK = (1.25, 0.8, 12.0)
 FACTORS = {"a": 0.9, "b": 1.7, "c": 1.1}
@@ -21,7 +22,7 @@ def samples(noise: float = 0.0) -> list[Sample]:
             links, hops, count = random.uniform((5, 0.1, 0.02), (60, 20, 2))
             generation = "v4" if place % 2 else "v3"
             sample = Sample(source, generation, 100.0, (links, hops, count), 1.0)
-            time = factor * sample.seconds(NETWORK, GENERATIONS[generation])
+            time = factor * GENERATIONS[generation] * 100.0 + np.dot(sample.basis, NETWORK)
             time *= np.exp(noise * random.standard_normal())
             found.append(dataclasses.replace(sample, measured=time))
     return found
@@ -29,9 +30,9 @@ def samples(noise: float = 0.0) -> list[Sample]:
 
 def test_known_constants_are_found() -> None:
     found = fit.fit(samples())
-    np.testing.assert_allclose(found.network, NETWORK, rtol=1e-4)
-    assert found.factors == pytest.approx(FACTORS, rel=1e-5)
-    assert found.generations == pytest.approx(GENERATIONS, rel=1e-5)
+    np.testing.assert_allclose(found.network, NETWORK, rtol=0.02)  # pulled a little
+    assert found.factors == pytest.approx(FACTORS, rel=0.01)
+    assert found.generations == pytest.approx(GENERATIONS, rel=0.01)
 
 
 def test_a_run_left_out_is_predicted_from_the_others() -> None:
@@ -48,21 +49,31 @@ def test_a_run_left_out_is_predicted_from_the_others() -> None:
 
 
 def test_a_source_left_out_has_the_median_factor_of_the_others() -> None:
-    ratios = np.reshape(fit.leave_out_sources(samples()), (3, 5))
-    # The medians of the other two sources' factors.
-    expected = [1.4 / 0.9, 1.0 / 1.7, 1.3 / 1.1]
-    np.testing.assert_allclose(ratios, np.repeat(np.reshape(expected, (3, 1)), 5, 1), rtol=1e-3)
+    runs = samples()
+    medians = {"a": 1.4, "b": 1.0, "c": 1.3}  # of the other two sources' factors
+    expected = [
+        (medians[run.source] * GENERATIONS[run.generation] * 100 + np.dot(run.basis, NETWORK))
+        / run.measured for run in runs
+    ]
+    np.testing.assert_allclose(fit.leave_out_sources(runs), expected, rtol=0.02)
+
+
+def test_without_runs_that_tell_them_the_constants_of_the_network_stay() -> None:
+    silent = [dataclasses.replace(each, basis=(0.0, 0.0, 0.0)) for each in samples()]
+    expected = 1 / PROFILE.efficiency, PROFILE.hop_seconds * 1e6, PROFILE.collective_seconds * 1e6
+    assert fit.fit(silent).network == pytest.approx(expected)
 
 
 def test_calibration_scales_every_time() -> None:
     found = fit.fit(samples())
     ratios = [1 / 0.8, 1.0, 1 / 2.0] * 20
+    inverse, hop, start = found.network
     constants = fit.calibration(found, ratios, "three sources")
-    low, middle, high = constants.each
-    assert middle.compute_factor == pytest.approx(1.1, rel=1e-4)
-    assert low.compute_factor == pytest.approx(0.8 * 1.1, rel=1e-4)
-    assert high.compute_factor == pytest.approx(2.0 * 1.1, rel=1e-4)
-    for each in constants.each:
-        assert 1 / each.efficiency == pytest.approx(1.25 * each.compute_factor, rel=1e-4)
-        assert each.hop_seconds == pytest.approx(0.8e-6 * each.compute_factor, rel=1e-3)
-        assert each.collective_seconds == pytest.approx(12e-6 * each.compute_factor, rel=1e-3)
+    for each, by in zip(constants.each, (0.8, 1.0, 2.0), strict=True):
+        assert each.compute_factor == pytest.approx(1.1 * by, rel=0.01)
+        # At the upper end no faster than in the profile: this run's hops are, at 0.8 microseconds.
+        used = max(hop, 1.0) if by == 2.0 else hop
+        assert each.efficiency == pytest.approx(min(1.0, 1 / (inverse * by)))
+        assert each.hop_seconds == pytest.approx(used * 1e-6 * by)
+        assert each.collective_seconds == pytest.approx(start * 1e-6 * by)
+    assert constants.generations == found.generations

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from lamb_tpu.cost.calibrated import CALIBRATED
 from tests import tiny
 
 DIGITS = "--config=configs/digits.py:batch=1024"
@@ -65,16 +66,20 @@ def test_the_digits_step(name: str, num_devices: int, hosts: int) -> None:
     assert row["route"] == {"v3-8": "x line of 2, y line of 2",
                             "v5e-16": "x line of 4, y line of 4"}[name]
     low, middle, high = found["network_exposed_milliseconds"]
-    assert 0 < low < middle < high and found["calibrated_by"] is None
+    assert 0 < low < middle < high and "published runs" in found["calibrated_by"]
     assert [row["milliseconds"], row["exposed_milliseconds"]] == pytest.approx([middle] * 2)
-    assert found["step_milliseconds"] == pytest.approx([expected + each for each in
-                                                        (low, middle, high)])
+    factors = [each.compute_factor for each in CALIBRATED.for_generation(name.partition("-")[0]).each]
+    assert found["step_milliseconds"] == pytest.approx([
+        expected * factor + each
+        for factor, each in zip(factors, (low, middle, high), strict=True)
+    ])
     # 30 epochs of 1,437 scans; after each an evaluation of 360, padded to the devices.
     run = found["run"]
     assert (run["updates"], run["evaluations"]) == (43, 30)
-    assert run["compute_seconds"] == pytest.approx([43 * expected / 1e3] * 3)
+    assert run["compute_seconds"] == pytest.approx([43 * expected * each / 1e3 for each in factors])
     assert run["network_seconds"] == pytest.approx([43 * each / 1e3 for each in
                                                     (low, middle, high)])
+    expected *= factors[1]
     forward = 30 * -(-360 // num_devices) * num_devices * expected / 1e3 / 3 / 1024
     assert run["evaluation_seconds"] == pytest.approx(forward)
     hours = (43 * (expected + middle) / 1e3 + forward) / 3600
@@ -236,7 +241,7 @@ def test_help_teaches() -> None:
     done = tiny.command("lamb_tpu.plan", "--help")
     assert done.returncode == 0
     for part in (
-        "python -m lamb_tpu.plan --config=configs/", "not calibrated by runs",
+        "python -m lamb_tpu.plan --config=configs/", "experiments/plan/calibration.md",
         "--topology: The slice", "v5litepod", "--[no]json", "--html", "--cache", "--examples",
         "--find", "--batches", "--price-per-device-hour", "--topologies", "--measured",
     ):
