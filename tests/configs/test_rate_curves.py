@@ -265,7 +265,7 @@ def _ptb() -> list[Case]:
     ):
         windows = (words // batch - 1) // steps
         scale = batch / 20
-        warmup, peak = 0.2 * scale * windows, scale**0.5
+        warmup, peak = 0.1 * scale * windows, scale**0.5
 
         def curve(t: np.ndarray, windows=windows, warmup=warmup, peak=peak,
                   at_full_rate=at_full_rate, factor=factor) -> np.ndarray:
