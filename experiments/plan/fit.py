@@ -5,11 +5,12 @@ A run takes
     factor * generation * compute + links / efficiency + hops * hop + collectives * start
 
 where `compute` is the compiler's estimate for all updates, and for evaluation at a third of an
-update's for an example. `factor` is one number for each source: how much slower that team's program
-computed than ours is estimated, whatever the slice. `generation` is 1 for TPU v3 and one number for each
-other generation: how much faster its cores are than the compiler says. `efficiency`, `hop` and
-`start` are one number each for all. The fit takes the least squares of the logarithms of predicted
-by measured time, with a weak pull of these three to what a profile on TPU v5e says.
+update's for an example. `factor` is one number for each source: how much slower that team's
+program computed than ours is estimated, whatever the slice. `generation` is 1 for TPU v3 and one
+number for each other generation: how much faster its cores are than the compiler says.
+`efficiency`, `hop` and `start` are one number each for all. The fit takes the least squares of the
+logarithms of predicted by measured time, with a weak pull of these three to what a profile on TPU
+v5e says.
 
 Two errors are told. A run left out has its source's factor from the source's other runs: this is
 how well the model scales. A source left out has the median of the other sources' factors: this is

@@ -197,6 +197,40 @@ def combine_moments(model_state: Any, moments: Any) -> Any:
     return jax.tree_util.tree_map_with_path(combined, model_state)
 
 
+def add_moments(total: Any, new: Any, index: jax.Array | int) -> Any:
+    """Returns the moments of one more microbatch with those before it, for `combine_moments`.
+
+    With as many as there are, `combine_moments` gets them as one microbatch: their mean, and the
+    mean of their variances plus the variance of their means, which is kept apart here as `between`.
+
+    Args:
+      total: what the microbatches before gave; None for their structure alone.
+      new: the collection 'batch_moments' of a microbatch.
+      index: number of microbatches before it; with 0 nothing of `total` is read.
+    """
+    if not isinstance(new.get("momentum"), jax.Array):
+        return {name: add_moments(total and total[name], each, index) for name, each in new.items()}
+    if total is None:
+        return {**new, "between": jnp.zeros_like(new["mean"])}
+
+    def moved(old: jax.Array, new: jax.Array) -> jax.Array:
+        return jnp.where(index == 0, new, old + (new - old) / (index + 1))
+
+    mean = moved(total["mean"], new["mean"])
+    spread = (new["mean"] - total["mean"]) * (new["mean"] - mean)
+    between = jnp.where(index == 0, 0.0, moved(total["between"], spread))
+    return {"mean": mean, "var": moved(total["var"], new["var"]), "between": between,
+            "momentum": new["momentum"]}
+
+
+def as_one(total: Any) -> Any:
+    """Returns the moments of `add_moments` as `combine_moments` takes those of one microbatch."""
+    if not isinstance(total.get("momentum"), jax.Array):
+        return {name: as_one(each) for name, each in total.items()}
+    return {"mean": total["mean"][None], "var": (total["var"] + total["between"])[None],
+            "momentum": total["momentum"][None]}
+
+
 def _group_moments(
     x: jax.Array, groups: Groups, centre: jax.Array | None, packed: int = 1
 ) -> tuple[jax.Array, jax.Array]:

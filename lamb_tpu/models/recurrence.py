@@ -171,8 +171,8 @@ def _backward(
     def summed(factor: jax.Array, kernel: jax.Array) -> jax.Array:
         # Over steps and batch in this order: in jnp.einsum's, both are transposed before.
         return lax.dot_general(
-            factor.astype(kernel.dtype), of_gates.astype(kernel.dtype), (((0, 1), (0, 1)), ((), ())),
-            preferred_element_type=kernels.bias.dtype,
+            factor.astype(kernel.dtype), of_gates.astype(kernel.dtype),
+            (((0, 1), (0, 1)), ((), ())), preferred_element_type=kernels.bias.dtype,
         ).astype(kernel.dtype)
 
     of_inputs = product(of_gates, kernels.input.T).astype(inputs.dtype)

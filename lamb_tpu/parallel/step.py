@@ -55,6 +55,8 @@ def make_update(
         `skipped`.
     """
 
+    finish = make_finish(tx, backend, parts, skip_nonfinite)
+
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Sums]:
         rows = len(next(iter(batch.values())))
         fields = {part.name: part.field(state.parts[part.name]) for part in parts}
@@ -78,10 +80,35 @@ def make_update(
         new_rows = {name: model_state[name] for name in carried}
         if carried:
             model_state = {k: v for k, v in model_state.items() if k not in carried}
+        return finish(state, grads, loss, model_state, sums, new_rows)
+
+    return train_step
+
+
+def make_finish(
+    tx: optax.GradientTransformation,
+    backend: backends.JitBackend | backends.ShardMapBackend,
+    parts: Sequence[StatePart] = PARTS,
+    skip_nonfinite: bool = False,
+) -> Callable[..., tuple[TrainState, Sums]]:
+    """Returns the second half of an update: sums over devices, the optimizer, metrics, parts.
+
+    It is a function `(state, grads, loss, model_state, sums, rows) -> (state, sums)` of the
+    gradient and the shares that `accumulation.gradients` returns, and the new value of each carried
+    field.
+
+    Args:
+      tx, backend, parts, skip_nonfinite: see `make_update`.
+    """
+
+    def finish(
+        state: TrainState, grads: Any, loss: jax.Array, model_state: Any, task_sums: Sums,
+        new_rows: Mapping[str, jax.Array],
+    ) -> tuple[TrainState, Sums]:
         # Sums over all examples, then the update, on this device's part of the state.
         grads, _ = backend.reduce(grads, ())  # no exchange keeps a residual yet
         # The model state needs no sum: BatchNorm takes its statistics over devices by itself.
-        loss, sums = backend.add((loss, sums))
+        loss, task_sums = backend.add((loss, task_sums))
         # Accumulation and exchange may have widened them. Moments of Optax's optimizers take the
         # gradient's dtype, and a state must keep its own.
         grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
@@ -92,7 +119,7 @@ def make_update(
         # batch.
         norm, one = backend.norm(grads), jnp.ones((), jnp.float32)
         sums = {
-            **sums,
+            **task_sums,
             "loss": (loss, one),
             "grad_norm": (norm, one),
             "param_norm": (backend.norm(params), one),
@@ -118,7 +145,16 @@ def make_update(
         new = TrainState(state.step + 1, params, model_state, opt_state, state.key, after)
         return new, sums
 
-    return train_step
+    return finish
+
+
+def make_backend(
+    name: str, layout: Layout, gradient_dtype: Any = None
+) -> backends.JitBackend | backends.ShardMapBackend:
+    """Returns the backend of a name, see `make_train_step`."""
+    if name == "jit":
+        return backends.JitBackend(layout)
+    return backends.ShardMapBackend(layout, make_exchange(layout, gradient_dtype))
 
 
 def _where(finite: jax.Array, new: Any, before: Any) -> Any:
@@ -153,15 +189,15 @@ def make_train_step(
     """
     mesh = layout.mesh
     batch, whole = batch_sharding(mesh), replicated(mesh)
+    update = make_update(task, tx, make_backend(backend, layout, gradient_dtype), **options)
     if backend == "jit":
-        update = _in_mesh(mesh, make_update(task, tx, backends.JitBackend(layout), **options))
+        update = in_mesh(mesh, update)
     else:
-        explicit = backends.ShardMapBackend(layout, make_exchange(layout, gradient_dtype))
         specs = jax.tree.map(lambda sharding: sharding.spec, shardings)
         # check_vma would sum the gradients of replicated parameters by itself, with one all-reduce
         # for each leaf and in its own dtype, and BatchNorm could not split an axis into groups.
         update = jax.shard_map(
-            make_update(task, tx, explicit, **options),
+            update,
             mesh=mesh,
             in_specs=(specs, PartitionSpec(batch_axes(mesh))),
             out_specs=(specs, PartitionSpec()),
@@ -195,12 +231,12 @@ def make_lipschitz_step(task: Task, mesh: Mesh) -> jax.stages.Wrapped:
 
 def _jit(function: Callable[..., Any], mesh: Mesh) -> jax.stages.Wrapped:
     return jax.jit(
-        _in_mesh(mesh, function), out_shardings=replicated(mesh),
+        in_mesh(mesh, function), out_shardings=replicated(mesh),
         compiler_options=compiler_options(mesh),
     )
 
 
-def _in_mesh(mesh: Mesh, function: Callable[..., Any]) -> Callable[..., Any]:
+def in_mesh(mesh: Mesh, function: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps a function so that layers which split activations see the mesh while it is traced."""
 
     @functools.wraps(function)  # for the name of the compiled program

@@ -194,7 +194,7 @@ class Run:
 
     def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes, dtypes and shardings of a training batch."""
-        return self._abstract_rows(self.config.batch_size, self.train_set.element_spec)
+        return self.abstract_rows(self.config.batch_size, self.train_set.element_spec)
 
     def abstract_batches(self) -> list[dict[str, jax.ShapeDtypeStruct]]:
         """Training batches as `abstract_batch`, one for each bucket of the training set."""
@@ -204,7 +204,7 @@ class Run:
         example = source.gather(np.zeros(1, np.int64))
         trimmed = [source.trim(example, int(number)) for number in np.unique(source.buckets)]
         return [
-            self._abstract_rows(self.config.batch_size, {
+            self.abstract_rows(self.config.batch_size, {
                 name: data.FieldSpec(values.shape[1:], values.dtype)
                 for name, values in batch.items()
             })
@@ -214,9 +214,9 @@ class Run:
     def abstract_eval_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes, dtypes and shardings of an evaluation batch, with its mask."""
         mask = {"mask": data.FieldSpec((), np.dtype(np.float32))}
-        return self._abstract_rows(self.eval_batch_size, self.eval_set.element_spec | mask)
+        return self.abstract_rows(self.eval_batch_size, self.eval_set.element_spec | mask)
 
-    def _abstract_rows(
+    def abstract_rows(
         self, rows: int, spec: Mapping[str, data.FieldSpec]
     ) -> dict[str, jax.ShapeDtypeStruct]:
         sharding = mesh_lib.batch_sharding(self.mesh)

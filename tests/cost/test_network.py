@@ -1,6 +1,5 @@
 """Which links a collective occupies, and its time: by hand, and against the one profile."""
 
-import dataclasses
 import itertools
 import math
 

@@ -68,7 +68,8 @@ def test_the_digits_step(name: str, num_devices: int, hosts: int) -> None:
     low, middle, high = found["network_exposed_milliseconds"]
     assert 0 < low < middle < high and "published runs" in found["calibrated_by"]
     assert [row["milliseconds"], row["exposed_milliseconds"]] == pytest.approx([middle] * 2)
-    factors = [each.compute_factor for each in CALIBRATED.for_generation(name.partition("-")[0]).each]
+    calibration = CALIBRATED.for_generation(name.partition("-")[0])
+    factors = [each.compute_factor for each in calibration.each]
     assert found["step_milliseconds"] == pytest.approx([
         expected * factor + each
         for factor, each in zip(factors, (low, middle, high), strict=True)

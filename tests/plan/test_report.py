@@ -15,7 +15,6 @@ from lamb_tpu.cost.topology import topology
 from lamb_tpu.plan import report
 from lamb_tpu.plan.report import Memory, Plan, Traffic, decision
 from lamb_tpu.plan.totals import Input, Work
-from tests import tiny
 from tests.plan.test_main import needs_compiler
 
 

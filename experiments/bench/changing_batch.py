@@ -1,0 +1,155 @@
+"""Time of an update of a batch that may change, beside the step for one batch size.
+
+  python -m experiments.bench.changing_batch --write
+
+Of each network, an update of k microbatches, all on the device, by three programs: the step that is
+compiled for these k; two programs of which the host calls the first k times, as
+`parallel.changing.ChangingStep` does; and one program whose loop takes k as an argument, and so
+needs an array for the most microbatches that there may be (here twice as many). The contenders take
+turns in one process; read the ratios.
+"""
+
+import pathlib
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import flags
+from jax import lax
+
+from experiments.bench.step_networks import NETWORKS, Network, config_of
+from experiments.bench.text_throughput import processor
+from lamb_tpu import cli
+from lamb_tpu.cluster.host import num_cores
+from lamb_tpu.parallel import mesh as mesh_lib
+from lamb_tpu.parallel.changing import ChangingStep
+from lamb_tpu.parallel.compiling import compiler_options
+from lamb_tpu.run.build import Run, prepare
+
+Turn = Callable[[], Any]
+CONTENDERS = ("one size", "host loop", "loop in the program")
+
+
+def run_of(network: Network, count: int) -> Run:
+    """Returns a run of the network with batches of `count` microbatches."""
+    config = config_of(network)
+    config.data.options.count = config.batch_size = network.batch * count
+    config.accumulation_steps = count
+    return prepare(config, None)
+
+
+def of_one_size(run: Run) -> Turn:
+    """Returns an update by the step that is compiled for the run's batch size."""
+    step, state = run.make_train_step(), run.first_state()
+    batch = run.shard_batch(run.train_set.gather(np.arange(run.config.batch_size)))
+
+    def turn() -> None:
+        nonlocal state
+        state, sums = step(state, batch)
+        jax.block_until_ready((state, sums))
+
+    return turn
+
+
+def changing(run: Run) -> tuple[ChangingStep, list[Any]]:
+    """Returns the step for any number of microbatches, and those of the run's batch."""
+    quantum = run.config.batch_size // run.config.accumulation_steps
+    microbatch = run.abstract_rows(quantum, run.train_set.element_spec)
+    step = ChangingStep(
+        run.task, run.tx, run.layout, run.abstract_state, microbatch, parts=run.parts
+    )
+    places = np.arange(run.config.batch_size).reshape(-1, quantum)
+    return step, [
+        mesh_lib.shard_batch(run.train_set.gather(each), quantum, run.mesh) for each in places
+    ]
+
+
+def by_host(run: Run) -> Turn:
+    """Returns an update by two programs."""
+    step, microbatches = changing(run)
+    state = run.first_state()
+
+    def turn() -> None:
+        nonlocal state
+        state, sums = step(state, microbatches)
+        jax.block_until_ready((state, sums))
+
+    return turn
+
+
+def in_program(run: Run, capacity: int) -> Turn:
+    """Returns an update by one program, which has room for `capacity` microbatches."""
+    step, microbatches = changing(run)
+    state, count = run.first_state(), np.int32(len(microbatches))
+    spare = [jax.tree.map(jnp.zeros_like, microbatches[0])] * (capacity - len(microbatches))
+    stacked = jax.tree.map(lambda *each: jnp.stack(each), *microbatches, *spare)
+    weights = step.weights(microbatches)
+    zeros = jax.eval_shape(step.zeros)
+
+    def update(state: Any, stacked: Any, weights: Any, count: jax.Array) -> Any:
+        def add(index: jax.Array, total: Any) -> Any:
+            batch = jax.tree.map(lambda field: field[index], stacked)
+            return step.added(state, total, batch, weights, index, count)
+
+        start = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), zeros)
+        return step.updated(state, lax.fori_loop(0, count, add, start))
+
+    compiled = jax.jit(update, donate_argnums=0, compiler_options=compiler_options(run.mesh))
+
+    def turn() -> None:
+        nonlocal state
+        state, sums = compiled(state, stacked, weights, count)
+        jax.block_until_ready((state, sums))
+
+    return turn
+
+
+def measure(network: Network, count: int, rounds: int) -> list[float]:
+    """Returns median seconds of each of `CONTENDERS`."""
+    run = run_of(network, count)
+    turns = of_one_size(run), by_host(run), in_program(run, 2 * count)
+    times: list[list[float]] = [[] for _ in turns]
+    for _ in range(rounds + 1):
+        for each, turn in zip(times, turns, strict=True):
+            begun = time.perf_counter()
+            turn()
+            each.append(time.perf_counter() - begun)
+    return [statistics.median(each[1:]) for each in times]
+
+
+def main() -> None:
+    """Measures, prints the table and writes it if asked."""
+    values = flags.FLAGS
+    lines = [
+        f"Updates of k microbatches: jax {jax.__version__}, {jax.device_count()} x "
+        f"{jax.devices()[0].device_kind}, {processor()}, {num_cores()} core(s). Medians of "
+        f"{values.rounds}. A ratio above 1 is slower than the step for one batch size.",
+        f"Command: `python -m experiments.bench.changing_batch --rounds={values.rounds}`",
+        "",
+        "| network | microbatch | k | one size, ms | host loop, ms | loop in the program, ms | "
+        "host loop / one size | in the program / one size |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    for name in values.networks:
+        for count in map(int, values.counts):
+            one, host, inside = measure(NETWORKS[name], count, values.rounds)
+            lines.append(
+                f"| {name} | {NETWORKS[name].batch} | {count} | {1e3 * one:.1f} | {1e3 * host:.1f} "
+                f"| {1e3 * inside:.1f} | {host / one:.3f} | {inside / one:.3f} |"
+            )
+    text = "\n".join(lines) + "\n"
+    print(text, end="")
+    if values.write:
+        pathlib.Path(__file__).with_suffix(".md").write_text(text)
+
+
+if __name__ == "__main__":
+    flags.DEFINE_list("networks", list(NETWORKS), "Networks to measure.")
+    flags.DEFINE_list("counts", ["1", "4"], "Numbers of microbatches.")
+    flags.DEFINE_integer("rounds", 9, "Turns of each.", lower_bound=1)
+    flags.DEFINE_bool("write", False, "Whether to write changing_batch.md beside this file.")
+    cli.run_main(main)

@@ -1,0 +1,232 @@
+"""The training step for batches of any number of equal microbatches, without compiling again.
+
+A batch is k quanta of rows, a quantum being one microbatch over all devices, and k may be another
+one in each update. Two programs are compiled: one adds a microbatch's gradient to a running total,
+the other makes the update of it. The host calls the first one k times. A task whose weights depend
+on the examples, such as the number of masked words, has a third program, which only adds these up:
+the loss is divided by them before the backward pass.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from lamb_tpu.models.norm import MOMENTS, add_moments, as_one, combine_moments
+from lamb_tpu.parallel import accumulation, step
+from lamb_tpu.parallel import mesh as mesh_lib
+from lamb_tpu.parallel.compiling import compiler_options
+from lamb_tpu.parallel.layout import Layout
+from lamb_tpu.parallel.parts import StatePart
+from lamb_tpu.parallel.state import PARTS, TrainState
+from lamb_tpu.tasks import Sums, Task
+
+Batch = Mapping[str, jax.Array]
+Shapes = Mapping[str, jax.ShapeDtypeStruct]
+
+
+class Total(NamedTuple):
+    """What the microbatches of an update have added up to.
+
+    Under shard_map gradients, loss and sums are those of each device, along a leading axis.
+
+    Attributes:
+      grads: the gradient, in float32 at least.
+      loss: these microbatches' share of the loss.
+      sums: the task's metric sums.
+      moments: moments of the model's BatchNorm layers, see `norm.add_moments`.
+    """
+
+    grads: Any
+    loss: jax.Array
+    sums: Any
+    moments: Any
+
+
+class ChangingStep:
+    """An update from a sequence of microbatches, `(state, microbatches) -> (state, sums)`.
+
+    The update is that of `step.make_train_step` for the whole batch cut into these microbatches:
+    the same positions, weights, key and groups of BatchNorm. The state's buffers are donated.
+
+    Args:
+      task, tx, layout, backend, gradient_dtype: see `step.make_train_step`.
+      state: shapes, dtypes and shardings of the state.
+      microbatch: shapes, dtypes and shardings of a microbatch.
+      parts, skip_nonfinite: see `step.make_update`.
+
+    Raises:
+      ValueError: a part of the state lives with the rows of a batch.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        tx: optax.GradientTransformation,
+        layout: Layout,
+        state: TrainState,
+        microbatch: Shapes,
+        backend: str = "jit",
+        gradient_dtype: Any = None,
+        parts: Sequence[StatePart] = PARTS,
+        skip_nonfinite: bool = False,
+    ) -> None:
+        for part in parts:
+            if part.field(state.parts[part.name]) is not None:
+                raise ValueError(f"the state's {part.name} lives with the rows of one batch size")
+        self._mesh, self._is_named = layout.mesh, backend != "jit"
+        self._state, self._microbatch = state, dict(microbatch)
+        self._task = task
+        self._backend = step.make_backend(backend, layout, gradient_dtype)
+        self._finish = step.make_finish(tx, self._backend, parts, skip_nonfinite)
+        # Sums are of all devices under jit. Inside shard_map they stay apart until the update.
+        spread: Any = PartitionSpec(mesh_lib.batch_axes(self._mesh)) if self._is_named else None
+        whole = mesh_lib.replicated(self._mesh)
+        specs = jax.tree.map(lambda leaf: leaf.sharding.spec, state)
+        rows, none = PartitionSpec(mesh_lib.batch_axes(self._mesh)), PartitionSpec()
+        of_total = Total(spread, spread, spread, none)
+        places = jax.tree.map(lambda leaf: leaf.sharding, state)
+        batch = mesh_lib.batch_sharding(self._mesh)
+
+        begin = self._mapped(self._begin, (specs, rows), of_total)
+        shapes = jax.eval_shape(begin, state, self._microbatch)
+        apart = whole if spread is None else NamedSharding(self._mesh, spread)
+        of_grads = layout.moments if spread is None else jax.tree.map(lambda _: apart, shapes.grads)
+        held = Total(of_grads, *(
+            jax.tree.map(lambda _, place=place: place, tree)
+            for tree, place in zip(shapes[1:], (apart, apart, whole), strict=True)
+        ))
+
+        def jit(function: Callable[..., Any], *args: Any, **kwargs: Any) -> jax.stages.Wrapped:
+            return jax.jit(function, *args, compiler_options=compiler_options(self._mesh), **kwargs)
+
+        self.zeros = jit(
+            lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes),
+            out_shardings=held,
+        )
+        self._weigh = jit(
+            self._mapped(self._weights, (rows,), none), in_shardings=(batch,), out_shardings=whole
+        )
+        self._add = jit(
+            self._mapped(self.added, (specs, of_total, rows, none, none, none), of_total),
+            in_shardings=(places, held, batch, whole, whole, whole), out_shardings=held,
+            donate_argnums=1,
+        )
+        self._update = jit(
+            self._mapped(self.updated, (specs, of_total), (specs, none)),
+            in_shardings=(places, held), out_shardings=(places, whole), donate_argnums=0,
+        )
+        # Which weights depend on the examples follows from the task's own program.
+        self._is_weighed = bool(jax.eval_shape(
+            self._mapped(self._weights, (rows,), none), self._microbatch
+        ))
+        self._total: Total | None = None
+
+    def __call__(self, state: TrainState, microbatches: Sequence[Batch]) -> tuple[TrainState, Sums]:
+        """Makes an update; see the class."""
+        if self._total is None:
+            self._total = self.zeros()
+        weights, count = self.weights(microbatches), np.int32(len(microbatches))
+        for index, batch in enumerate(microbatches):
+            self._total = self._add(state, self._total, batch, weights, np.int32(index), count)
+        return self._update(state, self._total)
+
+    def weights(self, microbatches: Sequence[Batch]) -> dict[str, jax.Array]:
+        """Returns the weights of the whole batch that depend on its examples."""
+        if not self._is_weighed:
+            return {}
+        each = [self._weigh(batch) for batch in microbatches]
+        return functools.reduce(lambda a, b: jax.tree.map(jnp.add, a, b), each)
+
+    def compile(self) -> None:
+        """Compiles the programs, so that the first update does not."""
+        weights: Any = {}
+        if self._is_weighed:
+            weights = jax.eval_shape(self._weigh, self._microbatch)
+            self._weigh.lower(self._microbatch).compile()
+        total = jax.eval_shape(self.zeros)
+        number = jax.ShapeDtypeStruct((), np.int32)
+        self._add.lower(
+            self._state, total, self._microbatch, weights, number, number
+        ).compile()
+        self._update.lower(self._state, total).compile()
+        self._total = self.zeros()
+
+    def _mapped(self, function: Callable[..., Any], args: Any, out: Any) -> Callable[..., Any]:
+        """Returns a function of whole arrays, from one of what the step sees."""
+        if not self._is_named:
+            return step.in_mesh(self._mesh, function)
+        # Without check_vma as in `step.make_train_step`.
+        return jax.shard_map(
+            function, mesh=self._mesh, in_specs=args, out_specs=out, check_vma=False
+        )
+
+    def _weights(self, batch: Batch) -> dict[str, jax.Array]:
+        """Returns the weights that depend on the examples, of a microbatch over all devices."""
+        found = self._task.weights(batch)
+        return self._backend.add({
+            term: weight for term, weight in found.items() if isinstance(weight, jax.Array)
+        })
+
+    def _gradients(
+        self, state: TrainState, batch: Batch, weights: Any, index: jax.Array, count: jax.Array
+    ) -> tuple[Total, Any]:
+        """Returns what a microbatch adds, and its moments."""
+        rows = len(next(iter(batch.values())))
+        # What follows from shapes is the same in each microbatch.
+        given = self._backend.add({
+            term: weight for term, weight in self._task.weights(batch).items()
+            if not isinstance(weight, jax.Array)
+        })
+        divisors = {**{term: weight * count for term, weight in given.items()}, **weights}
+        positions = self._backend.positions(rows, 1)
+        quantum = rows * (mesh_lib.num_batch_shards(self._mesh) if self._is_named else 1)
+        grads, loss, model_state, sums = accumulation.gradients(
+            self._task,
+            self._backend.whole_params(state.params),
+            {**state.model_state, MOMENTS: {}},
+            batch,
+            divisors,
+            jax.random.fold_in(state.key, state.step),
+            positions + index * quantum,
+        )
+        grads, loss, sums = jax.tree.map(
+            lambda leaf: leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)),
+            (grads, loss, sums),
+        )
+        return self._apart(Total(grads, loss, sums, {})), model_state.get(MOMENTS, {})
+
+    def _begin(self, state: TrainState, batch: Batch) -> Total:
+        """Returns a total, for its shapes."""
+        weights = self._weights(batch)
+        total, moments = self._gradients(state, batch, weights, jnp.int32(0), jnp.int32(1))
+        return total._replace(moments=add_moments(None, moments, 0))
+
+    def added(
+        self, state: TrainState, total: Total, batch: Batch, weights: Any, index: jax.Array,
+        count: jax.Array,
+    ) -> Total:
+        """Returns the total with one more microbatch; the first one begins it anew."""
+        new, moments = self._gradients(state, batch, weights, index, count)
+        # A choice and no product: what is left of the last update may be NaN.
+        grads, loss, sums = jax.tree.map(
+            lambda old, new: jnp.where(index == 0, new, old + new), total[:3], new[:3]
+        )
+        return Total(grads, loss, sums, add_moments(total.moments, moments, index))
+
+    def updated(self, state: TrainState, total: Total) -> tuple[TrainState, Sums]:
+        """Returns the state after the update, and the metrics."""
+        grads, loss, sums = jax.tree.map(
+            lambda leaf: leaf[0] if self._is_named else leaf, total[:3]
+        )
+        model_state = combine_moments(state.model_state, as_one(total.moments))
+        return self._finish(state, grads, loss, model_state, sums, {})
+
+    def _apart(self, total: Total) -> Total:
+        """Adds the leading axis of devices, under shard_map."""
+        return jax.tree.map(lambda leaf: leaf[None], total) if self._is_named else total
