@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from experiments.bert import pod_plan as bert_pod_plan
 from experiments.legw import lipschitz
-from experiments.vision import pod_plan
+from experiments.plan import page as calibration
+from experiments.plan import rows
 from lamb_tpu.store.metrics import read_records
 from tests.shared import ROOT, shared
 
@@ -32,9 +32,8 @@ def _kept(name: str) -> list[dict[str, Any]]:
 
 
 MADE: dict[str, Callable[[], str]] = {
-    "bert/pod_plan.md": lambda: bert_pod_plan.page(_kept("bert/pod_plan.json")),
     "legw/lipschitz.md": lambda: lipschitz.page(_kept("legw/lipschitz.json")),
-    "vision/pod_plan.md": lambda: pod_plan.page(_kept("vision/pod_plan.json")),
+    "plan/calibration.md": lambda: calibration.text(rows.load_sources(), rows.load_kept()),
 }
 # Of lamb_tpu.reproduce, made anew by tests/reproduce/report/test_site.py.
 REPORTED = {"README.md"} | {f"report/{path.name}" for path in (FOLDER / "report").glob("*.md")}
@@ -163,17 +162,6 @@ def test_quotations_are_those_of_the_papers() -> None:
         text = json.dumps(table["rows"])
         for number in entry["numbers"]:
             assert re.search(rf"(?<![\d.]){re.escape(str(number))}(?!\d)", text), number
-
-
-def test_the_papers_columns_are_quotations() -> None:
-    told = {
-        bert_pod_plan.PAPER_MINUTES,
-        *(float(row.quoted) for row in pod_plan.ROWS if re.fullmatch(r"[\d.]+", row.quoted)),
-    }
-    assert told <= set(quoted())
-    # ResNet-50's: all updates of the schedule in the minutes of the log.
-    at_most = f"at most {2983 * 32_768 / (2.273 * 60_000):.0f}"
-    assert at_most in {row.quoted for row in pod_plan.ROWS}
 
 
 # Of the tables that a benchmark prints: page, table, column, what it is, and of what. Columns are

@@ -65,14 +65,22 @@ def lines_of(sources: Sequence[Source], kept: Kept) -> tuple[Fit, list[Line]]:
 
 def write(sources: Sequence[Source], kept: Kept) -> str:
     """Writes the page and its picture, and returns the page."""
-    fitted, lines = lines_of(sources, kept)
+    _, lines = lines_of(sources, kept)
     (FOLDER / "calibration.svg").write_text(picture(lines))
+    page = text(sources, kept)
+    (FOLDER / "calibration.md").write_text(page)
+    return page
+
+
+def text(sources: Sequence[Source], kept: Kept) -> str:
+    """Returns the page."""
+    fitted, lines = lines_of(sources, kept)
     alone = [line.without_run for line in lines if line.without_run is not None]
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(FOLDER), undefined=jinja2.StrictUndefined,
         keep_trailing_newline=True, autoescape=False,
     )
-    text = environment.get_template("calibration.md.j2").render(
+    return environment.get_template("calibration.md.j2").render(
         sources=sources, fitted=fitted, lines=lines, goal=GOAL, time=_time, percent=_percent,
         minutes=lambda seconds: f"{seconds / 60:.2f} min", speed=_speed,
         alone=errors(alone), apart=errors([line.without_source for line in lines]),
@@ -83,14 +91,16 @@ def write(sources: Sequence[Source], kept: Kept) -> str:
         reported=[(line, line.seconds * line.run.reported_updates / line.run.parts[0].updates)
                   for line in lines if line.run.reported_updates],
         programs=list(_programs(sources, kept)),
+        missing=sorted({
+            f"{part.name} on {run.topology}" for source in sources for run in source.runs
+            for part in run.parts if part.key(run.topology) not in kept
+        }),
         planned=list(_planned(sources, kept, fitted, lines)),
         versions=sorted({
             ", ".join(f"{name} {number}" for name, number in each["versions"].items())
             for each in kept.values()
         }),
     )
-    (FOLDER / "calibration.md").write_text(text)
-    return text
 
 
 def errors(ratios: Sequence[float]) -> tuple[float, float]:
@@ -126,14 +136,14 @@ def _planned(
 def _programs(
     sources: Sequence[Source], kept: Kept
 ) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
-    """Yields config, slice and figures of each compiled program once."""
+    """Yields name, slice and figures of each compiled program once."""
     keys = set[str]()
     for run in (run for source in sources for run in source.runs):
         for part in run.parts:
             key = part.key(run.topology)
             if key in kept and key not in keys:
                 keys.add(key)
-                yield part.recipe, run.topology, kept[key]
+                yield part.name, run.topology, kept[key]
 
 
 def _speed(line: Line, seconds: float) -> str:

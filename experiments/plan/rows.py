@@ -49,6 +49,12 @@ class Part:
     overrides: Mapping[str, Any]
     updates: float
 
+    @property
+    def name(self) -> str:
+        """The recipe with its overrides."""
+        changes = (f"{key}={value}" for key, value in self.overrides.items())
+        return ", ".join([self.recipe, *changes])
+
     def config(self) -> ConfigDict:
         """Returns the config."""
         config = cli.load_recipe(self.recipe)
@@ -56,11 +62,10 @@ class Part:
         return config
 
     def key(self, topology: str) -> str:
-        """Returns what a kept part must have been made from: slice, config and versions."""
-        versions = [importlib.metadata.version(name) for name in ("jax", "libtpu")]
+        """Returns what a kept part must have been made from: slice and config."""
         # A key that is new to all configs, and has its default here, changes nothing.
         changes = differences(base_config(), self.config())
-        text = json.dumps([topology, versions, changes], sort_keys=True, default=str)
+        text = json.dumps([topology, changes], sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -121,10 +126,12 @@ def load_sources(path: pathlib.Path = FOLDER / "published.toml") -> tuple[Source
 
 def _source(entry: Mapping[str, Any]) -> Source:
     def parts(run: Mapping[str, Any]) -> Iterator[Part]:
-        for argument, updates in zip(run["arguments"], run["updates"], strict=True):
+        arguments, overrides = run["arguments"], run.get("overrides", {})
+        changes = run.get("part_overrides", [overrides] * len(arguments))
+        for argument, of_part, updates in zip(arguments, changes, run["updates"], strict=True):
             separator = "," if ":" in entry["config"] else ":"
             recipe = f"{entry['config']}{separator}{argument}"
-            yield Part(recipe, run.get("overrides", {}), updates)
+            yield Part(recipe, of_part, updates)
 
     runs = tuple(
         Run(entry["name"], run["topology"], tuple(parts(run)),
