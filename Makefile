@@ -80,6 +80,7 @@ bench-distribution: setup
 
 bench-tpu: setup
 	$(RUN) -m experiments.bench.update_tpu --write
+	$(RUN) -m experiments.bench.lstm_tpu --write
 
 clean:
 	rm -rf $(VENV)

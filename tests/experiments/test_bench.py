@@ -14,6 +14,7 @@ from experiments.bench.image_throughput import start
 from lamb_tpu.data.text.vocabulary import SPECIAL_TOKENS, Vocabulary
 from tests import tiny
 from tests.data.images.pictures import encode, smooth
+from tests.plan.test_main import needs_compiler
 from tests.shared import shared
 
 
@@ -76,6 +77,18 @@ def test_lstm():
     rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines()[5:]]
     assert [row[0] for row in rows] == ["MNIST by rows", "PTB small"]
     assert all(float(row[2]) > 0 and float(row[5]) > 0 for row in rows)
+
+
+@pytest.mark.long
+@needs_compiler
+def test_lstm_on_a_tpu():
+    done = tiny.command("experiments.bench.lstm_tpu", "--features=128", "--words=256")
+    assert done.returncode == 0, done.stderr
+    rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines()[5:]]
+    assert [row[0] for row in rows] == ["20", "160"]
+    for _, ours, theirs, ratio in rows:
+        assert float(ratio) == pytest.approx(float(ours) / float(theirs), abs=0.2)
+        assert 0 < float(ours) < float(theirs)
 
 
 @pytest.mark.long
