@@ -31,7 +31,7 @@ Shapes = Mapping[str, jax.ShapeDtypeStruct]
 
 
 class Total(NamedTuple):
-    """What the microbatches of an update have added up to.
+    """Sums over the microbatches of an update.
 
     Under shard_map gradients, loss and sums are those of each device, along a leading axis.
 
