@@ -22,6 +22,7 @@ MODULES = {
     "sweep": "lamb_tpu.sweep",
     "compare": "lamb_tpu.compare",
     "legw": "lamb_tpu.legw",
+    "critical_batch": "lamb_tpu.critical_batch.__main__",
     "reproduce": "lamb_tpu.reproduce.__main__",
     "plots": "lamb_tpu.plots",
     "models": "lamb_tpu.models.__main__",

@@ -371,10 +371,8 @@ def prepare(
     if named:
         rules_lib.check_named(layout.params, mesh, facts)
         checks.check_split(config, params, layout.axis_name)
-    # A user's own optimizer gets only the axes; a shipped one also the dimension that they split.
-    split = layout.axis_name if own.is_own(config.optimizer.name) else layout.update_spec
     # The optimizer, and its state as shapes, dtypes and shardings.
-    tx, _ = resolve_optimizer(config, recipe, params, split if named else None)
+    tx = make_optimizer(config, recipe, params, layout)
     parts = state_parts(config, task, mesh)
     init = state_lib.make_init(task, tx, example, parts, config.prng)
     with naming("config.optimizer"):
@@ -401,6 +399,27 @@ def prepare(
         config, folder, mesh, task, train_set, eval_set, recipe, tx, layout, init,
         placed, facts, table, batch_norm, start,
     )
+
+
+def make_optimizer(
+    config: ConfigDict, recipe: Recipe, params: Any, layout: Layout
+) -> optax.GradientTransformation:
+    """Returns the config's optimizer as the step of its backend needs it.
+
+    Args:
+      config: a config.
+      recipe: its durations and learning rate.
+      params: the parameters, or their shapes and dtypes.
+      layout: the shardings of parameters and moments.
+
+    Raises:
+      UserError: see `recipe.resolve_optimizer`.
+    """
+    split = None
+    if config.parallel.backend == "shard_map":
+        # A user's own optimizer gets only the axes; a shipped one also the dimension they split.
+        split = layout.axis_name if own.is_own(config.optimizer.name) else layout.update_spec
+    return resolve_optimizer(config, recipe, params, split)[0]
 
 
 def _data_options(

@@ -1,0 +1,1 @@
+"""The command `critical_batch`: short branches of a run at several batches."""

@@ -1,0 +1,105 @@
+"""The critical batch over training as a table and a picture."""
+
+import math
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from lamb_tpu import style, terminal
+from lamb_tpu.batching.critical import Excess
+from lamb_tpu.critical_batch.measuring import Outcome
+
+
+def table(outcome: Outcome) -> str:
+    """Returns what was measured as text, and a row for each place as aligned columns."""
+    run, study, rows = outcome.run, outcome.study, outcome.rows
+    batch = run.config.batch_size
+    seeds = f", {len(study.seeds)} seeds" if len(study.seeds) > 1 else ""
+    told = terminal.fit(
+        f"{study.metric} on {study.split} after branches of {study.at[-1] * batch:,} examples"
+        f"{seeds}, relative to that at batch {batch:,}; learning rate: {study.scaling}"
+    )
+    lines = [[
+        "update", "of run", "critical batch", *(["noise scale"] if outcome.noise else []),
+        *(f"at {factor * batch:,}" for factor in study.factors[1:]),
+    ]]
+    for row in rows:
+        found = row.critical
+        size = f"{found.batch:,} (crossing {found.crossing:,.0f})"
+        lines.append([
+            f"{row.step:,}", f"{100 * row.step / run.recipe.total_steps:.3g} %",
+            size if found.beyond else f"{found.batch:,} or more",
+            *([] if row.noise_scale is None else [f"{row.noise_scale:,.0f}"]),
+            *map(_percent, row.excesses[1:]),
+        ])
+    return f"{told}\n{terminal.columns(lines, right=range(len(lines[0])))}"
+
+
+def _percent(found: Excess) -> str:
+    if not math.isfinite(found.mean):
+        return "diverged"
+    error = "" if math.isnan(found.error) else f" ± {100 * found.error:.1f}"
+    return f"{100 * found.mean:+.1f}{error} %"
+
+
+def warnings(outcome: Outcome) -> list[str]:
+    """Returns a sentence for each place where the noise is larger than the tolerance."""
+    return [
+        f"at update {row.step:,} excesses have standard errors of up to {100 * most:.2g} %, more "
+        "than --tolerance; more --seeds or a longer --span would lower them"
+        for row in outcome.rows
+        # NaN, of one seed and of branches that diverged, is above nothing.
+        if (most := max((each.error for each in row.excesses if each.error > 0), default=0.0))
+        > outcome.tolerance
+    ]
+
+
+def picture(outcome: Outcome) -> Figure:
+    """Plots the critical batch over training, and the excess of each batch at each place."""
+    figure = style.figure(10.4, 4.4)
+    left, right = figure.subplots(1, 2)
+    _over_training(left, outcome)
+    _by_batch(right, outcome)
+    return figure
+
+
+def _over_training(axes: Axes, outcome: Outcome) -> None:
+    run, rows = outcome.run, outcome.rows
+    points = [(run.recipe.epoch(row.step), row.critical.crossing) for row in rows]
+    color = style.OPTIMIZERS["lamb"].color
+    axes.plot(*zip(*points), marker="o", color=color, label="critical batch")
+    least = [point for point, row in zip(points, rows) if not row.critical.beyond]
+    if least:
+        axes.plot(*zip(*least), marker="^", markersize=10, linestyle="none", color=color,
+                  label="or more: no batch was beyond the tolerance")
+    # A noise scale that is infinite or negative has no place on the axis.
+    noise = [(run.recipe.epoch(step), x) for step, x in outcome.noise if 0 < x < math.inf]
+    if noise:
+        axes.plot(*zip(*noise), color=style.COLORS[2], linewidth=1.2, label="noise scale")
+    axes.axhline(run.config.batch_size, color=style.NEUTRAL, linestyle="--", linewidth=1,
+                 label="batch of the run")
+    axes.set_yscale("log", base=2)
+    title = f"{run.config.model.name} on {run.config.data.name}"
+    style.dress(axes, title, "epochs", "batch (examples)")
+    axes.yaxis.set_major_formatter("{x:,g}")
+    axes.set_xlim(left=0)
+    axes.legend(fontsize=8)
+
+
+def _by_batch(axes: Axes, outcome: Outcome) -> None:
+    study, batch = outcome.study, outcome.run.config.batch_size
+    batches = [factor * batch for factor in study.factors]
+    for number, row in enumerate(outcome.rows):
+        # A branch that diverged has no point, and one seed no error.
+        values = [100 * x.mean if math.isfinite(x.mean) else math.nan for x in row.excesses]
+        errors = [0.0 if math.isnan(x.error) else 100 * x.error for x in row.excesses]
+        axes.errorbar(
+            batches, values, errors if any(errors) else None, capsize=2,
+            label=f"update {row.step:,}", **style.numbered(number),
+        )
+    axes.axhline(100 * outcome.tolerance, color=style.NEUTRAL, linestyle="--", linewidth=1,
+                 label="tolerance")
+    title = f"branches of {study.at[-1] * batch:,} examples"
+    style.dress(axes, title, "batch (examples)", f"excess of {study.metric} (%)", "lower")
+    style.batch_axis(axes, batches)
+    axes.legend(fontsize=8)
