@@ -11,7 +11,7 @@ from lamb_tpu.critical_batch.measuring import Outcome
 
 
 def table(outcome: Outcome) -> str:
-    """Returns what was measured as text, and a row for each place as aligned columns."""
+    """Returns the critical batch at each place, and below it the excess of each batch there."""
     run, study, rows = outcome.run, outcome.study, outcome.rows
     batch = run.config.batch_size
     seeds = f", {len(study.seeds)} seeds" if len(study.seeds) > 1 else ""
@@ -19,20 +19,24 @@ def table(outcome: Outcome) -> str:
         f"{study.metric} on {study.split} after branches of {study.at[-1] * batch:,} examples"
         f"{seeds}, relative to that at batch {batch:,}; learning rate: {study.scaling}"
     )
-    lines = [[
-        "update", "of run", "critical batch", *(["noise scale"] if outcome.noise else []),
-        *(f"at {factor * batch:,}" for factor in study.factors[1:]),
-    ]]
-    for row in rows:
-        found = row.critical
-        size = f"{found.batch:,} (crossing {found.crossing:,.0f})"
-        lines.append([
-            f"{row.step:,}", f"{100 * row.step / run.recipe.total_steps:.3g} %",
-            size if found.beyond else f"{found.batch:,} or more",
-            *([] if row.noise_scale is None else [f"{row.noise_scale:,.0f}"]),
-            *map(_percent, row.excesses[1:]),
-        ])
-    return f"{told}\n{terminal.columns(lines, right=range(len(lines[0])))}"
+    head = ["update", "of run", "critical batch", "crossing", "noise scale"]
+    found = [[
+        f"{row.step:,}",
+        f"{100 * row.step / run.recipe.total_steps:.3g} %",
+        f"{row.critical.batch:,}{'' if row.critical.beyond else ' or more'}",
+        f"{row.critical.crossing:,.0f}" if row.critical.beyond else "",
+        "" if row.noise_scale is None else f"{row.noise_scale:,.0f}",
+    ] for row in rows]
+    if not outcome.noise:
+        head, found = head[:-1], [cells[:-1] for cells in found]
+    excesses = [
+        ["update", *(f"at {factor * batch:,}" for factor in study.factors[1:])],
+        *([f"{row.step:,}", *map(_percent, row.excesses[1:])] for row in rows),
+    ]
+    return "\n\n".join([
+        terminal.columns([head, *found], right=range(len(head))),
+        f"{told}\n{terminal.columns(excesses, right=range(len(excesses[0])))}",
+    ])
 
 
 def _percent(found: Excess) -> str:

@@ -1,0 +1,68 @@
+"""The critical batch of losses at several batches."""
+
+import doctest
+import math
+
+import pytest
+
+from lamb_tpu.batching import critical as critical_lib
+from lamb_tpu.batching.critical import Critical, critical, excess
+
+BATCHES = (32, 64, 128, 256)
+
+
+def test_docstrings() -> None:
+    result = doctest.testmod(critical_lib)
+    assert result.failed == 0 and result.attempted >= 3
+
+
+def test_excess_is_paired_seed_by_seed() -> None:
+    # Three times as far apart as any excess, which the pairs take out.
+    found = excess([1.01, 2.04, 4.08], [1.0, 2.0, 4.0])
+    parts = (0.01, 0.02, 0.02)
+    mean = sum(parts) / 3
+    deviation = math.sqrt(sum((part - mean) ** 2 for part in parts) / 2)
+    assert found.mean == pytest.approx(mean)
+    assert found.error == pytest.approx(deviation / math.sqrt(3))
+    assert math.isnan(excess([1.1], [1.0]).error)
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_one_branch_that_diverged_makes_the_excess_infinite(loss: float) -> None:
+    assert excess([1.0, loss], [1.0, 1.0])[0] == math.inf
+
+
+@pytest.mark.parametrize("reference", [0.0, -1.0, math.nan, math.inf])
+def test_loss_to_compare_with(reference: float) -> None:
+    with pytest.raises(ValueError, match="a loss to compare with must be above 0 and finite"):
+        excess([1.0, 1.0], [1.0, reference])
+
+
+@pytest.mark.parametrize("excesses, expected", [
+    # Half of the way in the logarithm.
+    ((0.0, 0.005, 0.015, 0.5), Critical(64, 64 * 2**0.5, True)),
+    ((0.0, 0.02, 0.03, 0.04), Critical(32, 32 * 2**0.5, True)),
+    # On the tolerance is within it.
+    ((0.0, 0.01, 0.01, 0.01), Critical(256, 256.0, False)),
+    ((0.0, -0.3, -0.2, -0.1), Critical(256, 256.0, False)),
+    # What comes back within the tolerance does not count.
+    ((0.0, 0.02, 0.0, 0.0), Critical(32, 32 * 2**0.5, True)),
+    ((0.0, 0.004, math.inf, math.inf), Critical(64, 64.0, True)),
+    ((0.0, math.nan, 0.0, 0.0), Critical(32, 32.0, True)),
+])
+def test_critical(excesses: tuple[float, ...], expected: Critical) -> None:
+    found = critical(BATCHES, excesses, tolerance=0.01)
+    assert found == expected._replace(crossing=pytest.approx(expected.crossing))
+
+
+@pytest.mark.parametrize("batches, excesses, tolerance, message", [
+    ((64, 64), (0.0, 0.0), 0.1, r"batches must ascend, not \[64, 64\]"),
+    ((), (), 0.1, "batches must ascend"),
+    ((1.5, 2), (0.0, 0.0), 0.1, "a batch must be a whole number of at least 1, not 1.5"),
+    ((1, 2), (0.2, 0.0), 0.1, "the first excess must be within the tolerance, not 0.2"),
+    ((1, 2), (0.0, 0.0), -0.1, "tolerance must be at least 0"),
+    ((1, 2), (0.0,), 0.1, "shorter"),
+])
+def test_mistakes(batches: tuple, excesses: tuple, tolerance: float, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        critical(batches, excesses, tolerance)

@@ -1,0 +1,171 @@
+"""Branches of a run: the run itself at its own batch, updates by hand at larger ones."""
+
+import doctest
+import math
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from ml_collections import ConfigDict
+
+from lamb_tpu import data
+from lamb_tpu.errors import UserError
+from lamb_tpu.parallel.state import TrainState
+from lamb_tpu.run import branch
+from lamb_tpu.run.branch import Branches, measured_at, own_scaling, widened
+from lamb_tpu.run.build import Run, prepare
+from lamb_tpu.run.evaluator import make_evaluator
+from lamb_tpu.store.checkpoint import Checkpoints
+from lamb_tpu.store.metrics import read_records
+from lamb_tpu.train import train
+from tests import tiny
+
+
+def of_run(run: Run, starts: list[int], factors: list[int], rule: str = "identity") -> Branches:
+    checkpoints = Checkpoints(run.folder.checkpoints, 10, writes=False)
+    return Branches(run, checkpoints, starts, factors, rule)
+
+
+def measure_of(run: Run):
+    evaluate = make_evaluator(run)
+    return lambda state: evaluate(state)["loss"]
+
+
+def test_docstrings() -> None:
+    result = doctest.testmod(branch)
+    assert result.failed == 0 and result.attempted >= 2
+
+
+@pytest.mark.parametrize("span, factors", [
+    (64, [1, 2, 4, 8]), (56, [1, 2, 4, 8]), (24, [1, 2, 3]), (8, [1, 8])
+])
+def test_every_factor_is_measured_at_the_same_examples(span: int, factors: list[int]) -> None:
+    found = measured_at(span, factors)
+    assert found[-1] == span and found == sorted(set(found)) and found[0] >= 5 / 8 * span
+    assert not [at for at in found for factor in factors if at % factor]
+
+
+@pytest.mark.parametrize("optimizer, rule, expected", [
+    ("lamb", "legw", "sqrt"), ("lamb", "random_matrix", "sqrt"),
+    ("momentum", "random_matrix", "linear"), ("lars", "linear", "linear"),
+    ("lars", "identity", "identity"),
+])
+def test_own_scaling(optimizer: str, rule: str, expected: str) -> None:
+    config = tiny.digits(optimizer__name=optimizer, schedule__scaling=rule)
+    assert own_scaling(config) == expected
+
+
+def test_rate_is_the_schedules_at_the_same_examples(tmp_path: pathlib.Path) -> None:
+    run = prepare(tiny.digits(duration="40 steps"), tmp_path)
+    rate = run.recipe.learning_rates
+    assert len(set(rate)) > 30
+    wide = widened(run, [4, 20], 4, 1.5)
+    assert (wide.config.batch_size, wide.config.accumulation_steps) == (256, 4)
+    assert run.config.batch_size == 64  # which has not changed
+    # The count of updates goes on by one, the schedule by four.
+    counts, places = np.array([4, 5, 7, 20, 21, 24]), [4, 8, 16, 20, 24, 36]
+    found = np.array([float(wide.recipe.learning_rate(jnp.int32(count))) for count in counts])
+    np.testing.assert_allclose(found, 1.5 * rate[places], rtol=1e-6)
+
+
+def test_weight_decay_keeps_its_timescale(tmp_path: pathlib.Path) -> None:
+    def recipe(folder: str, **changes: Any) -> Run:
+        optimizer = {"name": "adamw", "learning_rate": 0.01, "weight_decay": 0.1, "rules": "all"}
+        return prepare(tiny.digits(
+            optimizer=ConfigDict(optimizer), duration="3 epochs", schedule__scaling="sqrt",
+            schedule__base_batch_size=64, schedule__weight_decay_scaling="timescale", **changes,
+        ), tmp_path / folder)
+
+    # That of a run at twice the batch, whose rate follows by the same rule.
+    run, larger = recipe("a"), recipe("b", batch_size=128)
+    found = widened(run, [4], 2, math.sqrt(2)).recipe.weight_decay
+    assert found == pytest.approx(larger.recipe.weight_decay) != run.recipe.weight_decay
+    plain = prepare(tiny.digits(), tmp_path / "c")
+    assert widened(plain, [4], 2, 2.0).recipe.weight_decay is None
+
+
+def test_at_the_runs_own_batch_a_branch_is_the_run(trained: pathlib.Path) -> None:
+    run = prepare(tiny.digits(), trained)
+    losses = of_run(run, [4, 8], [1]).losses(4, 1, 0, [2, 8], measure_of(run))
+    records = read_records(trained / "metrics.jsonl", "eval")
+    assert [record["step"] for record in records][-2:] == [6, 12]
+    assert losses == [record["loss"] for record in records[-2:]]
+
+
+def test_larger_batches_by_hand(tmp_path: pathlib.Path) -> None:
+    settings = tiny.digits(
+        optimizer=ConfigDict({"name": "sgd", "learning_rate": 0.1, "rules": "all"}),
+        duration="16 steps", eval__every="16 steps",
+    )
+    train(settings, tmp_path, quiet=True)
+    run = prepare(settings, tmp_path)
+    rates = run.recipe.learning_rates
+    states: list[TrainState] = []
+
+    def measure(state: TrainState) -> float:
+        states.append(jax.device_get(state.params))
+        return float(state.step)
+
+    counted: list[int] = []
+    branches = of_run(run, [4], [1, 4], "linear")
+    assert branches.rate_factors == {1: 1.0, 4: 4.0}
+    assert branches.losses(4, 4, 0, [4, 12], measure, counted.append) == [5.0, 7.0]
+    assert counted == [256] * 3
+    with Checkpoints(run.folder.checkpoints, 10, writes=False) as checkpoints:
+        first, _ = checkpoints.restore(4, run.abstract_state)
+    params = jax.device_get(first.params)
+    loader = data.TrainLoader(run.train_set, 256, settings.seed)
+    loader.examples = 4 * 64
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        terms, _ = run.plain_task.loss(params, {}, batch, jax.random.key(0))
+        return terms["cross_entropy"] / 256
+
+    expected = []
+    for update in range(3):
+        grads = jax.grad(loss)(params, next(loader))
+        rate = 4 * rates[4 + 4 * update]
+        params = optax.apply_updates(params, jax.tree.map(lambda g: -rate * g, grads))
+        expected.append(params)
+    for found, there in zip(states, (expected[0], expected[2]), strict=True):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), found, there)
+    # The whole batch and its end mattered.
+    assert not np.allclose(states[1]["hidden0"]["kernel"], expected[1]["hidden0"]["kernel"])
+
+
+def test_seeds_are_orders_of_the_examples(trained: pathlib.Path) -> None:
+    run = prepare(tiny.digits(), trained)
+    branches, measure = of_run(run, [4], [1, 2], "sqrt"), measure_of(run)
+    losses = [branches.losses(4, 2, seed, [8], measure) for seed in (0, 0, 1)]
+    assert losses[0] == losses[1] != losses[2]
+
+
+def test_two_placements_agree(trained: pathlib.Path) -> None:
+    found = []
+    for changes in ({}, {"parallel__backend": "shard_map", "parallel__optimizer_state": "zero1"}):
+        run = prepare(tiny.digits(**changes), trained)
+        found += of_run(run, [4], [1, 2], "sqrt").losses(4, 2, 0, [8], measure_of(run))
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
+def test_a_branch_that_diverges_is_an_outcome(trained: pathlib.Path) -> None:
+    run = prepare(tiny.digits(), trained)
+    branches = of_run(run, [4], [1, 2])
+    branches._steps[2] = widened(run, [4], 2, 1e38).make_train_step()
+    assert not math.isfinite(branches.losses(4, 2, 0, [8], measure_of(run))[0])
+
+
+def test_models_that_need_the_whole_batch(own_folder: pathlib.Path) -> None:
+    from tests import own_modules
+
+    assert "in_a_list" in own_modules.BROKEN["my_broken"]
+    settings = tiny.digits()
+    settings.model = ConfigDict({"name": "my_broken:in_a_list"})
+    settings.optimizer = ConfigDict({"name": "sgd", "learning_rate": 0.1, "rules": "all"})
+    run = prepare(settings, own_folder / "run")
+    with pytest.raises(UserError, match="config.model: .*calls"):
+        widened(run, [4], 2, 1.0)
