@@ -12,6 +12,7 @@ FILES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.p
 # Modules without a test file of their own name, and where they are tested instead.
 TESTED_ELSEWHERE = {
     "lamb_tpu/errors.py": "without code; tests of mistakes and of preemption raise them",
+    "lamb_tpu/critical_batch/__main__.py": "tests/critical_batch/test_main.py runs it",
     "lamb_tpu/launch/__main__.py": "tests/launch/test_commands.py runs it",
     "lamb_tpu/models/__main__.py": "tests/models/test_costs.py runs it",
     "lamb_tpu/models/bert_network.py": "tests/models/test_bert.py, by the names of bert.py",

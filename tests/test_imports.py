@@ -54,6 +54,7 @@ ROOMS: dict[str, set[str]] = {
         "files", "cost", "cluster", "optim", "models", "data", "tasks", "parallel", "store", "run",
     },
     "plan": {"files", "cost", "optim", "data", "tasks", "store", "run"},
+    "critical_batch": {"batching", "cluster", "optim", "data", "run", "store", "watch"},
     "reproduce": {"files", "optim", "store", "run", "watch"},
     "launch": {"files", "cost"},
 }

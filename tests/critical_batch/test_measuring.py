@@ -1,0 +1,176 @@
+"""Branches of a small run: their records, what is trained again, and what is refused."""
+
+import json
+import math
+import pathlib
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import pytest
+
+from lamb_tpu.critical_batch import measuring
+from lamb_tpu.critical_batch.choices import Request
+from lamb_tpu.critical_batch.measuring import RECORDS, measure
+from lamb_tpu.errors import UserError
+from lamb_tpu.run.branch import Branches
+from lamb_tpu.store.metrics import read_records
+from lamb_tpu.store.workdir import Workdir
+from tests import tiny
+
+REQUEST = Request("4 steps", factors="1,2", span="8 steps")
+
+
+def count(monkeypatch: pytest.MonkeyPatch, stop: int = 99) -> list[tuple[int, int, int]]:
+    """The branches that are trained from now on; that of number `stop` is broken off."""
+    trained: list[tuple[int, int, int]] = []
+    losses = Branches.losses
+
+    def counted(self: Branches, start: int, factor: int, seed: int, *rest: Any) -> list[float]:
+        if len(trained) == stop:
+            raise KeyboardInterrupt
+        trained.append((start, factor, seed))
+        return losses(self, start, factor, seed, *rest)
+
+    monkeypatch.setattr(Branches, "losses", counted)
+    return trained
+
+
+def test_a_branch_is_trained_once(copy: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = tiny.fingerprint(copy)
+    request = REQUEST._replace(seeds=2)
+    trained = count(monkeypatch, stop=3)
+    with pytest.raises(KeyboardInterrupt):
+        measure(None, str(copy), request)
+    assert trained == [(4, 1, 0), (4, 2, 0), (4, 1, 1)]
+    monkeypatch.undo()
+    trained = count(monkeypatch)
+    outcome = measure(None, str(copy), request)
+    assert trained == [(4, 2, 1)]
+    records = read_records(copy / RECORDS)
+    assert len(records) == 4 and {record["rate_factor"] for record in records} == {1.0}
+    # The first record is of the run itself, which was evaluated at its end.
+    end = read_records(copy / "metrics.jsonl", "eval")[-1]["loss"]
+    assert records[0]["at"][-1] == 8 and records[0]["losses"][-1] == end
+    means = [sum(record["losses"]) / 2 for record in records]
+    [row] = outcome.rows
+    parts = [means[1] / means[0] - 1, means[3] / means[2] - 1]
+    assert row.excesses[0].mean == 0.0
+    assert row.excesses[1].mean == pytest.approx(sum(parts) / 2)
+    assert row.excesses[1].error == pytest.approx(abs(parts[0] - parts[1]) / 2)
+    # Half the updates at the same rate leave this short run behind.
+    assert 0.015 < row.excesses[1].mean < 0.025
+    crossing = 64 * 2 ** (0.01 / row.excesses[1].mean)
+    assert row.critical == (64, pytest.approx(crossing), True)
+    # Another tolerance needs no branch; one seed less reads what is there; another rule trains.
+    wide = measure(None, str(copy), request._replace(tolerance=10.0))
+    assert wide.rows[0].critical == (128, 128.0, False)
+    measure(None, str(copy), REQUEST)
+    assert trained == [(4, 2, 1)]
+    measure(None, str(copy), REQUEST._replace(scaling="linear"))
+    assert trained[1:] == [(4, 1, 0), (4, 2, 0)]
+    assert [r["rate_factor"] for r in read_records(copy / RECORDS)[4:]] == [1.0, 2.0]
+    # Nothing of the run has changed.
+    after = tiny.fingerprint(copy)
+    assert {path: after[path] for path in before} == before
+
+
+def test_another_split(copy: pathlib.Path) -> None:
+    own = measure(None, str(copy), REQUEST)
+    of_train = measure(None, str(copy), REQUEST._replace(split="train[:64]"))
+    assert of_train.study.split == "train[:64]" and own.study.split == "test"
+    own_records, other = (read_records(copy / RECORDS)[part] for part in (slice(2), slice(2, 4)))
+    assert [record["split"] for record in other] == ["train[:64]"] * 2
+    assert own_records[0]["losses"] != other[0]["losses"]
+    assert json.loads((copy / "config.json").read_text())["data.eval_split"] == "test"
+    with pytest.raises(UserError, match="config.data: .*'tset'"):
+        measure(None, str(copy), REQUEST._replace(split="tset"))
+
+
+def test_noise_scale_of_the_nearest_record(copy: pathlib.Path) -> None:
+    assert measure(None, str(copy), REQUEST).rows[0].noise_scale is None
+    records = read_records(copy / "metrics.jsonl")
+    for record in records:
+        if record["kind"] == "train" and record["step"] in (3, 8):
+            record["noise_scale"] = {3: 300.0, 8: "inf"}[record["step"]]
+    (copy / "metrics.jsonl").write_text("".join(f"{json.dumps(r)}\n" for r in records))
+    outcome = measure(None, str(copy), REQUEST)
+    assert outcome.noise == [(3, 300.0), (8, math.inf)]
+    assert outcome.rows[0].noise_scale == 300.0
+
+
+def test_branches_that_diverge(copy: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {1: [0.5, 0.5], 2: [math.nan, 0.5]}
+
+    def losses(
+        self: Branches, start: int, factor: int, seed: int, at: Any, measure: Any, trained: Any
+    ) -> list[float]:
+        trained(512)
+        return found[factor]
+
+    monkeypatch.setattr(Branches, "losses", losses)
+    for _ in range(2):  # measured, then read again
+        [row] = measure(None, str(copy), REQUEST).rows
+        assert row.critical == (64, 64.0, True) and row.excesses[1].mean == math.inf
+    assert read_records(copy / RECORDS)[1]["losses"] == ["nan", 0.5]
+    found[1] = [0.5, math.inf]
+    message = "--at: from update 4 a branch at the run's own batch has a loss of inf, with which"
+    with pytest.raises(UserError, match=message):
+        measure(None, str(copy), REQUEST._replace(scaling="linear"))
+
+
+def test_only_one_command_at_a_time(copy: pathlib.Path) -> None:
+    with Workdir(copy).hold():
+        with pytest.raises(UserError, match="is in use by another run; wait until it ends"):
+            measure(None, str(copy), REQUEST)
+
+
+def without_checkpoints(folder: pathlib.Path) -> None:
+    shutil.rmtree(folder / "checkpoints")
+
+
+def of_phases(folder: pathlib.Path) -> None:
+    (folder / "phase_1").mkdir()
+    (folder / "metrics.jsonl").rename(folder / "phase_1" / "metrics.jsonl")
+
+
+def damaged(folder: pathlib.Path) -> None:
+    (folder / "checkpoints" / "4" / "state" / "manifest.ocdbt").unlink()
+
+
+@pytest.mark.parametrize("change, message", [
+    (without_checkpoints, "has no checkpoint yet"),
+    (of_phases, "holds the phases phase_1; give the folder of one of them"),
+    (shutil.rmtree, "holds no run: config.json is missing"),
+    (damaged, "the checkpoint of update 4 .* cannot be read .state/manifest.ocdbt is missing"),
+])
+def test_folders_that_are_refused(
+    copy: pathlib.Path, change: Callable[[pathlib.Path], None], message: str
+) -> None:
+    change(copy)
+    with pytest.raises(UserError, match=message):
+        measure(None, str(copy), REQUEST)
+    assert not (copy / RECORDS).exists()
+
+
+def test_refused_before_anything_compiles(
+    copy: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measuring, "make_evaluator", None)
+    with pytest.raises(UserError, match="--at has '1 steps', .* has no checkpoint within"):
+        measure(None, str(copy), REQUEST._replace(at="1 steps"))
+    with pytest.raises(UserError, match="holds a run of another config .seed: 0 there, 1 now"):
+        measure(tiny.digits(seed=1), str(copy), REQUEST)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(UserError, match="there are 2 processes, and branches are trained by one"):
+        measure(None, str(copy), REQUEST)
+
+
+def test_streams_are_refused(tmp_path: pathlib.Path) -> None:
+    settings = tiny.words(tiny.text(tmp_path / "text"))
+    tiny.save(settings, tmp_path / "run")
+    (tmp_path / "run" / "metrics.jsonl").touch()
+    message = "whose batch is the number of its streams of text: a branch at another batch would re"
+    with pytest.raises(UserError, match=message):
+        measure(None, str(tmp_path / "run"), REQUEST)
