@@ -14,10 +14,10 @@ from lamb_tpu.optim.checks import check_range, check_whole
 
 
 class Excess(NamedTuple):
-    """How far the losses of a batch lie above those of the smallest, as a part of these."""
+    """How far the mean loss of a batch lies above that of the smallest, as a part of the latter."""
 
     mean: float  # infinite where a branch has diverged
-    error: float  # standard error of the mean over seeds; NaN for one seed
+    error: float  # its standard error over seeds; NaN for one seed
 
 
 class Critical(NamedTuple):
@@ -37,9 +37,10 @@ class Critical(NamedTuple):
 
 
 def excess(losses: Sequence[float], references: Sequence[float]) -> Excess:
-    """Returns the relative excess of a batch's losses, paired seed by seed with the smallest's.
+    """Returns the relative excess of a batch's mean loss over that of the smallest batch.
 
-    Branches of one seed read the same examples, so what these add to both losses cancels.
+    The standard error is that of a ratio of means whose losses are paired by seed: branches of one
+    seed read the same examples, so what these add to both losses cancels.
 
     >>> excess([2.5, 3.75], [2.0, 3.0])
     Excess(mean=0.25, error=0.0)
@@ -54,11 +55,15 @@ def excess(losses: Sequence[float], references: Sequence[float]) -> Excess:
     for reference in references:
         if not 0 < reference < math.inf:
             raise ValueError(f"a loss to compare with must be above 0 and finite, not {reference}")
-    parts = [loss / reference - 1 for loss, reference in zip(losses, references, strict=True)]
-    if not all(map(math.isfinite, parts)):
+    pairs = list(zip(losses, references, strict=True))
+    if not all(map(math.isfinite, losses)):
         return Excess(math.inf, math.nan)
-    error = statistics.stdev(parts) / math.sqrt(len(parts)) if len(parts) > 1 else math.nan
-    return Excess(statistics.fmean(parts), error)
+    mean = statistics.fmean(references)
+    ratio = statistics.fmean(losses) / mean
+    if len(pairs) == 1:
+        return Excess(ratio - 1, math.nan)
+    rests = [loss - ratio * reference for loss, reference in pairs]
+    return Excess(ratio - 1, statistics.stdev(rests) / math.sqrt(len(pairs)) / mean)
 
 
 def critical(

@@ -15,10 +15,10 @@ The learning rate of a branch is the run's schedule, at the examples seen, times
 
 The loss is that of the whole --split, without dropout or augmentation, the mean of measurements
 after 5, 6, 7 and 8 eighths of the branch. A batch is within the tolerance if its loss is at most
---tolerance, a part, above that of the run's batch; the mean of --seeds, each of which is compared
-with its own. The critical batch is the largest up to which all are within. Between it and the next,
-the crossing of the tolerance is interpolated. If the smallest factor above 1 is beyond, the run's
-own batch may be above the critical one too, which branches cannot tell.
+--tolerance, a part, above that of the run's batch; both are means over --seeds. The critical batch
+is the largest up to which all are within. Between it and the next, the crossing of the tolerance is
+interpolated. If the smallest factor above 1 is beyond, the run's own batch may be above the
+critical one too, which branches cannot tell.
 
 A small tolerance needs seeds: 1 percent of a loss can be less than the noise of one branch. With
 several seeds the table has the standard error of each excess.

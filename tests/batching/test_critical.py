@@ -17,14 +17,18 @@ def test_docstrings() -> None:
 
 
 def test_excess_is_paired_seed_by_seed() -> None:
-    # Three times as far apart as any excess, which the pairs take out.
-    found = excess([1.01, 2.04, 4.08], [1.0, 2.0, 4.0])
-    parts = (0.01, 0.02, 0.02)
-    mean = sum(parts) / 3
-    deviation = math.sqrt(sum((part - mean) ** 2 for part in parts) / 2)
-    assert found.mean == pytest.approx(mean)
-    assert found.error == pytest.approx(deviation / math.sqrt(3))
+    # The references are further apart than any excess, which the pairs take out.
+    found = excess([1.02, 2.02, 4.10], [1.0, 2.0, 4.0])
+    ratio = 7.14 / 7
+    rests = [1.02 - ratio, 2.02 - 2 * ratio, 4.10 - 4 * ratio]
+    assert sum(rests) == pytest.approx(0, abs=1e-12)
+    deviation = math.sqrt(sum(rest**2 for rest in rests) / 2)
+    assert found.mean == pytest.approx(ratio - 1)
+    assert found.error == pytest.approx(deviation / math.sqrt(3) / (7 / 3))
+    assert found.error < 0.005
+    # One seed has no error, and a reference near 0 does not rule the mean.
     assert math.isnan(excess([1.1], [1.0]).error)
+    assert excess([0.1, 1.0], [0.001, 1.0]).mean == pytest.approx(0.099 / 1.001)
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
