@@ -1,5 +1,6 @@
 """Branches of a run: the run itself at its own batch, updates by hand at larger ones."""
 
+import dataclasses
 import doctest
 import math
 import pathlib
@@ -142,6 +143,42 @@ def test_seeds_are_orders_of_the_examples(trained: pathlib.Path) -> None:
     branches, measure = of_run(run, [4], [1, 2], "sqrt"), measure_of(run)
     losses = [branches.losses(4, 2, seed, [8], measure) for seed in (0, 0, 1)]
     assert losses[0] == losses[1] != losses[2]
+
+
+class Recorded:
+    """A source that remembers what was read, in three classes of length or without."""
+
+    def __init__(self, source: Any, in_buckets: bool) -> None:
+        self._source, self.read = source, list[int]()
+        self.buckets = np.arange(len(source)) % 3 if in_buckets else None
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)
+
+    def gather(self, indices: np.ndarray, epochs: Any = None) -> Any:
+        self.read += indices.tolist()
+        return self._source.gather(indices, epochs)
+
+    def trim(self, batch: Any, bucket: int) -> Any:
+        return batch
+
+
+@pytest.mark.parametrize("in_buckets", [False, True])
+def test_all_batches_read_the_same_examples(trained: pathlib.Path, in_buckets: bool) -> None:
+    run = prepare(tiny.digits(), trained)
+    read = []
+    for factor in (1, 2):
+        source = Recorded(run.train_set, in_buckets)
+        branches = of_run(dataclasses.replace(run, train_set=source), [4], [1, 2])
+        branches.losses(4, factor, 0, [8], lambda state: 0.0)
+        # Sorted, because a larger batch has its examples in the order of its microbatches.
+        read.append([sorted(source.read[at:at + 128]) for at in range(0, 8 * 64, 128)])
+    assert read[0] == read[1]
+    # Two epochs, which differ.
+    assert sorted(read[0][0] + read[0][1]) == list(range(256)) and read[0][0] != read[0][2]
 
 
 def test_two_placements_agree(trained: pathlib.Path) -> None:
