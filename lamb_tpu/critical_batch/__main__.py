@@ -14,11 +14,11 @@ The learning rate of a branch is the run's schedule, at the examples seen, times
 --scaling; there is no new warm-up.
 
 The loss is that of the whole --split, without dropout or augmentation, the mean of measurements
-after 5, 6, 7 and 8 eighths of the branch. A batch is within the tolerance if its loss is at most
---tolerance, a part, above that of the run's batch; both are means over --seeds. The critical batch
-is the largest up to which all are within. Between it and the next, the crossing of the tolerance is
-interpolated. If the smallest factor above 1 is beyond, the run's own batch may be above the
-critical one too, which branches cannot tell.
+after 5, 6, 7 and 8 eighths of the branch, rounded up to updates that all factors have. A batch is
+within the tolerance if its loss is at most --tolerance, a part, above that of the run's batch; both
+are means over --seeds. The critical batch is the largest up to which all are within. Between it and
+the next, the crossing of the tolerance is interpolated. If the smallest factor above 1 is beyond,
+the run's own batch may be above the critical one too, which branches cannot tell.
 
 A small tolerance needs seeds: 1 percent of a loss can be less than the noise of one branch. With
 several seeds the table has the standard error of each excess.
@@ -47,8 +47,8 @@ if __name__ == "__main__":  # --help is answered before the imports below, which
     flags.DEFINE_string("factors", "1,2,4,8", "Batches in batches of the run, ascending from 1.")
     flags.DEFINE_string("span", "2 percent", "Length of a branch, a duration of the run.")
     flags.DEFINE_enum(
-        "scaling", None, ["identity", "sqrt", "linear"], "How the learning rate follows the batch; "
-        "default the run's own config.schedule.scaling."
+        "scaling", None, ["identity", "sqrt", "linear"], "How the learning rate follows the batch: "
+        "not, by the square root, or linearly; default the run's own config.schedule.scaling."
     )
     flags.DEFINE_float("tolerance", 0.01, "Largest excess of the loss, as a part of it.")
     flags.DEFINE_integer("seeds", 1, "Orders of the examples, of which the first is the run's.")
