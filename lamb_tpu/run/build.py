@@ -219,6 +219,7 @@ class Run:
     def abstract_rows(
         self, rows: int, spec: Mapping[str, data.FieldSpec]
     ) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes, dtypes and shardings of a batch of so many rows with these fields."""
         sharding = mesh_lib.batch_sharding(self.mesh)
         return {
             name: jax.ShapeDtypeStruct((rows, *value.shape), value.dtype, sharding=sharding)
