@@ -119,7 +119,8 @@ def _value(config: Mapping[str, Any], key: str) -> Any:
         if key.startswith(f"{section}."):
             start = len(section) + 1
             fields = {k[start:]: v for k, v in config.items() if k.startswith(f"{section}.")}
-            name = config["data.name"] if section == "data.options" else fields["name"]
+            of_data = section == "data.options"
+            name = config["data.name"] if of_data else overrides.name_of(section, fields)
             try:
                 default = overrides.defaults(section, fields, name).get(key[start:], "-")
                 return list(default) if isinstance(default, tuple) else default  # as in JSON

@@ -29,15 +29,21 @@ def base_config() -> ConfigDict:
     """Returns a config with every key and its default; a recipe changes values.
 
     A duration is one string: '30 epochs', '1000 steps', '50000 examples' or '5 percent' (of the
-    run). Model, task, optimizer and data set have fields of their own beside `name`; assign a new
-    `ConfigDict` to replace one. A name such as 'my_package.my_module:Name' is a user's own. The
-    result is locked: assigning a misspelt key raises an error.
+    run). Model, task, optimizer, data set and batch rule have fields of their own beside `name`;
+    assign a new `ConfigDict` to replace one. A name such as 'my_package.my_module:Name' is a user's
+    own. The result is locked: assigning a misspelt key raises an error.
     """
     config = ConfigDict()
     config.seed = 0
     config.batch_size = 128  # examples in an update, over all devices
     config.accumulation_steps = 1  # number of microbatches that a device's part is cut into
     config.duration = "1 epochs"
+    # Rule of a batch that changes, {"name": "ramp", ...} with the fields of the rule, see
+    # lamb_tpu.batching; empty: every batch has batch_size examples. batch_size is then the batch
+    # for which schedule and durations are given, and batches are whole numbers of microbatches of
+    # batch_size / accumulation_steps examples. Its field scaling says how the rate follows:
+    # identity | linear | sqrt.
+    config.batch_rule = ConfigDict()
     config.data = ConfigDict()
     config.data.name = "digits"
     config.data.train_split = "train"
@@ -186,7 +192,7 @@ def _convert(key: str, text: str, default: Any) -> Any:
 def check_keys(config: ConfigDict) -> None:
     """Refuses keys that `base_config` does not have, missing keys, and values of another type.
 
-    Model, task, optimizer and data set check their own fields when they are built.
+    Model, task, optimizer, data set and batch rule check their own fields when they are built.
     """
     _compare_keys(config, base_config(), "config")
     for section in ("task", "model", "optimizer"):
@@ -210,7 +216,7 @@ _CHOICES = {
 # Sections with fields of their own, which are checked elsewhere.
 _OWN_FIELDS = (
     "config.task", "config.model", "config.optimizer", "config.mesh", "config.data.options",
-    "config.phases",
+    "config.phases", "config.batch_rule",
 )
 _KINDS = {
     int: "a whole number", float: "a number", str: "text", bool: "True or False", tuple: "a tuple",

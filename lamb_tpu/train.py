@@ -34,6 +34,7 @@ from lamb_tpu.run.build import prepare
 from lamb_tpu.run.describe import describe
 from lamb_tpu.run.evaluator import make_evaluator, metric_names
 from lamb_tpu.run.session import Session
+from lamb_tpu.run.updating import make_updating
 from lamb_tpu.store.position import Position
 from lamb_tpu.store.workdir import Workdir
 from lamb_tpu.watch.clock import Clock
@@ -112,21 +113,20 @@ def _train(
         step = first_step = int(state.step)
         observers.restore(position.observers)
         if session.resumed:
+            recipe.check_batches(step, position.batches)
             loader.restore(position.loader)
             progress.message(f"resumed from the checkpoint of update {step}")
         is_over = step == recipe.total_steps or bool(observers.end_reason)
         # Only after restoring: records of updates behind this checkpoint are removed.
         records = session.open_records(step, position, is_over)
         clock, updates = Clock(position, began), Updates(position.unlogged)
+        kept = loader, observers, updates, clock
         eval_due, save_due = position.eval_due, False
         metrics: dict[str, float] = {}
 
         # Everything is compiled here, before the clock starts.
         evaluate = make_evaluator(run, session.poll_evaluation, session.keep_file)
-        train_step = run.make_train_step()
-        if not is_over:
-            for shapes in run.abstract_batches():
-                train_step.lower(run.abstract_state, shapes).compile()
+        update = make_updating(run, loader, compiles=not is_over)
 
         clock.start()
         start = Start(
@@ -147,7 +147,7 @@ def _train(
                         with observers.paused(step, "save"):
                             session.save(
                                 step, state,
-                                _position(loader, observers, updates, eval_due, clock),
+                                _position(recipe.batches_until(step), *kept, eval_due),
                             )
                     if step == recipe.total_steps or observers.end_reason:
                         break
@@ -156,7 +156,7 @@ def _train(
                     session.poll(f"update {step}")
 
                     observers.updating(step)
-                    state, sums = train_step(state, run.shard_batch(next(loader)))
+                    state, sums = update(state, step)
                     step += 1
                     updates.add(step, sums)
                     if step == first_step + 1:
@@ -201,7 +201,8 @@ def _train(
                     observers.saving(step, state)
                     observers.fetched(updates.fetch())
                     session.save(
-                        step, state, _position(loader, observers, updates, eval_due, clock)
+                        step, state,
+                        _position(recipe.batches_until(step), *kept, eval_due),
                     )
                 session.finish()
                 observers.preempted(step)
@@ -212,11 +213,12 @@ def _train(
 
 
 def _position(
-    loader: data.TrainLoader, observers: Observers, updates: Updates, eval_due: bool, clock: Clock
+    batches: list[list[int]] | None, loader: data.TrainLoader, observers: Observers,
+    updates: Updates, clock: Clock, eval_due: bool,
 ) -> Position:
     return Position(
         loader.state(), observers.state(), updates.unlogged, eval_due,
-        clock.seconds, clock.startup, clock.starts,
+        clock.seconds, clock.startup, clock.starts, batches,
     )
 
 

@@ -96,7 +96,8 @@ def in_program(run: Run, capacity: int) -> Turn:
             return step.added(state, total, batch, weights, index, count)
 
         start = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), zeros)
-        return step.updated(state, lax.fori_loop(0, count, add, start))
+        total = lax.fori_loop(0, count, add, start)
+        return step.updated(state, total, jnp.float32(jnp.nan))  # its schedule counts updates
 
     compiled = jax.jit(update, donate_argnums=0, compiler_options=compiler_options(run.mesh))
 

@@ -84,6 +84,11 @@ def measure(config: ConfigDict | None, workdir: str, request: Request) -> Outcom
         raise UserError(f"--workdir {folder.path} has no checkpoint yet")
     config = unflatten(files.config) if config is None else config
     run = prepare(config, workdir)
+    if run.recipe.path is not None:
+        raise UserError(
+            f"--workdir {workdir} holds a run whose batch changes by config.batch_rule "
+            f"{config.batch_rule.name!r}; branches are at multiples of one batch size"
+        )
     if run.train_set.streams is not None:
         raise UserError(
             f"--workdir {folder.path} is of {data.title(run.train_set)}, whose batch is the number "

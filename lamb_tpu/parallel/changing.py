@@ -8,6 +8,7 @@ the loss is divided by them before the backward pass.
 """
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from lamb_tpu.batching.learning_rate import given_rate
 from lamb_tpu.models.norm import MOMENTS, add_moments, as_one, combine_moments
 from lamb_tpu.parallel import accumulation, step
 from lamb_tpu.parallel import mesh as mesh_lib
@@ -49,10 +51,11 @@ class Total(NamedTuple):
 
 
 class ChangingStep:
-    """An update from a sequence of microbatches, `(state, microbatches) -> (state, sums)`.
+    """An update from a sequence of microbatches, `(state, microbatches, rate) -> (state, sums)`.
 
     The update is that of `step.make_train_step` for the whole batch cut into these microbatches:
-    the same positions, weights, key and groups of BatchNorm. The state's buffers are donated.
+    the same positions, weights, key and groups of BatchNorm. The state's buffers are donated. An
+    optimizer whose learning rate is `batching.learning_rate.rate_given` gets the rate of the call.
 
     Args:
       task, tx, layout, backend, gradient_dtype: see `step.make_train_step`.
@@ -118,8 +121,8 @@ class ChangingStep:
             donate_argnums=1,
         )
         self._update = jit(
-            self._mapped(self.updated, (specs, of_total), (specs, none)),
-            in_shardings=(places, held), out_shardings=(places, whole), donate_argnums=0,
+            self._mapped(self.updated, (specs, of_total, none), (specs, none)),
+            in_shardings=(places, held, whole), out_shardings=(places, whole), donate_argnums=0,
         )
         # Which weights depend on the examples follows from the task's own program.
         self._is_weighed = bool(jax.eval_shape(
@@ -127,14 +130,16 @@ class ChangingStep:
         ))
         self._total: Total | None = None
 
-    def __call__(self, state: TrainState, microbatches: Sequence[Batch]) -> tuple[TrainState, Sums]:
+    def __call__(
+        self, state: TrainState, microbatches: Sequence[Batch], rate: float = math.nan
+    ) -> tuple[TrainState, Sums]:
         """Makes an update; see the class."""
         if self._total is None:
             self._total = self.zeros()
         weights, count = self.weights(microbatches), np.int32(len(microbatches))
         for index, batch in enumerate(microbatches):
             self._total = self._add(state, self._total, batch, weights, np.int32(index), count)
-        return self._update(state, self._total)
+        return self._update(state, self._total, np.float32(rate))
 
     def weights(self, microbatches: Sequence[Batch]) -> dict[str, jax.Array]:
         """Returns the weights of the whole batch that depend on its examples."""
@@ -154,7 +159,8 @@ class ChangingStep:
         self._add.lower(
             self._state, total, self._microbatch, weights, number, number
         ).compile()
-        self._update.lower(self._state, total).compile()
+        rate = jax.ShapeDtypeStruct((), np.float32)
+        self._update.lower(self._state, total, rate).compile()
         self._total = self.zeros()
 
     def _mapped(self, function: Callable[..., Any], args: Any, out: Any) -> Callable[..., Any]:
@@ -219,13 +225,16 @@ class ChangingStep:
         )
         return Total(grads, loss, sums, add_moments(total.moments, moments, index))
 
-    def updated(self, state: TrainState, total: Total) -> tuple[TrainState, Sums]:
+    def updated(
+        self, state: TrainState, total: Total, rate: jax.Array
+    ) -> tuple[TrainState, Sums]:
         """Returns the state after the update, and the metrics."""
         grads, loss, sums = jax.tree.map(
             lambda leaf: leaf[0] if self._is_named else leaf, total[:3]
         )
         model_state = combine_moments(state.model_state, as_one(total.moments))
-        return self._finish(state, grads, loss, model_state, sums, {})
+        with given_rate(rate):
+            return self._finish(state, grads, loss, model_state, sums, {})
 
     def _apart(self, total: Total) -> Total:
         """Adds the leading axis of devices, under shard_map."""

@@ -59,6 +59,11 @@ def make_plan(
     # Before `prepare`: this keeps JAX on the CPU, which must be settled before JAX uses a device.
     devices = topology_lib.devices(slice_)
     run = prepare(config, None, devices, load=loader(config, examples))
+    if run.recipe.path is not None:
+        raise UserError(
+            f"config.batch_rule.name is {config.batch_rule.name!r}, and a plan is of one batch "
+            "size; leave config.batch_rule empty and give the batch as config.batch_size"
+        )
     lowered = run.make_train_step().lower(run.abstract_state, run.abstract_batch())
     places = network.places(run.mesh.devices.flat)
     key = key_of(lowered.as_text(), places, slice_.compiler_options())

@@ -171,7 +171,9 @@ def _complete(flat: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, An
             continue
         fields = {key.removeprefix(prefix): flat[key] for key in flat if key.startswith(prefix)}
         try:
-            name = flat.get("data.name") if section == "data.options" else fields.get("name")
+            name = flat.get("data.name") if section == "data.options" else overrides_lib.name_of(
+                section, fields
+            )
             defaults = overrides_lib.defaults(section, fields, name)
             found |= flatten({
                 key: defaults[key.removeprefix(prefix)] for key in missing

@@ -139,11 +139,11 @@ class Run:
 
     @property
     def tokens_per_update(self) -> int:
-        """Number of tokens in a batch of text, padding included; 0 for other data."""
+        """Number of tokens in config.batch_size of text, padding included; 0 for other data."""
         return self.config.batch_size * data.tokens_of(self.train_set.element_spec)
 
     def amounts(self) -> dict[str, float]:
-        """Returns what an update adds to each rate of `watch.throughput.Throughput`."""
+        """Returns what config.batch_size adds to each rate of `watch.throughput.Throughput`."""
         amounts: dict[str, float] = {"examples_per_second": self.config.batch_size}
         if self.tokens_per_update:
             amounts["tokens_per_second"] = self.tokens_per_update
@@ -290,7 +290,10 @@ def settings(
         checks.check_pairs(config, mesh, task)
     # Durations and the optimizer depend on the size of the data, which may need a download. Any
     # size serves to find mistakes in them before that.
-    _, rules = resolve_optimizer(config, resolve(config, num_examples=10**6))
+    recipe = resolve(config, num_examples=10**6)
+    if recipe.path is not None and training:
+        checks.check_changing(config, task)
+    _, rules = resolve_optimizer(config, recipe)
     for number, rule in enumerate(config.parallel.rules):
         rules_lib.check_rule(number, rule)
     return Settings(mesh, task, rules, batch_norm)
@@ -381,14 +384,17 @@ def prepare(
     places = state_lib.state_shardings(abstract, tx, layout, parts)
     placed = state_lib.with_shardings(abstract, places)
     # An evaluation holds no batch of training.
-    rows = config.batch_size if training else 1
+    rows = recipe.largest_batch if training else 1
     memory.check_memory(placed, mesh, rows // jax.process_count(), train_set.element_spec)
     if named:
         with naming("config.optimizer"):
             state_lib.check_update(tx, abstract.params, abstract.opt_state, layout)
+    changes = recipe.path is not None
+    if training and changes:
+        checks.check_changing_data(train_set)
     # Under jit without microbatches every layer sees the whole batch.
-    if training and (named or config.accumulation_steps > 1):
-        checks.check_statistics(config, abstract, train_set)
+    if training and (named or config.accumulation_steps > 1 or changes):
+        checks.check_statistics(config, abstract, train_set, changes)
     table = parameters.table(params, rules)
     # A folder that is used again has a record of its parameters and its vocabulary.
     if folder is not None:

@@ -61,9 +61,17 @@ def check_pairs(config: ConfigDict, mesh: Mesh, task: tasks.Task) -> None:
 
 
 def check_statistics(
-    config: ConfigDict, abstract: state_lib.TrainState, train_set: data.Source
+    config: ConfigDict, abstract: state_lib.TrainState, train_set: data.Source,
+    changes: bool = False,
 ) -> None:
-    """Refuses a model with statistics of its own if it would see only a part of the batch."""
+    """Refuses a model with statistics of its own if it would see only a part of the batch.
+
+    Args:
+      config: of the run.
+      abstract: shapes and dtypes of its state.
+      train_set: its data.
+      changes: whether its batch changes, which is always made of microbatches.
+    """
     rows = config.batch_size // config.accumulation_steps
     batch = {
         name: jax.ShapeDtypeStruct((rows, *spec.shape), spec.dtype)
@@ -74,7 +82,31 @@ def check_statistics(
     with naming("config.model"):
         statistics.check_statistics(
             task, abstract.params, abstract.model_state, batch, abstract.key,
-            whole=config.accumulation_steps == 1,
+            whole=config.accumulation_steps == 1 and not changes,
+        )
+
+
+def check_changing(config: ConfigDict, task: tasks.Task) -> None:
+    """Refuses a batch that changes where something has one size of it."""
+    rule = f"config.batch_rule.name is {config.batch_rule.name!r}"
+    if task.model.carry_shape is not None:
+        raise UserError(
+            f"{rule}, and the network {config.model.name!r} carries a state for each row of the "
+            "batch, so its batch must stay one size; leave config.batch_rule empty"
+        )
+    if config.log.mlperf:
+        raise UserError(
+            f"{rule}, and MLPerf's log has one batch size; it needs config.log.mlperf=False"
+        )
+
+
+def check_changing_data(train_set: data.Source) -> None:
+    """Refuses data whose order or rows depend on the batch size, for a batch that changes."""
+    if train_set.buckets is not None or train_set.streams is not None:
+        what = "batches of like lengths" if train_set.streams is None else "streams of text"
+        raise UserError(
+            f"config.batch_rule changes the batch, and {data.title(train_set)} is read in {what}, "
+            "which needs one batch size; leave config.batch_rule empty"
         )
 
 

@@ -41,8 +41,10 @@ def describe(run: Run) -> str:
         lines.append(run.batch_norm)
     if run.start is not None:
         lines.append(run.start.describe())
-    if config.accumulation_steps > 1:
-        rows = config.batch_size // config.accumulation_steps
+    rows = config.batch_size // config.accumulation_steps
+    if run.recipe.path is not None:
+        lines.append(f"accumulation: as many microbatches of {rows:,} as a batch has")
+    elif config.accumulation_steps > 1:
         lines.append(f"accumulation: {config.accumulation_steps} microbatches of {rows:,}")
     if run.eval_batch_size > config.eval.batch_size:
         lines.append(
@@ -95,4 +97,6 @@ def _describe_flops(run: Run) -> str:
     needed = f"{run.model_flops:.4g}" if run.model_flops else "an unknown number of"
     peak = topology.peak_flops(kind)
     at_most = f"does at most {peak:.4g} a second" if peak else "has no known peak"
-    return f"arithmetic: {needed} model FLOPs an update; a {kind} device {at_most}"
+    # An update of a batch that changes has in proportion to its examples.
+    of = "" if run.recipe.path is None else f" of {run.config.batch_size:,} examples"
+    return f"arithmetic: {needed} model FLOPs an update{of}; a {kind} device {at_most}"

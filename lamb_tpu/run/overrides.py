@@ -1,10 +1,10 @@
-"""Command-line overrides for every argument of the chosen optimizer, model, task and data set.
+"""Command-line overrides for every argument of the optimizer, model, task, data and batch rule.
 
 ml_collections overrides only keys that a config has, and a config file writes down only what
-differs from the defaults. Here every argument of the named optimizer, model, task or data set is a
-key of config.optimizer, config.model, config.task or config.data.options, whether or not the file
-sets it, with values of the argument's type. Giving a default adds no key, so a run's config is the
-same whether a default was given or left out.
+differs from the defaults. Here every argument of the named optimizer, model, task, data set or
+batch rule is a key of config.optimizer, config.model, config.task, config.data.options or
+config.batch_rule, whether or not the file sets it, with values of the argument's type. Giving a
+default adds no key, so a run's config is the same whether a default was given or left out.
 """
 
 import ast
@@ -24,12 +24,13 @@ from lamb_tpu.config import section_of
 from lamb_tpu.data.registry import option_fields
 from lamb_tpu.errors import UserError
 from lamb_tpu.optim import factory, presets
+from lamb_tpu.run import batches
 from lamb_tpu.run.recipe import naming, optimizer_of
 
-SECTIONS = ("optimizer", "model", "task", "data.options")
+SECTIONS = ("optimizer", "model", "task", "data.options", "batch_rule")
 _FLAG = re.compile(
     r"-{1,2}(?P<no>no)?config\.(phases\.(?P<phase>[^.=]+)\.)?"
-    r"(?P<section>optimizer|model|task|data\.options)\.(?P<field>[^=]+)(=(?P<text>.*))?",
+    r"(?P<section>optimizer|model|task|data\.options|batch_rule)\.(?P<field>[^=]+)(=(?P<text>.*))?",
     re.DOTALL,
 )
 _KINDS = {
@@ -131,7 +132,7 @@ def kind_of(config: ConfigDict, key: str) -> Any:
 
 
 def own_fields(section: str, name: Any) -> dict[str, Field]:
-    """Returns the fields of the named optimizer, model, task or data set.
+    """Returns the fields of the named optimizer, model, task, data set or batch rule.
 
     Args:
       section: one of `SECTIONS`.
@@ -141,6 +142,8 @@ def own_fields(section: str, name: Any) -> dict[str, Field]:
       UserError: the name is unknown.
     """
     with naming(f"config.{section}"):
+        if section == "batch_rule":
+            return {key: Field(*each) for key, each in batches.rule_fields(name).items()}
         if section == "optimizer":
             arguments = factory.own_arguments(optimizer_of(name))
             del arguments["axis_name"]  # config.parallel decides it
@@ -167,7 +170,7 @@ def describe(config: ConfigDict) -> str:
     flat = {f"config.{key}": f"{value!r}" for key, value in _leaves(config)}
     for section in SECTIONS:
         fields = _section(config, section)
-        name = config.data.name if section == "data.options" else fields["name"]
+        name = config.data.name if section == "data.options" else name_of(section, fields)
         phases = [_section(phase, section) for phase in _section(config, "phases").values()]
         for key, value in defaults(section, fields, name).items():
             if phases and all(key in phase for phase in phases):
@@ -182,6 +185,11 @@ def _leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield from _leaves(value, f"{prefix}{key}.")
         else:
             yield prefix + key, value
+
+
+def name_of(section: str, fields: Mapping[str, Any]) -> Any:
+    """Returns the name among the fields of a section; None without one, but for the batch rule."""
+    return fields.get("name", "constant" if section == "batch_rule" else None)
 
 
 def defaults(section: str, fields: Mapping[str, Any], name: Any) -> dict[str, Any]:
@@ -226,10 +234,10 @@ def _find(config: ConfigDict, override: Override) -> tuple[dict[str, Any], Any, 
         name = data["name"]
     elif field == "name":
         name = override.text
-    elif "name" not in fields:
-        raise UserError(f"config.{section} has no name; give config.{section}.name")
     else:
-        name = fields["name"]
+        name = name_of(section, fields)
+        if name is None:
+            raise UserError(f"config.{section} has no name; give config.{section}.name")
     known = own_fields(section, name)
     if section != "data.options":
         known = {"name": Field(str, inspect.Parameter.empty), **known}
@@ -264,7 +272,8 @@ def _check_file_fits(config: ConfigDict, override: Override) -> None:
     """Refuses a name from the command line that does not have all fields of the file's section."""
     phase = _phase(config, override.phase)
     fields = _section(config if phase is None else phase, override.section)
-    name, known = fields["name"], own_fields(override.section, fields["name"])
+    name = name_of(override.section, fields)
+    known = own_fields(override.section, name)
     strange = [key for key in fields if key not in known and key != "name"]
     if strange:
         kept = {key: value for key, value in fields.items() if key not in strange}

@@ -13,10 +13,13 @@ import optax
 from ml_collections import ConfigDict
 
 from lamb_tpu import own
+from lamb_tpu.batching import path as path_lib
+from lamb_tpu.batching.learning_rate import rate_given
 from lamb_tpu.config import base_config, section_of
 from lamb_tpu.errors import UserError
 from lamb_tpu.optim import durations, factory, parameters, scaling, schedules
 from lamb_tpu.optim.trust_ratio import AxisName
+from lamb_tpu.run import batches
 
 SCALINGS = (*scaling.SCALING_RULES, "random_matrix", "legw")
 
@@ -41,18 +44,25 @@ _MOST_UPDATES = 10**8
 class Recipe:
     """Durations of a run in updates, and its learning rate.
 
+    Where the batch changes, durations and the schedule run on examples: they are in updates of
+    `batch_size`, and the place of an update in them, a fraction, follows from the examples before
+    it. Only `total_steps` and arguments called `step` count the run's own updates.
+
     Attributes:
       batch_size: examples in an update, over all devices.
       num_examples: examples in the training set.
       total_steps: updates of the run.
       peak_learning_rate: learning rate after scaling to the batch size, before warm-up and decay.
       warmup_steps: updates of warm-up; may be a fraction.
-      learning_rate: learning rate of update t (the first is t = 0).
+      learning_rate: learning rate of update t (the first is t = 0), or at the place t; that of a
+        batch that changes is in `learning_rates`.
       weight_decay: weight decay scaled to the batch size; None: the config's is used unscaled.
       eval_every, checkpoint_every, log_every: intervals in updates; may be fractions.
       keep_every, desync_every: intervals in updates; may be fractions; 0: never.
       updates_before: difference between the optimizer's counts and the run's own updates; not 0 if
         the counts were kept from another run.
+      path: batch size of every update; None: it is always `batch_size`.
+      rate_scaling: how the rate follows a batch that changes: identity, linear or sqrt.
     """
 
     batch_size: int
@@ -68,15 +78,61 @@ class Recipe:
     keep_every: float
     desync_every: float
     updates_before: int = 0
+    path: path_lib.Path | None = None
+    rate_scaling: str = "identity"
 
     @functools.cached_property
     def learning_rates(self) -> np.ndarray:
-        """Learning rate of every update, (total_steps,), for logs, without work on a device."""
-        return np.asarray(jax.jit(self.learning_rate)(np.arange(self.total_steps, dtype=np.int32)))
+        """Learning rate of every update, float32 (total_steps,), without work on a device."""
+        if self.path is None:
+            counts = np.arange(self.total_steps, dtype=np.int32)
+            return np.asarray(jax.jit(self.learning_rate)(counts))
+        sizes = self.path.batches()
+        places = (np.cumsum(sizes) - sizes) / self.batch_size
+        rates = np.asarray(jax.jit(self.learning_rate)(places.astype(np.float32)))
+        factors = batches.factors(self.path, self.rate_scaling, self.batch_size)
+        return (rates * factors).astype(np.float32)
+
+    @property
+    def largest_batch(self) -> int:
+        """The largest batch size of an update."""
+        return self.batch_size if self.path is None else self.path.largest
+
+    def batch(self, step: int) -> int:
+        """Returns the batch size of the update after `step` completed ones."""
+        return self.batch_size if self.path is None else self.path.batch(step)
+
+    def examples(self, step: int) -> int:
+        """Returns the examples of `step` updates."""
+        return step * self.batch_size if self.path is None else self.path.examples(step)
+
+    def place(self, step: int) -> float:
+        """Returns `step` updates in updates of `batch_size`, in which durations are."""
+        return step if self.path is None else self.path.examples(step) / self.batch_size
+
+    def batches_until(self, step: int) -> list[list[int]] | None:
+        """Returns the batches of `step` updates for `check_batches`; None for a constant batch."""
+        return None if self.path is None else self.path.until(step)
+
+    def check_batches(self, step: int, saved: list[list[int]] | None) -> None:
+        """Refuses to go on from a checkpoint whose batches were others than the rule now gives.
+
+        Args:
+          step: completed updates of the checkpoint.
+          saved: what `batches_until` returned for it.
+        """
+        here = self.batches_until(step)
+        if here != saved:
+            raise UserError(
+                f"config.batch_rule gives batches (first update, size) {here} up to update {step}, "
+                f"and the checkpoint was trained with {saved}; go on with the version of lamb_tpu "
+                "that began the run, or begin in a new --workdir"
+            )
 
     def epoch(self, step: float) -> float:
         """Returns the epochs after `step` updates, as a fraction."""
-        return step * self.batch_size / self.num_examples
+        done = step * self.batch_size if self.path is None else self.path.examples(int(step))
+        return done / self.num_examples
 
     def is_due(self, every: float, step: int) -> bool:
         """Returns whether an event is due at update `step` (counted from 1).
@@ -90,7 +146,8 @@ class Recipe:
             return False
         # Slightly above the multiple, against rounding of k * every.
         tolerance = 1e-9
-        passed = math.floor(step / every + tolerance) > math.floor((step - 1) / every + tolerance)
+        before, now = self.place(step - 1), self.place(step)
+        passed = math.floor(now / every + tolerance) > math.floor(before / every + tolerance)
         return passed or step == self.total_steps
 
     def is_save_due(self, step: int) -> bool:
@@ -98,12 +155,19 @@ class Recipe:
         return self.is_due(self.checkpoint_every, step) or self.is_due(self.keep_every, step)
 
     def describe(self) -> str:
-        """Returns two lines for the terminal."""
+        """Returns two lines for the terminal; three where the batch changes."""
         epochs = self.epoch(self.total_steps)
         warmup_epochs = self.warmup_steps * self.batch_size / self.num_examples
+        size, path = f"{self.batch_size:,}", ""
+        if self.path is not None:
+            size = f"{self.path.smallest:,} to {self.path.largest:,}"
+            path = (
+                f"batch: {path_lib.describe(self.path)}; durations and schedule count updates of "
+                f"{self.batch_size:,} examples, and the rate follows by {self.rate_scaling!r}\n"
+            )
         return (
-            f"run: {self.total_steps:,} updates of {self.batch_size:,} examples = {epochs:.4g} "
-            f"epochs of {self.num_examples:,}\n"
+            f"run: {self.total_steps:,} updates of {size} examples = {epochs:.4g} "
+            f"epochs of {self.num_examples:,}\n{path}"
             f"learning rate: peak {self.peak_learning_rate:.6g}, warm-up {self.warmup_steps:.6g} "
             f"updates = {warmup_epochs:.4g} epochs; update 0: {self.learning_rates[0]:.4g}, "
             f"last: {self.learning_rates[-1]:.4g}"
@@ -164,10 +228,11 @@ def resolve(config: ConfigDict, num_examples: int, updates_before: int = 0) -> R
         intervals[key] = steps(key)
         if intervals[key] <= 0:
             raise UserError(f"config.{key} is an interval of no length; it must be positive")
+    path, rate_scaling = batches.resolve_path(config, total_steps, _MOST_UPDATES)
     return Recipe(
         batch_size=config.batch_size,
         num_examples=num_examples,
-        total_steps=total_steps,
+        total_steps=total_steps if path is None else path.updates,
         peak_learning_rate=peak,
         warmup_steps=warmup_steps,
         learning_rate=learning_rate,
@@ -178,6 +243,8 @@ def resolve(config: ConfigDict, num_examples: int, updates_before: int = 0) -> R
         keep_every=steps("checkpoint.keep_every"),
         desync_every=steps("guards.desync_every"),
         updates_before=updates_before,
+        path=path,
+        rate_scaling=rate_scaling,
     )
 
 
@@ -312,6 +379,8 @@ def resolve_optimizer(
     del fields["learning_rate"]
 
     def learning_rate(count: Any) -> Any:
+        if recipe.path is not None:
+            return rate_given(count)
         # Bias correction continues from kept counts, but the schedule starts at 0.
         return recipe.learning_rate(count - recipe.updates_before)
 

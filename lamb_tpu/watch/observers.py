@@ -26,7 +26,8 @@ def make_observers(run: Run, progress: RunProgress) -> Observers:
       progress: the observer that prints lines for all others.
     """
     config, recipe, tell = run.config, run.recipe, progress.message
-    target, throughput = Target(config.target, recipe, tell), Throughput(run.amounts())
+    target = Target(config.target, recipe, tell)
+    throughput = Throughput(run.amounts(), recipe.place)
     return Observers([
         Guards(config.guards, recipe.learning_rates, progress.warn, tell),
         Desync(run),

@@ -48,6 +48,8 @@ def _short(rate: float) -> str:
 class RunProgress(Observer):
     """Progress of a run in updates, with examples or tokens a second and time left.
 
+    Where the batch changes, the bar counts examples, because updates take different times.
+
     The rate is the mean over this start from its second update on, including evaluations and saves.
 
     On a terminal there is one bar, with messages above it. Elsewhere there is a line at most every
@@ -58,7 +60,8 @@ class RunProgress(Observer):
       recipe: the run's recipe.
       shown: False prints nothing, as on every process but the first.
       quiet: print only the bar on a terminal, and warnings.
-      tokens: tokens in an update, padding included; if not 0, the rate is in tokens.
+      tokens: tokens in an update of the base batch, padding included; if not 0, the rate is in
+        tokens.
     """
 
     def __init__(
@@ -90,7 +93,9 @@ class RunProgress(Observer):
                 console=self._console,
                 speed_estimate_period=1e9,  # by default rich forgets updates after 30 s
             )
-            self._task = self._bar.add_task(label, total=recipe.total_steps, rate="", values="")
+            self._task = self._bar.add_task(
+                label, total=self._done(recipe.total_steps), rate="", values=""
+            )
         self._start: tuple[float, int] | None = None
         self._last_line = time.monotonic()
 
@@ -108,7 +113,7 @@ class RunProgress(Observer):
         self._start = (time.monotonic(), step)
         # rich leaves the first value out of its rate, so earlier starts' updates do not count.
         if self._bar:
-            self._bar.update(self._task, completed=step)
+            self._bar.update(self._task, completed=self._done(step))
 
     def recorded(self, record: Record) -> None:
         """Shows the latest metrics; the bar has room for `loss` alone."""
@@ -117,18 +122,20 @@ class RunProgress(Observer):
         step, values = record.step, record.values
         began, first = self._start
         now = time.monotonic()
-        rate = (step - first) / (now - began) if now > began else 0.0
+        # In updates of the base batch.
+        place = self._recipe.place
+        rate = (place(step) - place(first)) / (now - began) if now > began else 0.0
         speed = f"{rate * self._amount:,.0f} {self._unit}/s" if rate else ""
         if self._bar:
             speed = f"{_short(rate * self._amount)} {self._unit}/s" if rate else ""
             # More metrics would push rate and time out of 80 columns.
             loss = format_values({"loss": values["loss"]}) if "loss" in values else ""
-            self._bar.update(self._task, completed=step, rate=speed, values=loss)
+            self._bar.update(self._task, completed=self._done(step), rate=speed, values=loss)
         elif now - self._last_line >= _SECONDS_BETWEEN_LINES:
             self._last_line = now
             pace = ""
             if rate:
-                left = format_seconds((self._recipe.total_steps - step) / rate)
+                left = format_seconds((place(self._recipe.total_steps) - place(step)) / rate)
                 pace = f"; {speed}, {left} left"
             self.message(
                 f"update {step}/{self._recipe.total_steps}: {format_values(values)}{pace}"
@@ -141,6 +148,10 @@ class RunProgress(Observer):
     def ended(self) -> None:
         if self._bar:
             self._bar.stop()
+
+    def _done(self, step: int) -> int:
+        """What the bar has counted after `step` updates."""
+        return step if self._recipe.path is None else self._recipe.examples(step)
 
     def warn(self, text: str) -> None:
         """Prints a line even in a quiet run."""

@@ -24,6 +24,11 @@ class Records(Observer):
             "epoch": self._recipe.epoch(record.step), "updates": record.updates,
             "seconds": self._start.clock.seconds,
         }
+        if self._recipe.path is not None:
+            counts |= {
+                "batch_size": self._recipe.batch(record.step - 1),  # of the newest update
+                "examples": self._recipe.examples(record.step),
+            }
         self._start.records.write(record.step, "train", record.values | counts | record.rates)
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from lamb_tpu.parallel.state import TrainState
 from lamb_tpu.watch.observer import Observer, Record, Start
@@ -15,11 +15,14 @@ class Throughput(Observer):
     and saves.
 
     Args:
-      amounts: name of each rate -> the amount of one update.
+      amounts: name of each rate -> the amount of one update of the base batch.
+      place: returns a number of updates in updates of the base batch, see `Recipe.place`.
     """
 
-    def __init__(self, amounts: Mapping[str, float]) -> None:
-        self._amounts = amounts
+    def __init__(
+        self, amounts: Mapping[str, float], place: Callable[[int], float] = lambda step: step
+    ) -> None:
+        self._amounts, self._place = amounts, place
         self._since: tuple[int, float] | None = None
 
     def started(self, start: Start) -> None:
@@ -36,7 +39,7 @@ class Throughput(Observer):
             return
         first, began = self._since
         ended = time.monotonic()
-        updates, seconds = record.step - first, ended - began
+        updates, seconds = self._place(record.step) - self._place(first), ended - began
         self._since = (record.step, ended)
         if not updates or seconds <= 0:
             return

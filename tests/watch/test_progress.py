@@ -30,7 +30,8 @@ def run(
 ) -> Iterator[tuple[RunProgress, Any]]:
     """The progress of a run after its first update, and a function that shows another record."""
     recipe = SimpleNamespace(
-        total_steps=total_steps, batch_size=batch_size, epoch=lambda step: step / 100
+        total_steps=total_steps, batch_size=batch_size, epoch=lambda step: step / 100,
+        place=lambda step: step, path=None,
     )
     progress = RunProgress(label, recipe, **options)
     began = Clock(Position(), time.monotonic() - after)

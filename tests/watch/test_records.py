@@ -7,7 +7,7 @@ from tests.watch.observing import record, start
 
 
 def test_what_is_written() -> None:
-    records = Records(SimpleNamespace(epoch=lambda step: step / 4))
+    records = Records(SimpleNamespace(epoch=lambda step: step / 4, path=None))
     begun = start(clock=SimpleNamespace(seconds=2.5))
     records.started(begun)
     one = record(6, {"loss": 0.5})

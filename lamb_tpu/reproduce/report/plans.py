@@ -92,7 +92,8 @@ def _points(configs: Sequence[ConfigDict], examples: int) -> tuple[tuple[float, 
     for part in recipes:
         # The same number for every run, since JAX compiles for each; a short run has some twice.
         steps = np.linspace(0, part.total_steps - 1, _POINTS).round().astype(np.int32)
-        rates = dict(zip(steps.tolist(), np.asarray(part.learning_rate(steps)).tolist()))
+        at = part.learning_rate(steps) if part.path is None else part.learning_rates[steps]
+        rates = dict(zip(steps.tolist(), np.asarray(at).tolist()))
         found += [(100 * (before + step) / whole, rate) for step, rate in rates.items()]
         before += part.total_steps
     return tuple(found)
