@@ -45,10 +45,11 @@ ROOMS: dict[str, set[str]] = {
     "models": {"files", "cost"},
     "data": {"files", "cluster"},
     "tasks": {"models", "data"},
-    "parallel": {"optim", "tasks", "models"},
+    "parallel": {"optim", "batching", "tasks", "models"},
     "store": {"files", "cluster", "data", "optim"},
     "run": {
-        "files", "cost", "cluster", "optim", "models", "data", "tasks", "parallel", "store",
+        "files", "cost", "cluster", "optim", "batching", "models", "data", "tasks", "parallel",
+        "store",
     },
     "watch": {
         "files", "cost", "cluster", "optim", "models", "data", "tasks", "parallel", "store", "run",

@@ -86,7 +86,7 @@ def measure(config: ConfigDict | None, workdir: str, request: Request) -> Outcom
     run = prepare(config, workdir)
     if run.recipe.path is not None:
         raise UserError(
-            f"--workdir {workdir} holds a run whose batch changes by config.batch_rule "
+            f"--workdir {folder.path} holds a run whose batch changes by config.batch_rule "
             f"{config.batch_rule.name!r}; branches are at multiples of one batch size"
         )
     if run.train_set.streams is not None:

@@ -239,7 +239,8 @@ def resolve(config: ConfigDict, num_examples: int, updates_before: int = 0) -> R
         weight_decay=_weight_decay(config, num_examples, peak),
         eval_every=intervals["eval.every"],
         checkpoint_every=intervals["checkpoint.every"],
-        log_every=max(1.0, intervals["log.every"]),
+        # At least one update, which a batch that changes may be a small part of.
+        log_every=max(1.0 if path is None else 0.0, intervals["log.every"]),
         keep_every=steps("checkpoint.keep_every"),
         desync_every=steps("guards.desync_every"),
         updates_before=updates_before,

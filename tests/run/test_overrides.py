@@ -1,5 +1,6 @@
 """Fields that a config file leaves out, set on the command line."""
 
+import inspect
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,6 +10,7 @@ from ml_collections import ConfigDict
 
 from lamb_tpu import config as config_lib
 from lamb_tpu import models, tasks
+from lamb_tpu.batching.rules import RULES
 from lamb_tpu.data import DATASETS
 from lamb_tpu.errors import UserError
 from lamb_tpu.optim import factory
@@ -18,7 +20,7 @@ from tests import tiny
 
 NAMES = {
     "optimizer": factory.OPTIMIZERS, "model": models.MODULES, "task": tasks.TASKS,
-    "data.options": (*DATASETS, "tfds:imagenette"),
+    "data.options": (*DATASETS, "tfds:imagenette"), "batch_rule": RULES,
 }
 
 
@@ -38,6 +40,7 @@ def phased(**changes: Mapping[str, Any]) -> ConfigDict:
     ("schedule.warmup", str), ("schedule.staircase", bool), ("data.dir", str | None),
     ("model.hidden_sizes", Sequence[int]), ("parallel.rules", tuple),
     ("phases.two.seed", int), ("phases.two.optimizer.b2", float),
+    ("batch_rule.name", str), ("phases.two.batch_rule.name", str),
 ])
 def test_types_of_keys(key: str, kind: Any) -> None:
     assert overrides.kind_of(phased(), key) == kind
@@ -73,10 +76,27 @@ def test_every_argument_takes_its_own_default(section: str) -> None:
     """And adds no key by it, so that the config is that of a run that left it out."""
     for name in NAMES[section]:
         for key, (kind, default) in overrides.own_fields(section, name).items():
+            if default is inspect.Parameter.empty and key != "learning_rate":
+                continue
             text = "1.0" if key == "learning_rate" else str(default)
             value = overrides.convert(f"{name}.{key}", text, kind, default)
             assert value == (1.0 if key == "learning_rate" else default), (name, key)
             json.dumps(value)
+
+
+def test_a_batch_rule() -> None:
+    config, before = tiny.digits(), config_lib.flatten(tiny.digits())
+    assert config_lib.flatten(applied(config, "--config.batch_rule.name=constant")) == before
+    applied(
+        config, "--config.batch_rule.points=((0, 16), (64, 32))", "--config.batch_rule.name=ramp",
+        "--config.batch_rule.linear=false",
+    )
+    assert config.batch_rule.to_dict() == {"name": "ramp", "points": ((0, 16), (64, 32))}
+    assert "config.batch_rule.scaling = 'identity'  # default of ramp" in overrides.describe(config)
+    with pytest.raises(UserError, match="batch_rule.target is unknown; batch_rule 'ramp' has: name"):
+        applied(config, "--config.batch_rule.target=1")
+    with pytest.raises(UserError, match="sets points; batch_rule 'constant' has: name; replace"):
+        applied(config, "--config.batch_rule.name=constant")
 
 
 def test_values_have_the_type_of_the_argument() -> None:

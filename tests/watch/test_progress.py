@@ -3,7 +3,7 @@
 import contextlib
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,14 +26,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 @contextlib.contextmanager
 def run(
     label: str, total_steps: int, batch_size: int, first: int = 1, after: float = 1.0,
-    **options: Any
+    recipe: Mapping[str, Any] | None = None, **options: Any
 ) -> Iterator[tuple[RunProgress, Any]]:
     """The progress of a run after its first update, and a function that shows another record."""
-    recipe = SimpleNamespace(
-        total_steps=total_steps, batch_size=batch_size, epoch=lambda step: step / 100,
-        place=lambda step: step, path=None,
-    )
-    progress = RunProgress(label, recipe, **options)
+    facts = {
+        "total_steps": total_steps, "batch_size": batch_size, "epoch": lambda step: step / 100,
+        "place": lambda step: step, "path": None, **(recipe or {}),
+    }
+    progress = RunProgress(label, SimpleNamespace(**facts), **options)
     began = Clock(Position(), time.monotonic() - after)
     progress.started(start(first - 1, clock=began))
     progress.updated(first, None)
@@ -82,6 +82,38 @@ def test_rate_of_tokens(clock: list[float], capsys: pytest.CaptureFixture) -> No
         show(41, {})
     line = capsys.readouterr().out.splitlines()[-1]
     assert line == "update 41/1000: ; 16,384 tokens/s, 7:59 left"
+
+
+def changing(step: int) -> int:
+    """Examples after updates of 64 and, from update 100 on, of 256."""
+    return 64 * min(step, 100) + 256 * max(step - 100, 0)
+
+
+def test_time_left_of_a_batch_that_changes(
+    clock: list[float], capsys: pytest.CaptureFixture
+) -> None:
+    options = {"path": "one", "examples": changing, "place": lambda step: changing(step) / 64}
+    with run("train", 200, 64, recipe=options) as (_, show):
+        clock[0] += 10
+        show(81, {})  # 80 updates in ten seconds; 19 are left of these, and 100 of four times more
+        clock[0] += 10
+        show(101, {})
+    lines = capsys.readouterr().out.splitlines()[-2:]
+    assert lines == [
+        "update 81/200: ; 512 examples/s, 0:52 left",
+        "update 101/200: ; 330 examples/s, 1:16 left",
+    ]
+
+
+def test_bar_of_a_batch_that_changes_counts_examples(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "120")
+    options = {"path": "one", "examples": changing, "place": lambda step: changing(step) / 64}
+    with run("train", 200, 64, recipe=options) as (_, show):
+        show(101, {"loss": 0.25})
+    assert "6656/32000" in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("options", [{"quiet": True}, {"shown": False}])

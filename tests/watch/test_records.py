@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+from lamb_tpu.batching.path import Path
 from lamb_tpu.watch.records import Records
 from tests.watch.observing import record, start
 
@@ -22,3 +23,17 @@ def test_what_is_written() -> None:
     assert one.values == {"loss": 0.5} and not begun.records.is_closed
     records.completed(8)
     assert begun.records.is_closed
+
+
+def test_a_batch_that_changes_is_written() -> None:
+    """The batch of the newest update, and the examples of all."""
+    path = Path(((0, 32), (4, 64)), updates=9)
+    records = Records(SimpleNamespace(
+        epoch=lambda step: step / 4, path=path, batch=path.batch, examples=path.examples
+    ))
+    begun = start()
+    records.started(begun)
+    for step in (4, 5):
+        records.recorded(record(step))
+    found = [(kept["batch_size"], kept["examples"]) for kept in begun.records.found]
+    assert found == [(32, 128), (64, 192)]

@@ -40,6 +40,18 @@ def test_rates_are_of_the_updates_since_the_last_record(clock: list[float]) -> N
     assert read(throughput, 18) == {"examples_per_second": 16.0, "mfu": 0.125}
 
 
+def test_rates_of_a_batch_that_changes_count_its_examples(clock: list[float]) -> None:
+    """Updates of 32 examples and, from update 4 on, of 128; the base batch is 64."""
+    throughput = Throughput(
+        {"examples_per_second": 64}, lambda step: (32 * min(step, 4) + 128 * max(step - 4, 0)) / 64
+    )
+    throughput.started(start(0))
+    throughput.updated(1, None)
+    for step, expected in [(2, 16.0), (4, 32.0), (5, 64.0), (7, 128.0)]:
+        clock[0] += 2
+        assert read(throughput, step) == {"examples_per_second": expected}
+
+
 def test_pauses_do_not_count(clock: list[float]) -> None:
     throughput = started({"tokens_per_second": 1000})
     with throughput.paused(0, "evaluation"):  # as where a resumed run evaluates first

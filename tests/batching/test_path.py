@@ -1,0 +1,66 @@
+"""Paths of batches: pieces, examples, the end of a run."""
+
+import doctest
+import json
+
+import numpy as np
+import pytest
+
+from lamb_tpu.batching import path as path_lib
+from lamb_tpu.batching.path import Path, describe, follow
+from lamb_tpu.batching.rules import Constant, NoiseScale, Ramp
+
+RAMP = Ramp(quantum=16, points=((0, 16), (64, 32), (192, 128)))
+
+
+def test_examples_of_the_docstrings() -> None:
+    result = doctest.testmod(path_lib)
+    assert result.failed == 0 and result.attempted >= 3
+
+
+def test_every_update_of_a_ramp() -> None:
+    path = follow(RAMP, 64, total=768, most=100)
+    sizes = [16] * 4 + [32] * 4 + [128] * 4 + [64]  # the last is what is left
+    assert path.updates == len(sizes) and path.batches().tolist() == sizes
+    assert [path.batch(step) for step in range(13)] == sizes
+    assert [path.examples(step) for step in range(14)] == [0, *np.cumsum(sizes)]
+    assert (path.smallest, path.largest) == (16, 128)
+    assert list(path.changes()) == [(0, 0, 16), (4, 64, 32), (8, 192, 128), (12, 704, 64)]
+
+
+def test_a_size_that_comes_again_is_one_piece() -> None:
+    assert follow(Constant(quantum=8), 64, total=640, most=10) == Path(((0, 64),), 10)
+    again = Ramp(quantum=8, points=((0, 8), (16, 8), (24, 16), (40, 8)))
+    assert follow(again, 8, total=48, most=10).pieces == ((0, 8), (3, 16), (4, 8))
+
+
+def test_a_decision_holds_for_the_interval() -> None:
+    ramp = Ramp(quantum=16, points=RAMP.points, interval=3)
+    # Decided before the updates 0, 3, 6 and 9.
+    assert follow(ramp, 64, total=768, most=100).batches().tolist() == (
+        [16] * 3 + [16] * 3 + [32] * 3 + [128] * 4 + [64]
+    )
+
+
+def test_past_pieces_pass_through_a_checkpoint() -> None:
+    path = follow(RAMP, 64, total=768, most=100)
+    assert path.until(0) == []
+    assert path.until(4) == [[0, 16]]
+    assert path.until(5) == [[0, 16], [4, 32]]
+    assert json.loads(json.dumps(path.until(13))) == [list(piece) for piece in path.pieces]
+
+
+def test_a_path_of_many_pieces_is_told_in_short() -> None:
+    line = Ramp(quantum=1, points=((0, 1), (1000, 40)), linear=True)
+    told = describe(follow(line, 1, total=5000, most=1000))
+    # The last update is cut to what is left.
+    assert told.startswith("1, 2 from update 26 (26 examples), 3 from update 39 (52 examples), ")
+    assert told.endswith(", 31 more changes, 29 from update 210 (4,971 examples)")
+    assert told.count("from update") == 6
+
+
+def test_mistakes() -> None:
+    with pytest.raises(ValueError, match="the run would have more than 9 updates"):
+        follow(RAMP, 64, total=768, most=9)
+    with pytest.raises(ValueError, match="the rule needs the statistic 'noise_scale'"):
+        follow(NoiseScale(quantum=8, upper=64), 64, total=640, most=100)
