@@ -35,7 +35,7 @@ def refused(module: str, *arguments: str, devices: int = 1) -> str:
         ([RECIPE, "--config.optimizer.collect=3"],
          "config.optimizer.collect is '3'; it must be True or False, such as False"),
         ([RECIPE, "--config.batchsize=3"],
-         "config.batchsize is unknown; config has: accumulation_steps, batch_size, "),
+         "config.batchsize is unknown; config has: accumulation_steps, batch_rule, batch_size, "),
         (["--config", "configs/digitz.py"], "the file 'configs/digitz.py', which does not exist"),
         (["--config", "digitz"], "which need no folder, are bert_pretrain, bert_squad, cifar"),
         ([RECIPE + ":bath=3"], "'bath=3' has the unknown key 'bath'; known: optimizer, batch"),

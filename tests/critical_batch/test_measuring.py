@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import pytest
+from ml_collections import ConfigDict
 
 from lamb_tpu.batching.critical import excess
 from lamb_tpu.critical_batch import measuring
@@ -175,3 +176,11 @@ def test_streams_are_refused(tmp_path: pathlib.Path) -> None:
     message = "whose batch is the number of its streams of text: a branch at another batch would re"
     with pytest.raises(UserError, match=message):
         measure(None, str(tmp_path / "run"), REQUEST)
+
+
+def test_a_batch_that_changes_is_refused(tmp_path: pathlib.Path) -> None:
+    rule = ConfigDict({"name": "ramp", "points": ((0, 64), (128, 128))})
+    tiny.save(tiny.digits(batch_rule=rule), tmp_path)
+    (tmp_path / "metrics.jsonl").touch()
+    with pytest.raises(UserError, match="batch changes by config.batch_rule 'ramp'; branches are"):
+        measure(None, str(tmp_path), REQUEST)

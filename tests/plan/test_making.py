@@ -4,6 +4,7 @@ import doctest
 import importlib.util
 
 import pytest
+from ml_collections import ConfigDict
 
 from lamb_tpu.data import registry
 from lamb_tpu.errors import UserError
@@ -49,6 +50,13 @@ def test_a_program_on_which_the_compiler_crashed(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(guard, "crashed", All())
     config = tiny.recipe_file(tiny.ROOT / "configs" / "digits.py").get_config("batch=64")
     with pytest.raises(UserError, match="^the TPU compiler crashes on this step for v5e-4$"):
+        making.make_plan(config, "v5e-4")
+
+
+def test_a_batch_that_changes_is_refused() -> None:
+    config = tiny.recipe_file(tiny.ROOT / "configs" / "digits.py").get_config("batch=64")
+    config.batch_rule = ConfigDict({"name": "ramp", "points": ((0, 64), (1280, 128))})
+    with pytest.raises(UserError, match="'ramp', and a plan is of one batch size; leave config"):
         making.make_plan(config, "v5e-4")
 
 

@@ -93,7 +93,7 @@ def test_a_batch_rule() -> None:
     )
     assert config.batch_rule.to_dict() == {"name": "ramp", "points": ((0, 16), (64, 32))}
     assert "config.batch_rule.scaling = 'identity'  # default of ramp" in overrides.describe(config)
-    with pytest.raises(UserError, match="batch_rule.target is unknown; batch_rule 'ramp' has: name"):
+    with pytest.raises(UserError, match="batch_rule.target is unknown; batch_rule 'ramp' has:"):
         applied(config, "--config.batch_rule.target=1")
     with pytest.raises(UserError, match="sets points; batch_rule 'constant' has: name; replace"):
         applied(config, "--config.batch_rule.name=constant")
