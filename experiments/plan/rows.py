@@ -102,7 +102,7 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A team's program.
+    """A program of a team.
 
     Attributes:
       name: its name.
