@@ -14,7 +14,7 @@ from lamb_tpu.optim.checks import check_range, check_whole
 
 
 class Excess(NamedTuple):
-    """How far the mean loss of a batch lies above that of the smallest, as a part of the latter."""
+    """Relative excess of a batch's mean loss over that of the smallest batch."""
 
     mean: float  # infinite where a branch has diverged
     error: float  # its standard error over seeds; NaN for one seed

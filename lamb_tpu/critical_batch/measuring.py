@@ -43,7 +43,7 @@ class Row(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What was measured.
+    """Outcome of a study.
 
     Attributes:
       run: the run.

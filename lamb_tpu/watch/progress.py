@@ -150,7 +150,7 @@ class RunProgress(Observer):
             self._bar.stop()
 
     def _done(self, step: int) -> int:
-        """What the bar has counted after `step` updates."""
+        """Returns the count of the bar after `step` updates."""
         return step if self._recipe.path is None else self._recipe.examples(step)
 
     def warn(self, text: str) -> None:

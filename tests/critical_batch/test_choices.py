@@ -15,7 +15,7 @@ from tests import tiny
 
 
 def recipe(duration: str = "1000 steps") -> Recipe:
-    """Of 64 examples an update and 4 updates an epoch."""
+    """Recipe of 64 examples an update and 4 updates an epoch."""
     return recipe_lib.resolve(tiny.digits(duration=duration), 256)
 
 
