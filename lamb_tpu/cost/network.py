@@ -203,16 +203,18 @@ class Network:
         passes = 2 if kind == "all-reduce" else 1
         time = constants.collective_seconds + passes * route.hops * constants.hop_seconds
         others = (route.chips - 1) / route.chips
-        if kind in ("all-to-all", "ragged-all-to-all"):
+        if kind == "collective-permute":
+            time += size / (link * route.width) if route.hops else 0.0
+        elif route.chips == 1:
+            pass  # cores of one chip share its memory
+        elif kind in ("all-to-all", "ragged-all-to-all"):
             # Half of the bytes cross the middle of an axis, which has one or two links.
             time += max(
                 (route.cores * size * axis.length * axis.sharing
                  / (8 if axis.is_ring else 4) / link for axis in route.axes),
                 default=route.cores * size * others / (link * route.width),
             )
-        elif kind == "collective-permute":
-            time += size / (link * route.width) if route.hops else 0.0
-        elif route.chips > 1:
+        else:
             time += passes * others * size / (link * route.width)
         if route.slices > 1:
             # A slice's chips carry a part each; cores in different groups share their chip's.

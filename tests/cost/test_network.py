@@ -119,6 +119,13 @@ def test_within_a_chip() -> None:
     assert fabric.seconds(collective("all-reduce", groups, 10**9), IDEAL) == 0
 
 
+@pytest.mark.parametrize("kind", ["all-to-all", "all-gather", "all-reduce", "reduce-scatter"])
+def test_cores_of_a_chip_send_over_no_link(kind: str) -> None:
+    pairs = tuple((core, core + 1) for core in range(0, 8, 2))
+    late = Constants(1.0, 0.0, 3e-6, 1.0, 0.0)
+    assert torus("v3-8").seconds(collective(kind, pairs, 10**6), late) == 3e-6
+
+
 def test_a_group_that_is_no_box() -> None:
     fabric = torus("v5e-16")
     groups = ((0, 1, 5),)  # round a corner: from 5 back to 0 there are two links
