@@ -78,10 +78,16 @@ def dimensions(variants: Variants, slice_: Topology) -> list[list[dict[str, Any]
         {"parallel.gradient_dtype": "bfloat16", "parallel.backend": "shard_map"},
     ])
     if any("model" in rule[1] for rule in config.parallel.rules):
-        found.append([{"mesh.data": -1, "mesh.model": size} for size in _AXES])
+        found.append([_split("model", size) for size in _AXES])
     if _has(config, "model.num_heads"):
-        found.append([{"mesh.data": -1, "mesh.sequence": size} for size in _AXES])
+        found.append([_split("sequence", size) for size in _AXES])
     return found
+
+
+def _split(axis: str, size: int) -> dict[str, Any]:
+    """Returns the changes for a mesh axis besides the batch's, which shard_map does not split."""
+    changes: dict[str, Any] = {"mesh.data": -1, f"mesh.{axis}": size}
+    return changes | {"parallel.backend": "jit"} if size > 1 else changes
 
 
 def most(variants: Variants, slice_: Topology) -> int:

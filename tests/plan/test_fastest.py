@@ -44,7 +44,8 @@ def test_what_is_searched() -> None:
     assert keys(variants("digits.py")) == [{"parallel.backend"}, {"accumulation_steps"}, *ends]
     assert keys(variants("bert_pretrain.py:size=tiny,phase=1")) == [
         {"parallel.backend"}, {"accumulation_steps"}, {"model.remat"},
-        {"model.scan_layers", "optimizer.rules"}, *ends, {"mesh.data", "mesh.sequence"},
+        {"model.scan_layers", "optimizer.rules"}, *ends,
+        {"mesh.data", "mesh.sequence", "parallel.backend"},
     ]
     # The state is split over all devices, the two cores of a chip, or a row of four chips.
     split = dimensions(variants("digits.py"), V3)[2]
@@ -52,7 +53,12 @@ def test_what_is_searched() -> None:
     assert most(variants("digits.py"), V3) == 1 + 2 + 5 + 4 + 2
     # Rules that split over the axis 'model' are what makes it worth trying.
     ruled = variants("digits.py", parallel__rules=(("kernel$", (None, "model")),))
-    assert keys(ruled)[-1] == {"mesh.data", "mesh.model"}
+    assert dimensions(ruled, V3)[-1] == [
+        {"mesh.data": -1, "mesh.model": 1},
+        # shard_map splits the batch alone.
+        {"mesh.data": -1, "mesh.model": 2, "parallel.backend": "jit"},
+        {"mesh.data": -1, "mesh.model": 4, "parallel.backend": "jit"},
+    ]
     assert fastest.REMATS == tuple(transformer.REMATS)
 
 
