@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from experiments.legw import lipschitz
+from experiments.plan import layouts, rows
 from experiments.plan import page as calibration
-from experiments.plan import rows
 from lamb_tpu.store.metrics import read_records
 from tests.shared import ROOT, shared
 
@@ -34,6 +34,7 @@ def _kept(name: str) -> list[dict[str, Any]]:
 MADE: dict[str, Callable[[], str]] = {
     "legw/lipschitz.md": lambda: lipschitz.page(_kept("legw/lipschitz.json")),
     "plan/calibration.md": lambda: calibration.text(rows.load_sources(), rows.load_kept()),
+    "plan/layouts.md": lambda: layouts.page(layouts.load()),
 }
 # Of lamb_tpu.reproduce, made anew by tests/reproduce/report/test_site.py.
 REPORTED = {"README.md"} | {f"report/{path.name}" for path in (FOLDER / "report").glob("*.md")}
