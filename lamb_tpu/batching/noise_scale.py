@@ -46,7 +46,7 @@ class NoiseScaleState(NamedTuple):
     trace: Value
 
 
-def estimate(small_sq: Value, large_sq: Value, small: float, large: float) -> Estimate:
+def estimate(small_sq: Value, large_sq: Value, small: float, large: Value) -> Estimate:
     """Returns the unbiased pair from squared norms at two batch sizes.
 
     >>> estimate(small_sq=5.0, large_sq=2.0, small=4, large=16)
@@ -57,13 +57,13 @@ def estimate(small_sq: Value, large_sq: Value, small: float, large: float) -> Es
         all parts of the large batch.
       large_sq: squared norm of the mean gradient over `large` examples.
       small: examples behind `small_sq`.
-      large: examples behind `large_sq`.
+      large: examples behind `large_sq`; not checked if it is traced.
 
     Raises:
       ValueError: unless 0 < small < large.
     """
-    check_above_zero(small=small, large=large)
-    if small >= large:
+    check_above_zero(small=small)
+    if not isinstance(large, jax.core.Tracer) and not small < large < math.inf:
         raise ValueError(
             f"small must be below large, as one batch size has no noise scale: {small} and {large}"
         )

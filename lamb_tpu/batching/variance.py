@@ -43,12 +43,14 @@ class VarianceSums(NamedTuple):
     parts: jax.Array  # (): how many parts
     within: jax.Array  # the sum of |g_i - m|^2, m the part's mean
     between: jax.Array  # rows * |m - g|^2
-    inner_within: jax.Array  # the sum of <g_i - m, g>^2
-    inner_between: jax.Array  # rows * <m - g, g>^2
-    mean_sq: jax.Array  # rows * |g|^2
+    inner_within: jax.Array  # the sum of <g_i - m, d>^2, d the direction: the mean of all rows
+    inner_between: jax.Array  # rows * <m - g, d>^2
+    mean_sq: jax.Array  # rows * |d|^2
 
 
-def sums(grads: Any, mean: Any, per_tensor: bool = False) -> VarianceSums:
+def sums(
+    grads: Any, mean: Any, per_tensor: bool = False, direction: Any = None
+) -> VarianceSums:
     """Returns the sums of one part.
 
     Args:
@@ -56,21 +58,24 @@ def sums(grads: Any, mean: Any, per_tensor: bool = False) -> VarianceSums:
         examples, or the means of microbatches, see `statistics`.
       mean: the mean gradient of all rows of all parts; leaves as in `grads` without that axis.
       per_tensor: take inner products within each leaf, as published, and not over the whole vector.
+      direction: a vector as `mean`, with which inner products are taken and whose square is
+        `grad_sq`; None for `mean`. Where rows are a sample of a batch it is the batch's gradient.
     """
     columns = []
-    leaves = list(zip(jax.tree.leaves(grads), jax.tree.leaves(mean), strict=True))
+    direction = mean if direction is None else direction
+    leaves = list(zip(*map(jax.tree.leaves, (grads, mean, direction)), strict=True))
     if not leaves:
         raise ValueError("grads must have at least one leaf")
-    for leaf, center in leaves:
+    for leaf, center, along in leaves:
         dtype = trust_ratio.compute_dtype(leaf)
         # Products with a long vector are sums of many terms: float32 must not become bfloat16.
         rows = jnp.reshape(leaf, (leaf.shape[0], -1)).astype(dtype)
-        center = jnp.ravel(center).astype(dtype)
+        center, along = (jnp.ravel(vector).astype(dtype) for vector in (center, along))
         local = jnp.mean(rows, axis=0)
         apart, away = rows - local, local - center
         columns.append((
             jnp.sum(jnp.square(apart)), jnp.sum(jnp.square(away)),
-            jnp.sum(apart * center, axis=1), jnp.sum(away * center), jnp.sum(jnp.square(center)),
+            jnp.sum(apart * along, axis=1), jnp.sum(away * along), jnp.sum(jnp.square(along)),
         ))
     within, between, inner, inner_mean, mean_sq = (
         jnp.stack(column) for column in zip(*columns, strict=True)

@@ -23,8 +23,15 @@ from lamb_tpu.models.norm import MOMENTS, add_moments, as_one, combine_moments
 from lamb_tpu.parallel import accumulation, step
 from lamb_tpu.parallel import mesh as mesh_lib
 from lamb_tpu.parallel.compiling import compiler_options
+from lamb_tpu.parallel.gradient_statistics import (
+    NO_STATISTICS,
+    PartStatistics,
+    Statistics,
+    check_second_moments,
+)
 from lamb_tpu.parallel.layout import Layout
 from lamb_tpu.parallel.parts import StatePart
+from lamb_tpu.parallel.per_example import make_per_example, unmeasured
 from lamb_tpu.parallel.state import PARTS, TrainState
 from lamb_tpu.tasks import Sums, Task
 
@@ -35,18 +42,20 @@ Shapes = Mapping[str, jax.ShapeDtypeStruct]
 class Total(NamedTuple):
     """Sums over the microbatches of an update.
 
-    Under shard_map gradients, loss and sums are those of each device, along a leading axis.
+    Under shard_map all but the moments are those of each device, along a leading axis.
 
     Attributes:
       grads: the gradient, in float32 at least.
       loss: these microbatches' share of the loss.
       sums: the task's metric sums.
+      shares: what the statistics of gradients need, see `PartStatistics.shares`; {} without.
       moments: moments of the model's BatchNorm layers, see `norm.add_moments`.
     """
 
     grads: Any
     loss: jax.Array
     sums: Any
+    shares: Any
     moments: Any
 
 
@@ -62,9 +71,11 @@ class ChangingStep:
       state: shapes, dtypes and shardings of the state.
       microbatch: shapes, dtypes and shardings of a microbatch.
       parts, skip_nonfinite: see `step.make_update`.
+      statistics: statistics of gradients, which become metrics of the update.
 
     Raises:
-      ValueError: a part of the state lives with the rows of a batch.
+      ValueError: a part of the state lives with the rows of a batch; the optimizer has not the
+        second moments that a statistic needs.
     """
 
     def __init__(
@@ -78,6 +89,7 @@ class ChangingStep:
         gradient_dtype: Any = None,
         parts: Sequence[StatePart] = PARTS,
         skip_nonfinite: bool = False,
+        statistics: Statistics = NO_STATISTICS,
     ) -> None:
         for part in parts:
             if part.field(state.parts[part.name]) is not None:
@@ -92,9 +104,18 @@ class ChangingStep:
         whole = mesh_lib.replicated(self._mesh)
         specs = jax.tree.map(lambda leaf: leaf.sharding.spec, state)
         rows, none = PartitionSpec(mesh_lib.batch_axes(self._mesh)), PartitionSpec()
-        of_total = Total(spread, spread, spread, none)
+        of_total = Total(spread, spread, spread, spread, none)
         places = jax.tree.map(lambda leaf: leaf.sharding, state)
         batch = mesh_lib.batch_sharding(self._mesh)
+
+        if statistics.preconditioned:
+            check_second_moments(state)
+        quantum = len(next(iter(self._microbatch.values())))
+        self._parts = PartStatistics(
+            statistics, self._backend, layout,
+            quantum // mesh_lib.num_batch_shards(self._mesh) if self._is_named else quantum,
+            sum(leaf.size for leaf in jax.tree.leaves(state.params)),
+        ) if statistics else None
 
         begin = self._mapped(self._begin, (specs, rows), of_total)
         shapes = jax.eval_shape(begin, state, self._microbatch)
@@ -102,8 +123,10 @@ class ChangingStep:
         of_grads = layout.moments if spread is None else jax.tree.map(lambda _: apart, shapes.grads)
         held = Total(of_grads, *(
             jax.tree.map(lambda _, place=place: place, tree)
-            for tree, place in zip(shapes[1:], (apart, apart, whole), strict=True)
+            for tree, place in zip(shapes[1:], (apart, apart, apart, whole), strict=True)
         ))
+        if spread is None and self._parts is not None:
+            held = held._replace(shares=self._parts.places(whole))
 
         def jit(function: Callable[..., Any], *args: Any, **kwargs: Any) -> jax.stages.Wrapped:
             return jax.jit(function, *args, compiler_options=compiler_options(self._mesh), **kwargs)
@@ -121,9 +144,16 @@ class ChangingStep:
             donate_argnums=1,
         )
         self._update = jit(
-            self._mapped(self.updated, (specs, of_total, none), (specs, none)),
-            in_shardings=(places, held, whole), out_shardings=(places, whole), donate_argnums=0,
+            self._mapped(self.updated, (specs, of_total, none, none), (specs, none)),
+            in_shardings=(places, held, whole, whole), out_shardings=(places, whole),
+            donate_argnums=0,
         )
+        self._unmeasured = unmeasured() if statistics.per_example else {}
+        if statistics.per_example:
+            self._per_example = jit(
+                step.in_mesh(self._mesh, self._one_by_one(statistics.per_example)),
+                in_shardings=(places, held.grads, batch, whole, whole), out_shardings=whole,
+            )
         # Which weights depend on the examples follows from the task's own program.
         self._is_weighed = bool(jax.eval_shape(
             self._mapped(self._weights, (rows,), none), self._microbatch
@@ -131,15 +161,24 @@ class ChangingStep:
         self._total: Total | None = None
 
     def __call__(
-        self, state: TrainState, microbatches: Sequence[Batch], rate: float = math.nan
+        self, state: TrainState, microbatches: Sequence[Batch], rate: float = math.nan,
+        per_example: bool = False,
     ) -> tuple[TrainState, Sums]:
-        """Makes an update; see the class."""
+        """Makes an update; see the class.
+
+        With `per_example` it takes gradients of examples one by one, if the statistics have that.
+        """
         if self._total is None:
             self._total = self.zeros()
         weights, count = self.weights(microbatches), np.int32(len(microbatches))
         for index, batch in enumerate(microbatches):
             self._total = self._add(state, self._total, batch, weights, np.int32(index), count)
-        return self._update(state, self._total, np.float32(rate))
+        measured = self._unmeasured
+        if measured and per_example:
+            measured = self._per_example(
+                state, self._total.grads, microbatches[0], weights, count
+            )
+        return self._update(state, self._total, np.float32(rate), measured)
 
     def weights(self, microbatches: Sequence[Batch]) -> dict[str, jax.Array]:
         """Returns the weights of the whole batch that depend on its examples."""
@@ -160,7 +199,11 @@ class ChangingStep:
             self._state, total, self._microbatch, weights, number, number
         ).compile()
         rate = jax.ShapeDtypeStruct((), np.float32)
-        self._update.lower(self._state, total, rate).compile()
+        self._update.lower(self._state, total, rate, self._unmeasured).compile()
+        if self._unmeasured:
+            self._per_example.lower(
+                self._state, total.grads, self._microbatch, weights, number
+            ).compile()
         self._total = self.zeros()
 
     def _mapped(self, function: Callable[..., Any], args: Any, out: Any) -> Callable[..., Any]:
@@ -184,12 +227,7 @@ class ChangingStep:
     ) -> tuple[Total, Any]:
         """Returns what a microbatch adds, and its moments."""
         rows = len(next(iter(batch.values())))
-        # What follows from shapes is the same in each microbatch.
-        given = self._backend.add({
-            term: weight for term, weight in self._task.weights(batch).items()
-            if not isinstance(weight, jax.Array)
-        })
-        divisors = {**{term: weight * count for term, weight in given.items()}, **weights}
+        divisors = self._divisors(self._backend.add(self._given(batch)), weights, count)
         positions = self._backend.positions(rows, 1)
         quantum = rows * (mesh_lib.num_batch_shards(self._mesh) if self._is_named else 1)
         grads, loss, model_state, sums = accumulation.gradients(
@@ -205,7 +243,20 @@ class ChangingStep:
             lambda leaf: leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)),
             (grads, loss, sums),
         )
-        return self._apart(Total(grads, loss, sums, {})), model_state.get(MOMENTS, {})
+        shares = {} if self._parts is None else self._parts.shares(grads, state, index)
+        return self._apart(Total(grads, loss, sums, shares, {})), model_state.get(MOMENTS, {})
+
+    def _given(self, batch: Batch) -> dict[str, Any]:
+        """Returns the weights that follow from shapes, the same in each microbatch."""
+        return {
+            term: weight for term, weight in self._task.weights(batch).items()
+            if not isinstance(weight, jax.Array)
+        }
+
+    @staticmethod
+    def _divisors(given: Any, weights: Any, count: jax.Array) -> dict[str, Any]:
+        """Returns the weights of the whole batch."""
+        return {**{term: weight * count for term, weight in given.items()}, **weights}
 
     def _begin(self, state: TrainState, batch: Batch) -> Total:
         """Returns a total, for its shapes."""
@@ -220,21 +271,42 @@ class ChangingStep:
         """Returns the total with one more microbatch; the first one begins it anew."""
         new, moments = self._gradients(state, batch, weights, index, count)
         # A choice and no product: what is left of the last update may be NaN.
-        grads, loss, sums = jax.tree.map(
-            lambda old, new: jnp.where(index == 0, new, old + new), total[:3], new[:3]
+        grads, loss, sums, shares = jax.tree.map(
+            lambda old, new: jnp.where(index == 0, new, old + new), total[:-1], new[:-1]
         )
-        return Total(grads, loss, sums, add_moments(total.moments, moments, index))
+        return Total(grads, loss, sums, shares, add_moments(total.moments, moments, index))
 
     def updated(
-        self, state: TrainState, total: Total, rate: jax.Array
+        self, state: TrainState, total: Total, rate: jax.Array, measured: Sums | None = None
     ) -> tuple[TrainState, Sums]:
-        """Returns the state after the update, and the metrics."""
-        grads, loss, sums = jax.tree.map(
-            lambda leaf: leaf[0] if self._is_named else leaf, total[:3]
+        """Returns the state after the update, and the metrics with those already `measured`."""
+        grads, loss, sums, shares = jax.tree.map(
+            lambda leaf: leaf[0] if self._is_named else leaf, total[:-1]
         )
         model_state = combine_moments(state.model_state, as_one(total.moments))
+
+        def measure(reduced: Any) -> Sums:
+            found = dict(measured or {})
+            if self._parts is not None:
+                found |= self._parts.metrics(shares, grads, reduced, state)
+            return found
+
         with given_rate(rate):
-            return self._finish(state, grads, loss, model_state, sums, {})
+            return self._finish(state, grads, loss, model_state, sums, {}, measure)
+
+    def _one_by_one(self, rows: int) -> Callable[..., Sums]:
+        """Returns the program of the statistics from gradients one by one, on whole arrays."""
+        measured = make_per_example(self._task, self._mesh, rows)
+
+        def per_example(
+            state: TrainState, grads: Any, batch: Batch, weights: Any, count: jax.Array
+        ) -> Sums:
+            if self._is_named:
+                grads = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), grads)
+            divisors = self._divisors(self._given(batch), weights, count)
+            return measured(state, grads, batch, divisors, count)
+
+        return per_example
 
     def _apart(self, total: Total) -> Total:
         """Adds the leading axis of devices, under shard_map."""

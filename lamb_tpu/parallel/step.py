@@ -93,9 +93,10 @@ def make_finish(
 ) -> Callable[..., tuple[TrainState, Sums]]:
     """Returns the second half of an update: sums over devices, the optimizer, metrics, parts.
 
-    It is a function `(state, grads, loss, model_state, sums, rows) -> (state, sums)` of the
-    gradient and the shares that `accumulation.gradients` returns, and the new value of each carried
-    field.
+    It is a function `(state, grads, loss, model_state, sums, rows, measure) -> (state, sums)` of
+    the gradient and the shares that `accumulation.gradients` returns, and the new value of each
+    carried field. `measure` returns further metrics, from the gradient placed as the optimizer's
+    state.
 
     Args:
       tx, backend, parts, skip_nonfinite: see `make_update`.
@@ -103,12 +104,13 @@ def make_finish(
 
     def finish(
         state: TrainState, grads: Any, loss: jax.Array, model_state: Any, task_sums: Sums,
-        new_rows: Mapping[str, jax.Array],
+        new_rows: Mapping[str, jax.Array], measure: Callable[[Any], Sums] = lambda grads: {},
     ) -> tuple[TrainState, Sums]:
         # Sums over all examples, then the update, on this device's part of the state.
         grads, _ = backend.reduce(grads, ())  # no exchange keeps a residual yet
         # The model state needs no sum: BatchNorm takes its statistics over devices by itself.
         loss, task_sums = backend.add((loss, task_sums))
+        measured = measure(grads)
         # Accumulation and exchange may have widened them. Moments of Optax's optimizers take the
         # gradient's dtype, and a state must keep its own.
         grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
@@ -123,6 +125,7 @@ def make_finish(
             "loss": (loss, one),
             "grad_norm": (norm, one),
             "param_norm": (backend.norm(params), one),
+            **measured,
         }
         # One element that is NaN or infinite makes the norm so, on every device.
         finite = jnp.isfinite(norm) if skip_nonfinite else None

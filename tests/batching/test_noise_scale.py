@@ -84,9 +84,16 @@ def test_under_jit_as_on_the_host() -> None:
     assert float(two(5.0, 2.0)) == pytest.approx(float(noise_scale.noise_scale(state)), rel=1e-5)
 
 
+def test_a_traced_number_of_examples() -> None:
+    found = jax.jit(lambda large: noise_scale.estimate(5.0, 2.0, 4, large))(16.0)
+    assert found == pytest.approx(noise_scale.estimate(5.0, 2.0, 4, 16))
+
+
 def test_mistakes() -> None:
     with pytest.raises(ValueError, match="small must be below large.*8 and 8"):
         noise_scale.estimate(1.0, 1.0, 8, 8)
+    with pytest.raises(ValueError, match="small must be below large.*8 and nan"):
+        noise_scale.estimate(1.0, 1.0, 8, math.nan)
     with pytest.raises(ValueError, match="small must be above 0, not 0"):
         noise_scale.estimate(1.0, 1.0, 0, 8)
     with pytest.raises(ValueError, match="decay must be at least 0 and below 1, not 1.0"):

@@ -63,6 +63,23 @@ def test_the_statistics_do_not_depend_on_how_rows_are_cut(cuts) -> None:
         assert found[name] == pytest.approx(value, rel=2e-6), name
 
 
+def test_a_sample_of_a_batch_along_the_batchs_gradient() -> None:
+    grads, batch = _gradients(), _mean(_gradients(1))
+    total = variance.sums(grads, _mean(grads), direction=batch)
+    found = {name: float(v) for name, v in variance.statistics(total).items()}
+    rows, along = (
+        np.concatenate([leaf.reshape(n, -1) for leaf in tree.values()], axis=1, dtype=np.float64)
+        for n, tree in ((ROWS, grads), (1, batch))
+    )
+    square, inner = np.square(along).sum(), rows @ along[0]
+    across = rows - np.outer(inner, along[0]) / square
+    assert found == pytest.approx({
+        "variance": rows.var(axis=0, ddof=1).sum(),
+        "inner_product_variance": inner.var(ddof=1), "grad_sq": square,
+        "orthogonal_variance": across.var(axis=0, ddof=1).sum(),
+    }, rel=2e-6)
+
+
 def test_per_tensor_adds_what_each_tensor_has_for_itself() -> None:
     grads = _gradients()
     each = [_expected(leaf.reshape(ROWS, -1)) for leaf in grads.values()]
