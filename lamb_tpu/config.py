@@ -18,8 +18,8 @@ from lamb_tpu.errors import UserError
 FREE_KEYS = (
     "data.dir", "data.prepared_dir", "data.options.vocab", "data.options.threads",
     "eval.batch_size", "checkpoint.", "log.",
-    "guards.", "mesh.", "parallel.backend", "parallel.rules", "parallel.optimizer_state",
-    "init_from", "target.stop",
+    "guards.", "statistics.", "mesh.", "parallel.backend", "parallel.rules",
+    "parallel.optimizer_state", "init_from", "target.stop",
 )
 # Keys that `lamb_tpu.evaluate` may change.
 EVAL_FREE_KEYS = (*FREE_KEYS, "data.eval_split")
@@ -104,6 +104,16 @@ def base_config() -> ConfigDict:
     config.log.heartbeat_seconds = 60.0  # time between lines of each process but the first; 0: none
     config.log.lipschitz_rows = 0  # rows of the local Lipschitz estimate in each record; 0: none
     config.log.mlperf = False  # write mlperf.log, with the time to config.target, into the workdir
+    # Statistics of gradients in the records, see lamb_tpu.batching.
+    config.statistics = ConfigDict()
+    config.statistics.noise_scale = False  # from the gradients of the parts of each batch
+    config.statistics.preconditioned = False  # the noise scale in the geometry of Adam or LAMB
+    config.statistics.decay = 0.99  # of the noise scale's averages over updates
+    config.statistics.halves = False  # cosine of the gradients of two halves of each batch
+    # (name, regex over paths) of modules with a cosine of their own; the first that matches decides
+    config.statistics.modules = ()
+    config.statistics.per_example = 0  # examples whose gradients are taken one by one; 0: none
+    config.statistics.interval = 100  # updates from one such measurement to the next
     config.ema = ConfigDict({"decay": 0.0})  # moving average of the weights, evaluated too; 0: none
     config.guards = ConfigDict()
     config.guards.max_skipped = 0  # updates with a non-finite gradient that a run may skip

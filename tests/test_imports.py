@@ -52,7 +52,8 @@ ROOMS: dict[str, set[str]] = {
         "store",
     },
     "watch": {
-        "files", "cost", "cluster", "optim", "models", "data", "tasks", "parallel", "store", "run",
+        "files", "cost", "cluster", "optim", "batching", "models", "data", "tasks", "parallel",
+        "store", "run",
     },
     "plan": {"files", "cost", "optim", "data", "tasks", "store", "run"},
     "critical_batch": {"batching", "cluster", "optim", "data", "run", "store", "watch"},

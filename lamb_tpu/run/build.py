@@ -27,7 +27,7 @@ from lamb_tpu.parallel import state as state_lib
 from lamb_tpu.parallel import step as step_lib
 from lamb_tpu.parallel.layout import Layout, make_layout
 from lamb_tpu.parallel.parts import Averages, Carry, Skipped, StatePart
-from lamb_tpu.run import checks, initial, memory
+from lamb_tpu.run import checks, initial, memory, statistics
 from lamb_tpu.run.initial import Start
 from lamb_tpu.run.recipe import Recipe, naming, resolve, resolve_optimizer
 from lamb_tpu.store.workdir import Workdir
@@ -293,6 +293,8 @@ def settings(
     recipe = resolve(config, num_examples=10**6)
     if recipe.path is not None and training:
         checks.check_changing(config, task)
+    if training:
+        statistics.check(config, mesh, task, recipe.path is not None)
     _, rules = resolve_optimizer(config, recipe)
     for number, rule in enumerate(config.parallel.rules):
         rules_lib.check_rule(number, rule)
@@ -389,12 +391,14 @@ def prepare(
     if named:
         with naming("config.optimizer"):
             state_lib.check_update(tx, abstract.params, abstract.opt_state, layout)
-    changes = recipe.path is not None
-    if training and changes:
+    if training and recipe.path is not None:
         checks.check_changing_data(train_set)
+    if training:
+        statistics.check_state(config, abstract, train_set)
+    in_microbatches = recipe.path is not None or bool(statistics.statistics_of(config))
     # Under jit without microbatches every layer sees the whole batch.
-    if training and (named or config.accumulation_steps > 1 or changes):
-        checks.check_statistics(config, abstract, train_set, changes)
+    if training and (named or config.accumulation_steps > 1 or in_microbatches):
+        checks.check_statistics(config, abstract, train_set, in_microbatches)
     table = parameters.table(params, rules)
     # A folder that is used again has a record of its parameters and its vocabulary.
     if folder is not None:

@@ -62,7 +62,7 @@ def check_pairs(config: ConfigDict, mesh: Mesh, task: tasks.Task) -> None:
 
 def check_statistics(
     config: ConfigDict, abstract: state_lib.TrainState, train_set: data.Source,
-    changes: bool = False,
+    in_microbatches: bool = False,
 ) -> None:
     """Refuses a model with statistics of its own if it would see only a part of the batch.
 
@@ -70,7 +70,7 @@ def check_statistics(
       config: of the run.
       abstract: shapes and dtypes of its state.
       train_set: its data.
-      changes: whether its batch changes, which is always made of microbatches.
+      in_microbatches: whether its step is made of microbatches, however many a batch has.
     """
     rows = config.batch_size // config.accumulation_steps
     batch = {
@@ -82,7 +82,7 @@ def check_statistics(
     with naming("config.model"):
         statistics.check_statistics(
             task, abstract.params, abstract.model_state, batch, abstract.key,
-            whole=config.accumulation_steps == 1 and not changes,
+            whole=config.accumulation_steps == 1 and not in_microbatches,
         )
 
 

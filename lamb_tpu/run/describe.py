@@ -5,6 +5,7 @@ import jax
 from lamb_tpu import terminal
 from lamb_tpu.cost import topology
 from lamb_tpu.parallel import rules as rules_lib
+from lamb_tpu.run import statistics
 from lamb_tpu.run.build import Run
 
 
@@ -46,6 +47,8 @@ def describe(run: Run) -> str:
         lines.append(f"accumulation: as many microbatches of {rows:,} as a batch has")
     elif config.accumulation_steps > 1:
         lines.append(f"accumulation: {config.accumulation_steps} microbatches of {rows:,}")
+    if told := statistics.describe(config, run.mesh):
+        lines.append(told)
     if run.eval_batch_size > config.eval.batch_size:
         lines.append(
             f"evaluation: config.eval.batch_size is {config.eval.batch_size:,}; batches of "

@@ -1,13 +1,15 @@
-"""The updates of a run: from the examples that its loader gives next, of one batch or changing."""
+"""The updates of a run, from the examples that its loader gives next."""
 
 from collections.abc import Callable
 
 from lamb_tpu import data
 from lamb_tpu.parallel import mesh as mesh_lib
 from lamb_tpu.parallel.changing import ChangingStep
+from lamb_tpu.parallel.gradient_statistics import Statistics
 from lamb_tpu.parallel.state import TrainState
 from lamb_tpu.run import batches
 from lamb_tpu.run.build import Run
+from lamb_tpu.run.statistics import statistics_of
 from lamb_tpu.tasks import Sums
 
 Updating = Callable[[TrainState, int], tuple[TrainState, Sums]]
@@ -23,8 +25,9 @@ def make_updating(run: Run, loader: data.TrainLoader, compiles: bool = True) -> 
       loader: gives the training examples, `run.local_rows` of batches of `config.batch_size`.
       compiles: whether to compile here what the updates need, so that the first does not.
     """
-    if run.recipe.path is not None:
-        return _make_changing(run, loader, compiles)
+    statistics = statistics_of(run.config)
+    if run.recipe.path is not None or statistics:
+        return _make_changing(run, loader, statistics, compiles)
     train_step = run.make_train_step()
     if compiles:
         for shapes in run.abstract_batches():
@@ -32,12 +35,15 @@ def make_updating(run: Run, loader: data.TrainLoader, compiles: bool = True) -> 
     return lambda state, step: train_step(state, run.shard_batch(next(loader)))
 
 
-def _make_changing(run: Run, loader: data.TrainLoader, compiles: bool) -> Updating:
+def _make_changing(
+    run: Run, loader: data.TrainLoader, statistics: Statistics, compiles: bool
+) -> Updating:
     config, recipe, size = run.config, run.recipe, batches.quantum(run.config)
     step_of = ChangingStep(
         run.task, run.tx, run.layout, run.abstract_state,
         run.abstract_rows(size, run.train_set.element_spec), config.parallel.backend,
         config.parallel.gradient_dtype, run.parts, config.guards.max_skipped > 0,
+        statistics,
     )
     if compiles:
         step_of.compile()
@@ -48,6 +54,6 @@ def _make_changing(run: Run, loader: data.TrainLoader, compiles: bool) -> Updati
             mesh_lib.shard_batch(loader.take(size, rows), size, run.mesh)
             for _ in range(recipe.batch(step) // size)
         ]
-        return step_of(state, microbatches, recipe.learning_rates[step])
+        return step_of(state, microbatches, recipe.learning_rates[step], statistics.is_due(step))
 
     return update

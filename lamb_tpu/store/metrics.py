@@ -76,7 +76,11 @@ class MetricsWriter:
       without start-up and compilation;
     - `ratio_min`, `ratio_median`, `ratio_max`: trust ratios of the last update, over the layers
       that adapt; the 'layers' record has each layer's own;
-    - `lipschitz`, see `lamb_tpu.parallel.curvature`.
+    - `lipschitz`, see `lamb_tpu.parallel.curvature`;
+    - statistics of gradients: `noise_scale` and `noise_scale_preconditioned` (averages over all
+      updates so far, see `lamb_tpu.watch.noise_scale`), and the means of `noise_scale/grad_sq`,
+      `noise_scale/trace`, `similarity`, `similarity/<module>`, `variance`, `grad_sq`,
+      `inner_product_variance` and `orthogonal_variance` over the updates that measured them.
 
     Args:
       workdir: the folder for metrics.jsonl and tensorboard/.

@@ -7,6 +7,7 @@ from lamb_tpu.watch.guards import Guards
 from lamb_tpu.watch.heartbeat import Heartbeat
 from lamb_tpu.watch.lipschitz import Lipschitz
 from lamb_tpu.watch.mlperf import MLPerfLog
+from lamb_tpu.watch.noise_scale import NoiseScale
 from lamb_tpu.watch.observer import Observers
 from lamb_tpu.watch.pictures import Pictures
 from lamb_tpu.watch.progress import RunProgress
@@ -26,6 +27,7 @@ def make_observers(run: Run, progress: RunProgress) -> Observers:
       progress: the observer that prints lines for all others.
     """
     config, recipe, tell = run.config, run.recipe, progress.message
+    measures = config.statistics.noise_scale or config.statistics.preconditioned
     target = Target(config.target, recipe, tell)
     throughput = Throughput(run.amounts(), recipe.place)
     return Observers([
@@ -33,6 +35,8 @@ def make_observers(run: Run, progress: RunProgress) -> Observers:
         Desync(run),
         Best(config.checkpoint.best, config.checkpoint.best_mode),
         Ratios(run),
+        # Without it a checkpoint has no averages.
+        *([NoiseScale(config.statistics.decay)] if measures else []),
         # Before the throughput, in which its time does not count.
         Lipschitz(run, throughput.paused),
         throughput,

@@ -1,0 +1,174 @@
+"""The statistics of gradients that a config asks for, and what they need of the rest of it."""
+
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from lamb_tpu import data, tasks
+from lamb_tpu.errors import UserError
+from lamb_tpu.optim import modules, parameters
+from lamb_tpu.parallel import mesh as mesh_lib
+from lamb_tpu.parallel.gradient_statistics import Statistics, check_second_moments
+from lamb_tpu.parallel.state import TrainState
+from lamb_tpu.run.recipe import naming
+
+_SWITCHES = ("noise_scale", "preconditioned", "halves")
+
+
+def statistics_of(config: ConfigDict) -> Statistics:
+    """Returns the statistics that config.statistics asks for.
+
+    Raises:
+      UserError: a value is out of range; config.statistics.modules are no pairs of text.
+    """
+    section = config.statistics
+    for key, lowest in (("per_example", 0), ("interval", 1)):
+        if section[key] < lowest:
+            raise UserError(
+                f"config.statistics.{key} is {section[key]}; it must be at least {lowest}"
+            )
+    if not 0 <= section.decay < 1:
+        raise UserError(
+            f"config.statistics.decay is {section.decay}; it must be at least 0 and below 1"
+        )
+    pairs = tuple(section.modules)
+    if not all(
+        isinstance(pair, (tuple, list)) and len(pair) == 2
+        and all(isinstance(text, str) for text in pair) and pair[0]
+        for pair in pairs
+    ) or len({pair[0] for pair in pairs}) < len(pairs):
+        raise UserError(
+            f"config.statistics.modules is {section.modules!r}; it must be pairs (name, regular "
+            "expression over paths) of different names, as (('body', '^hidden'), ('rest', ''))"
+        )
+    if pairs and not section.halves:
+        raise UserError(
+            f"config.statistics.modules is {section.modules!r}, which are compared by "
+            "config.statistics.halves; it must be True"
+        )
+    return Statistics(
+        section.noise_scale, section.preconditioned, section.halves,
+        tuple((name, pattern) for name, pattern in pairs), section.per_example, section.interval,
+    )
+
+
+def check(config: ConfigDict, mesh: Mesh, task: tasks.Task, changes: bool) -> None:
+    """Refuses statistics that a config's step cannot measure, before the data is read.
+
+    Args:
+      config: of the run.
+      mesh: over all devices.
+      task: the learning problem.
+      changes: whether the batch changes, so that an update may have any number of microbatches.
+    """
+    asked = statistics_of(config)
+    if not asked:
+        return
+    if task.model.carry_shape is not None:
+        raise UserError(
+            f"{_title(config)}, and the network {config.model.name!r} carries a state for each row "
+            "of a whole batch, whose parts cannot be told apart; leave config.statistics out"
+        )
+    steps, shards = config.accumulation_steps, mesh_lib.num_batch_shards(mesh)
+    devices = shards if config.parallel.backend == "shard_map" else 1
+    if (asked.noise_scale or asked.preconditioned) and not changes and steps * devices == 1:
+        raise UserError(
+            f"{_title(config)}, which compares the parts of a batch, and config.accumulation_steps "
+            "is 1; it must be at least 2, or config.parallel.backend be 'shard_map' on several "
+            "devices"
+        )
+    if asked.halves and devices > 1 and devices % 2:
+        raise UserError(
+            "config.statistics.halves compares devices of even and of odd index under "
+            f"config.parallel.backend='shard_map', and config.mesh splits the batch over {devices};"
+            " it must be an even number, or the backend 'jit'"
+        )
+    if asked.halves and devices == 1 and not changes and steps % 2:
+        raise UserError(
+            "config.statistics.halves compares even and odd microbatches, and "
+            f"config.accumulation_steps is {steps}; it must be an even number, such as {steps + 1}"
+        )
+    if asked.per_example:
+        _check_rows(config, mesh, task, shards)
+
+
+def _title(config: ConfigDict) -> str:
+    """The first statistic that is asked for, as the beginning of a sentence."""
+    on = [key for key in _SWITCHES if config.statistics[key]]
+    if on:
+        return f"config.statistics.{on[0]} is True"
+    return f"config.statistics.per_example is {config.statistics.per_example}"
+
+
+def _check_rows(config: ConfigDict, mesh: Mesh, task: tasks.Task, shards: int) -> None:
+    """Refuses gradients of single examples where an example has none, or there are too few."""
+    key, rows = "config.statistics.per_example", config.statistics.per_example
+    mesh_lib.check_divides(key, rows, shards, f"the {shards} devices of config.mesh")
+    microbatch = config.batch_size // config.accumulation_steps
+    if not 2 <= rows <= microbatch:
+        raise UserError(
+            f"{key} is {rows}; it must be at least 2, for a variance, and at most the {microbatch} "
+            "examples of a microbatch, config.batch_size / config.accumulation_steps"
+        )
+    # Only tasks that mix examples have the attribute.
+    mixed = getattr(task, "mixed_by", ())
+    if mixed:
+        raise UserError(
+            f"{key} is {rows}, and config.task.{mixed[0]} mixes pairs of examples, which have no "
+            "gradient each; it must be 0"
+        )
+    others = sorted(set(mesh.shape) - set(mesh_lib.BATCH_AXES))
+    if others:
+        raise UserError(
+            f"{key} is {rows}, which needs whole examples on a device, and config.mesh."
+            f"{others[0]} is {mesh.shape[others[0]]}; it must be 0"
+        )
+
+
+def check_state(config: ConfigDict, abstract: TrainState, train_set: data.Source) -> None:
+    """Refuses statistics that a run's state or data cannot give, before anything compiles.
+
+    Args:
+      config: of the run.
+      abstract: shapes and dtypes of its state.
+      train_set: its data.
+    """
+    asked = statistics_of(config)
+    if not asked:
+        return
+    if train_set.buckets is not None or train_set.streams is not None:
+        what = "batches of like lengths" if train_set.streams is None else "streams of text"
+        raise UserError(
+            f"{_title(config)}, and {data.title(train_set)} is read in {what}, whose batches are "
+            "not cut into parts; leave config.statistics out"
+        )
+    if asked.preconditioned:
+        with naming("config.statistics.preconditioned"):
+            check_second_moments(abstract)
+    if asked.modules:
+        with naming("config.statistics.modules"):
+            modules.assign(abstract.params, [pattern for _, pattern in asked.modules])
+    layers = parameters.leaf_paths(abstract.model_state)
+    if asked.per_example and layers:
+        layer = layers[0].rpartition("/")[0].partition("/")[2] or layers[0]
+        raise UserError(
+            f"config.statistics.per_example is {asked.per_example}, and the model's layer "
+            f"{layer!r} keeps statistics of the batch, as BatchNorm, by which the gradient of one "
+            "example depends on the others; it must be 0"
+        )
+
+
+def describe(config: ConfigDict, mesh: Mesh) -> str:
+    """Returns a line about the statistics for the terminal; '' without any."""
+    asked, found = statistics_of(config), []
+    if asked.noise_scale or asked.preconditioned:
+        part = config.batch_size // config.accumulation_steps
+        if config.parallel.backend == "shard_map":
+            part //= mesh_lib.num_batch_shards(mesh)
+        found.append(f"noise scale from parts of {part:,} examples")
+    if asked.halves:
+        found.append("similarity of two halves")
+    if asked.per_example:
+        found.append(
+            f"variance of {asked.per_example:,} examples every {asked.interval:,} updates"
+        )
+    return f"statistics of gradients: {', '.join(found)}" if found else ""
