@@ -1,16 +1,17 @@
-"""Time of an update of a batch that may change, beside the step for one batch size.
+"""Time of an update by two programs, for batches that may change and statistics of gradients.
 
   python -m experiments.bench.changing_batch --write
 
 Of each network, an update of k microbatches, all on the device, by three programs: the step that is
 compiled for these k; two programs of which the host calls the first k times, as
 `parallel.changing.ChangingStep` does; and one program whose loop takes k as an argument, and so
-needs an array for the most microbatches that there may be (here twice as many). The contenders take
-turns in one process; read the ratios.
+needs an array for the most microbatches that there may be (here twice as many). The two programs
+also measure statistics of gradients: the noise scale, the similarity of halves, and in one update
+of 100 the gradients of examples one by one. The contenders take turns in one process; read the
+ratios.
 """
 
 import pathlib
-import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -28,10 +29,18 @@ from lamb_tpu.cluster.host import num_cores
 from lamb_tpu.parallel import mesh as mesh_lib
 from lamb_tpu.parallel.changing import ChangingStep
 from lamb_tpu.parallel.compiling import compiler_options
+from lamb_tpu.parallel.gradient_statistics import NO_STATISTICS, Statistics
 from lamb_tpu.run.build import Run, prepare
 
 Turn = Callable[[], Any]
-CONTENDERS = ("one size", "host loop", "loop in the program")
+ROWS = 16  # examples whose gradients are taken one by one
+# Statistics of a contender, beside those without any.
+MEASURED = {
+    "noise scale": Statistics(noise_scale=True),
+    "preconditioned": Statistics(noise_scale=True, preconditioned=True),
+    "halves": Statistics(halves=True),
+    "one by one": Statistics(per_example=ROWS),
+}
 
 
 def run_of(network: Network, count: int) -> Run:
@@ -55,12 +64,15 @@ def of_one_size(run: Run) -> Turn:
     return turn
 
 
-def changing(run: Run) -> tuple[ChangingStep, list[Any]]:
+def changing(
+    run: Run, statistics: Statistics = NO_STATISTICS
+) -> tuple[ChangingStep, list[Any]]:
     """Returns the step for any number of microbatches, and those of the run's batch."""
     quantum = run.config.batch_size // run.config.accumulation_steps
     microbatch = run.abstract_rows(quantum, run.train_set.element_spec)
     step = ChangingStep(
-        run.task, run.tx, run.layout, run.abstract_state, microbatch, parts=run.parts
+        run.task, run.tx, run.layout, run.abstract_state, microbatch, parts=run.parts,
+        statistics=statistics,
     )
     places = np.arange(run.config.batch_size).reshape(-1, quantum)
     return step, [
@@ -68,14 +80,14 @@ def changing(run: Run) -> tuple[ChangingStep, list[Any]]:
     ]
 
 
-def by_host(run: Run) -> Turn:
-    """Returns an update by two programs."""
-    step, microbatches = changing(run)
+def by_host(run: Run, statistics: Statistics = NO_STATISTICS) -> Turn:
+    """Returns an update by two programs, which takes every statistic."""
+    step, microbatches = changing(run, statistics)
     state = run.first_state()
 
     def turn() -> None:
         nonlocal state
-        state, sums = step(state, microbatches)
+        state, sums = step(state, microbatches, per_example=True)
         jax.block_until_ready((state, sums))
 
     return turn
@@ -109,17 +121,47 @@ def in_program(run: Run, capacity: int) -> Turn:
     return turn
 
 
-def measure(network: Network, count: int, rounds: int) -> list[float]:
-    """Returns median seconds of each of `CONTENDERS`."""
+def measure(network: Network, count: int, rounds: int) -> dict[str, np.ndarray]:
+    """Returns the seconds of an update of each contender, (rounds,)."""
     run = run_of(network, count)
-    turns = of_one_size(run), by_host(run), in_program(run, 2 * count)
-    times: list[list[float]] = [[] for _ in turns]
+    turns = {
+        "one size": of_one_size(run), "host loop": by_host(run),
+        "in the program": in_program(run, 2 * count),
+    }
+    # An example of a network with BatchNorm has no gradient of its own.
+    turns |= {
+        name: by_host(run, statistics) for name, statistics in MEASURED.items()
+        if not (statistics.per_example and run.abstract_state.model_state)
+    }
+    times: dict[str, list[float]] = {name: [] for name in turns}
     for _ in range(rounds + 1):
-        for each, turn in zip(times, turns, strict=True):
+        for name, turn in turns.items():
             begun = time.perf_counter()
             turn()
-            each.append(time.perf_counter() - begun)
-    return [statistics.median(each[1:]) for each in times]
+            times[name].append(time.perf_counter() - begun)
+    return {name: np.array(each[1:]) for name, each in times.items()}
+
+
+def row(name: str, batch: int, count: int, seconds: dict[str, np.ndarray]) -> str:
+    """Returns a row of the table; a contender that there is not has no figure."""
+
+    def ratio(of: str, to: str) -> float:
+        # Round by round: both were then measured under the same load.
+        return float(np.median(seconds[of] / seconds[to]))
+
+    cells = [
+        f"{1e3 * np.median(seconds[key]):.1f}"
+        for key in ("one size", "host loop", "in the program")
+    ]
+    cells += [f"{ratio(key, 'one size'):.3f}" for key in ("host loop", "in the program")]
+    cells += [f"{ratio(key, 'host loop'):.3f}" for key in MEASURED if key != "one by one"]
+    if "one by one" in seconds:
+        # One update of the default interval takes longer.
+        interval = Statistics().interval
+        cells += [f"{(interval - 1 + ratio('one by one', 'host loop')) / interval:.3f}"]
+    else:
+        cells += ["-"]
+    return f"| {name} | {batch} | {count} | {' | '.join(cells)} |"
 
 
 def main() -> None:
@@ -128,20 +170,20 @@ def main() -> None:
     lines = [
         f"Updates of k microbatches: jax {jax.__version__}, {jax.device_count()} x "
         f"{jax.devices()[0].device_kind}, {processor()}, {num_cores()} core(s). Medians of "
-        f"{values.rounds}. A ratio above 1 is slower than the step for one batch size.",
+        f"{values.rounds} rounds. A ratio above 1 is slower: of the host loop and of the loop in "
+        "the program to the step for one batch size, of statistics to the host loop without. One "
+        f"by one: the gradients of {ROWS} examples in every {Statistics().interval}th update.",
         f"Command: `python -m experiments.bench.changing_batch --rounds={values.rounds}`",
         "",
         "| network | microbatch | k | one size, ms | host loop, ms | loop in the program, ms | "
-        "host loop / one size | in the program / one size |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|",
+        "host loop / one size | in the program / one size | noise scale | preconditioned too | "
+        "halves | one by one |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for name in values.networks:
         for count in map(int, values.counts):
-            one, host, inside = measure(NETWORKS[name], count, values.rounds)
-            lines.append(
-                f"| {name} | {NETWORKS[name].batch} | {count} | {1e3 * one:.1f} | {1e3 * host:.1f} "
-                f"| {1e3 * inside:.1f} | {host / one:.3f} | {inside / one:.3f} |"
-            )
+            network = NETWORKS[name]
+            lines.append(row(name, network.batch, count, measure(network, count, values.rounds)))
     text = "\n".join(lines) + "\n"
     print(text, end="")
     if values.write:
