@@ -113,7 +113,6 @@ def _train(
         step = first_step = int(state.step)
         observers.restore(position.observers)
         if session.resumed:
-            recipe.check_batches(step, position.batches)
             loader.restore(position.loader)
             progress.message(f"resumed from the checkpoint of update {step}")
         is_over = step == recipe.total_steps or bool(observers.end_reason)
@@ -145,10 +144,7 @@ def _train(
                     # run, and which a resumed run must not repeat.
                     if save_due or (observers.end_reason and step > session.saved_step):
                         with observers.paused(step, "save"):
-                            session.save(
-                                step, state,
-                                _position(recipe.batches_until(step), *kept, eval_due),
-                            )
+                            session.save(step, state, _position(*kept, eval_due))
                     if step == recipe.total_steps or observers.end_reason:
                         break
                     # All processes poll at the same places, so that all of them stop at the same
@@ -172,11 +168,13 @@ def _train(
                     may_save = save_due or (eval_due and observers.may_end_run)
                     if may_save:
                         observers.saving(step, state)
-                    if may_save or recipe.is_due(recipe.log_every, step):
+                    is_recorded = may_save or recipe.is_due(recipe.log_every, step)
+                    if is_recorded or recipe.is_decision_due(step):
                         observers.fetched(updates.fetch())
+                    if is_recorded:
                         count, means = updates.take()
                         # Update `step`, counted from 1, used the schedule's value at step - 1.
-                        means["learning_rate"] = float(recipe.learning_rates[step - 1])
+                        means["learning_rate"] = recipe.rate(step - 1)
                         observers.recorded(Record(step, count, state, means))
 
                 if is_over and not metrics:
@@ -184,6 +182,8 @@ def _train(
                     metrics = evaluate(state)
                 else:
                     told = f"{step} updates in {format_seconds(clock.seconds)}"
+                    if recipe.path is not None:
+                        told += f", of {recipe.examples(step) / step:,.1f} examples on average"
                 told = f"{told}: {format_values(metrics)}; {observers.summary()}"
                 progress.message(told.removesuffix("; "))
                 observers.completed(step)
@@ -200,10 +200,7 @@ def _train(
                     # The same checks as before any save: a bad state must not become a checkpoint.
                     observers.saving(step, state)
                     observers.fetched(updates.fetch())
-                    session.save(
-                        step, state,
-                        _position(recipe.batches_until(step), *kept, eval_due),
-                    )
+                    session.save(step, state, _position(*kept, eval_due))
                 session.finish()
                 observers.preempted(step)
                 raise type(notice)(
@@ -213,12 +210,11 @@ def _train(
 
 
 def _position(
-    batches: list[list[int]] | None, loader: data.TrainLoader, observers: Observers,
-    updates: Updates, clock: Clock, eval_due: bool,
+    loader: data.TrainLoader, observers: Observers, updates: Updates, clock: Clock, eval_due: bool
 ) -> Position:
     return Position(
         loader.state(), observers.state(), updates.unlogged, eval_due,
-        clock.seconds, clock.startup, clock.starts, batches,
+        clock.seconds, clock.startup, clock.starts,
     )
 
 

@@ -10,12 +10,15 @@ from ml_collections import ConfigDict
 
 from lamb_tpu.batching.learning_rate import rate_factor
 from lamb_tpu.batching.path import Path, follow
-from lamb_tpu.batching.rules import RULES, Constant, Ramp, Rule
+from lamb_tpu.batching.rules import RULES, Constant, NoiseScale, Rule
+from lamb_tpu.batching.rules.base import Bounded
+from lamb_tpu.batching.rules.noise_scale import NOISE_SCALE
+from lamb_tpu.batching.similarity import SIMILARITY
 from lamb_tpu.errors import UserError
 
 SECTION = "batch_rule"
-# Rules whose batch is a function of the examples seen. The others need statistics of gradients.
-_KNOWN_BEFORE = (Constant, Ramp)
+# Statistics of parts of a batch, which under jit are its microbatches.
+OF_PARTS = {NOISE_SCALE, SIMILARITY}
 _SCALINGS = ("identity", "linear", "sqrt")
 
 
@@ -44,7 +47,7 @@ def check_rule(config: ConfigDict) -> tuple[Rule | None, str]:
     """Returns the rule of a config, and how the rate follows; None for a constant batch.
 
     Raises:
-      UserError: the rule, a field or a value is wrong, or the rule needs statistics.
+      UserError: the rule, a field or a value is wrong, or the first batch does not fit it.
     """
     fields: Mapping[str, Any] = config.batch_rule.to_dict()
     name = fields.get("name", "constant")
@@ -54,12 +57,6 @@ def check_rule(config: ConfigDict) -> tuple[Rule | None, str]:
             raise UserError(
                 f"config.batch_rule.{key} is unknown; the rule {name!r} has: {', '.join(known)}"
             )
-    if not issubclass(RULES[name], _KNOWN_BEFORE):
-        names = ", ".join(key for key, rule in RULES.items() if issubclass(rule, _KNOWN_BEFORE))
-        raise UserError(
-            f"config.batch_rule.name is {name!r}, which decides by statistics of gradients, and "
-            f"the trainer measures none yet; it has: {names}"
-        )
     if RULES[name] is Constant:
         return None, "identity"
     for key, (_, default) in known.items():
@@ -71,13 +68,58 @@ def check_rule(config: ConfigDict) -> tuple[Rule | None, str]:
             f"config.batch_rule.scaling is {scaling!r}; known: {', '.join(_SCALINGS)}"
         )
     given = {key: value for key, value in fields.items() if key not in ("name", "scaling")}
+    pairs = _in_pairs(config, RULES[name])
     try:
-        return RULES[name](quantum=quantum(config), **given), scaling
+        rule = RULES[name](quantum=(1 + pairs) * quantum(config), **given)
     except (ValueError, TypeError) as error:
+        what = "two microbatches of" if pairs else "a microbatch,"
         raise UserError(
-            f"config.batch_rule: {error}; a quantum is a microbatch, "
+            f"config.batch_rule: {error}; a quantum is {what} "
             "config.batch_size / config.accumulation_steps"
         ) from error
+    if isinstance(rule, Bounded) and not rule.smallest <= config.batch_size <= rule.upper:
+        raise UserError(
+            f"config.batch_size is {config.batch_size}, with which training begins, and "
+            f"config.batch_rule keeps batches between {rule.smallest} and {rule.upper}; begin with "
+            "one of these, or change config.batch_rule.lower or upper"
+        )
+    return rule, scaling
+
+
+def _in_pairs(config: ConfigDict, rule: type[Rule]) -> bool:
+    """Returns whether a batch must be pairs of microbatches, for parts of it are compared.
+
+    Under jit the parts are microbatches, and one of them alone has nothing to be compared with.
+
+    Raises:
+      UserError: the first batch is not.
+    """
+    if config.parallel.backend != "jit" or not OF_PARTS & set(rule.needs):
+        return False
+    if config.accumulation_steps % 2:
+        raise UserError(
+            f"config.accumulation_steps is {config.accumulation_steps}, and the rule "
+            f"{config.batch_rule.name!r} compares microbatches under "
+            "config.parallel.backend='jit'; it must be even, such as 2"
+        )
+    return True
+
+
+def required_statistics(config: ConfigDict) -> dict[str, Any]:
+    """Returns the settings of config.statistics that a config's batch rule needs.
+
+    The variance is of the examples of one microbatch, and the averages have the rule's decay.
+    """
+    rule, _ = check_rule(config)
+    needs = set() if rule is None else set(rule.needs)
+    found: dict[str, Any] = {}
+    if isinstance(rule, NoiseScale):
+        found |= {"noise_scale": True, "decay": rule.decay}
+    if SIMILARITY in needs:
+        found["halves"] = True
+    if rule is not None and needs - OF_PARTS:
+        found |= {"per_example": quantum(config), "interval": rule.interval}
+    return found
 
 
 def quantum(config: ConfigDict) -> int:
@@ -85,8 +127,13 @@ def quantum(config: ConfigDict) -> int:
     return config.batch_size // config.accumulation_steps
 
 
-def resolve_path(config: ConfigDict, base_updates: int, most: int) -> tuple[Path | None, str]:
-    """Returns the path of a config's batches, and how the rate follows; None if they are constant.
+def resolve_path(
+    config: ConfigDict, base_updates: int, most: int
+) -> tuple[Rule | None, Path | None, str]:
+    """Returns the rule of a config's batches, their path, and how the rate follows.
+
+    The path of a rule that needs statistics has the first batch, and grows by decisions. For a
+    constant batch rule and path are None.
 
     Args:
       config: a config.
@@ -98,20 +145,23 @@ def resolve_path(config: ConfigDict, base_updates: int, most: int) -> tuple[Path
     """
     rule, scaling = check_rule(config)
     if rule is None:
-        return None, scaling
+        return None, None, scaling
+    total = base_updates * config.batch_size
+    if rule.needs:
+        return rule, Path(config.batch_size, total), scaling
     try:
-        return follow(rule, config.batch_size, base_updates * config.batch_size, most), scaling
+        return rule, follow(rule, config.batch_size, total, most), scaling
     except ValueError as error:
         raise UserError(f"config.batch_rule: {error}") from error
 
 
-def factors(path: Path, scaling: str, base: int) -> np.ndarray:
-    """Returns the factor of the learning rate of every update, float64 (updates,).
+def factors(sizes: np.ndarray, scaling: str, base: int) -> np.ndarray:
+    """Returns the factor of the learning rate at each of some batch sizes, as float64.
 
     Args:
-      path: of the run.
+      sizes: batch sizes in examples.
       scaling: rule by which the rate follows the batch, see `batching.learning_rate.rate_factor`.
       base: the batch size that the schedule is for.
     """
-    sizes, places = np.unique(path.batches(), return_inverse=True)
-    return np.array([rate_factor(scaling, base, int(size)) for size in sizes])[places]
+    each, places = np.unique(sizes, return_inverse=True)
+    return np.array([rate_factor(scaling, base, int(size)) for size in each])[places]

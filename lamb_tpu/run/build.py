@@ -291,8 +291,8 @@ def settings(
     # Durations and the optimizer depend on the size of the data, which may need a download. Any
     # size serves to find mistakes in them before that.
     recipe = resolve(config, num_examples=10**6)
-    if recipe.path is not None and training:
-        checks.check_changing(config, task)
+    if recipe.rule is not None and training:
+        checks.check_changing(config, task, mesh, recipe.rule)
     if training:
         statistics.check(config, mesh, task, recipe.path is not None)
     _, rules = resolve_optimizer(config, recipe)

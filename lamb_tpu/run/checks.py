@@ -9,11 +9,13 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from lamb_tpu import data, models, own, tasks
+from lamb_tpu.batching.rules import Rule
 from lamb_tpu.errors import UserError
 from lamb_tpu.optim import parameters
 from lamb_tpu.parallel import mesh as mesh_lib
 from lamb_tpu.parallel import state as state_lib
 from lamb_tpu.parallel import statistics
+from lamb_tpu.run import batches
 from lamb_tpu.run.recipe import naming, optimizer_of
 
 
@@ -86,17 +88,23 @@ def check_statistics(
         )
 
 
-def check_changing(config: ConfigDict, task: tasks.Task) -> None:
-    """Refuses a batch that changes where something has one size of it."""
-    rule = f"config.batch_rule.name is {config.batch_rule.name!r}"
+def check_changing(config: ConfigDict, task: tasks.Task, mesh: Mesh, rule: Rule) -> None:
+    """Refuses a batch that changes where something has one size, or there is nothing to measure."""
+    named = f"config.batch_rule.name is {config.batch_rule.name!r}"
     if task.model.carry_shape is not None:
         raise UserError(
-            f"{rule}, and the network {config.model.name!r} carries a state for each row of the "
+            f"{named}, and the network {config.model.name!r} carries a state for each row of the "
             "batch, so its batch must stay one size; leave config.batch_rule empty"
         )
     if config.log.mlperf:
         raise UserError(
-            f"{rule}, and MLPerf's log has one batch size; it needs config.log.mlperf=False"
+            f"{named}, and MLPerf's log has one batch size; it needs config.log.mlperf=False"
+        )
+    has_axes, devices = config.parallel.backend == "shard_map", mesh_lib.num_batch_shards(mesh)
+    if has_axes and devices == 1 and batches.OF_PARTS & set(rule.needs):
+        raise UserError(
+            f"{named}, which compares the devices under config.parallel.backend='shard_map', and "
+            "there is one; take 'jit', which compares microbatches"
         )
 
 

@@ -24,6 +24,7 @@ from lamb_tpu.config import check_keys, check_values, flatten
 from lamb_tpu.errors import UserError
 from lamb_tpu.run import initial
 from lamb_tpu.run.build import Run, prepare
+from lamb_tpu.run.recipe import Recipe
 from lamb_tpu.store import checksums, programs
 from lamb_tpu.store.metrics import read_records
 from lamb_tpu.store.workdir import Workdir
@@ -148,7 +149,7 @@ def due(config: ConfigDict, workdir: str | os.PathLike[str]) -> list[Phase]:
         if len(phases) > 1:  # a single phase left is checked when it runs
             with errors_in_phase(phase.name, config.phases[phase.name]):
                 runs.append(_prepare(phase, runs[-1] if runs else None))
-    if runs and _agreed(_is_complete(phases[0], runs[0].recipe.total_steps)):
+    if runs and _agreed(_is_complete(phases[0], runs[0].recipe)):
         return phases[1:]
     return phases
 
@@ -169,13 +170,22 @@ def _prepare(phase: Phase, before: Run | None) -> Run:
     return run
 
 
-def _is_complete(phase: Phase, total_steps: int) -> bool:
+def _is_complete(phase: Phase, recipe: Recipe) -> bool:
     # The answer of process 0 is the one that counts, see `_agreed`.
     if jax.process_index() != 0:
         return False
     folder = Workdir(phase.folder)
-    metrics, last = folder.path / "metrics.jsonl", folder.checkpoints / str(total_steps)
-    if not last.is_dir() or not metrics.exists():
+    metrics = folder.path / "metrics.jsonl"
+    if not metrics.exists():
+        return False
+    total_steps = recipe.total_steps
+    if recipe.path is not None and recipe.decides:  # the run itself has decided how many there are
+        total_steps = next((
+            record["step"] for record in read_records(metrics, "train")
+            if record["examples"] == recipe.path.total
+        ), 0)
+    last = folder.checkpoints / str(total_steps)
+    if not last.is_dir():
         return False
     # A run that was preempted in its last evaluation has saved the last update without it.
     evaluated = [record["step"] for record in read_records(metrics, "eval")]

@@ -15,6 +15,8 @@ from ml_collections import ConfigDict
 from lamb_tpu import own
 from lamb_tpu.batching import path as path_lib
 from lamb_tpu.batching.learning_rate import rate_given
+from lamb_tpu.batching.rules import Rule
+from lamb_tpu.batching.rules.base import Bounded
 from lamb_tpu.config import base_config, section_of
 from lamb_tpu.errors import UserError
 from lamb_tpu.optim import durations, factory, parameters, scaling, schedules
@@ -35,9 +37,10 @@ DECAY_KEYS = {
 
 # The facts of parameters under a user's own optimizer that takes no rules.
 _NO_RULES = (("", {"decay": False, "adapt": False}),)
-# The largest number of updates: all learning rates are kept in one array. At 1,000 updates a second
-# it is a day.
+# The largest number of updates, which is a day at 1,000 a second.
 _MOST_UPDATES = 10**8
+# Learning rates are evaluated for so many updates at once: one shape, which is compiled once.
+_RATES = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,23 +54,26 @@ class Recipe:
     Attributes:
       batch_size: examples in an update, over all devices.
       num_examples: examples in the training set.
-      total_steps: updates of the run.
+      base_steps: length of the run in updates of `batch_size`.
       peak_learning_rate: learning rate after scaling to the batch size, before warm-up and decay.
       warmup_steps: updates of warm-up; may be a fraction.
       learning_rate: learning rate of update t (the first is t = 0), or at the place t; that of a
-        batch that changes is in `learning_rates`.
+        batch that changes is `rate`.
       weight_decay: weight decay scaled to the batch size; None: the config's is used unscaled.
       eval_every, checkpoint_every, log_every: intervals in updates; may be fractions.
       keep_every, desync_every: intervals in updates; may be fractions; 0: never.
       updates_before: difference between the optimizer's counts and the run's own updates; not 0 if
         the counts were kept from another run.
-      path: batch size of every update; None: it is always `batch_size`.
+      rule: of a batch that changes; None: it is always `batch_size`.
+      path: batch size of every update; None: as for `rule`. Decisions of a rule that needs
+        statistics change it during the run, so what asks it of updates to come is of the path as
+        it then is.
       rate_scaling: how the rate follows a batch that changes: identity, linear or sqrt.
     """
 
     batch_size: int
     num_examples: int
-    total_steps: int
+    base_steps: int
     peak_learning_rate: float
     warmup_steps: float
     learning_rate: optax.Schedule
@@ -78,24 +84,70 @@ class Recipe:
     keep_every: float
     desync_every: float
     updates_before: int = 0
+    rule: Rule | None = None
     path: path_lib.Path | None = None
     rate_scaling: str = "identity"
 
-    @functools.cached_property
+    @property
+    def total_steps(self) -> int:
+        """Updates of the run; while it is still to be decided, as if the batch stayed."""
+        return self.base_steps if self.path is None else self.path.updates
+
+    @property
+    def decides(self) -> bool:
+        """Whether batches are decided during the run, from statistics."""
+        return self.rule is not None and bool(self.rule.needs)
+
+    @property
     def learning_rates(self) -> np.ndarray:
-        """Learning rate of every update, float32 (total_steps,), without work on a device."""
+        """Learning rate of every update, float32 (total_steps,)."""
+        blocks = [self._rates(number) for number in range(-(-self.total_steps // _RATES))]
+        return np.concatenate(blocks)[: self.total_steps]
+
+    def rate(self, step: int) -> float:
+        """Returns the learning rate of the update after `step` completed ones.
+
+        It is a number of the host, so that a step of work on a device is rarely waited for.
+        """
+        number, place = divmod(step, _RATES)
+        decisions = 0 if self.path is None else self.path.decisions
+        return float(self._kept_rates(number, decisions)[place])
+
+    @functools.cached_property
+    def _kept_rates(self) -> Callable[[int, int], np.ndarray]:
+        """`_rates`, of which the last call's are kept until the path is another."""
+        return functools.lru_cache(1)(lambda number, decisions: self._rates(number))
+
+    @functools.cached_property
+    def _schedule(self) -> Callable[[np.ndarray], jax.Array]:
+        return jax.jit(self.learning_rate)
+
+    def _rates(self, number: int) -> np.ndarray:
+        """Returns the learning rates of a block of `_RATES` updates, or of those that it has."""
+        start = number * _RATES
         if self.path is None:
-            counts = np.arange(self.total_steps, dtype=np.int32)
-            return np.asarray(jax.jit(self.learning_rate)(counts))
-        sizes = self.path.batches()
-        places = (np.cumsum(sizes) - sizes) / self.batch_size
-        rates = np.asarray(jax.jit(self.learning_rate)(places.astype(np.float32)))
-        factors = batches.factors(self.path, self.rate_scaling, self.batch_size)
-        return (rates * factors).astype(np.float32)
+            return np.asarray(self._schedule(np.arange(start, start + _RATES, dtype=np.int32)))
+        sizes = self.path.batches(start, start + _RATES)
+        places = np.zeros(_RATES, np.float32)
+        before = self.path.examples(start) + np.cumsum(sizes) - sizes
+        places[: len(sizes)] = before / self.batch_size
+        rates = np.asarray(self._schedule(places))[: len(sizes)]
+        return (rates * batches.factors(sizes, self.rate_scaling, self.batch_size)).astype(
+            np.float32
+        )
+
+    @property
+    def smallest_batch(self) -> int:
+        """The smallest batch size of an update, except for a last one that is cut."""
+        if self.decides and isinstance(self.rule, Bounded):
+            return self.rule.smallest
+        return self.batch_size if self.path is None else self.path.smallest
 
     @property
     def largest_batch(self) -> int:
         """The largest batch size of an update."""
+        if self.decides and isinstance(self.rule, Bounded):
+            return self.rule.upper
         return self.batch_size if self.path is None else self.path.largest
 
     def batch(self, step: int) -> int:
@@ -110,24 +162,9 @@ class Recipe:
         """Returns `step` updates in updates of `batch_size`, in which durations are."""
         return step if self.path is None else self.path.examples(step) / self.batch_size
 
-    def batches_until(self, step: int) -> list[list[int]] | None:
-        """Returns the batches of `step` updates for `check_batches`; None for a constant batch."""
-        return None if self.path is None else self.path.until(step)
-
-    def check_batches(self, step: int, saved: list[list[int]] | None) -> None:
-        """Refuses to go on from a checkpoint whose batches were others than the rule now gives.
-
-        Args:
-          step: completed updates of the checkpoint.
-          saved: what `batches_until` returned for it.
-        """
-        here = self.batches_until(step)
-        if here != saved:
-            raise UserError(
-                f"config.batch_rule gives batches (first update, size) {here} up to update {step}, "
-                f"and the checkpoint was trained with {saved}; go on with the version of lamb_tpu "
-                "that began the run, or begin in a new --workdir"
-            )
+    def is_decision_due(self, step: int) -> bool:
+        """Returns whether `step` updates are followed by a decision that needs their statistics."""
+        return self.rule is not None and self.decides and self.rule.due(step)
 
     def epoch(self, step: float) -> float:
         """Returns the epochs after `step` updates, as a fraction."""
@@ -159,18 +196,25 @@ class Recipe:
         epochs = self.epoch(self.total_steps)
         warmup_epochs = self.warmup_steps * self.batch_size / self.num_examples
         size, path = f"{self.batch_size:,}", ""
-        if self.path is not None:
-            size = f"{self.path.smallest:,} to {self.path.largest:,}"
+        if self.rule is not None and self.path is not None:
+            size = f"{self.smallest_batch:,} to {self.largest_batch:,}"
+            told = path_lib.describe(self.path)
+            if self.decides:
+                every = "every update" if self.rule.interval == 1 else (
+                    f"{self.rule.interval:,} updates each"
+                )
+                told += f", then decided after {every} from {', '.join(self.rule.needs)}"
             path = (
-                f"batch: {path_lib.describe(self.path)}; durations and schedule count updates of "
+                f"batch: {told}; durations and schedule count updates of "
                 f"{self.batch_size:,} examples, and the rate follows by {self.rate_scaling!r}\n"
             )
+        count = "updates" if self.decides else f"{self.total_steps:,} updates"
         return (
-            f"run: {self.total_steps:,} updates of {size} examples = {epochs:.4g} "
+            f"run: {count} of {size} examples = {epochs:.4g} "
             f"epochs of {self.num_examples:,}\n{path}"
             f"learning rate: peak {self.peak_learning_rate:.6g}, warm-up {self.warmup_steps:.6g} "
-            f"updates = {warmup_epochs:.4g} epochs; update 0: {self.learning_rates[0]:.4g}, "
-            f"last: {self.learning_rates[-1]:.4g}"
+            f"updates = {warmup_epochs:.4g} epochs; update 0: {self.rate(0):.4g}, "
+            f"last: {self.rate(self.total_steps - 1):.4g}"
             + ("" if self.weight_decay is None else f"; weight decay {self.weight_decay:.6g}")
         )
 
@@ -228,11 +272,11 @@ def resolve(config: ConfigDict, num_examples: int, updates_before: int = 0) -> R
         intervals[key] = steps(key)
         if intervals[key] <= 0:
             raise UserError(f"config.{key} is an interval of no length; it must be positive")
-    path, rate_scaling = batches.resolve_path(config, total_steps, _MOST_UPDATES)
+    rule, path, rate_scaling = batches.resolve_path(config, total_steps, _MOST_UPDATES)
     return Recipe(
         batch_size=config.batch_size,
         num_examples=num_examples,
-        total_steps=total_steps if path is None else path.updates,
+        base_steps=total_steps,
         peak_learning_rate=peak,
         warmup_steps=warmup_steps,
         learning_rate=learning_rate,
@@ -244,6 +288,7 @@ def resolve(config: ConfigDict, num_examples: int, updates_before: int = 0) -> R
         keep_every=steps("checkpoint.keep_every"),
         desync_every=steps("guards.desync_every"),
         updates_before=updates_before,
+        rule=rule,
         path=path,
         rate_scaling=rate_scaling,
     )

@@ -9,9 +9,23 @@ from lamb_tpu.optim import modules, parameters
 from lamb_tpu.parallel import mesh as mesh_lib
 from lamb_tpu.parallel.gradient_statistics import Statistics, check_second_moments
 from lamb_tpu.parallel.state import TrainState
+from lamb_tpu.run import batches
 from lamb_tpu.run.recipe import naming
 
 _SWITCHES = ("noise_scale", "preconditioned", "halves")
+
+
+def settings_of(config: ConfigDict) -> ConfigDict:
+    """Returns config.statistics with what config.batch_rule needs.
+
+    Where the rule needs gradients of single examples, config.statistics.per_example is the number
+    of them unless it is 0.
+    """
+    section, needed = ConfigDict(config.statistics), batches.required_statistics(config)
+    if section.per_example:
+        needed.pop("per_example", None)
+    section.update(needed)
+    return section
 
 
 def statistics_of(config: ConfigDict) -> Statistics:
@@ -20,7 +34,7 @@ def statistics_of(config: ConfigDict) -> Statistics:
     Raises:
       UserError: a value is out of range; config.statistics.modules are no pairs of text.
     """
-    section = config.statistics
+    section = settings_of(config)
     for key, lowest in (("per_example", 0), ("interval", 1)):
         if section[key] < lowest:
             raise UserError(
@@ -93,15 +107,16 @@ def check(config: ConfigDict, mesh: Mesh, task: tasks.Task, changes: bool) -> No
 
 def _title(config: ConfigDict) -> str:
     """The first statistic that is asked for, as the beginning of a sentence."""
-    on = [key for key in _SWITCHES if config.statistics[key]]
+    section = settings_of(config)
+    on = [key for key in _SWITCHES if section[key]]
     if on:
         return f"config.statistics.{on[0]} is True"
-    return f"config.statistics.per_example is {config.statistics.per_example}"
+    return f"config.statistics.per_example is {section.per_example}"
 
 
 def _check_rows(config: ConfigDict, mesh: Mesh, task: tasks.Task, shards: int) -> None:
     """Refuses gradients of single examples where an example has none, or there are too few."""
-    key, rows = "config.statistics.per_example", config.statistics.per_example
+    key, rows = "config.statistics.per_example", settings_of(config).per_example
     mesh_lib.check_divides(key, rows, shards, f"the {shards} devices of config.mesh")
     microbatch = config.batch_size // config.accumulation_steps
     if not 2 <= rows <= microbatch:

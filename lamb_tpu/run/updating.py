@@ -1,6 +1,9 @@
 """The updates of a run, from the examples that its loader gives next."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
 
 from lamb_tpu import data
 from lamb_tpu.parallel import mesh as mesh_lib
@@ -11,6 +14,39 @@ from lamb_tpu.run import batches
 from lamb_tpu.run.build import Run
 from lamb_tpu.run.statistics import statistics_of
 from lamb_tpu.tasks import Sums
+
+
+class Microbatches(Sequence[Mapping[str, jax.Array]]):
+    """The microbatches of an update, in host memory; each goes to the devices when it is asked for.
+
+    The devices hold those that they work on, and those for which the host has run ahead. A task
+    whose weights depend on the examples asks for each twice.
+
+    Args:
+      count: number of microbatches.
+      read: returns the next one; it is called as they are first asked for, in order.
+      place: puts one onto the devices.
+    """
+
+    def __init__(
+        self, count: int, read: Callable[[], data.Batch],
+        place: Callable[[data.Batch], Mapping[str, jax.Array]],
+    ) -> None:
+        self._count, self._read, self._place = count, read, place
+        self._kept: list[data.Batch] = []
+
+    def __len__(self) -> int:
+        """Returns the number of microbatches."""
+        return self._count
+
+    def __getitem__(self, index: Any) -> Any:
+        """Returns a microbatch on the devices."""
+        if index >= self._count:
+            raise IndexError(index)
+        while len(self._kept) <= index:
+            self._kept.append(self._read())
+        return self._place(self._kept[index])
+
 
 Updating = Callable[[TrainState, int], tuple[TrainState, Sums]]
 
@@ -47,13 +83,14 @@ def _make_changing(
     )
     if compiles:
         step_of.compile()
+        recipe.rate(0)  # the program of the schedule
     rows = mesh_lib.local_rows(size, run.mesh)
 
     def update(state: TrainState, step: int) -> tuple[TrainState, Sums]:
-        microbatches = [
-            mesh_lib.shard_batch(loader.take(size, rows), size, run.mesh)
-            for _ in range(recipe.batch(step) // size)
-        ]
-        return step_of(state, microbatches, recipe.learning_rates[step], statistics.is_due(step))
+        microbatches = Microbatches(
+            recipe.batch(step) // size, lambda: loader.take(size, rows),
+            lambda batch: mesh_lib.shard_batch(batch, size, run.mesh),
+        )
+        return step_of(state, microbatches, recipe.rate(step), statistics.is_due(step))
 
     return update

@@ -17,8 +17,6 @@ class Position:
       seconds: time of training, evaluation and saving, over all starts.
       startup: time before the first update of each start, in seconds, over all starts.
       starts: number of starts of the run.
-      batches: pairs (first update, batch size) of the updates so far, see `batching.path.Path`;
-        None where the batch does not change.
     """
 
     loader: Mapping[str, Any] | None = None
@@ -28,14 +26,11 @@ class Position:
     seconds: float = 0.0
     startup: float = 0.0
     starts: int = 0
-    batches: list[list[int]] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Returns one flat dict, with the observers' states under their names."""
         # Not `dataclasses.asdict`, which would copy the observers' states in depth.
         own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        if self.batches is None:
-            del own["batches"]
         return {**own.pop("observers"), **own}
 
     @classmethod

@@ -6,9 +6,8 @@ Every update's numbers are checked, at the time when they are fetched for the lo
 import collections
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
-import numpy as np
 from ml_collections import ConfigDict
 
 from lamb_tpu.errors import UserError
@@ -67,7 +66,7 @@ class Guards(Observer):
 
     Args:
       config: `config.guards`.
-      learning_rates: learning rate of every update, for messages.
+      rate: returns the learning rate of an update, see `Recipe.rate`, for messages.
       warn: prints a line even in a quiet run.
       tell: prints a line.
     """
@@ -77,13 +76,13 @@ class Guards(Observer):
     def __init__(
         self,
         config: ConfigDict,
-        learning_rates: Sequence[float] | np.ndarray,
+        rate: Callable[[int], float],
         warn: Callable[[str], None],
         tell: Callable[[str], None],
     ) -> None:
         self._limit = config.max_skipped
         self._spikes = SpikeDetector(config.spike_factor, config.spike_floor)
-        self._learning_rates = learning_rates
+        self._rate = rate
         self._warn, self._tell = warn, tell
         self.skipped = 0
 
@@ -147,7 +146,7 @@ class Guards(Observer):
 
     def _end(self, what: str, step: int) -> None:
         raise Diverged(
-            f"{what}, at the learning rate {self._learning_rates[step - 1]:.4g}; the last "
+            f"{what}, at the learning rate {self._rate(step - 1):.4g}; the last "
             f"checkpoint is {self._start.last_checkpoint()}. Try, in a new --workdir, a lower "
             "config.optimizer.learning_rate, a longer config.schedule.warmup or "
             "config.optimizer.clip_global_norm"

@@ -1,6 +1,8 @@
 """The observers of a run, in the order in which their hooks are called."""
 
 from lamb_tpu.run.build import Run
+from lamb_tpu.run.statistics import settings_of
+from lamb_tpu.watch.batch_rule import BatchRule
 from lamb_tpu.watch.best import Best
 from lamb_tpu.watch.desync import Desync
 from lamb_tpu.watch.guards import Guards
@@ -27,16 +29,18 @@ def make_observers(run: Run, progress: RunProgress) -> Observers:
       progress: the observer that prints lines for all others.
     """
     config, recipe, tell = run.config, run.recipe, progress.message
-    measures = config.statistics.noise_scale or config.statistics.preconditioned
+    measured = settings_of(config)
+    measures = measured.noise_scale or measured.preconditioned
     target = Target(config.target, recipe, tell)
     throughput = Throughput(run.amounts(), recipe.place)
     return Observers([
-        Guards(config.guards, recipe.learning_rates, progress.warn, tell),
+        Guards(config.guards, recipe.rate, progress.warn, tell),
+        BatchRule(recipe),
         Desync(run),
         Best(config.checkpoint.best, config.checkpoint.best_mode),
         Ratios(run),
         # Without it a checkpoint has no averages.
-        *([NoiseScale(config.statistics.decay)] if measures else []),
+        *([NoiseScale(measured.decay)] if measures else []),
         # Before the throughput, in which its time does not count.
         Lipschitz(run, throughput.paused),
         throughput,

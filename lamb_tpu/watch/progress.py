@@ -137,8 +137,10 @@ class RunProgress(Observer):
             if rate:
                 left = format_seconds((place(self._recipe.total_steps) - place(step)) / rate)
                 pace = f"; {speed}, {left} left"
+            # Decisions to come make it more or fewer updates.
+            about = "~" if self._recipe.decides else ""
             self.message(
-                f"update {step}/{self._recipe.total_steps}: {format_values(values)}{pace}"
+                f"update {step}/{about}{self._recipe.total_steps}: {format_values(values)}{pace}"
             )
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -1,7 +1,8 @@
-"""Paths of batches: pieces, examples, the end of a run."""
+"""Paths of batches: decisions, pieces, examples, the end of a run."""
 
 import doctest
 import json
+from collections.abc import Iterable
 
 import numpy as np
 import pytest
@@ -13,6 +14,13 @@ from lamb_tpu.batching.rules import Constant, NoiseScale, Ramp
 RAMP = Ramp(quantum=16, points=((0, 16), (64, 32), (192, 128)))
 
 
+def grown(batch: int, total: int, changes: Iterable[tuple[int, int]]) -> Path:
+    path = Path(batch, total)
+    for step, size in changes:
+        path.change(step, size)
+    return path
+
+
 def test_examples_of_the_docstrings() -> None:
     result = doctest.testmod(path_lib)
     assert result.failed == 0 and result.attempted >= 3
@@ -22,16 +30,19 @@ def test_every_update_of_a_ramp() -> None:
     path = follow(RAMP, 64, total=768, most=100)
     sizes = [16] * 4 + [32] * 4 + [128] * 4 + [64]  # the last is what is left
     assert path.updates == len(sizes) and path.batches().tolist() == sizes
-    assert [path.batch(step) for step in range(13)] == sizes
+    assert [path.batch(step) for step in range(14)] == [*sizes, 0]
     assert [path.examples(step) for step in range(14)] == [0, *np.cumsum(sizes)]
     assert (path.smallest, path.largest) == (16, 128)
     assert list(path.changes()) == [(0, 0, 16), (4, 64, 32), (8, 192, 128), (12, 704, 64)]
 
 
 def test_a_size_that_comes_again_is_one_piece() -> None:
-    assert follow(Constant(quantum=8), 64, total=640, most=10) == Path(((0, 64),), 10)
+    constant = follow(Constant(quantum=8), 64, total=640, most=10)
+    assert (constant.pieces, constant.updates, constant.decisions) == ([(0, 64)], 10, 0)
     again = Ramp(quantum=8, points=((0, 8), (16, 8), (24, 16), (40, 8)))
-    assert follow(again, 8, total=48, most=10).pieces == ((0, 8), (3, 16), (4, 8))
+    assert follow(again, 8, total=48, most=10).pieces == [(0, 8), (3, 16), (4, 8)]
+    # What is left at the end is as large as the batch before the last.
+    assert grown(16, 48, [(2, 32)]).pieces == [(0, 16)]
 
 
 def test_a_decision_holds_for_the_interval() -> None:
@@ -42,12 +53,36 @@ def test_a_decision_holds_for_the_interval() -> None:
     )
 
 
-def test_past_pieces_pass_through_a_checkpoint() -> None:
+def test_a_decision_leaves_what_was_before_it() -> None:
+    """Each further decision changes only the updates behind it, and the number of them."""
+    path, rng = Path(32, 4096), np.random.default_rng(0)
+    sizes = list[int]()
+    while path.examples(len(sizes)) < path.total:
+        step = len(sizes)
+        assert [path.batch(past) for past in range(step)] == sizes
+        assert path.examples(step) == sum(sizes)
+        assert path.updates > step and path.batches().sum() == path.total
+        middle = step // 2
+        ahead = path.batches(middle, step + 3).tolist()
+        assert ahead == path.batches().tolist()[middle : step + 3]
+        if step % 3 == 0:
+            path.change(step, int(rng.integers(1, 12)) * 8)
+        sizes.append(path.batch(step))
+    assert path.batches().tolist() == sizes and path.updates == len(sizes) > 30
+
+
+def test_decisions_pass_through_a_checkpoint() -> None:
     path = follow(RAMP, 64, total=768, most=100)
-    assert path.until(0) == []
-    assert path.until(4) == [[0, 16]]
-    assert path.until(5) == [[0, 16], [4, 32]]
+    assert path.until(3) == [[0, 16]]
+    assert path.until(4) == path.until(7) == [[0, 16], [4, 32]]
     assert json.loads(json.dumps(path.until(13))) == [list(piece) for piece in path.pieces]
+    for step in range(14):
+        # With the decision for the update that follows, and none behind it.
+        other = Path(64, 768)
+        other.restore(path.until(step))
+        assert other.batches(0, step + 1).tolist() == path.batches(0, step + 1).tolist()
+        assert other.examples(step) == path.examples(step)
+    assert other.updates == 13
 
 
 def test_a_path_of_many_pieces_is_told_in_short() -> None:
@@ -64,3 +99,7 @@ def test_mistakes() -> None:
         follow(RAMP, 64, total=768, most=9)
     with pytest.raises(ValueError, match="the rule needs the statistic 'noise_scale'"):
         follow(NoiseScale(quantum=8, upper=64), 64, total=640, most=100)
+    path = grown(16, 256, [(4, 32)])
+    for step in (3, 10):
+        with pytest.raises(ValueError, match=f"^the batch of update {step} is decided, or the run"):
+            path.change(step, 64)

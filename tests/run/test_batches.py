@@ -1,6 +1,5 @@
 """The batch rule of a config, and the recipe that it makes."""
 
-import dataclasses
 import pathlib
 from typing import Any
 
@@ -9,6 +8,7 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
+from lamb_tpu.batching.rules import RULES
 from lamb_tpu.config import flatten
 from lamb_tpu.errors import UserError
 from lamb_tpu.run import batches, memory
@@ -38,10 +38,11 @@ def test_a_constant_batch_is_what_it_was() -> None:
     base = of(tiny.digits())
     named = of(tiny.digits(batch_rule=ConfigDict({"name": "constant"})))
     assert base.path is None and named.path is None
+    rates = base.learning_rates.tolist()
     for recipe in (base, named):
         assert [recipe.batch(5), recipe.examples(5), recipe.place(5)] == [64, 320, 5]
         assert recipe.epoch(5) == 1.25 and recipe.largest_batch == 64
-        assert recipe.batches_until(5) is None
+        assert recipe.rule is None and not recipe.decides and recipe.rate(5) == rates[5]
     # Folders and records of older versions have no such key.
     assert not [key for key in flatten(tiny.digits()) if key.startswith("batch_rule")]
 
@@ -110,9 +111,25 @@ def test_the_optimizer_reads_the_rate_that_the_step_is_given() -> None:
     ({"name": "ramp", "points": ((0, 16), (192, 32), (64, 128))},
      r"config\.batch_rule: points must begin at 0 examples and then rise, not \[0, 192, 64\]"),
     ({"name": "ramp", "points": 3}, r"config\.batch_rule: points must be pairs"),
-    ({"name": "simigrad", "target": 0.9, "upper": 128},
-     r"config\.batch_rule\.name is 'simigrad', which decides by statistics of gradients, and the "
-     "trainer measures none yet; it has: constant, ramp"),
+    ({"name": "simigrad", "upper": 128},
+     r"config\.batch_rule\.target is missing; the rule 'simigrad' needs it"),
+    ({"name": "simigrad", "target": 0.9, "upper": 144},
+     r"config\.batch_rule: upper must be a whole number of quanta of 32 examples, as 128 or 160, "
+     r"not 144; a quantum is two microbatches of config\.batch_size / config\.accumulation_steps$"),
+    ({"name": "norm_test", "eta": 0.9, "upper": 100},
+     "upper must be a whole number of quanta of 16 examples, as 96 or 112, not 100; a quantum is a "
+     "microbatch, config"),
+    ({"name": "noise_scale", "lower": 256, "upper": 128},
+     r"config\.batch_rule: lower must be at most upper, 128, not 256"),
+    ({"name": "noise_scale", "lower": 128, "upper": 256},
+     r"config\.batch_size is 64, with which training begins, and config\.batch_rule keeps batches "
+     r"between 128 and 256; begin with one of these, or change config\.batch_rule\.lower or upp"),
+    ({"name": "norm_test", "eta": 0.5, "upper": 48},
+     r"config\.batch_size is 64, with which .* between 16 and 48; begin"),
+    ({"name": "norm_test", "eta": 0.5, "upper": 64, "interval": 0},
+     r"config\.batch_rule: interval must be a whole number of at least 1, not 0"),
+    ({"name": "norm_test", "eta": "0.5", "upper": 64},
+     r"config\.batch_rule: eta must be above 0, not '0\.5'"),
 ])
 def test_mistakes_in_the_rule(rule: dict[str, Any], message: str) -> None:
     config = tiny.digits(accumulation_steps=4, batch_rule=ConfigDict(rule))
@@ -120,10 +137,89 @@ def test_mistakes_in_the_rule(rule: dict[str, Any], message: str) -> None:
         prepare(config, None, jax.devices()[:1])
 
 
-def test_a_log_of_one_batch_size() -> None:
-    config = ramp(log__mlperf=True, target__metric="accuracy", target__value=0.5)
-    with pytest.raises(UserError, match="'ramp', and MLPerf's log has one batch size; .*=False$"):
+@pytest.mark.parametrize("name", ["simigrad", "noise_scale"])
+def test_parts_of_a_batch_under_jit_are_pairs_of_microbatches(name: str) -> None:
+    fields = {"simigrad": {"target": 0.9}, "noise_scale": {}}[name]
+    rule = ConfigDict({"name": name, "upper": 128, **fields})
+    for steps in (1, 4):
+        config = tiny.digits(batch_rule=rule, accumulation_steps=steps)
+        if steps == 1:
+            with pytest.raises(UserError, match=(
+                rf"^config\.accumulation_steps is 1, and the rule '{name}' compares microbatches "
+                r"under config\.parallel\.backend='jit'; it must be even, such as 2$"
+            )):
+                of(config)
+        else:
+            assert of(config).rule.quantum == 32
+        config.parallel.backend = "shard_map"
+        assert of(config).rule.quantum == 64 // steps
+
+
+def test_one_device_has_no_parts_to_compare() -> None:
+    config = tiny.digits(
+        batch_rule=ConfigDict({"name": "noise_scale", "upper": 128}), parallel__backend="shard_map"
+    )
+    prepare(config, None, jax.devices()[:2])
+    with pytest.raises(UserError, match=(
+        r"^config\.batch_rule\.name is 'noise_scale', which compares the devices under "
+        r"config\.parallel\.backend='shard_map', and there is one; take 'jit', which compares micro"
+    )):
         prepare(config, None, jax.devices()[:1])
+
+
+def test_the_statistics_of_every_rule() -> None:
+    """What is measured for a rule includes what it reads."""
+    examples = {"variance", "grad_sq", "inner_product_variance", "orthogonal_variance"}
+    measured = {"noise_scale": {"noise_scale"}, "halves": {"similarity"}, "per_example": examples}
+    values = {"target": 0.9, "eta": 0.5, "theta": 0.5, "nu": 2.0, "points": ((0, 64),)}
+    values |= {"upper": 128, "interval": 7, "decay": 0.5}
+    for name, rule in RULES.items():
+        fields = {key: values[key] for key in batches.rule_fields(name) if key in values}
+        found = batches.required_statistics(
+            tiny.digits(batch_rule=ConfigDict({"name": name, **fields}), accumulation_steps=4)
+        )
+        assert {each for key in found for each in measured.get(key, ())} >= set(rule.needs)
+        assert bool(found) == bool(rule.needs)
+        if "per_example" in found:
+            assert found == {"per_example": 16, "interval": 7}
+        if "noise_scale" in found:
+            assert found == {"noise_scale": True, "decay": 0.5}
+
+
+def test_the_start_tells_what_is_decided() -> None:
+    rule = ConfigDict({"name": "simigrad", "target": 0.9, "lower": 32, "upper": 512, "interval": 9})
+    told = of(tiny.digits(batch_rule=rule, accumulation_steps=4)).describe()
+    assert "run: updates of 32 to 512 examples = 3 epochs of 256\n" in told
+    assert (
+        "batch: 64, then decided after 9 updates each from similarity; durations and schedule "
+        "count updates of 64 examples, and the rate follows by 'identity'\n"
+    ) in told
+
+
+def test_rates_of_a_path_that_grows() -> None:
+    """They are those of the same path known from the start, whatever was asked before."""
+    points = ((0, 64), (64 * 5000, 16), (64 * 6000, 128))
+    known = of(ramp(points, duration="9000 steps", scaling="sqrt"))
+    rule = ConfigDict({"name": "norm_test", "eta": 0.5, "upper": 512, "scaling": "sqrt"})
+    grown = of(tiny.digits(batch_rule=rule, accumulation_steps=4, duration="9000 steps"))
+    assert grown.total_steps == 9000 and known.total_steps == 5000 + 4000 + 1500
+    asked = [0, 4095, 4096, 4999, 5000, 8191, 8192, 8999, 9000, 10_499]
+    for step in asked:
+        for first, size in ((5000, 16), (9000, 128)):
+            if step == first:
+                grown.path.change(step, size)
+        assert grown.rate(step) == known.rate(step) == known.learning_rates[step]
+    assert grown.total_steps == known.total_steps == len(known.learning_rates)
+    np.testing.assert_array_equal(grown.learning_rates, known.learning_rates)
+
+
+def test_a_log_of_one_batch_size() -> None:
+    changes = {"log__mlperf": True, "target__metric": "accuracy", "target__value": 0.5}
+    rule = ConfigDict({"name": "noise_scale", "upper": 128})
+    for config in (ramp(**changes), tiny.digits(batch_rule=rule, accumulation_steps=2, **changes)):
+        told = f"'{config.batch_rule.name}', and MLPerf's log has one batch size; .*=False$"
+        with pytest.raises(UserError, match=told):
+            prepare(config, None, jax.devices()[:1])
 
 
 def test_a_network_with_a_carry(tmp_path: pathlib.Path) -> None:
@@ -158,17 +254,6 @@ def test_the_largest_batch_must_fit_into_memory(monkeypatch: pytest.MonkeyPatch)
         prepare(grown, None, jax.devices()[:1])
 
 
-def test_a_checkpoint_of_another_path() -> None:
-    recipe = of(ramp())
-    recipe.check_batches(5, [[0, 16], [4, 32]])
-    with pytest.raises(UserError, match=r"\[\[0, 16\], \[4, 32\]\] up to update 5, and the check"):
-        recipe.check_batches(5, [[0, 16], [3, 32]])
-    with pytest.raises(UserError, match="was trained with None"):
-        recipe.check_batches(5, None)
-    constant = dataclasses.replace(recipe, path=None)
-    constant.check_batches(5, None)
-
-
 def test_a_phase_may_have_a_rule(tmp_path: pathlib.Path) -> None:
     rule = ConfigDict({"name": "ramp", "points": ((0, 16), (64, 32))})
     config = tiny.digits(accumulation_steps=4, duration="2 steps", phases=ConfigDict({
@@ -186,5 +271,5 @@ def test_a_phase_may_have_a_rule(tmp_path: pathlib.Path) -> None:
 def test_fields_of_every_rule() -> None:
     assert set(batches.rule_fields("constant")) == {"name"}
     fields = batches.rule_fields("noise_scale")
-    assert {"name", "interval", "upper", "lower", "factor", "scaling"} == set(fields)
+    assert {"name", "interval", "upper", "lower", "factor", "decay", "scaling"} == set(fields)
     assert fields["factor"] == (float, 1.0)

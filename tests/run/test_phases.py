@@ -283,7 +283,8 @@ def test_a_plan_of_each(
         cache, html = "none", None
         find = batches = topologies = workdir = measured = None
 
-    values = Values({"price-per-device-hour": types.SimpleNamespace(value=None)})
+    nothing = types.SimpleNamespace(value=None)
+    values = Values({"price-per-device-hour": nothing, "batches-of": nothing})
     monkeypatch.setattr(plan, "make_plan", Planned)
     monkeypatch.setattr(plan, "decision", lambda plans: f"{len(plans)} plans")
     monkeypatch.setattr(plan.flags, "FLAGS", values)

@@ -84,8 +84,7 @@ def guards(
     """Guards of a run at the rates 0.1, 0.2, ..., and what they warn of."""
     told: list[str] = []
     config = SimpleNamespace(max_skipped=max_skipped, spike_factor=factor, spike_floor=floor)
-    rates = [0.1 * step for step in range(1, 101)]
-    guard = Guards(config, rates, told.append, lambda text: None)
+    guard = Guards(config, lambda step: 0.1 * (step + 1), told.append, lambda text: None)
     guard.started(start(skipped=skipped))
     return guard, told
 

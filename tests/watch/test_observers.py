@@ -6,10 +6,10 @@ from lamb_tpu.watch.progress import RunProgress
 from tests import tiny
 
 
-def test_checkpoints_hold_the_states_of_three() -> None:
+def test_checkpoints_hold_the_states_of_four() -> None:
     run = prepare(tiny.digits(checkpoint__best="accuracy"), None)
     observers = make_observers(run, RunProgress("train", run.recipe))
-    assert set(observers.state()) == {"best", "target", "guards"}
+    assert set(observers.state()) == {"best", "target", "guards", "batches"}
     assert observers.saves_evaluations and not observers.may_end_run
 
 

@@ -31,7 +31,7 @@ def run(
     """The progress of a run after its first update, and a function that shows another record."""
     facts = {
         "total_steps": total_steps, "batch_size": batch_size, "epoch": lambda step: step / 100,
-        "place": lambda step: step, "path": None, **(recipe or {}),
+        "place": lambda step: step, "path": None, "decides": False, **(recipe or {}),
     }
     progress = RunProgress(label, SimpleNamespace(**facts), **options)
     began = Clock(Position(), time.monotonic() - after)
@@ -103,6 +103,16 @@ def test_time_left_of_a_batch_that_changes(
         "update 81/200: ; 512 examples/s, 0:52 left",
         "update 101/200: ; 330 examples/s, 1:16 left",
     ]
+
+
+def test_decisions_to_come_make_the_number_of_updates_a_guess(
+    clock: list[float], capsys: pytest.CaptureFixture
+) -> None:
+    with run("train", 200, 64, recipe={"decides": True}) as (_, show):
+        clock[0] += 10
+        show(81, {})
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line == "update 81/~200: ; 512 examples/s, 0:14 left"
 
 
 def test_bar_of_a_batch_that_changes_counts_examples(

@@ -27,7 +27,8 @@ def test_what_is_written() -> None:
 
 def test_a_batch_that_changes_is_written() -> None:
     """The batch of the newest update, and the examples of all."""
-    path = Path(((0, 32), (4, 64)), updates=9)
+    path = Path(32, total=448)
+    path.change(4, 64)
     records = Records(SimpleNamespace(
         epoch=lambda step: step / 4, path=path, batch=path.batch, examples=path.examples
     ))

@@ -33,6 +33,8 @@ class Augmented(InnerProductTest):
         5.84, with theta 0.9.
     """
 
+    needs = (variance.INNER_PRODUCT, variance.ORTHOGONAL, variance.GRAD_SQ)
+
     nu: float
 
     def __post_init__(self) -> None:

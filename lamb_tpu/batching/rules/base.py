@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Mapping
+from typing import ClassVar
 
 from lamb_tpu.optim.checks import check_whole
 
@@ -16,7 +17,11 @@ class Rule:
     Attributes:
       quantum: a batch is a whole number of so many examples: devices times the microbatch of one.
       interval: updates from one decision to the next.
+      needs: names of the statistics that `next_batch` reads; none: the batch is a function of the
+        examples seen.
     """
+
+    needs: ClassVar[tuple[str, ...]] = ()
 
     quantum: int
     interval: int = 1

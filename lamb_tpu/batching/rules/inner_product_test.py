@@ -8,6 +8,7 @@ References:
 
 import dataclasses
 from collections.abc import Mapping
+from typing import ClassVar
 
 from lamb_tpu.batching import variance
 from lamb_tpu.batching.rules.base import Bounded, read, required
@@ -28,6 +29,8 @@ class InnerProductTest(Bounded):
     Attributes:
       theta: above 0; a smaller one wants larger batches.
     """
+
+    needs: ClassVar[tuple[str, ...]] = (variance.INNER_PRODUCT, variance.GRAD_SQ)
 
     theta: float
 

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from lamb_tpu.batching.rules.base import Bounded, read
-from lamb_tpu.optim.checks import check_above_zero
+from lamb_tpu.optim.checks import check_above_zero, check_range
 
 NOISE_SCALE = "noise_scale"
 
@@ -27,13 +27,19 @@ class NoiseScale(Bounded):
     Attributes:
       factor: of the noise scale, above 0. At 1 a step makes half of the progress that the largest
         batch would, with twice the fewest examples.
+      decay: of the averages behind the noise scale, see `batching.noise_scale.update`; the caller
+        takes them.
     """
 
+    needs = (NOISE_SCALE,)
+
     factor: float = 1.0
+    decay: float = 0.99
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_above_zero(factor=self.factor)
+        check_range("decay", self.decay, upper=1)
 
     def wanted(self, batch: int, statistics: Mapping[str, float]) -> float:
         """Returns the noise scale times the factor."""

@@ -29,6 +29,8 @@ class NormTest(Bounded):
       eta: above 0; a smaller one wants larger batches.
     """
 
+    needs = (variance.VARIANCE, variance.GRAD_SQ)
+
     eta: float
 
     def __post_init__(self) -> None:

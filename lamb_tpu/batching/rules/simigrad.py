@@ -30,6 +30,8 @@ class SimiGrad(Bounded):
       smoothing: None, or the weight in [0, 1) that `wanted_batch` describes.
     """
 
+    needs = (SIMILARITY,)
+
     target: float
     smoothing: float | None = None
 

@@ -46,6 +46,17 @@ def test_numbers_that_are_not_finite_leave_the_batch(name) -> None:
 
 
 @pytest.mark.parametrize("name", RULES)
+def test_a_rule_names_what_it_reads(name) -> None:
+    rule = _make(name)
+    needed = {key: STATISTICS[key] for key in rule.needs}
+    assert bool(needed) == (name not in UNBOUNDED)
+    assert rule.next_batch(64, needed, 0) == rule.next_batch(64, STATISTICS, 0)
+    for key in needed:
+        with pytest.raises(ValueError, match=f"the rule needs the statistic '{key}'"):
+            rule.next_batch(64, {other: needed[other] for other in needed if other != key}, 0)
+
+
+@pytest.mark.parametrize("name", RULES)
 def test_intervals(name) -> None:
     rule = _make(name, interval=3)
     assert [rule.due(updates) for updates in range(5)] == [True, False, False, True, False]

@@ -35,3 +35,5 @@ def test_from_the_averages_themselves() -> None:
 def test_mistakes() -> None:
     with pytest.raises(ValueError, match="factor must be above 0, not 0"):
         NoiseScale(quantum=32, upper=64, factor=0)
+    with pytest.raises(ValueError, match="decay must be at least 0 and below 1, not 1.0"):
+        NoiseScale(quantum=32, upper=64, decay=1.0)
