@@ -32,6 +32,9 @@ Four options plan more than once, with a line or a bar of progress on stderr. Pr
 - --topologies=v3-512,v3-1024 prints the time of the whole run on each slice, beside measured ones
   (--measured), and draws it (--html).
 
+A config with a config.batch_rule gives the time along its path of batches, from steps of up to
+eight microbatches; a rule that decides during the run needs --batches-of=RUN.
+
 A recipe with an argument `batch` makes the config of each batch itself, with its rates and groups.
 
 Change anything with --config.KEY=VALUE: --config.mesh.model=4, --config.parallel.backend=shard_map.
@@ -74,6 +77,10 @@ if __name__ == "__main__":  # --help is answered before the imports below, which
     flags.DEFINE_string(
         "workdir", None, "With --batches: the folder of a run, of which the noise scale is told.",
     )
+    flags.DEFINE_string(
+        "batches-of", None, "For a config.batch_rule that decides during the run: the folder of a "
+        "run whose batches are taken.",
+    )
     flags.DEFINE_float(
         "price-per-device-hour", None, "With --batches: price of a device for an hour, in any "
         "currency. A device is a core of v2 and v3, and of tpu7x half a chip, else a chip.",
@@ -108,6 +115,7 @@ from lamb_tpu import terminal
 from lamb_tpu.cost.topology import topology
 from lamb_tpu.plan import advice, curves, fastest, largest, options
 from lamb_tpu.plan.cache import Cache, check_folder
+from lamb_tpu.plan.changing import changes, make_changing_plan
 from lamb_tpu.plan.making import make_plan
 from lamb_tpu.plan.page import check_page, write_page
 from lamb_tpu.plan.report import Plan, decision
@@ -135,6 +143,10 @@ def main() -> None:
     values = flags.FLAGS
     kept = Cache(check_folder(values.cache))
     page = None if values.html is None else check_page(values.html)
+    options.check_batches_of(
+        values["batches-of"].value,
+        any(changes(phase.config) for phase in phases.split(values.config)),
+    )
     request = options.check(
         values.config, values.topology, values.find, values.batches, values.topologies,
         values.workdir, values["price-per-device-hour"].value, values.measured, values.html,
@@ -181,7 +193,13 @@ def _plan(kept: Cache, page: pathlib.Path | None) -> None:
     values, found = flags.FLAGS, list[tuple[str, Plan]]()
     for phase in phases.split(values.config):
         with phases.errors_in_phase(phase.name):
-            plan = make_plan(phase.config, values.topology, _waiting, values.examples, kept)
+            if changes(phase.config):
+                plan = make_changing_plan(
+                    phase.config, values.topology, _waiting, values.examples, kept,
+                    values["batches-of"].value,
+                )
+            else:
+                plan = make_plan(phase.config, values.topology, _waiting, values.examples, kept)
         found.append((phase.name, plan))
         # Text is shown as soon as a phase is compiled, which takes minutes. JSON is one document,
         # printed at the end.

@@ -61,8 +61,8 @@ def make_plan(
     run = prepare(config, None, devices, load=loader(config, examples))
     if run.recipe.path is not None:
         raise UserError(
-            f"config.batch_rule.name is {config.batch_rule.name!r}, and a plan is of one batch "
-            "size; leave config.batch_rule empty and give the batch as config.batch_size"
+            f"config.batch_rule.name is {config.batch_rule.name!r}, and this plan is of one batch "
+            "size; leave config.batch_rule empty, or plan the run with --topology alone"
         )
     lowered = run.make_train_step().lower(run.abstract_state, run.abstract_batch())
     places = network.places(run.mesh.devices.flat)

@@ -81,6 +81,19 @@ def check(
     return Request(kind, (topology,), _batches(batches) if batches else ())
 
 
+def check_batches_of(workdir: str | None, changes: bool) -> None:
+    """Refuses --batches-of where no batch changes.
+
+    Raises:
+      UserError: it is given, and `changes` is False.
+    """
+    if workdir is not None and not changes:
+        raise UserError(
+            f"--batches-of is {workdir!r}, and the config has one batch size; give a "
+            "config.batch_rule, or leave it out"
+        )
+
+
 def _one_run(config: ConfigDict, option: str) -> None:
     if config.phases:
         raise UserError(

@@ -58,6 +58,64 @@ class Traffic(NamedTuple):
     algorithm: str
 
 
+class Row(NamedTuple):
+    """Updates of one batch size in a run whose batch changes.
+
+    Attributes:
+      updates: their number.
+      examples: their examples together.
+      compute: seconds of an update's computation: shortest, expected, longest; None if unknown.
+      network: seconds for which an update waits for the network, likewise.
+    """
+
+    updates: float
+    examples: float
+    compute: tuple[float, ...] | None
+    network: tuple[float, ...] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Along:
+    """A run whose batch changes, along its path.
+
+    Attributes:
+      microbatch: examples of a microbatch over all devices.
+      rows: the updates, in their order.
+    """
+
+    microbatch: int
+    rows: tuple[Row, ...]
+
+    def seconds(self) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
+        """Returns the computation and the network of all updates; None if a time is unknown."""
+        sums = [[0.0] * 3, [0.0] * 3]
+        for row in self.rows:
+            if row.compute is None or row.network is None:
+                return None
+            for place in range(3):
+                sums[0][place] += row.updates * row.compute[place]
+                sums[1][place] += row.updates * row.network[place]
+        return tuple(sums[0]), tuple(sums[1])
+
+    def describe(self, listed: int = 8) -> list[str]:
+        """Returns a table of the first stretches and the last one."""
+        cells: list[tuple[str, ...]] = [("batch", "updates", "examples", "ms", "time")]
+        for row in self.rows:
+            step = None if row.compute is None or row.network is None else (
+                row.compute[1] + row.network[1]
+            )
+            cells.append((
+                f"{row.examples / row.updates:,.0f}", f"{row.updates:,.0f}",
+                f"{row.examples:,.0f}", "?" if step is None else f"{1e3 * step:.3g}",
+                "?" if step is None else span_text(row.updates * step, row.updates * step),
+            ))
+        if len(cells) > listed + 2:
+            skipped = len(cells) - listed - 2
+            cells[listed + 1 : -1] = [(f"{skipped:,} more", "", "", "", "")]
+        head = f"along the run, in microbatches of {self.microbatch:,}:"
+        return [head, *terminal.columns(cells, right=range(5)).splitlines()]
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """The compiler's report on a training step; counts and bytes are of one device and one step.
@@ -84,6 +142,7 @@ class Plan:
       collectives: sums over the collectives.
       work: what the whole run does.
       recipe: its durations and learning rate.
+      along: the path of a batch that changes; None for one batch size.
       notes: quantities that could not be read, and why.
       program: the optimized HLO, see `lamb_tpu.cost.hlo`; not in the JSON.
       network: the links between the devices; not in the JSON.
@@ -109,6 +168,7 @@ class Plan:
     collectives: tuple[Traffic, ...] | None = None
     work: Work | None = None
     recipe: Recipe | None = None
+    along: Along | None = None
     notes: tuple[str, ...] = ()
     program: str = dataclasses.field(default="", repr=False)
     network: Network | None = dataclasses.field(default=None, repr=False)
@@ -160,10 +220,14 @@ class Plan:
         """Times of the whole run; None if the step's are not known."""
         if self.times is None or self.work is None:
             return None
-        return totals_lib.totals(
+        found = totals_lib.totals(
             self.work, [each.compute for each in self.times],
             [each.exposed for each in self.times], self.topology.num_chips,
         )
+        if self.along is None:
+            return found
+        along = self.along.seconds()
+        return along and found._replace(compute=along[0], network=along[1])
 
     @property
     def left_out(self) -> str:
@@ -218,6 +282,7 @@ class Plan:
             ],
             "run": work and {
                 "updates": work.updates,
+                "batches": self.along and [row._asdict() for row in self.along.rows],
                 "evaluations": work.evaluations,
                 "compute_seconds": total and list(total.compute),
                 "network_seconds": total and list(total.network),
@@ -266,6 +331,8 @@ class Plan:
         lines += [f"not known: {note}" for note in self.notes]
         if self.collectives is not None:
             lines += ["collectives, of one device in one step:", *_table(self.collectives)]
+        if self.along is not None:
+            lines += self.along.describe()
         return terminal.fit("\n".join([*lines, decision([self])]))
 
     def _describe_time(self) -> list[str]:

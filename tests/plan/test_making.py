@@ -56,7 +56,7 @@ def test_a_program_on_which_the_compiler_crashed(monkeypatch: pytest.MonkeyPatch
 def test_a_batch_that_changes_is_refused() -> None:
     config = tiny.recipe_file(tiny.ROOT / "configs" / "digits.py").get_config("batch=64")
     config.batch_rule = ConfigDict({"name": "ramp", "points": ((0, 64), (1280, 128))})
-    with pytest.raises(UserError, match="'ramp', and a plan is of one batch size; leave config"):
+    with pytest.raises(UserError, match="'ramp', and this plan is of one batch size; leave config"):
         making.make_plan(config, "v5e-4")
 
 
