@@ -12,7 +12,7 @@ from types import FrameType
 _CRASHES = {
     signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGTRAP,
 }
-
+_PASSED_ON = (signal.SIGINT, signal.SIGTERM)
 
 # Keys of the programs on which the compiler crashed, in the process that goes on.
 crashed: set[str] = set()
@@ -47,10 +47,13 @@ def guard(goes_on: bool = False) -> None:
     """
     while True:
         sys.stdout.flush()
+        # Held back until the parent passes them on, so that none leaves a child without a parent.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
         child = os.fork()
         if not child:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             return
-        status = _wait(child)
+        status = _wait(child, mask)
         text = told(-status) if status < 0 else ""
         key = bytes(_compiling).rstrip(b"\0").decode()
         goes_on = goes_on and bool(text and key) and key not in crashed
@@ -63,8 +66,13 @@ def guard(goes_on: bool = False) -> None:
         _compiling[:] = bytes(_SIZE)
 
 
-def _wait(child: int) -> int:
-    """Returns the exit status of a child; negative for the signal that ended it."""
+def _wait(child: int, mask: set[int | signal.Signals]) -> int:
+    """Returns the exit status of a child; negative for the signal that ended it.
+
+    Args:
+      child: its process.
+      mask: of the signals that are blocked, once those to the child are passed on.
+    """
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         del frame
@@ -72,6 +80,7 @@ def _wait(child: int) -> int:
 
     # The terminal sends Ctrl-C to the child too.
     before = signal.signal(signal.SIGINT, signal.SIG_IGN), signal.signal(signal.SIGTERM, pass_on)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     signal.signal(signal.SIGINT, before[0])
     signal.signal(signal.SIGTERM, before[1])

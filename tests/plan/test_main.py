@@ -225,7 +225,8 @@ def test_without_the_compiler() -> None:
 def test_a_crash_of_the_compiler() -> None:
     code = (
         "import os, runpy, sys, types; "
-        "making = types.SimpleNamespace(make_plan=lambda *_: os.abort(), release=None); "
+        "making = types.SimpleNamespace(loader=None, make_plan=lambda *_: os.abort(), "
+        "release=None); "
         "sys.modules['lamb_tpu.plan.making'] = making; sys.argv = ['plan', *sys.argv[1:]]; "
         "runpy.run_module('lamb_tpu.plan', run_name='__main__', alter_sys=True)"
     )
