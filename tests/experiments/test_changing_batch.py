@@ -22,7 +22,7 @@ def test_a_row_has_ratios_round_by_round() -> None:
     assert changing_batch.row("LeNet", 64, 4, seconds) == f"| LeNet | 64 | 4 | {figures} | - |"
 
 
-@pytest.mark.parametrize("batch_norm", [False, True])
+@pytest.mark.parametrize("batch_norm", [pytest.param(False, marks=pytest.mark.long), True])
 def test_contenders_make_updates(batch_norm: bool) -> None:
     model = {
         "name": "mlp", "hidden_sizes": (8,), "num_classes": 10, "batch_norm": batch_norm,

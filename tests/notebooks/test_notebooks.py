@@ -13,9 +13,7 @@ from tests.shared import ROOT
 FOLDER = ROOT / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 # Those that take seconds; the others are marked long.
-QUICK = [FOLDER / f"{name}.ipynb" for name in (
-    "00_first_steps", "06_your_own_model", "07_reading_the_records",
-)]
+QUICK = [FOLDER / f"{name}.ipynb" for name in ("00_first_steps", "07_reading_the_records")]
 # Of libraries that a machine may lack: the TPU compiler is for Linux on x86-64.
 NEEDS = {"04_planning_a_pod": "libtpu", "07_reading_the_records": "pandas"}
 
