@@ -13,6 +13,7 @@ and a file for each table, such as mnist.toml, which is then the table lamb/mnis
     source = "appendix"                # the table's place in the paper
     known = "recalled"                 # seen: somebody read the paper's values; recalled: not so
     metric = {key = "accuracy", label = "test accuracy", digits = 4}
+    columns = ["updates", "average_batch"]    # optional: shown beside the metric
 
     [scales.paper]                     # what the paper ran; also small, smoke
     config = "mnist_lenet:network=lenet"
@@ -49,7 +50,17 @@ from typing import Any
 
 from lamb_tpu.errors import UserError
 from lamb_tpu.files import reading
-from lamb_tpu.reproduce.tables import SCALES, Cell, Metric, Paper, Scale, Space, Table, Tuning
+from lamb_tpu.reproduce.tables import (
+    COLUMNS,
+    SCALES,
+    Cell,
+    Metric,
+    Paper,
+    Scale,
+    Space,
+    Table,
+    Tuning,
+)
 
 _PAPER_FILE = "paper.toml"
 _NAME = re.compile(r"[a-z0-9][a-z0-9_.-]*")
@@ -200,9 +211,17 @@ def _table(path: pathlib.Path, paper: Paper) -> Table:
         section.take("source", str, ""), section.take("about", str, ""),
         {name: scales[name] for name in SCALES if name in scales}, cells,
         None if tuning.is_empty() else _tuning(tuning), _space(section.section("tune")),
+        columns=_columns(section),
     )
     section.end()
     return table
+
+
+def _columns(section: _Section) -> tuple[str, ...]:
+    columns = section.take("columns", list, [])
+    if not all(isinstance(key, str) and key in COLUMNS for key in columns):
+        raise section.error(f"columns is {columns!r}; give a list of some of: {', '.join(COLUMNS)}")
+    return tuple(columns)
 
 
 def _metric(section: _Section) -> Metric:

@@ -160,6 +160,7 @@ def of_run(job: Job, folder: pathlib.Path, diverged: str | None = None) -> Recor
         evaluations, trained, layers = evaluations[-1:], trained[-1:], []
     names = [key for key in (layers[0] if layers else {}) if key.startswith("ratios/")]
     flat = Workdir(folder).read_config()
+    updates = trained[-1]["step"] if trained else 0
     return {
         "cell": job.cell.name,
         "scale": job.scale.name,
@@ -168,7 +169,9 @@ def of_run(job: Job, folder: pathlib.Path, diverged: str | None = None) -> Recor
         "chosen": job.chosen if job.table.tuning and job.factor is None else None,
         "values": values,
         "diverged": diverged,
-        "updates": trained[-1]["step"] if trained else 0,
+        "updates": updates,
+        # Records of training count examples only where the batch changes.
+        "examples": trained[-1].get("examples", updates * flat["batch_size"]) if trained else 0,
         "seconds": round(trained[-1]["seconds"], 1) if trained else 0.0,
         "batch": flat["batch_size"],
         "optimizer": flat["optimizer.name"],

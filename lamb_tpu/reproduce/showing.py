@@ -8,8 +8,8 @@ from lamb_tpu.reproduce import jobs as jobs_lib
 from lamb_tpu.reproduce.choosing import choose_cells, choose_scale
 from lamb_tpu.reproduce.jobs import Job
 from lamb_tpu.reproduce.results import Results
-from lamb_tpu.reproduce.summary import Summary, matrix, measured, stale, summaries
-from lamb_tpu.reproduce.tables import Metric, Scale, Table
+from lamb_tpu.reproduce.summary import Summary, further, matrix, measured, stale, summaries
+from lamb_tpu.reproduce.tables import COLUMNS, Scale, Table
 from lamb_tpu.terminal import columns, fit
 
 
@@ -82,7 +82,7 @@ def show_scale(table: Table, scale: Scale, results: Results) -> None:
         # It has every cell already; the rows are those with more to tell.
         told = [
             summary for summary in found if summary.status != "not run"
-            and (summary.published or summary.status != "measured")
+            and (table.columns or summary.published or summary.status != "measured")
         ]
     for summary in found:
         if summary.search:
@@ -92,17 +92,20 @@ def show_scale(table: Table, scale: Scale, results: Results) -> None:
     if grid and (told or notes):
         print()
     if told:
-        head = ("cell", "paper", "measured", "difference", "seeds", "")
-        print(columns([head, *(_row(summary, metric) for summary in told)]))
+        heads = [COLUMNS[key] for key in table.columns]
+        head = ("cell", "paper", "measured", *heads, "difference", "seeds", "")
+        print(columns([head, *(_row(summary, table, scale) for summary in told)]))
     for note in notes:
         print(fit(f"  {note}"))
 
 
-def _row(summary: Summary, metric: Metric) -> tuple[str, ...]:
+def _row(summary: Summary, table: Table, scale: Scale) -> tuple[str, ...]:
+    metric = scale.metric
     known = f" ({summary.cell.known})" if summary.published else ""
     distance = summary.distance
     return (
         summary.cell.name, summary.published + known, measured(summary, metric) or "-",
+        *(further(summary, key) for key in table.columns),
         "" if distance is None else f"{distance:+.{metric.digits}f}",
         str(len(summary.values) or ""), summary.status,
     )

@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from scipy import stats
@@ -185,6 +185,28 @@ def stale_mean(summary: Summary, metric: Metric) -> str:
     """Formats the mean of the stale records, such as '92.0 stale'; '' if there are none."""
     values = [value for value in summary.stale_values if value is not None]
     return f"{shown(statistics.fmean(values), metric)} stale" if values else ""
+
+
+def further(summary: Summary, key: str) -> str:
+    """Formats the mean of a further column of a table, such as '1,172'; '' if nothing is measured.
+
+    Args:
+      summary: of a cell.
+      key: one of `tables.COLUMNS`.
+    """
+    values = [_COLUMNS[key](record) for record in summary.records if record["updates"]]
+    return f"{statistics.fmean(values):,.0f}" if values else ""
+
+
+def _average_batch(record: Record) -> float:
+    # Older records have no examples: their batches were constant.
+    updates = record["updates"]
+    return float(record.get("examples", updates * record["batch"]) / updates)
+
+
+_COLUMNS: dict[str, Callable[[Record], float]] = {
+    "updates": lambda record: record["updates"], "average_batch": _average_batch,
+}
 
 
 def measured(summary: Summary, metric: Metric) -> str:

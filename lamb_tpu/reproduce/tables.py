@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 SCALES = ("smoke", "small", "paper")
+# Further columns that a table may ask for, beside the metric: key in its file -> head.
+COLUMNS = {"updates": "updates", "average_batch": "average batch"}
 
 
 class Metric(NamedTuple):
@@ -170,6 +172,7 @@ class Table(NamedTuple):
       tuning: the search before each measurement, or None.
       space: where `run --tune=N` searches.
       form: '' for the table as its file has it, 'tuned' for what `tuning.tuned` makes of it.
+      columns: keys of `COLUMNS`, shown beside the metric where the cells are a list.
     """
 
     key: str
@@ -183,6 +186,7 @@ class Table(NamedTuple):
     tuning: Tuning | None = None
     space: Space = Space()
     form: str = ""
+    columns: tuple[str, ...] = ()
 
     def measured_scales(self) -> list[Scale]:
         """Returns the scales whose runs are results, the paper's own first."""

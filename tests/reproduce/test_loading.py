@@ -17,7 +17,10 @@ def test_table(tmp_path: pathlib.Path) -> None:
     scale = table.scales["small"]
     assert scale.stages == ("digits:batch=128",) and scale.seeds == 2
     assert scale.overrides == {"duration": "4 steps", "log.every": "2 steps"}
-    assert table.records == tmp_path / "small" / "digits.jsonl"
+    assert table.records == tmp_path / "small" / "digits.jsonl" and table.columns == ()
+    asked = 'columns = ["average_batch", "updates"]\n\n[scales.small]'
+    table = write(tmp_path, TABLE.replace("[scales.small]", asked))
+    assert table.columns == ("average_batch", "updates")
 
 
 def test_estimates_and_spaces(tmp_path: pathlib.Path) -> None:
@@ -62,6 +65,8 @@ def test_what_no_table_has(tmp_path: pathlib.Path) -> None:
     ('source = "Table 9"', 'sauce = "Table 9"', "sauce is unknown; known: .*source"),
     ('known = "recalled"', 'known = "guessed"', "known is 'guessed'; known: seen, recalled"),
     ("digits = 1", 'digits = "1"', "metric.digits is '1'; it must be of type int"),
+    ("digits = 1, factor = 100.0}", 'digits = 1}\ncolumns = ["loss"]',
+     "columns is .'loss'.; give a list of some of: updates, average_batch"),
     ("[scales.small]", "[scales.huge]", "scales.huge is unknown; known: smoke, small, paper"),
     ('config = "digits:batch=128"', "", "scales.small must have either config"),
     ('name = "lamb"', 'name = "lamb", config = "a", stages = ["b"]', "cell lamb must have either"),

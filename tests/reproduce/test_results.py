@@ -90,6 +90,11 @@ def test_a_metric_that_is_not_finite_is_a_run_that_diverged(tmp_path: pathlib.Pa
     found = results.of_run(job, folder.path)
     assert found["values"] is None and found["diverged"] == "the last accuracy is nan"
     assert found["evaluations"] == [[0.3, None]] and found["losses"] == [[4, 2.0]]
+    assert (found["updates"], found["examples"]) == (4, 4 * 128)
+    with MetricsWriter(folder.path, 4, tensorboard=False) as writer:  # of a batch that changes
+        writer.write(8, "train", {"seconds": 0.9, "learning_rate": 0.1, "examples": 900})
+    found = results.of_run(job, folder.path)
+    assert (found["updates"], found["examples"]) == (8, 900)
 
 
 def test_curves_are_thinned_and_keep_their_end() -> None:

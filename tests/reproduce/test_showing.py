@@ -30,6 +30,22 @@ small: test accuracy, % (higher is better)
 """
 
 
+def test_further_columns(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = 'columns = ["updates", "average_batch"]\n\n[scales.small]'
+    for placed in (False, True):
+        text = TABLE.replace("[scales.small]", asked)
+        if placed:  # in a matrix a cell that is measured has a row of its own for them
+            text = text.replace('{name = "', '{row = "r", column = "c", name = "')
+        table = write(tmp_path, text)
+        add(Results(table), job_of(table), 0.93, updates=1000, examples=1_172_400)
+        add(Results(table), job_of(table, seed=1), 0.94, updates=1002, examples=1_172_400)
+        showing.show([table], None)
+        lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+        head = "cell paper measured updates average batch difference seeds".split()
+        row = "lamb 93.0 (recalled) 93.5 ± 6.4 1,001 1,171 +0.5 2 measured".split()
+        assert head in lines and row in lines
+
+
 def test_matrix(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = TABLE
     for name in ("lamb", "adamw", "lars"):

@@ -7,7 +7,7 @@ import pytest
 
 from lamb_tpu.reproduce import jobs, summary
 from lamb_tpu.reproduce.results import Results
-from lamb_tpu.reproduce.summary import Summary, matrix, measured, summaries
+from lamb_tpu.reproduce.summary import Summary, further, matrix, measured, summaries
 from tests.reproduce.papers import TABLE, record, write
 from tests.reproduce.test_results import add, job_of
 
@@ -43,6 +43,17 @@ def test_summaries(tmp_path: pathlib.Path) -> None:
     add(results, job_of(table, "adamw"), None)
     adamw = of(tmp_path)["adamw"]
     assert measured(adamw, metric) == "1 of 1 diverged" and adamw.distance is None
+
+
+def test_further(tmp_path: pathlib.Path) -> None:
+    table = write(tmp_path)
+    keys = ("updates", "average_batch")
+    assert [further(of(tmp_path)["lamb"], key) for key in keys] == ["", ""]
+    # An older record has no examples, and its batch was constant.
+    add(Results(table), job_of(table), 0.92)
+    assert [further(of(tmp_path)["lamb"], key) for key in keys] == ["4", "128"]
+    add(Results(table), job_of(table, seed=1), 0.92, updates=3000, examples=6_000_000)
+    assert [further(of(tmp_path)["lamb"], key) for key in keys] == ["1,502", "1,064"]
 
 
 def test_matrix(tmp_path: pathlib.Path) -> None:

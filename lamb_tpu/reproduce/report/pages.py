@@ -15,6 +15,7 @@ from lamb_tpu.reproduce.report.plans import Plan
 from lamb_tpu.reproduce.results import Results
 from lamb_tpu.reproduce.summary import (
     Summary,
+    further,
     grid,
     measured,
     shown,
@@ -22,7 +23,7 @@ from lamb_tpu.reproduce.summary import (
     stale_mean,
     summaries,
 )
-from lamb_tpu.reproduce.tables import Cell, Paper, Scale, Table
+from lamb_tpu.reproduce.tables import COLUMNS, Cell, Paper, Scale, Table
 
 
 class Config(NamedTuple):
@@ -39,6 +40,7 @@ class Row(NamedTuple):
       cell: the cell.
       id: unique on the page.
       published, known, measured, distance, seeds, status: see `Summary`.
+      further: texts of the table's further columns, see `Page.heads`.
       state: of the status: 'measured', 'begun', 'stale', 'open' or 'unknown'.
       by_seed: seed and value of each run.
       search: see `Summary`.
@@ -56,6 +58,7 @@ class Row(NamedTuple):
     published: str
     known: str
     measured: str
+    further: tuple[str, ...]
     distance: str
     seeds: int
     status: str
@@ -139,6 +142,11 @@ class Page(NamedTuple):
         return sum(part.hours for part in self.parts)
 
     @property
+    def heads(self) -> list[str]:
+        """Heads of the table's further columns."""
+        return [COLUMNS[key] for key in self.table.columns]
+
+    @property
     def best(self) -> list[tuple[Part, Row]]:
         """The rows to show where each cell has few: those that have runs, or else the first."""
         found = []
@@ -198,6 +206,7 @@ def _row(table: Table, scale: Scale, summary: Summary, results: Results) -> Row:
     row = Row(
         cell, "", summary.published,
         cell.known if summary.published else "", measured(summary, metric),
+        tuple(further(summary, key) for key in table.columns),
         "" if summary.distance is None else f"{summary.distance:+.{metric.digits}f}",
         len(records), summary.status, _state(summary),
         tuple(

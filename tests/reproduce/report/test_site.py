@@ -91,6 +91,23 @@ def test_report(tmp_path: pathlib.Path) -> None:
         assert not re.search(part, text)
 
 
+def test_further_columns(tmp_path: pathlib.Path) -> None:
+    asked = 'columns = ["average_batch"]\n\n[scales.small]'
+    table = write(tmp_path, TABLE.replace("[scales.small]", asked))
+    add(Results(table), job_of(table), 0.92, updates=3, examples=9_000)
+    site.write({table.key: table}, tmp_path / "report", tmp_path / "site")
+    page = (tmp_path / "report" / "small-digits.md").read_text()
+    assert """
+| cell | paper | here | average batch | difference | runs | min/run | status |
+| --- | --: | --: | --: | --: | --: | --: | --- |
+| lamb | 93.0 (recalled) | 92.0 | 3,000 | -1.0 | 1 | 0.0 | 1 of 2 seeds |
+| adamw | 92.5 (seen) | - |  |  |  |  | not run |
+""" in page
+    html = (tmp_path / "site" / "small-digits.html").read_text()
+    assert '<th class="number">average batch</th><th class="number">difference</th>' in html
+    assert '<td class="number" data-label="average batch">3,000</td>' in html
+
+
 def test_matrix(tmp_path: pathlib.Path) -> None:
     text = TABLE
     for name in ("lamb", "adamw", "lars"):
