@@ -39,7 +39,9 @@ _ALL, _BERT = ("lamb", "adamw", "momentum"), ("lamb", "adamw")
 # A recipe with its argument, what its network takes, and its optimizers.
 TABLES = {
     "digits": ("digits.py", "", _image(8, 8, 1), (*_ALL, "nesterov", "lars")),
-    "mnist_lenet": ("mnist_lenet.py", "", _image(28, 28, 1), _ALL),
+    "mnist_lenet": (
+        "mnist_lenet.py", "", _image(28, 28, 1), (*_ALL, "sgd", "adagrad"),
+    ),
     "mnist_lenet5": ("mnist_lenet.py", "network=lenet5", _image(28, 28, 1), _ALL),
     "mnist_lstm": ("mnist_lstm.py", "", _image(28, 28, 1), ("momentum", "adam")),
     "bert_pretrain": ("bert_pretrain.py", "", _TOKENS, _BERT),
