@@ -3,13 +3,17 @@
 import json
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
+from ml_collections import ConfigDict
 
+from lamb_tpu.batching.rules.ramp import seesaw_points
 from lamb_tpu.reproduce import engine, jobs
 from lamb_tpu.reproduce.jobs import Job
 from lamb_tpu.reproduce.loading import folder, load_all
 from lamb_tpu.reproduce.tables import Table
 from lamb_tpu.run import phases
+from lamb_tpu.run.batches import factors
 from lamb_tpu.run.recipe import Recipe, resolve
 from tests.shared import shared
 
@@ -109,6 +113,62 @@ def test_phases_of_the_small_bert_before_squad() -> None:
     ] == [128, 512]
     # Where the vocabulary lies does not count.
     assert jobs.flat_configs([alone]) == jobs.flat_configs([last])
+
+
+def small(key: str) -> dict[str, tuple[ConfigDict, Recipe]]:
+    """Returns config and recipe of each cell of a study of MNIST, at the scale small."""
+    found = {}
+    for job in all_jobs(TABLES[key]):
+        if job.scale.name == "small":
+            (stage,) = jobs.stages(job)
+            found[job.cell.name] = stage.config(), resolve(stage.config(), 60_000)
+    return found
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_seesaw_trades_each_halving_of_the_rate_for_a_doubled_batch(optimizer: str) -> None:
+    found = small("batching/seesaw")
+    cuts = (240_000, 360_000, 480_000)
+    config, seesaw = found[f"{optimizer}-seesaw"]
+    assert config.batch_rule.points == seesaw_points(256, cuts, decay=2.0, quantum=256)
+    (_, constant), (_, grow) = found[f"{optimizer}-256"], found[f"{optimizer}-grow"]
+    peak = constant.peak_learning_rate
+    for number, cut in enumerate(cuts, start=1):
+        behind = cut + 5_000
+        assert constant.rate(behind // 256) == pytest.approx(peak / 2**number)
+        step = next(s for s in range(seesaw.total_steps) if seesaw.examples(s) >= behind)
+        assert seesaw.batch(step) == grow.batch(step) == 256 * 2**number
+        assert seesaw.rate(step) == pytest.approx(peak / 2 ** (number / 2))
+        assert grow.rate(step) == pytest.approx(peak)
+    # Batch warm-up ends at the batch, and the rate, of the constant cell beside it.
+    (_, constant), (_, warming) = (
+        found[f"{optimizer}-1024{name}"] for name in ("", "-batch-warm-up")
+    )
+    assert (warming.batch(0), warming.batch(500)) == (64, 1024)
+    assert warming.rate(0) == pytest.approx(constant.rate(0) / 4)
+    assert warming.rate(500) == pytest.approx(constant.peak_learning_rate / 2)  # one halving
+    # All cells see the same examples, but for an update that is not whole.
+    for _, recipe in found.values():
+        assert 600_000 <= recipe.examples(recipe.total_steps) < 600_000 + 2_048
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
+def test_batches_that_follow_gradients_lie_between_the_constant_ones(optimizer: str) -> None:
+    found = small("batching/mnist")
+    _, least = found[f"{optimizer}-64"]
+    _, most = found[f"{optimizer}-4096"]
+    base = {"sgd": 0.1, "adagrad": 0.01}[optimizer]
+    assert least.peak_learning_rate == pytest.approx(base)
+    changing = {name: pair for name, pair in found.items() if pair[0].batch_rule}
+    assert len(changing) == 8
+    for name, (config, recipe) in changing.items():
+        if not name.startswith(optimizer):
+            continue
+        rule = config.batch_rule
+        assert (recipe.batch(0), rule.upper) == (64, 4096)
+        ends = factors(np.array([64, 4096]), rule.get("scaling", "identity"), config.batch_size)
+        wanted = [base, base] if "same-rate" in name else [base, most.peak_learning_rate]
+        assert recipe.peak_learning_rate * ends == pytest.approx(wanted)
 
 
 def published() -> Iterator[tuple[Table, str, float, str]]:
