@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from experiments.batching import measures
 from experiments.legw import lipschitz
 from experiments.plan import layouts, rows
 from experiments.plan import page as calibration
@@ -36,6 +37,8 @@ MADE: dict[str, Callable[[], str]] = {
     "plan/calibration.md": lambda: calibration.text(rows.load_sources(), rows.load_kept()),
     "plan/layouts.md": lambda: layouts.page(layouts.load()),
 }
+if measures.RECORD.exists():  # no record, no page
+    MADE["batching/measures.md"] = lambda: measures.page(json.loads(measures.RECORD.read_text()))
 # Of lamb_tpu.reproduce, made anew by tests/reproduce/report/test_site.py.
 REPORTED = {"README.md"} | {f"report/{path.name}" for path in (FOLDER / "report").glob("*.md")}
 PRINTED = {f"bench/{path.name}" for path in (FOLDER / "bench").glob("*.md")}
