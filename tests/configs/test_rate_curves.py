@@ -227,8 +227,8 @@ def _small() -> list[Case]:
             ("lars", create_optimizer(6.0 / 8**0.5, total, 2 * MNIST / 1024, 0.5)),
             ("momentum", mnist_momentum(0.08, total)),
             ("nesterov", mnist_momentum(0.08, total)),  # not the author's: momentum's settings
-            # Not the author's either: 0.1 and 0.01 at batch 64, times the root of 1024 / 64.
-            ("sgd", create_optimizer(4 * 0.1, total, 0, 0.5)),
+            # Not the author's either: 0.025 and 0.01 at batch 64, times the root of 1024 / 64.
+            ("sgd", create_optimizer(4 * 0.025, total, 0, 0.5)),
             ("adagrad", create_optimizer(4 * 0.01, total, 0, 0.5)),
         )
     ]
