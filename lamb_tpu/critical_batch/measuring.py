@@ -16,6 +16,7 @@ from lamb_tpu.config import unflatten
 from lamb_tpu.critical_batch.choices import Request, Study, check, choose, key_of
 from lamb_tpu.critical_batch.progress import BranchProgress
 from lamb_tpu.errors import UserError
+from lamb_tpu.run.batches import has_agvm
 from lamb_tpu.run.branch import Branches
 from lamb_tpu.run.build import Run, prepare
 from lamb_tpu.run.evaluator import make_evaluator
@@ -88,6 +89,11 @@ def measure(config: ConfigDict | None, workdir: str, request: Request) -> Outcom
         raise UserError(
             f"--workdir {folder.path} holds a run whose batch changes by config.batch_rule "
             f"{config.batch_rule.name!r}; branches are at multiples of one batch size"
+        )
+    if has_agvm(config):
+        raise UserError(
+            f"--workdir {folder.path} holds a run under config.optimizer.agvm, which needs the "
+            "gradients of two halves of each batch; branches do not measure them"
         )
     if run.train_set.streams is not None:
         raise UserError(

@@ -2,8 +2,8 @@ r"""AGVM: a learning rate for each module of a network, so that their gradients 
 
 In a detector trained with a large batch the gradients of backbone, neck and heads vary unequally.
 AGVM compares the mean gradients of two halves of the batch, module by module, and slows down the
-modules whose halves differ more than those of the first module, the anchor; it speeds up the
-others. It wraps any optimizer.
+modules whose halves differ more than those of one module, the anchor; it speeds up the others. It
+wraps any optimizer.
 """
 
 import math
@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from lamb_tpu.optim import checks, modules, trust_ratio
+from lamb_tpu.optim import checks, modules, schedule_free, trust_ratio
 from lamb_tpu.optim.trust_ratio import AxisName
 
 
@@ -30,6 +30,7 @@ class AgvmState(NamedTuple):
 def agvm(
     inner: optax.GradientTransformation,
     module_rules: Sequence[str],
+    anchor: int = 0,
     interval: int = 5,
     start: int = 500,
     stop: int | None = None,
@@ -44,7 +45,7 @@ def agvm(
     r"""Multiplies the updates of each module by a factor from the similarity of two half gradients.
 
     With the mean gradients :math:`a_m, b_m` of both halves of the batch, of all leaves of a module
-    :math:`m` together, and the anchor, module 0, every `interval` updates:
+    :math:`m` together, and the anchor, module 0 or `anchor`, every `interval` updates:
 
     .. math::
       \phi_m &= 1 - \cos(a_m, b_m) \\
@@ -71,7 +72,8 @@ def agvm(
     Args:
       inner: the optimizer.
       module_rules: regular expressions over '/'-joined paths; the first that matches a leaf is its
-        module, and every leaf needs one. The first of them is the anchor.
+        module, and every leaf needs one.
+      anchor: the index of the anchor among them.
       interval: updates from one measurement to the next; 5 in the authors' code.
       start: completed updates before the first measurement, best behind the warm-up; 500 there.
       stop: completed updates at the last update that is scaled; None for no end. Updates at
@@ -95,8 +97,9 @@ def agvm(
       factors stay: a step that measures nothing need not make halves.
 
     Raises:
-      ValueError: for an argument that is out of range, naming it; a leaf that no module matches, or
-        a module without a leaf.
+      ValueError: for an argument that is out of range, naming it; from `init`, for a leaf that no
+        module matches, a module without a leaf, second moments that are not those of the
+        parameters, and an optimizer without a learning rate of its own steps, as schedule-free.
 
     References:
       Xue et al., Large-batch Optimization for Dense Visual Predictions, arXiv:2210.11078; the
@@ -104,6 +107,9 @@ def agvm(
     """
     checks.check_transform("inner", inner)
     modules.check("module_rules", module_rules)
+    checks.check_whole("anchor", anchor)
+    if anchor >= len(module_rules):
+        raise ValueError(f"anchor must be below {len(module_rules)}, the modules, not {anchor!r}")
     checks.check_whole("interval", interval, lowest=1)
     checks.check_whole("start", start)
     if stop is not None:
@@ -124,9 +130,17 @@ def agvm(
     def init_fn(params: optax.Params) -> AgvmState:
         checks.check_arrays("params", params)
         modules.assign(params, module_rules)
+        inner_state = inner.init(params)
+        if schedule_free.keeps_evaluation_params(inner_state):
+            raise ValueError(
+                "agvm scales updates, and the weights that schedule_free_adamw evaluates follow "
+                "from updates that are not scaled; wrap another optimizer"
+            )
+        if second_moment is not None:
+            checks.check_moments("second_moment gives", second_moment(inner_state), params)
         # Two arrays, for one that stands twice in a state cannot be donated.
         factors, targets = (jnp.ones(len(module_rules), jnp.float32) for _ in range(2))
-        return AgvmState(jnp.zeros((), jnp.int32), factors, targets, inner.init(params))
+        return AgvmState(jnp.zeros((), jnp.int32), factors, targets, inner_state)
 
     def update_fn(
         updates: optax.Updates,
@@ -147,7 +161,7 @@ def agvm(
                 halves = tuple(_preconditioned(half, moments, b2, eps_root) for half in halves)
             sums = modules.products(*halves, module_rules, axis_name)
             apart = modules.one_minus_cosine(sums) + eps
-            found = jnp.sqrt(jnp.clip(apart[0] / apart, *bounds))
+            found = jnp.sqrt(jnp.clip(apart[anchor] / apart, *bounds))
             due = active & (state.count % interval == 0)
             targets = jnp.where(due, found, targets)
             factors = jnp.where(due, momentum * factors + (1 - momentum) * found, factors)

@@ -142,6 +142,18 @@ def check_opt_state(opt_state: Any) -> None:
         raise ValueError(f"opt_state must be an optimizer's state, not {opt_state!r}")
 
 
+def check_moments(source: str, moments: Any, params: Any) -> None:
+    """Raises ValueError, which begins with `source`, unless each parameter has a second moment."""
+    if jax.tree.structure(moments) != jax.tree.structure(params) or any(
+        np.shape(v) != np.shape(p)
+        for v, p in zip(jax.tree.leaves(moments), jax.tree.leaves(params), strict=True)
+    ):
+        raise ValueError(
+            f"{source} no second moment of each parameter, as lamb, adam and adamw keep them in "
+            "the field `nu` of their state"
+        )
+
+
 def check_arrays(name: str, tree: Any) -> None:
     """Raises ValueError unless every leaf has a shape and a dtype, as arrays do, or is a number."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):

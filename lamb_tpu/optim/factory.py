@@ -8,8 +8,18 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from lamb_tpu.optim import baselines, checks, clipping, parameters, presets, rounding
+from lamb_tpu.optim import (
+    baselines,
+    checks,
+    clipping,
+    modules,
+    parameters,
+    presets,
+    readings,
+    rounding,
+)
 from lamb_tpu.optim.adagrad_norm import adagrad_norm
+from lamb_tpu.optim.agvm import agvm
 from lamb_tpu.optim.apollo import apollo
 from lamb_tpu.optim.diffgrad import diffgrad
 from lamb_tpu.optim.l2 import add_l2
@@ -29,10 +39,12 @@ _COMMON = {
     key: inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
     for key, kind in (
         ("clip_global_norm", float | None), ("axis_name", AxisName), ("l2", float | None),
-        ("l2_rules", Rules | None), ("stochastic_rounding", bool | int | None),
-        ("preset", str | None),
+        ("l2_rules", Rules | None), ("agvm", Mapping[str, Any] | None),
+        ("stochastic_rounding", bool | int | None), ("preset", str | None),
     )
 }
+# Arguments of `agvm` in a config, beside those that other names take the place of.
+_AGVM = ("interval", "start", "stop", "momentum", "bounds", "eps", "eps_root")
 
 
 def make_optimizer(
@@ -57,6 +69,10 @@ def make_optimizer(
         'l2': the factor of an L2 term of the loss, beside the optimizer's own decay and before all
           else, see `l2.add_l2`; 'l2_rules' say by `decay` which leaves are in it, without them
           'rules'.
+        'agvm': {'modules': pairs (name, regex over paths), 'anchor': the name of one of them, by
+          default the first, 'second_moment': True to divide by the optimizer's second moments, and
+          other arguments of `agvm.agvm`}. The update takes `halves`, of gradients without the L2
+          term and before clipping.
         'stochastic_rounding': a seed, or True for 0, for bfloat16 parameters, see `rounding`.
         'preset': the name of arguments in `presets.PRESETS` to begin with; others override them.
       learning_rate: a number, or a schedule of the count of completed updates.
@@ -76,7 +92,7 @@ def make_optimizer(
         # Given arguments override those of the preset.
         arguments = presets.preset(name, preset) | arguments
     build = name if callable(name) else OPTIMIZERS[name]
-    known = [key for key in _parameters(build) if key != "learning_rate"]
+    known = {key: value for key, value in _parameters(build).items() if key != "learning_rate"}
     # An optimizer with an argument of this name gets it; for the others it is taken out here, and a
     # transform around the optimizer does the work.
     common = {
@@ -109,6 +125,9 @@ def make_optimizer(
             parameters.resolve(params, rules)
     elif rules is not None:
         raise ValueError("l2_rules say which leaves are in the term l2, which is missing")
+    if common["agvm"] is not None:
+        b2 = arguments.get("b2", known["b2"].default) if "b2" in known else None
+        tx = _under_agvm(tx, common["agvm"], b2, common["axis_name"], params)
     seed = common["stochastic_rounding"]
     # False is the number 0 to Python and here means no rounding, whereas 0 is a seed.
     if seed is None or seed is False:
@@ -124,6 +143,47 @@ def make_optimizer(
     return rounding.stochastic_rounding(tx, 0 if seed is True else seed, common["axis_name"])
 
 
+def _under_agvm(
+    tx: optax.GradientTransformation, fields: Any, b2: float | None, axis_name: AxisName,
+    params: Any,
+) -> optax.GradientTransformationExtraArgs:
+    """Returns `agvm` around an optimizer, by the entry 'agvm' of a config."""
+    if not hasattr(fields, "items"):
+        raise ValueError(f"agvm must be a mapping with the key 'modules', not {fields!r}")
+    given = dict(fields.items())
+    known = ("modules", "anchor", "second_moment", *_AGVM)
+    for key in given:
+        if key not in known:
+            raise ValueError(f"agvm.{key} is unknown; agvm has: {', '.join(known)}")
+    pairs = given.pop("modules", ())
+    modules.check_pairs("agvm.modules", pairs)
+    names, patterns = [name for name, _ in pairs], [pattern for _, pattern in pairs]
+    if len(names) < 2:
+        raise ValueError(
+            f"agvm.modules is {pairs!r}; agvm compares modules, of which there must be at least two"
+        )
+    modules.check("agvm.modules", patterns)
+    anchor = given.pop("anchor", names[0])
+    if anchor not in names:
+        raise ValueError(f"agvm.anchor is {anchor!r}; the modules are: {', '.join(names)}")
+    preconditions = given.pop("second_moment", False)
+    checks.check_flag("agvm.second_moment", preconditions)
+    if preconditions:
+        if b2 is None:
+            raise ValueError(
+                "agvm.second_moment is True, and the optimizer has no argument b2, the decay of "
+                "second moments; it must be False"
+            )
+        given |= {"second_moment": readings.second_moments, "b2": b2}
+    try:
+        tx = agvm(tx, patterns, anchor=names.index(anchor), axis_name=axis_name, **given)
+        if params is not None:
+            jax.eval_shape(tx.init, params)  # every leaf belongs to a module
+    except ValueError as error:
+        raise ValueError(f"agvm: {error}") from error
+    return tx
+
+
 def own_arguments(name: Any) -> dict[str, inspect.Parameter]:
     """Returns the arguments of an optimizer, a name or a function, with types and defaults.
 
@@ -132,7 +192,7 @@ def own_arguments(name: Any) -> dict[str, inspect.Parameter]:
     >>> own_arguments("sgd")["weight_decay"].default
     0.0
     >>> [key for key in own_arguments("sgd") if key not in ("weight_decay", "rules")]
-    ['clip_global_norm', 'axis_name', 'l2', 'l2_rules', 'stochastic_rounding', 'preset']
+    ['clip_global_norm', 'axis_name', 'l2', 'l2_rules', 'agvm', 'stochastic_rounding', 'preset']
 
     Raises:
       ValueError: an unknown name, or a function without the argument `learning_rate`.

@@ -43,6 +43,19 @@ def check(name: str, modules: Sequence[str]) -> None:
             raise ValueError(f"{name} has {pattern!r} twice; only the first would decide")
 
 
+def check_pairs(name: str, pairs: Any) -> None:
+    """Raises ValueError unless pairs are (name, regular expression) of different names."""
+    if not isinstance(pairs, (tuple, list)) or not all(
+        isinstance(pair, (tuple, list)) and len(pair) == 2
+        and all(isinstance(text, str) for text in pair) and pair[0]
+        for pair in pairs
+    ) or len({pair[0] for pair in pairs}) < len(pairs):
+        raise ValueError(
+            f"{name} is {pairs!r}; it must be pairs (name, regular expression over paths) of "
+            "different names, as (('body', '^hidden'), ('rest', ''))"
+        )
+
+
 def assign(params: Any, modules: Sequence[str]) -> list[int]:
     """Returns the module of each leaf, in the order of `jax.tree.leaves`.
 

@@ -1,4 +1,4 @@
-"""Reads what optimizers built with `collect=True` keep of their last update, wherever it lies."""
+"""Reads what optimizers keep in their states: moments, and ratios where `collect=True`."""
 
 import itertools
 import re
@@ -13,6 +13,19 @@ from lamb_tpu.optim import checks, parameters
 from lamb_tpu.optim.trust_ratio import Readings
 
 QUANTITIES = Readings._fields
+
+
+def second_moments(opt_state: optax.OptState) -> Any:
+    """Returns the second moments in an optimizer's state, or None.
+
+    They are the field `nu` of one part of the state, as of LAMB, Adam and those of Optax; where
+    several parts have one, the answer is None.
+    """
+    checks.check_opt_state(opt_state)
+    try:
+        return optax.tree_utils.tree_get(opt_state, "nu")
+    except KeyError:  # several
+        return None
 
 
 def read(opt_state: optax.OptState) -> dict[str, dict[str, np.ndarray]]:

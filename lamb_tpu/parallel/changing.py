@@ -110,6 +110,8 @@ class ChangingStep:
 
         if statistics.preconditioned:
             check_second_moments(state)
+        apart_by_device = self._is_named and mesh_lib.num_batch_shards(self._mesh) > 1
+        self._needs_pairs = statistics.to_optimizer and not apart_by_device
         quantum = len(next(iter(self._microbatch.values())))
         self._parts = PartStatistics(
             statistics, self._backend, layout,
@@ -167,7 +169,15 @@ class ChangingStep:
         """Makes an update; see the class.
 
         With `per_example` it takes gradients of examples one by one, if the statistics have that.
+
+        Raises:
+          ValueError: the optimizer is given halves, and an odd number of microbatches has none.
         """
+        if self._needs_pairs and len(microbatches) % 2:
+            raise ValueError(
+                f"there are {len(microbatches)} microbatches, and the optimizer is given the "
+                "gradients of the even and of the odd ones; their number must be even"
+            )
         if self._total is None:
             self._total = self.zeros()
         weights, count = self.weights(microbatches), np.int32(len(microbatches))
@@ -285,11 +295,12 @@ class ChangingStep:
         )
         model_state = combine_moments(state.model_state, as_one(total.moments))
 
-        def measure(reduced: Any) -> Sums:
+        def measure(reduced: Any) -> tuple[Sums, Mapping[str, Any]]:
             found = dict(measured or {})
-            if self._parts is not None:
-                found |= self._parts.metrics(shares, grads, reduced, state)
-            return found
+            if self._parts is None:
+                return found, {}
+            of_parts, given = self._parts.measured(shares, grads, reduced, state)
+            return {**found, **of_parts}, given
 
         with given_rate(rate):
             return self._finish(state, grads, loss, model_state, sums, {}, measure)

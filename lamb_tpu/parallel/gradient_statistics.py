@@ -20,6 +20,8 @@ from jax import lax
 
 from lamb_tpu.batching import noise_scale
 from lamb_tpu.batching.similarity import similarity
+from lamb_tpu.optim import checks
+from lamb_tpu.optim.readings import second_moments
 from lamb_tpu.parallel import backends
 from lamb_tpu.parallel import mesh as mesh_lib
 from lamb_tpu.parallel.layout import Layout
@@ -40,6 +42,8 @@ class Statistics:
       preconditioned: the same in the geometry of an optimizer with second moments, see
         `PartStatistics`.
       halves: the cosine of the gradients of the batch's two halves, see `PartStatistics`.
+      to_optimizer: whether the optimizer's update is given the gradients of the halves, as `agvm`
+        needs them; it needs `halves`.
       modules: pairs (name, regular expression over paths) of modules with a cosine of their own.
       per_example: number of examples whose gradients are taken one by one, see `per_example`; 0
         for none.
@@ -49,6 +53,7 @@ class Statistics:
     noise_scale: bool = False
     preconditioned: bool = False
     halves: bool = False
+    to_optimizer: bool = False
     modules: tuple[tuple[str, str], ...] = ()
     per_example: int = 0
     interval: int = 100
@@ -132,10 +137,12 @@ class PartStatistics:
         found |= {"whitened": whole} if asked.preconditioned else {}
         return found | ({"even": self._layout.moments} if asked.halves else {})
 
-    def metrics(
+    def measured(
         self, shares: Mapping[str, Any], local: Any, grads: Any, state: TrainState
-    ) -> Sums:
-        """Returns the metrics of an update.
+    ) -> tuple[Sums, dict[str, Any]]:
+        """Returns the metrics of an update, and what the optimizer's update is given.
+
+        That is `halves`, the mean gradients of both halves, if the statistics say so.
 
         Args:
           shares: sums of `shares` over the microbatches.
@@ -147,6 +154,7 @@ class PartStatistics:
         total = self._backend.add({name: x for name, x in shares.items() if name != "even"})
         parts = total["parts"]
         found: dict[str, Any] = {}
+        given: dict[str, Any] = {}
         if asked.noise_scale:
             found |= self._pair((GRAD_SQ, TRACE), total["squares"], self._norm_sq(grads), parts)
         if asked.preconditioned:
@@ -166,7 +174,10 @@ class PartStatistics:
             )
             one = jnp.ones((), jnp.float32)
             found |= {name: _where(measured, value, one) for name, value in cosines.items()}
-        return found
+            if asked.to_optimizer:
+                # A half's share of the gradient is half of its mean gradient.
+                given["halves"] = jax.tree.map(lambda g: 2 * g, (even, odd))
+        return found, given
 
     def _norm_sq(self, tree: Any) -> jax.Array:
         return jnp.square(self._backend.norm(tree))
@@ -193,32 +204,15 @@ class PartStatistics:
         return even, jax.tree.map(jnp.subtract, grads, even)
 
 
-def second_moments(opt_state: Any) -> Any:
-    """Returns the second moments in an optimizer's state, or None.
-
-    They are the field `nu` of one part of the state, as of LAMB, Adam and those of Optax.
-    """
-    try:
-        return optax.tree_utils.tree_get(opt_state, "nu")
-    except KeyError:  # several
-        return None
-
-
 def check_second_moments(state: TrainState) -> None:
     """Raises ValueError unless the optimizer keeps a second moment of each parameter.
 
     Args:
       state: shapes of the whole arrays of the state.
     """
-    moments, params = second_moments(state.opt_state), state.params
-    if jax.tree.structure(moments) != jax.tree.structure(params) or any(
-        v.shape != p.shape
-        for v, p in zip(jax.tree.leaves(moments), jax.tree.leaves(params), strict=True)
-    ):
-        raise ValueError(
-            "the optimizer keeps no second moment of each parameter, as lamb, adam and adamw do in "
-            "the field `nu` of their state"
-        )
+    checks.check_moments(
+        "the optimizer keeps", second_moments(state.opt_state), state.params
+    )
 
 
 def _whitened(grads: Any, moments: Any) -> Any:

@@ -20,6 +20,7 @@ from lamb_tpu.tasks import HostScored, Sums, Task
 
 Batch = Mapping[str, jax.Array]
 Step = Callable[[TrainState, Batch], tuple[TrainState, Sums]]
+Measure = Callable[[Any], tuple[Sums, Mapping[str, Any]]]
 
 
 def make_update(
@@ -95,27 +96,28 @@ def make_finish(
 
     It is a function `(state, grads, loss, model_state, sums, rows, measure) -> (state, sums)` of
     the gradient and the shares that `accumulation.gradients` returns, and the new value of each
-    carried field. `measure` returns further metrics, from the gradient placed as the optimizer's
-    state.
+    carried field. From the gradient placed as the optimizer's state `measure` returns further
+    metrics, and further arguments of `tx.update`.
 
     Args:
       tx, backend, parts, skip_nonfinite: see `make_update`.
     """
+    update = optax.with_extra_args_support(tx).update
 
     def finish(
         state: TrainState, grads: Any, loss: jax.Array, model_state: Any, task_sums: Sums,
-        new_rows: Mapping[str, jax.Array], measure: Callable[[Any], Sums] = lambda grads: {},
+        new_rows: Mapping[str, jax.Array], measure: Measure = lambda grads: ({}, {}),
     ) -> tuple[TrainState, Sums]:
         # Sums over all examples, then the update, on this device's part of the state.
         grads, _ = backend.reduce(grads, ())  # no exchange keeps a residual yet
         # The model state needs no sum: BatchNorm takes its statistics over devices by itself.
         loss, task_sums = backend.add((loss, task_sums))
-        measured = measure(grads)
+        measured, given = measure(grads)
         # Accumulation and exchange may have widened them. Moments of Optax's optimizers take the
         # gradient's dtype, and a state must keep its own.
         grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
         old = backend.parts(state.params)
-        updates, opt_state = tx.update(grads, state.opt_state, old)
+        updates, opt_state = update(grads, state.opt_state, old, **given)
         params = optax.apply_updates(old, updates)
         # The metrics, each a pair (sum, weight). Loss and norms are already those of the whole
         # batch.

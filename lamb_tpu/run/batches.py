@@ -94,19 +94,31 @@ def _in_pairs(config: ConfigDict, rule: type[Rule]) -> bool:
     Raises:
       UserError: the first batch is not.
     """
-    if config.parallel.backend != "jit" or not OF_PARTS & set(rule.needs):
+    what = compares_parts(config, rule)
+    if config.parallel.backend != "jit" or not what:
         return False
     if config.accumulation_steps % 2:
         raise UserError(
-            f"config.accumulation_steps is {config.accumulation_steps}, and the rule "
-            f"{config.batch_rule.name!r} compares microbatches under "
-            "config.parallel.backend='jit'; it must be even, such as 2"
+            f"config.accumulation_steps is {config.accumulation_steps}, and {what} compares "
+            "microbatches under config.parallel.backend='jit'; it must be even, such as 2"
         )
     return True
 
 
+def compares_parts(config: ConfigDict, rule: Rule | type[Rule] | None) -> str:
+    """Returns what compares the parts of each batch, for messages; '' if nothing does."""
+    if rule is not None and OF_PARTS & set(rule.needs):
+        return f"the rule config.batch_rule.name={config.batch_rule.name!r}"
+    return "config.optimizer.agvm" if has_agvm(config) else ""
+
+
+def has_agvm(config: ConfigDict) -> bool:
+    """Returns whether the optimizer is given the gradients of both halves of each batch."""
+    return config.optimizer.get("agvm") is not None
+
+
 def required_statistics(config: ConfigDict) -> dict[str, Any]:
-    """Returns the settings of config.statistics that a config's batch rule needs.
+    """Returns the settings of config.statistics that a config's batch rule and optimizer need.
 
     The variance is of the examples of one microbatch, and the averages have the rule's decay.
     """
@@ -115,7 +127,7 @@ def required_statistics(config: ConfigDict) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if isinstance(rule, NoiseScale):
         found |= {"noise_scale": True, "decay": rule.decay}
-    if SIMILARITY in needs:
+    if SIMILARITY in needs or has_agvm(config):
         found["halves"] = True
     if rule is not None and needs - OF_PARTS:
         found |= {"per_example": quantum(config), "interval": rule.interval}

@@ -101,10 +101,11 @@ def check_changing(config: ConfigDict, task: tasks.Task, mesh: Mesh, rule: Rule)
             f"{named}, and MLPerf's log has one batch size; it needs config.log.mlperf=False"
         )
     has_axes, devices = config.parallel.backend == "shard_map", mesh_lib.num_batch_shards(mesh)
-    if has_axes and devices == 1 and batches.OF_PARTS & set(rule.needs):
+    what = batches.compares_parts(config, rule)
+    if has_axes and devices == 1 and what:
         raise UserError(
-            f"{named}, which compares the devices under config.parallel.backend='shard_map', and "
-            "there is one; take 'jit', which compares microbatches"
+            f"{what} compares the devices under config.parallel.backend='shard_map', and there is "
+            "one; take 'jit', which compares microbatches"
         )
 
 

@@ -380,4 +380,6 @@ def _describe(kind: Any) -> str:
         inner = [k for k in typing.get_args(kind) if k is not Ellipsis]
         fixed = typing.get_origin(kind) is tuple and Ellipsis not in typing.get_args(kind)
         return f"a tuple of {len(inner)} values" if fixed and inner else "a tuple"
+    if typing.get_origin(kind) is Mapping:
+        return "a dictionary"
     return _KINDS.get(kind, "")

@@ -16,7 +16,7 @@ _SWITCHES = ("noise_scale", "preconditioned", "halves")
 
 
 def settings_of(config: ConfigDict) -> ConfigDict:
-    """Returns config.statistics with what config.batch_rule needs.
+    """Returns config.statistics with what config.batch_rule and config.optimizer.agvm need.
 
     Where the rule needs gradients of single examples, config.statistics.per_example is the number
     of them unless it is 0.
@@ -45,22 +45,15 @@ def statistics_of(config: ConfigDict) -> Statistics:
             f"config.statistics.decay is {section.decay}; it must be at least 0 and below 1"
         )
     pairs = tuple(section.modules)
-    if not all(
-        isinstance(pair, (tuple, list)) and len(pair) == 2
-        and all(isinstance(text, str) for text in pair) and pair[0]
-        for pair in pairs
-    ) or len({pair[0] for pair in pairs}) < len(pairs):
-        raise UserError(
-            f"config.statistics.modules is {section.modules!r}; it must be pairs (name, regular "
-            "expression over paths) of different names, as (('body', '^hidden'), ('rest', ''))"
-        )
+    with naming("config.statistics"):
+        modules.check_pairs("config.statistics.modules", pairs)
     if pairs and not section.halves:
         raise UserError(
             f"config.statistics.modules is {section.modules!r}, which are compared by "
             "config.statistics.halves; it must be True"
         )
     return Statistics(
-        section.noise_scale, section.preconditioned, section.halves,
+        section.noise_scale, section.preconditioned, section.halves, batches.has_agvm(config),
         tuple((name, pattern) for name, pattern in pairs), section.per_example, section.interval,
     )
 
@@ -80,7 +73,7 @@ def check(config: ConfigDict, mesh: Mesh, task: tasks.Task, changes: bool) -> No
     if task.model.carry_shape is not None:
         raise UserError(
             f"{_title(config)}, and the network {config.model.name!r} carries a state for each row "
-            "of a whole batch, whose parts cannot be told apart; leave config.statistics out"
+            "of a whole batch, whose parts cannot be told apart; leave it out"
         )
     steps, shards = config.accumulation_steps, mesh_lib.num_batch_shards(mesh)
     devices = shards if config.parallel.backend == "shard_map" else 1
@@ -90,16 +83,17 @@ def check(config: ConfigDict, mesh: Mesh, task: tasks.Task, changes: bool) -> No
             "is 1; it must be at least 2, or config.parallel.backend be 'shard_map' on several "
             "devices"
         )
+    halves = "config.optimizer.agvm" if asked.to_optimizer else "config.statistics.halves"
     if asked.halves and devices > 1 and devices % 2:
         raise UserError(
-            "config.statistics.halves compares devices of even and of odd index under "
+            f"{halves} compares devices of even and of odd index under "
             f"config.parallel.backend='shard_map', and config.mesh splits the batch over {devices};"
             " it must be an even number, or the backend 'jit'"
         )
     if asked.halves and devices == 1 and not changes and steps % 2:
         raise UserError(
-            "config.statistics.halves compares even and odd microbatches, and "
-            f"config.accumulation_steps is {steps}; it must be an even number, such as {steps + 1}"
+            f"{halves} compares even and odd microbatches, and config.accumulation_steps is "
+            f"{steps}; it must be an even number, such as {steps + 1}"
         )
     if asked.per_example:
         _check_rows(config, mesh, task, shards)
@@ -107,6 +101,8 @@ def check(config: ConfigDict, mesh: Mesh, task: tasks.Task, changes: bool) -> No
 
 def _title(config: ConfigDict) -> str:
     """The first statistic that is asked for, as the beginning of a sentence."""
+    if batches.has_agvm(config):
+        return "config.optimizer.agvm is given"
     section = settings_of(config)
     on = [key for key in _SWITCHES if section[key]]
     if on:
@@ -154,7 +150,7 @@ def check_state(config: ConfigDict, abstract: TrainState, train_set: data.Source
         what = "batches of like lengths" if train_set.streams is None else "streams of text"
         raise UserError(
             f"{_title(config)}, and {data.title(train_set)} is read in {what}, whose batches are "
-            "not cut into parts; leave config.statistics out"
+            "not cut into parts; leave it out"
         )
     if asked.preconditioned:
         with naming("config.statistics.preconditioned"):

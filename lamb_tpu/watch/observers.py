@@ -9,6 +9,7 @@ from lamb_tpu.watch.guards import Guards
 from lamb_tpu.watch.heartbeat import Heartbeat
 from lamb_tpu.watch.lipschitz import Lipschitz
 from lamb_tpu.watch.mlperf import MLPerfLog
+from lamb_tpu.watch.module_factors import ModuleFactors
 from lamb_tpu.watch.noise_scale import NoiseScale
 from lamb_tpu.watch.observer import Observers
 from lamb_tpu.watch.pictures import Pictures
@@ -39,6 +40,7 @@ def make_observers(run: Run, progress: RunProgress) -> Observers:
         Desync(run),
         Best(config.checkpoint.best, config.checkpoint.best_mode),
         Ratios(run),
+        ModuleFactors(run.config),
         # Without it a checkpoint has no averages.
         *([NoiseScale(measured.decay)] if measures else []),
         # Before the throughput, in which its time does not count.

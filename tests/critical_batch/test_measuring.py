@@ -178,6 +178,16 @@ def test_streams_are_refused(tmp_path: pathlib.Path) -> None:
         measure(None, str(tmp_path / "run"), REQUEST)
 
 
+def test_a_run_under_agvm_is_refused(tmp_path: pathlib.Path) -> None:
+    fields = {"modules": (("body", "^hidden"), ("head", ""))}
+    tiny.save(
+        tiny.change(tiny.digits(accumulation_steps=2), {"optimizer.agvm": fields}), tmp_path
+    )
+    (tmp_path / "metrics.jsonl").touch()
+    with pytest.raises(UserError, match="under config.optimizer.agvm, which needs the gradients"):
+        measure(None, str(tmp_path), REQUEST)
+
+
 def test_a_batch_that_changes_is_refused(tmp_path: pathlib.Path) -> None:
     rule = ConfigDict({"name": "ramp", "points": ((0, 64), (128, 128))})
     tiny.save(tiny.digits(batch_rule=rule), tmp_path)

@@ -59,6 +59,15 @@ def test_factors_are_measured_at_intervals_and_hold_in_between() -> None:
     assert expected[0] == 1.0 and expected[1] < 0.95 and expected[2] > 1.5
 
 
+def test_another_anchor() -> None:
+    params, halves = _tree(0), _halves(0)
+    tx = optim.agvm(optax.sgd(1.0), RULES, anchor=1, interval=1, start=0, momentum=0.0,
+                    bounds=(0.0, 100.0))
+    _, state = tx.update(_mean(halves), tx.init(params), params, halves=halves)
+    first = _target(halves, (0.0, 100.0))
+    np.testing.assert_allclose(state.factors, first / first[1], rtol=1e-4)
+
+
 def test_without_halves_factors_stay() -> None:
     params, halves = _tree(0), _halves(0)
     tx = optim.agvm(optax.sgd(1.0), RULES, interval=1, start=0, momentum=0.5)
@@ -132,5 +141,7 @@ def test_mistakes() -> None:
         optim.agvm(optax.sgd(0.1), RULES, start=10, stop=9)
     with pytest.raises(ValueError, match="no module matches the parameter 'head/w'"):
         optim.agvm(optax.sgd(0.1), RULES[:2]).init(_tree(0))
+    with pytest.raises(ValueError, match="anchor must be below 3, the modules, not 3"):
+        optim.agvm(optax.sgd(0.1), RULES, anchor=3)
     with pytest.raises(ValueError, match="momentum must be at least 0 and below 1, not 1.0"):
         optim.agvm(optax.sgd(0.1), RULES, momentum=1.0)

@@ -102,6 +102,7 @@ NEEDED = {
     "refined_schedule": dict(gradient_norms=[2.0, 1.0], peak=0.1),
     "resolve": dict(params=PARAMS, rules="all"),
     "scalars": dict(opt_state=optax.EmptyState()),
+    "second_moments": dict(opt_state=optax.EmptyState()),
     "scale_by_rate_factors": dict(rules="all"),
     "scale_learning_rate": dict(
         rule="sqrt", base_learning_rate=0.1, base_batch_size=8, batch_size=16),

@@ -120,6 +120,34 @@ def test_rules_are_resolved_at_once_where_parameters_are_given():
         make_optimizer(config, 0.1, shapes)
     make_optimizer(config, 0.1)
     make_optimizer({"name": "sgd"}, 0.1, shapes)
+    with pytest.raises(ValueError, match="^agvm: no module matches the parameter 'bias': add a"):
+        make_optimizer(
+            {"name": "sgd", "agvm": {"modules": [("a", "kern"), ("b", "el$")]}}, 0.1, shapes)
+    with pytest.raises(ValueError, match="^agvm: second_moment gives no second moment of each"):
+        make_optimizer({"name": "lion", "agvm": {**AGVM, "second_moment": True}}, 0.1, shapes)
+    with pytest.raises(ValueError, match="^agvm: agvm scales updates, and the weights that schedu"):
+        make_optimizer({"name": "schedule_free_adamw", "agvm": AGVM}, 0.1, shapes)
+
+
+AGVM = {"modules": [("rest", "bias"), ("body", "")], "anchor": "body"}
+
+
+def test_agvm():
+    fields = {**AGVM, "interval": 1, "start": 0, "second_moment": True, "eps_root": 1e-6}
+    tx = make_optimizer({"name": "adam", "b2": 0.9, "l2": 0.1, "agvm": fields}, 0.1, PARAMS)
+    reference = optim.agvm(
+        optim.add_l2(optax.adam(0.1, b2=0.9), 0.1, "all"), ["bias", ""], anchor=1, interval=1,
+        start=0, second_moment=lambda state: state[0].nu, b2=0.9, eps_root=1e-6,
+    )
+    state, expected = tx.init(PARAMS), reference.init(PARAMS)
+    for sign in (1.0, -1.0):
+        halves = GRADS, {"kernel": jnp.array([0.1, -3.0]), "bias": sign * GRADS["bias"]}
+        mean = jax.tree.map(lambda a, b: (a + b) / 2, *halves)
+        updates, state = tx.update(mean, state, PARAMS, halves=halves)
+        wanted, expected = reference.update(mean, expected, PARAMS, halves=halves)
+        jax.tree.map(np.testing.assert_array_equal, updates, wanted)
+    np.testing.assert_array_equal(state.factors, expected.factors)
+    assert state.factors[1] == 1 and abs(state.factors[0] - 1) > 1e-3
 
 
 @pytest.mark.parametrize("config, message", [
@@ -128,7 +156,7 @@ def test_rules_are_resolved_at_once_where_parameters_are_given():
     ({"name": "lamb", "beta1": 0.9}, "lamb has no argument 'beta1'; known: b1, b2, eps"),
     ({"name": "sgd", "learning_rate": 0.9},
      "sgd has no argument 'learning_rate'; known: weight_decay, rules, clip_global_norm, "
-     "axis_name, l2, l2_rules, stochastic_rounding, preset"),
+     "axis_name, l2, l2_rules, agvm, stochastic_rounding, preset"),
     ({"name": "sgd", "preset": "paper"}, "'sgd' has no presets; known: .*lamb"),
     ({"name": "lamb", "preset": "papers"},
      "the preset name 'papers' is unknown; lamb has: paper, author"),
@@ -136,6 +164,19 @@ def test_rules_are_resolved_at_once_where_parameters_are_given():
     ({"name": "adam", "stochastic_rounding": -1}, "stochastic_rounding must be .* not -1"),
     ({"name": "momentum", "rules": "none"}, "'none' are unknown"),
     ({"name": "momentum", "rules": [("a", {}), ("a", {})]}, "the rule 'a' is given twice"),
+    ({"name": "lamb", "agvm": 3}, "agvm must be a mapping with the key 'modules', not 3"),
+    ({"name": "lamb", "agvm": {**AGVM, "every": 5}},
+     "^agvm.every is unknown; agvm has: modules, anchor, second_moment, interval, start"),
+    ({"name": "lamb", "agvm": {}}, r"^agvm.modules is \(\); agvm compares modules"),
+    ({"name": "lamb", "agvm": {"modules": ["body"]}}, r"^agvm.modules is \['body'\]; it must be"),
+    ({"name": "lamb", "agvm": {**AGVM, "anchor": "neck"}},
+     "^agvm.anchor is 'neck'; the modules are: rest, body"),
+    ({"name": "lamb", "agvm": {"modules": [("a", "("), ("b", "")]}},
+     r"agvm.modules must be valid regular expressions; '\(' is none"),
+    ({"name": "lamb", "agvm": {**AGVM, "momentum": 1.0}}, "^agvm: momentum must be at least 0 and"),
+    ({"name": "lars", "agvm": {**AGVM, "second_moment": True}},
+     "^agvm.second_moment is True, and the optimizer has no argument b2, .*; it must be False"),
+    ({"name": "lamb", "agvm": {**AGVM, "second_moment": 1}}, "^agvm.second_moment must be True or"),
 ])
 def test_bad_configs(config, message):
     with pytest.raises(ValueError, match=message):

@@ -145,8 +145,9 @@ def test_parts_of_a_batch_under_jit_are_pairs_of_microbatches(name: str) -> None
         config = tiny.digits(batch_rule=rule, accumulation_steps=steps)
         if steps == 1:
             with pytest.raises(UserError, match=(
-                rf"^config\.accumulation_steps is 1, and the rule '{name}' compares microbatches "
-                r"under config\.parallel\.backend='jit'; it must be even, such as 2$"
+                r"^config\.accumulation_steps is 1, and the rule config\.batch_rule\.name="
+                rf"'{name}' compares microbatches under config\.parallel\.backend='jit'; it must "
+                r"be even, such as 2$"
             )):
                 of(config)
         else:
@@ -161,8 +162,8 @@ def test_one_device_has_no_parts_to_compare() -> None:
     )
     prepare(config, None, jax.devices()[:2])
     with pytest.raises(UserError, match=(
-        r"^config\.batch_rule\.name is 'noise_scale', which compares the devices under "
-        r"config\.parallel\.backend='shard_map', and there is one; take 'jit', which compares micro"
+        r"^the rule config\.batch_rule\.name='noise_scale' compares the devices under config\."
+        r"parallel\.backend='shard_map', and there is one; take 'jit', which compares micro"
     )):
         prepare(config, None, jax.devices()[:1])
 

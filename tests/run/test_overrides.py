@@ -107,6 +107,7 @@ def test_values_have_the_type_of_the_argument() -> None:
         "--config.optimizer.ratio_bounds=[0.01, 10]", "--config.optimizer.stochastic_rounding=7",
         "--config.optimizer.rules=[('bias', {'decay': False}), ('.*', {})]",
         "--config.optimizer.l2=1e-5",
+        "--config.optimizer.agvm={'modules': (('body', '^hidden'), ('head', '')), 'start': 9}",
         "--config.model.hidden_sizes=8,8", "--config.model.group_size=16",
         "--config.task.input_mean=(1, 2)", "--config.task.input_std=3",
     )
@@ -115,6 +116,7 @@ def test_values_have_the_type_of_the_argument() -> None:
         "name": "lamb", "learning_rate": 0.02, "collect": True, "b2": 0.1, "weight_decay": 0.0,
         "clip_global_norm": 1.0, "mu_dtype": "bfloat16", "ratio_bounds": (0.01, 10.0),
         "stochastic_rounding": 7, "l2": 1e-5, "rules": (("bias", {"decay": False}), (".*", {})),
+        "agvm": {"modules": (("body", "^hidden"), ("head", "")), "start": 9},
     }
     for key in ("weight_decay", "clip_global_norm"):
         assert type(optimizer[key]) is float
@@ -135,6 +137,7 @@ def test_values_have_the_type_of_the_argument() -> None:
         ("optimizer.b2=None", "optimizer.b2 is 'None'; it must be a number"),
         ("optimizer.collect=1", "optimizer.collect is '1'; it must be True or False, such as Fal"),
         ("optimizer.clip_global_norm=a", "clip_global_norm is 'a'; it must be a number or None$"),
+        ("optimizer.agvm=3", "optimizer.agvm is '3'; it must be a dictionary or None$"),
         ("optimizer.phi_bounds=(1, 2, 3)", "must be a tuple of 2 values, such as .0.0, inf.$"),
         ("optimizer.phi_bounds=(1, 'a')", "phi_bounds is .*; it must be a tuple of 2 values"),
         ("optimizer.name=adan", "config.optimizer: the optimizer's name 'adan' is unknown; known"),
