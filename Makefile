@@ -5,7 +5,7 @@
 #   make lint            what ruff finds, and mypy in lamb_tpu
 #   make test-long       the tests marked long
 #   make test-all        both
-#   make test-faults     runs killed at 20 random moments, with a table of them
+#   make test-faults     runs killed at 20 random moments, and around decisions of the batch; tables
 #   make test-storage    runs on disks that are full, read-only, lost; killed in a save; with a table
 #   make test-interchange  BERT beside transformers, image networks beside timm and torchvision;
 #                        installs them and PyTorch

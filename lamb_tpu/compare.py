@@ -2,6 +2,7 @@
 
 import argparse
 import itertools
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,11 +20,14 @@ examples:
   python -m lamb_tpu.compare runs/digits runs/adamw
   python -m lamb_tpu.compare runs/rates/sweep/* --metric=loss --output=losses.png
   python -m lamb_tpu.compare runs/digits gs://BUCKET/adamw --against=updates
+  python -m lamb_tpu.compare runs/digits --metric=noise_scale
 
 A run that goes on, or was broken off, is compared as far as it is. Keys that
-change no result, such as log.every, are left out.
+change no result, such as log.every, are left out. A metric of the training
+records, such as noise_scale, is drawn beside the batch size.
 """
 _MAX_COLUMNS = 5  # of keys that differ; with more, these have a table of their own
+_AXES = {"epochs": "epochs", "updates": "completed updates", "examples": "examples seen"}
 _MAX_LENGTH = 24  # of a value, beyond which it is cut
 
 
@@ -44,6 +48,12 @@ class Run(NamedTuple):
     def points(self, metric: str) -> list[tuple[Mapping[str, Any], float]]:
         """Returns the evaluations at which a metric was finite, with its values."""
         return [(r, r[metric]) for r in self.evaluations if isinstance(r.get(metric), float)]
+
+    def place(self, record: Mapping[str, Any], against: str) -> float:
+        """Returns a record's place on an axis of 'epochs', 'updates' or 'examples'."""
+        if against == "examples":  # a record has them where the batch changes
+            return record.get("examples", record["step"] * self.files.config["batch_size"])
+        return record[{"epochs": "epoch", "updates": "step"}[against]]
 
 
 def read(paths: Sequence[str]) -> list[Run]:
@@ -174,32 +184,86 @@ def _short(key: str, keys: Mapping[str, Any]) -> str:
     return key if last == "name" or len(alike) > 1 else last
 
 
+def is_recorded(found: Sequence[Run], metric: str | None) -> bool:
+    """Returns whether a metric is in every run's training records, and in no evaluation."""
+    return not any(metric in record for run in found for record in run.evaluations) and all(
+        any(metric in record for record in run.trained) for run in found
+    )
+
+
+def history(found: Sequence[Run], metric: str, against: str) -> "Figure":
+    """Plots a metric of the training records, and beside it the batch size, of every run.
+
+    Args:
+      found: the runs.
+      metric: see `is_recorded`.
+      against: 'epochs', 'updates' or 'examples'.
+    """
+    from lamb_tpu import style
+
+    figure = style.figure(10.4, 4.4)
+    left, right = figure.subplots(1, 2)
+    for number, run in enumerate(found):
+        color = style.numbered(number)["color"]
+        # An infinite noise scale has no place on the axis.
+        points = [
+            (run.place(record, against), record[metric]) for record in run.trained
+            if isinstance(record.get(metric), float) and math.isfinite(record[metric])
+        ]
+        left.plot(*_columns(points), color=color, linewidth=1.2, label=run.name,
+                  marker="o" if len(points) == 1 else None)
+        sizes = [
+            (run.place(record, against),
+             record.get("batch_size", run.files.config["batch_size"])) for record in run.trained
+        ]
+        right.plot(*_columns(sizes), color=color, linewidth=1.2, drawstyle="steps-pre")
+    style.dress(left, metric, _AXES[against], metric)
+    style.dress(right, "batch size", _AXES[against], "batch size (examples)")
+    if all((line.get_ydata() > 0).all() for line in left.lines):
+        left.set_yscale("log")
+    right.set_yscale("log", base=2)
+    right.yaxis.set_major_formatter("{x:,g}")
+    figure.legend(loc="outside lower center", ncols=min(len(found), 3), frameon=False, fontsize=8)
+    return figure
+
+
+def _columns(points: Sequence[tuple[float, float]]) -> Any:
+    """Returns x and y as arrays."""
+    import numpy as np
+
+    return np.array(points, np.float64).reshape(-1, 2).T
+
+
 def picture(found: Sequence[Run], metric: tuple[str, str] | None, against: str) -> "Figure":
     """Plots the training loss, and the metric of the evaluations, of every run.
 
     Args:
       found: the runs.
       metric: see `choose_metric`.
-      against: 'epochs' or 'updates'.
+      against: 'epochs', 'updates' or 'examples'.
     """
     from lamb_tpu import style
 
-    place = {"epochs": "epoch", "updates": "step"}[against]
     figure = style.figure(5.2 * (2 if metric else 1), 4.4)
     panels = figure.subplots(1, 2 if metric else 1, squeeze=False)[0]
     for number, run in enumerate(found):
         look = style.numbered(number)
-        losses = [(r[place], r["loss"]) for r in run.trained if isinstance(r.get("loss"), float)]
+        losses = [
+            (run.place(r, against), r["loss"]) for r in run.trained
+            if isinstance(r.get("loss"), float)
+        ]
         curves = [losses]
         if metric:
-            curves.append([(record[place], value) for record, value in run.points(metric[0])])
+            curves.append([
+                (run.place(record, against), value) for record, value in run.points(metric[0])
+            ])
         for axes, points in zip(panels, curves):
             x, y = zip(*points) if points else ((), ())
             axes.plot(
                 x, y, color=look["color"], marker=look["marker"], markersize=3, linewidth=1.2,
                 markevery=max(1, len(x) // 12), label=run.name if axes is panels[0] else None,
             )
-    label = "epochs" if against == "epochs" else "completed updates"
+    label = _AXES[against]
     style.dress(panels[0], "training loss", label, "loss", "lower")
     if any(line.get_ydata().size for line in panels[0].lines):
         panels[0].set_yscale("log")
@@ -219,11 +283,12 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
                         help="picture of the curves (default: %(default)s)")
     parser.add_argument("--metric", metavar="NAME",
                         help="metric of the evaluation (default: that of config.checkpoint.best or "
-                        "config.target, or the task's main one)")
+                        "config.target, or the task's main one), or of the training records")
     parser.add_argument("--better", choices=("higher", "lower"),
                         help="default: lower for a loss or an error, else higher")
-    parser.add_argument("--against", choices=("epochs", "updates"), default="epochs",
-                        help="quantity of the x axis (default: %(default)s)")
+    parser.add_argument("--against", choices=tuple(_AXES),
+                        help="quantity of the x axis (default: epochs; examples for a metric of "
+                        "the training records)")
     return parser.parse_all(arguments)
 
 
@@ -235,11 +300,16 @@ def main(options: argparse.Namespace) -> None:
     path = buckets.local(options.output, "--output")
     style.check_picture(path, "--output")
     found = read(options.runs)
-    metric = choose_metric(found, options.metric, options.better)
+    of_training = is_recorded(found, options.metric)
+    metric = choose_metric(found, None if of_training else options.metric, options.better)
     for table in tables(found, metric):
         print(terminal.columns(table), end="\n\n")
     with writing.checked(path, "--output"):
-        picture(found, metric, options.against).savefig(path)
+        if of_training:
+            figure = history(found, options.metric, options.against or "examples")
+        else:
+            figure = picture(found, metric, options.against or "epochs")
+        figure.savefig(path)
     print(path)
 
 

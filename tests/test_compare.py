@@ -11,6 +11,7 @@ import pytest
 from lamb_tpu import compare
 from lamb_tpu.compare import Run
 from lamb_tpu.errors import UserError
+from lamb_tpu.store.metrics import MetricsWriter
 from tests.store.test_runs import fake
 
 
@@ -88,7 +89,9 @@ def test_metric(found: list[Run], tmp_path: pathlib.Path) -> None:
         compare.choose_metric([*found, *other])
 
 
-@pytest.mark.parametrize("against, places", [("epochs", [1, 2, 3]), ("updates", [4, 8, 12])])
+@pytest.mark.parametrize("against, places", [
+    ("epochs", [1, 2, 3]), ("updates", [4, 8, 12]), ("examples", [256, 512, 768]),
+])
 def test_picture(found: list[Run], against: str, places: list[int]) -> None:
     figure = compare.picture(found, ("accuracy", "higher"), against)
     loss, accuracy = figure.axes
@@ -97,6 +100,42 @@ def test_picture(found: list[Run], against: str, places: list[int]) -> None:
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["deep/first", "second"]
     assert loss.get_yscale() == "log" and against in loss.get_xlabel()
     assert len(compare.picture(found, None, against).axes) == 1
+
+
+def recorded(folder: pathlib.Path, noise: list[float], sizes: list[int]) -> None:
+    """A run whose batch changes if there are sizes."""
+    fake(folder, [], end=0)
+    with MetricsWriter(folder, 0, tensorboard=False) as writer:
+        for step, scale in enumerate(noise, 1):
+            changing = (
+                {"batch_size": sizes[step - 1], "examples": sum(sizes[:step])} if sizes else {}
+            )
+            writer.write(step, "train", {
+                "loss": 1.0, "epoch": step / 4, "seconds": 1.0, "noise_scale": scale, **changing
+            })
+        writer.write(4, "eval", {"accuracy": 0.5, "loss": 1.0, "epoch": 1.0})
+
+
+def test_a_metric_of_the_training_records(tmp_path: pathlib.Path) -> None:
+    recorded(tmp_path / "a", [20.0, float("inf"), 80.0], [32, 64, 96])
+    recorded(tmp_path / "b", [50.0, 60.0], [])
+    found = compare.read([str(tmp_path / "a"), str(tmp_path / "b")])
+    assert compare.is_recorded(found, "noise_scale")
+    for metric in ("loss", "accuracy", "f1", None):  # the loss is of evaluations too
+        assert not compare.is_recorded(found, metric)
+    noise, sizes = compare.history(found, "noise_scale", "examples").axes
+    assert [list(line.get_xdata()) for line in noise.lines] == [[32, 192], [64, 128]]
+    assert [list(line.get_ydata()) for line in noise.lines] == [[20, 80], [50, 60]]
+    assert [list(line.get_xdata()) for line in sizes.lines] == [[32, 96, 192], [64, 128]]
+    assert [list(line.get_ydata()) for line in sizes.lines] == [[32, 64, 96], [64, 64]]
+    assert noise.get_yscale() == sizes.get_yscale() == "log"
+    assert noise.get_xlabel() == sizes.get_xlabel() == "examples seen"
+    updates, _ = compare.history(found[:1], "noise_scale", "updates").axes
+    assert list(updates.lines[0].get_xdata()) == [1, 3]
+    folders = [run.files.folder.path for run in found]
+    told = call(*folders, "--metric=noise_scale", f"--output={tmp_path / 'x.png'}")
+    assert "best accuracy" in told
+    assert matplotlib.image.imread(tmp_path / "x.png").std() > 0.05
 
 
 def test_command(found: list[Run], tmp_path: pathlib.Path) -> None:

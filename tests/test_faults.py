@@ -1,4 +1,4 @@
-"""A run of two processes that is killed at random moments ends as one that was left alone."""
+"""Runs that are killed, at random moments or around decisions, end as those left alone."""
 
 import itertools
 import os
@@ -11,8 +11,9 @@ from collections.abc import Iterator
 import pytest
 
 from lamb_tpu.store.metrics import read_records
-from tests import faults, tiny
+from tests import deciding, faults, tiny
 from tests.faults import Kill, Start
+from tests.test_train import without_seconds
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="the launcher's processes are found in /proc"
@@ -134,3 +135,40 @@ def test_killed_at_a_few_moments(tmp_path: pathlib.Path, whole) -> None:
 @pytest.mark.long
 def test_killed_at_many_moments(tmp_path: pathlib.Path, whole) -> None:
     ordeal(20, 2, tmp_path, whole)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("rule", deciding.RULES)
+def test_killed_around_changes_of_the_batch(rule: str, tmp_path: pathlib.Path) -> None:
+    """20 kills, each within 30 ms of an update at or beside a change, in one run of one process."""
+    whole, killed, generator = tmp_path / "whole", tmp_path / "killed", random.Random(3)
+
+    def start(folder: pathlib.Path, *moment: str) -> int:
+        process = tiny.start("tests.deciding", rule, str(folder), *moment)
+        _, err = process.communicate(timeout=120)
+        assert "Traceback" not in err, err
+        return process.returncode
+
+    assert start(whole) == 0
+    config = deciding.config(rule)
+    expected, position = tiny.restored(config, whole)
+    changes = [first for first, _ in position["batches"]["pieces"][1:]]
+    moments = sorted(
+        (max(0, generator.choice(changes[:-2]) + generator.choice((-1, 0, 1))),
+         generator.uniform(0, 0.03))
+        for _ in range(20)
+    )
+    print(f"\n{rule}: the batch changes after updates {changes}\n\n| killed behind update | after, "
+          "ms | last record | checkpoints |\n|--:|--:|--:|---|")
+    for update, seconds in moments:
+        assert start(killed, str(update), f"{seconds:.4f}") == -KILL
+        metrics = killed / "metrics.jsonl"
+        last = read_records(metrics)[-1]["step"] if metrics.exists() else 0
+        there = ", ".join(map(str, sorted(faults.checkpoints(killed))))
+        print(f"| {update} | {1000 * seconds:.0f} | {last} | {there} |")
+    assert start(killed) == 0
+    found, position_found = tiny.restored(config, killed)
+    tiny.assert_equal(found, expected)
+    assert position_found["batches"] == position["batches"]
+    assert position_found["loader"] == position["loader"]
+    assert without_seconds(killed) == without_seconds(whole)

@@ -24,6 +24,7 @@ from lamb_tpu.store.metrics import read_records
 from lamb_tpu.train import train
 from tests import tiny
 from tests.run.test_batches import ramp
+from tests.test_resume import launched
 from tests.test_train import Interrupted, interrupt_at, without_seconds
 
 Statistics = Callable[[int], dict[str, tuple[float, float]]]
@@ -284,3 +285,40 @@ def test_a_rule_turns_on_what_it_needs(
     found, expected = (tiny.restored(measured, folder) for folder in (stopped, whole))
     tiny.assert_equal(found[0], expected[0])
     assert found[1]["batches"] == expected[1]["batches"]
+
+
+def decided(name: str, backend: str) -> ConfigDict:
+    """20 updates and more; a microbatch of 16 divides over 8 devices."""
+    fields = {"simigrad": {"target": 0.5}, "noise_scale": {"decay": 0.5}}[name]
+    return config(
+        rule(name, interval=2, lower=32, scaling="sqrt", **fields), batch_size=64,
+        eval__every="1184 examples", parallel__backend=backend,
+    )
+
+
+# Under shard_map the parts are the devices', so that another number of them is another statistic.
+@pytest.mark.long
+@pytest.mark.parametrize("backend, devices", [("jit", (1, 4, 8)), ("shard_map", (4,))])
+@pytest.mark.parametrize("name", ["simigrad", "noise_scale"])
+def test_the_same_batches_on_any_devices_and_processes(
+    name: str, backend: str, devices: tuple[int, ...], tmp_path: pathlib.Path
+) -> None:
+    file = tmp_path / "recipe.py"
+    file.write_text(
+        "from tests.run import test_decisions\ndef get_config(argument=None):\n"
+        f"    return test_decisions.decided({name!r}, {backend!r})\n"
+    )
+    for number in devices:
+        done = tiny.command(
+            "lamb_tpu.train", f"--config={file}", f"--workdir={tmp_path / str(number)}",
+            devices=number,
+        )
+        assert done.returncode == 0, done.stderr
+    launched(2, 2, f"--config={file}", f"--workdir={tmp_path / 'processes'}")
+    paths = []
+    for folder in [*map(str, devices), "processes"]:
+        state, position = tiny.restored(decided(name, backend), tmp_path / folder)
+        paths.append(position["batches"]["pieces"])
+        assert int(state.step) == position["batches"]["step"]
+    assert paths == [paths[0]] * len(paths)
+    assert len(paths[0]) > 3
