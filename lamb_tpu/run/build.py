@@ -294,7 +294,7 @@ def settings(
     if recipe.rule is not None and training:
         checks.check_changing(config, task, mesh, recipe.rule)
     if training:
-        statistics.check(config, mesh, task, recipe.path is not None)
+        statistics.check(config, mesh, task, recipe.path is not None, group_replicas)
     _, rules = resolve_optimizer(config, recipe)
     for number, rule in enumerate(config.parallel.rules):
         rules_lib.check_rule(number, rule)

@@ -58,7 +58,9 @@ def statistics_of(config: ConfigDict) -> Statistics:
     )
 
 
-def check(config: ConfigDict, mesh: Mesh, task: tasks.Task, changes: bool) -> None:
+def check(
+    config: ConfigDict, mesh: Mesh, task: tasks.Task, changes: bool, group_replicas: int = 1
+) -> None:
     """Refuses statistics that a config's step cannot measure, before the data is read.
 
     Args:
@@ -66,6 +68,7 @@ def check(config: ConfigDict, mesh: Mesh, task: tasks.Task, changes: bool) -> No
       mesh: over all devices.
       task: the learning problem.
       changes: whether the batch changes, so that an update may have any number of microbatches.
+      group_replicas: number of devices over which a group of BatchNorm is spread.
     """
     asked = statistics_of(config)
     if not asked:
@@ -94,6 +97,18 @@ def check(config: ConfigDict, mesh: Mesh, task: tasks.Task, changes: bool) -> No
         raise UserError(
             f"{halves} compares even and odd microbatches, and config.accumulation_steps is "
             f"{steps}; it must be an even number, such as {steps + 1}"
+        )
+    # AGVM's authors compare halves under BatchNorm over devices too.
+    measured = [key for key in _SWITCHES if getattr(asked, key)]
+    if asked.to_optimizer:
+        measured.remove("halves")
+    if devices > 1 and group_replicas > 1 and measured:
+        raise UserError(
+            f"config.statistics.{measured[0]} is True, which compares the devices under "
+            f"config.parallel.backend='shard_map', and by config.model.group_size="
+            f"{config.model.get('group_size')} the examples of {group_replicas} devices share a "
+            "group of BatchNorm, so that their gradients depend on each other; it must be at most "
+            f"the {config.batch_size // steps // shards} of one device"
         )
     if asked.per_example:
         _check_rows(config, mesh, task, shards)

@@ -98,3 +98,18 @@ def test_mistakes() -> None:
         noise_scale.estimate(1.0, 1.0, 0, 8)
     with pytest.raises(ValueError, match="decay must be at least 0 and below 1, not 1.0"):
         noise_scale.update(noise_scale.init(), Estimate(1.0, 1.0), 1.0)
+
+
+@pytest.mark.parametrize("batches, found", [(4, 1.0), (32, 1.4)])
+def test_a_ratio_of_l1_norms_saturates(batches: int, found: float) -> None:
+    """Why the sign's geometry has no noise scale here; README.md has these figures."""
+    rng, size, batch, parts = np.random.default_rng(0), 20_000, 64, 8
+    deviations, true = np.exp(rng.normal(size=size)), rng.normal(size=size)
+    true *= deviations
+    # The noise scale, the squared ratio of the l1 norms, is so many batches.
+    true *= deviations.sum() / np.abs(true).sum() / np.sqrt(batches * batch)
+    noise = rng.normal(size=(parts, size)) * deviations / np.sqrt(batch / parts)
+    grads = true + noise
+    spread = np.sqrt(grads.var(0, ddof=1) * batch / parts).sum()
+    ratio = (spread / np.abs(grads.mean(0)).sum()) ** 2 / batch
+    assert ratio == pytest.approx(found, abs=0.06)

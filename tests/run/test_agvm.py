@@ -22,7 +22,7 @@ from lamb_tpu.store.metrics import read_records
 from lamb_tpu.train import train
 from tests import tiny
 from tests.marks import some
-from tests.parallel.nets import DROPOUT, difference
+from tests.parallel.nets import BATCH_NORM, DROPOUT, difference
 from tests.parallel.test_changing import PLACES
 from tests.parallel.test_gradient_statistics import contributions, part_means
 from tests.test_train import Interrupted, interrupt_at, without_seconds
@@ -127,6 +127,18 @@ def test_a_batch_that_changes_is_pairs_of_microbatches(tmp_path: pathlib.Path) -
     records = read_records(tmp_path / "metrics.jsonl", "train")
     assert {record["batch_size"] for record in records} >= {32, 96}
     assert records[-1]["agvm/head"] != 1.0
+
+
+def test_batch_norm_over_devices() -> None:
+    """Halves are what their examples add, also where they share the statistics of BatchNorm."""
+    model = ConfigDict({**BATCH_NORM, "group_size": 16})
+    fields = {"modules": (("body", "^hidden|^norm"), ("head", ""))}
+    prepare(config(fields, model=model, parallel__backend="shard_map"), None)
+    with pytest.raises(UserError, match=r"^config\.statistics\.noise_scale is True, which comp"):
+        prepare(config(
+            fields, model=model, parallel__backend="shard_map", accumulation_steps=1,
+            statistics__noise_scale=True,
+        ), None)
 
 
 def test_an_odd_number_of_microbatches_has_no_halves() -> None:

@@ -139,6 +139,11 @@ def on(**changes: Any) -> dict[str, Any]:
     return {f"statistics__{key}": value for key, value in changes.items()}
 
 
+def grouped(size: int | None) -> ConfigDict:
+    """A network with BatchNorm over groups of `size` examples; None: the whole batch."""
+    return ConfigDict({**BATCH_NORM, "group_size": size})
+
+
 @pytest.mark.parametrize("devices, changes, message", [
     (1, on(per_example=-1), r"config\.statistics\.per_example is -1; it must be at least 0"),
     (1, on(interval=0), r"config\.statistics\.interval is 0; it must be at least 1"),
@@ -165,6 +170,11 @@ def on(**changes: Any) -> dict[str, Any]:
     (8, on(per_example=12), r"config\.statistics\.per_example is 12, which does not divide over"),
     (1, on(per_example=8) | {"model": BATCH_NORM},
      r"per_example is 8, and the model's layer 'norm0' keeps statistics of the batch"),
+    (8, on(noise_scale=True) | {"model": grouped(16), "parallel__backend": "shard_map"},
+     r"^config\.statistics\.noise_scale is True, which compares the devices .* by config\.model\."
+     "group_size=16 the examples of 2 devices share a group .*; it must be at most the 8 of one"),
+    (2, on(halves=True) | {"model": grouped(None), "parallel__backend": "shard_map"},
+     r"halves is True, which compares the devices .*group_size=None .* the 32 of one device$"),
     (2, on(per_example=8) | {"mesh__model": 2}, r"and config\.mesh\.model is 2; it must be 0"),
 ])
 def test_mistakes(devices: int, changes: dict[str, Any], message: str) -> None:
