@@ -98,7 +98,7 @@ def check(
             f"{halves} compares even and odd microbatches, and config.accumulation_steps is "
             f"{steps}; it must be an even number, such as {steps + 1}"
         )
-    # AGVM's authors compare halves under BatchNorm over devices too.
+    # AGVM's halves are allowed: detectors, which it is for, often have BatchNorm over devices.
     measured = [key for key in _SWITCHES if getattr(asked, key)]
     if asked.to_optimizer:
         measured.remove("halves")
