@@ -4,6 +4,7 @@ import json
 import pathlib
 import shutil
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -38,6 +39,30 @@ def interrupt_at(monkeypatch: pytest.MonkeyPatch, step: int, kind: str) -> None:
         write(self, now, now_kind, values)
 
     monkeypatch.setattr(MetricsWriter, "write", interrupted)
+
+
+def train_in_pieces(
+    monkeypatch: pytest.MonkeyPatch, config: ConfigDict, workdir: pathlib.Path,
+    notices: Sequence[tuple[int, int]], fails_at: int,
+) -> None:
+    """Trains a run to its end in several starts.
+
+    Args:
+      monkeypatch: for the ends of all starts but the last.
+      config: of the run.
+      workdir: its folder.
+      notices: pairs of the poll at which a start is preempted, and the update that it then saves.
+      fails_at: the update whose record is never written, which ends one more start.
+    """
+    for poll, step in notices:
+        with monkeypatch.context() as patch:
+            tiny.preempt_at(patch, poll)
+            with pytest.raises(Preempted, match=f"^preempted at update {step}, saved"):
+                train(config, workdir, quiet=True)
+    interrupt_at(monkeypatch, fails_at, "train")
+    with pytest.raises(Interrupted):
+        train(config, workdir, quiet=True)
+    train(config, workdir, quiet=True)
 
 
 def without_seconds(workdir: pathlib.Path) -> list[dict[str, Any]]:

@@ -59,7 +59,7 @@ class Statistics:
     interval: int = 100
 
     def __bool__(self) -> bool:
-        """Whether any is measured."""
+        """True if any is measured."""
         return bool(self.noise_scale or self.preconditioned or self.halves or self.per_example)
 
     def is_due(self, step: int) -> bool:

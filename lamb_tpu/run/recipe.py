@@ -95,7 +95,7 @@ class Recipe:
 
     @property
     def decides(self) -> bool:
-        """Whether batches are decided during the run, from statistics."""
+        """True if batches are decided during the run, from statistics."""
         return self.rule is not None and bool(self.rule.needs)
 
     @property

@@ -32,7 +32,7 @@ ALL = Statistics(noise_scale=True, preconditioned=True, halves=True, modules=MOD
 
 
 def contributions(run: Run, state: TrainState, batches: list[Any]) -> Any:
-    """What each example adds to the gradient, times their number: a tree of (examples, ...)."""
+    """Returns the shares of the examples in the gradient, times their number: (examples, ...)."""
     batch = {
         name: np.concatenate([np.asarray(each[name]) for each in batches]) for name in batches[0]
     }

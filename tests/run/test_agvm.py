@@ -12,7 +12,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from lamb_tpu import data, optim
-from lamb_tpu.errors import Preempted, UserError
+from lamb_tpu.errors import UserError
 from lamb_tpu.parallel.changing import ChangingStep
 from lamb_tpu.run.batches import quantum
 from lamb_tpu.run.build import make_optimizer, prepare
@@ -25,7 +25,7 @@ from tests.marks import some
 from tests.parallel.nets import BATCH_NORM, DROPOUT, difference
 from tests.parallel.test_changing import PLACES
 from tests.parallel.test_gradient_statistics import contributions, part_means
-from tests.test_train import Interrupted, interrupt_at, without_seconds
+from tests.test_train import train_in_pieces, without_seconds
 
 # The second hidden layer is the anchor.
 MODULES = (("first", "^hidden_0|^hidden0"), ("head", "^output"), ("rest", ""))
@@ -106,15 +106,8 @@ def test_factors_are_in_the_records(whole: pathlib.Path) -> None:
 def test_resumed_bit_for_bit(
     whole: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for poll, step in [(4, 3), (4, 6)]:
-        with monkeypatch.context() as patch:
-            tiny.preempt_at(patch, poll)
-            with pytest.raises(Preempted, match=f"^preempted at update {step}, saved"):
-                train(config(), tmp_path, quiet=True)
-    interrupt_at(monkeypatch, 11, "train")  # back to the checkpoint of update 8
-    with pytest.raises(Interrupted):
-        train(config(), tmp_path, quiet=True)
-    train(config(), tmp_path, quiet=True)
+    # The last one goes back to the checkpoint of update 8.
+    train_in_pieces(monkeypatch, config(), tmp_path, [(4, 3), (4, 6)], fails_at=11)
     tiny.assert_equal(
         tiny.restored(config(), tmp_path)[0], tiny.restored(config(), whole)[0]
     )

@@ -169,7 +169,7 @@ def test_one_device_has_no_parts_to_compare() -> None:
 
 
 def test_the_statistics_of_every_rule() -> None:
-    """What is measured for a rule includes what it reads."""
+    """A rule turns on all statistics that it reads."""
     examples = {"variance", "grad_sq", "inner_product_variance", "orthogonal_variance"}
     measured = {"noise_scale": {"noise_scale"}, "halves": {"similarity"}, "per_example": examples}
     values = {"target": 0.9, "eta": 0.5, "theta": 0.5, "nu": 2.0, "points": ((0, 64),)}

@@ -99,7 +99,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pathlib.Path]:
 
 
 def compare(folder: pathlib.Path, whole: pathlib.Path) -> None:
-    """The same bits, batches, averages and records."""
+    """Asserts that bits, batches, averages and records are the same."""
     (found, position), (expected, other) = (
         tiny.restored(config(NOISE), each) for each in (folder, whole)
     )

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
-from lamb_tpu.errors import Preempted, UserError
+from lamb_tpu.errors import UserError
 from lamb_tpu.run.build import prepare
 from lamb_tpu.run.statistics import describe
 from lamb_tpu.store.metrics import read_records
@@ -16,7 +16,7 @@ from lamb_tpu.train import train
 from tests import tiny
 from tests.parallel.nets import BATCH_NORM, difference
 from tests.test_resume import launched
-from tests.test_train import Interrupted, interrupt_at, without_seconds
+from tests.test_train import train_in_pieces, without_seconds
 
 ON = {
     "statistics__noise_scale": True, "statistics__preconditioned": True,
@@ -68,15 +68,8 @@ def test_training_is_that_without_statistics(
 def test_resumed_bit_for_bit(
     measured: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for poll, step in [(3, 2), (5, 6)]:
-        with monkeypatch.context() as patch:
-            tiny.preempt_at(patch, poll)
-            with pytest.raises(Preempted, match=f"^preempted at update {step}, saved"):
-                train(config(), tmp_path, quiet=True)
-    interrupt_at(monkeypatch, 11, "train")  # back to the checkpoint of update 8
-    with pytest.raises(Interrupted):
-        train(config(), tmp_path, quiet=True)
-    train(config(), tmp_path, quiet=True)
+    # The last one goes back to the checkpoint of update 8.
+    train_in_pieces(monkeypatch, config(), tmp_path, [(3, 2), (5, 6)], fails_at=11)
     (found, position), (expected, other) = (
         tiny.restored(config(), folder) for folder in (tmp_path, measured)
     )
@@ -87,7 +80,7 @@ def test_resumed_bit_for_bit(
 
 
 def test_turned_on_in_the_folder_of_a_run(tmp_path: pathlib.Path) -> None:
-    """What is reported may change between two starts."""
+    """Statistics may be turned on between two starts."""
     train(tiny.digits(accumulation_steps=4, duration="4 steps"), tmp_path, quiet=True)
     prepare(config(duration="4 steps"), tmp_path)
 
