@@ -30,7 +30,6 @@ class AgvmState(NamedTuple):
 def agvm(
     inner: optax.GradientTransformation,
     module_rules: Sequence[str],
-    anchor: int = 0,
     interval: int = 5,
     start: int = 500,
     stop: int | None = None,
@@ -41,6 +40,7 @@ def agvm(
     b2: float = 0.999,
     eps_root: float = 1e-8,
     axis_name: AxisName = None,
+    anchor: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Multiplies the updates of each module by a factor from the similarity of two half gradients.
 
@@ -73,7 +73,6 @@ def agvm(
       inner: the optimizer.
       module_rules: regular expressions over '/'-joined paths; the first that matches a leaf is its
         module, and every leaf needs one.
-      anchor: the index of the anchor among them.
       interval: updates from one measurement to the next; 5 in the authors' code.
       start: completed updates before the first measurement, best behind the warm-up; 500 there.
       stop: completed updates at the last update that is scaled; None for no end. Updates at
@@ -90,6 +89,7 @@ def agvm(
       eps_root: see there.
       axis_name: the mesh axes over which leaves are split inside `shard_map` or `pmap`, see
         `trust_ratio.scale_by_trust_ratio`; None under `jit`.
+      anchor: the index of the anchor among the modules.
 
     Returns:
       A transform whose `update` needs `params`, and takes `halves=(a, b)`: the mean gradients of
