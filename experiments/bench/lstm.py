@@ -5,7 +5,9 @@
 Times the gradients of the sum of squared outputs, for weights and inputs, in float32, without
 dropout, at the sizes of the LEGW paper's applications. Flax's is nn.RNN of OptimizedLSTMCell,
 PyTorch's nn.LSTM, which the extra `bench` installs. The contenders take turns in one process, so
-that what else the machine does falls on all of them; read the ratios and not the milliseconds.
+that what else the machine does falls on all of them; read the ratios and not the milliseconds. A
+turn is several calls, as in training, after one that is not timed: threads of PyTorch spin for a
+while after its last call, and caches hold another's arrays.
 """
 
 import functools
@@ -46,6 +48,7 @@ SIZES = (
     Size("PTB large", 35, 20, 1500, 1500, 2),
 )
 Turn = Callable[[], Any]
+_CALLS = 8  # of a turn that are timed
 
 
 class Ours(nn.Module):
@@ -115,14 +118,16 @@ def measure(size: Size, rounds: int) -> dict[str, float]:
         "torch": of_torch(size),
     }
     seconds: dict[str, list[float]] = {name: [] for name, turn in turns.items() if turn}
-    for _ in range(rounds + 1):
+    for _ in range(rounds):
         for name, times in seconds.items():
-            begun = time.perf_counter()
             turn = turns[name]
             assert turn is not None
             turn()
-            times.append(time.perf_counter() - begun)
-    return {name: statistics.median(times[1:]) for name, times in seconds.items()}
+            begun = time.perf_counter()
+            for _ in range(_CALLS):
+                turn()
+            times.append((time.perf_counter() - begun) / _CALLS)
+    return {name: statistics.median(times) for name, times in seconds.items()}
 
 
 def table(measured: dict[Size, dict[str, float]]) -> str:
@@ -160,7 +165,7 @@ def main() -> None:
     text = (
         f"Gradients of LSTM layers for weights and inputs, float32: jax {jax.__version__}, flax "
         f"{flax.__version__}, {torch}, {processor()}, {num_cores()} core(s). Medians of "
-        f"{values.rounds}; a ratio below 1 is ours ahead.\n"
+        f"{values.rounds} turns; a ratio below 1 is ours ahead.\n"
         f"Command: `python -m experiments.bench.lstm {command}`\n\n{table(measured)}"
     )
     print(text, end="")
