@@ -22,6 +22,12 @@ def make_from_flags() -> None:
         make(flags.FLAGS.cpu_devices)
 
 
+def ensure(count: int) -> None:
+    """Makes `count` devices of the CPU, unless an earlier call has; see `make`."""
+    if count != jax.config.jax_num_cpu_devices:
+        make(count)
+
+
 def make(count: int) -> None:
     """Makes `count` devices of the CPU; call before anything asks JAX for a device.
 

@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from lamb_tpu.cluster import cpu_devices
 from lamb_tpu.errors import UserError
 from lamb_tpu.reproduce import jobs as jobs_lib
 from lamb_tpu.reproduce import results as results_lib
@@ -122,6 +123,8 @@ def execute(job: Job, place: Place) -> Finished:
     configs = [stage.config() for stage in jobs_lib.stages(job, place.data)]
     flat = jobs_lib.flat_configs(configs)
     folders = workdirs(job, place)
+    if job.scale.cpu_devices > 1:
+        cpu_devices.ensure(job.scale.cpu_devices)
     diverged = None
     for number, (config, workdir) in enumerate(zip(configs, folders)):
         if place.checkpoints is not None:

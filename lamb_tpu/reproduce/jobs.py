@@ -59,10 +59,17 @@ class Job(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """One training run of a job: the recipe as --config takes it, and the keys that it changes."""
+    """One training run of a job.
+
+    Attributes:
+      recipe: as --config takes it.
+      overrides: the keys of its config that the run changes.
+      cpu_devices: see `Scale`.
+    """
 
     recipe: str
     overrides: Mapping[str, Any]
+    cpu_devices: int = 1
 
     def config(self) -> ConfigDict:
         """Returns the config.
@@ -86,8 +93,9 @@ class Stage(NamedTuple):
 
     def command(self, workdir: str) -> str:
         """Returns the command that trains it, for a shell."""
+        devices = [f"--cpu_devices={self.cpu_devices}"] if self.cpu_devices > 1 else []
         return " ".join(map(shlex.quote, [
-            "python", "-m", "lamb_tpu.train", f"--config={self.recipe}", *self.flags(),
+            "python", "-m", "lamb_tpu.train", f"--config={self.recipe}", *self.flags(), *devices,
             f"--workdir={workdir}",
         ]))
 
@@ -131,7 +139,7 @@ def stages(job: Job, data: pathlib.Path | None = None) -> list[Stage]:
                 if isinstance(value, str) and value.startswith(_DATA) else value
                 for key, value in changed.items()
             }
-        found.append(Stage(recipe, changed))
+        found.append(Stage(recipe, changed, scale.cpu_devices))
     return found
 
 

@@ -262,10 +262,14 @@ def _scale(section: _Section, name: str, metric: Metric) -> Scale:
         _dotted(section.take("overrides", dict, {})), section.take("seeds", int, 1),
         section.take("about", str, ""), tuple(data), section.take("hardware", str, ""),
         _minutes(section.section("minutes")),
-        section.take("examples", int, 0),
+        section.take("examples", int, 0), section.take("cpu_devices", int, 1),
     )
     if scale.seeds < 1:
         raise section.error(f"scales.{name}.seeds is {scale.seeds}; it must be at least 1")
+    if scale.cpu_devices < 1:
+        raise section.error(
+            f"scales.{name}.cpu_devices is {scale.cpu_devices}; it must be at least 1"
+        )
     section.end()
     return scale
 

@@ -81,6 +81,13 @@ def check(plans: Sequence[Plan], request: Request) -> None:
     for key, value in (("--seeds", request.seeds), ("--processes", request.processes)):
         if value is not None and value < 1:
             raise UserError(f"{key} is {value}; it must be at least 1")
+    numbers = {plan.scale.cpu_devices: plan.table.key for plan in plans}
+    if len(numbers) > 1:
+        (one, first), (other, second) = list(numbers.items())[:2]
+        raise UserError(
+            f"{first} needs {one} CPU device(s) and {second} {other}, and one command has one "
+            "number of devices; run them one after the other"
+        )
     for plan in plans:
         engine.check([job for cell in plan.cells for job in (
             engine.searches(plan.table, plan.scale, cell)

@@ -81,6 +81,8 @@ class Scale(NamedTuple):
       minutes: estimate of a run's time by platform: on two cores of a 'cpu', one 'gpu', or the
         'tpu' that `hardware` names.
       examples: of an epoch of the first stage, to draw its learning rate; 0 if not known.
+      cpu_devices: devices that the CPU is to have, such as 8 where a cell is about what devices
+        send each other; 1 where any number gives the same.
     """
 
     name: str
@@ -93,6 +95,7 @@ class Scale(NamedTuple):
     hardware: str = ""
     minutes: Mapping[str, float] = {}
     examples: int = 0
+    cpu_devices: int = 1
 
     @property
     def cost(self) -> str:

@@ -36,6 +36,14 @@ def test_threads_are_enough(
     assert made == {"jax_num_cpu_devices": count} and os.environ.get("NPROC") == threads
 
 
+def test_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    monkeypatch.setattr(cpu_devices, "make", made.append)
+    cpu_devices.ensure(8)  # as this process has
+    cpu_devices.ensure(4)
+    assert made == [4]
+
+
 def run(*arguments: str) -> subprocess.CompletedProcess:
     """Runs a command in an environment that says nothing of devices."""
     environment = {name: value for name, value in os.environ.items()

@@ -75,6 +75,7 @@ def test_what_no_table_has(tmp_path: pathlib.Path) -> None:
     ('name = "lamb"', 'name = "lamb", first = {batch_size = 1}', "cell lamb has keys of the first"),
     ('name = "lamb"', 'name = "lamb", tuned_by = "adamw"', "cell lamb has tuned_by 'adamw'; it"),
     ("seeds = 2", "seeds = 0", "scales.small.seeds is 0; it must be at least 1"),
+    ("seeds = 2", "cpu_devices = 0", "scales.small.cpu_devices is 0; it must be at least 1"),
     ('name = "adamw"', 'name = "lamb"', r"cells\[2\].name is 'lamb', which another cell has"),
     ('name = "adamw"', 'name = "Adam W"', "name 'Adam W' must be of lower-case letters"),
     ("{accuracy = 92.5}", "{accuracy = true}", "published.accuracy of cell adamw is True"),

@@ -95,6 +95,18 @@ def test_mistakes(tmp_path: pathlib.Path, arguments: list[str], message: str) ->
     assert not (tmp_path / "small" / "digits.jsonl").exists()
 
 
+def test_tables_with_other_numbers_of_devices(tmp_path: pathlib.Path) -> None:
+    write(tmp_path)
+    write(tmp_path, TABLE.replace("seeds = 2", "seeds = 1\ncpu_devices = 8"), "eight")
+    with pytest.raises(UserError, match=r"small/digits needs 1 CPU device\(s\) and small/eight 8"):
+        call(tmp_path, "run", "small", f"--runs={tmp_path / 'runs'}")
+    assert "--cpu_devices=8" in call(tmp_path, "commands", "small/eight", "--scale=small")
+    # This process has eight already.
+    call(tmp_path, "run", "small/eight", f"--runs={tmp_path / 'runs'}", "--cells=lamb")
+    records = (tmp_path / "small" / "eight.jsonl").read_text().splitlines()
+    assert [json.loads(line)["devices"] for line in records] == [8]
+
+
 def test_tuned_form(tmp_path: pathlib.Path) -> None:
     table = write(tmp_path)
     runs = f"--runs={tmp_path / 'runs'}"
