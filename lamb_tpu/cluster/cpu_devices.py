@@ -24,7 +24,7 @@ def make_from_flags() -> None:
 
 def ensure(count: int) -> None:
     """Makes `count` devices of the CPU, unless an earlier call has; see `make`."""
-    if count != jax.config.jax_num_cpu_devices:
+    if count != jax.config.jax_num_cpu_devices:  # type: ignore[attr-defined]
         make(count)
 
 
