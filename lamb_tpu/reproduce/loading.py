@@ -202,6 +202,11 @@ def _table(path: pathlib.Path, paper: Paper) -> Table:
                 f"cell {cell.name} has tuned_by {cell.tuned_by!r}; it must be another cell, of a "
                 "table with [tuning]"
             )
+        if cell.baseline and cell.baseline not in cells:
+            raise section.error(
+                f"cell {cell.name} has baseline {cell.baseline!r}; it must be another cell: "
+                f"{', '.join(cells)}"
+            )
     if any(bool(cell.row) != bool(cell.column) for cell in cells.values()) or (
         len({bool(cell.row) for cell in cells.values()}) > 1
     ):
@@ -300,7 +305,7 @@ def _cell(section: _Section, known: str, scales: Mapping[str, Scale]) -> Cell:
         _dotted(section.take("first", dict, {})), dict(published),
         section.choice("known", ("seen", "recalled"), known) if published else "",
         section.take("unknown", str, ""), section.take("tuned_by", str, ""),
-        _dotted(section.take("search", dict, {})),
+        _dotted(section.take("search", dict, {})), section.take("baseline", str, ""),
         section.take("row", str, ""), section.take("column", str, ""),
     )
     if cell.first and any(len(cell.stages or scale.stages) < 2 for scale in scales.values()):

@@ -31,6 +31,7 @@ class Summary(NamedTuple):
         (chosen)'; '' without a complete search.
       status: 'measured', '2 of 5 seeds', 'stale', 'not run', how far the search is, or why the cell
         cannot be run.
+      baseline: mean of the cell's baseline; None without one, or if it has no mean.
     """
 
     cell: Cell
@@ -44,11 +45,17 @@ class Summary(NamedTuple):
     stale_values: Sequence[float | None]
     search: str
     status: str
+    baseline: float | None = None
 
 
 def summaries(table: Table, scale: Scale, results: Results) -> list[Summary]:
     """Returns the summary of every cell of a table at a scale."""
-    return [_summary(table, scale, cell, results) for cell in table.cells.values()]
+    found = {name: _summary(table, scale, cell, results) for name, cell in table.cells.items()}
+    return [
+        summary._replace(baseline=found[summary.cell.baseline].mean)
+        if summary.cell.baseline else summary
+        for summary in found.values()
+    ]
 
 
 def _summary(table: Table, scale: Scale, cell: Cell, results: Results) -> Summary:
@@ -194,7 +201,14 @@ def further(summary: Summary, key: str) -> str:
       summary: of a cell.
       key: one of `tables.COLUMNS`.
     """
-    values = [_COLUMNS[key](record) for record in summary.records if record["updates"]]
+    if key == "to_baseline":
+        if summary.mean is None or not summary.baseline:
+            return ""
+        return f"{100 * (summary.mean / summary.baseline - 1):+.2f}"
+    values = [
+        value for record in summary.records
+        if record["updates"] and (value := _COLUMNS[key](record)) is not None
+    ]
     return f"{statistics.fmean(values):,.0f}" if values else ""
 
 
@@ -204,8 +218,10 @@ def _average_batch(record: Record) -> float:
     return float(record.get("examples", updates * record["batch"]) / updates)
 
 
-_COLUMNS: dict[str, Callable[[Record], float]] = {
+# A run on one device sends nothing and has no such number.
+_COLUMNS: dict[str, Callable[[Record], float | None]] = {
     "updates": lambda record: record["updates"], "average_batch": _average_batch,
+    "sent_bytes": lambda record: record.get("sent_bytes"),
 }
 
 

@@ -6,7 +6,10 @@ from typing import Any, NamedTuple
 
 SCALES = ("smoke", "small", "paper")
 # Further columns that a table may ask for, beside the metric: key in its file -> head.
-COLUMNS = {"updates": "updates", "average_batch": "average batch"}
+COLUMNS = {
+    "updates": "updates", "average_batch": "average batch",
+    "sent_bytes": "bytes a device sends for an update", "to_baseline": "to its baseline, %",
+}
 
 
 class Metric(NamedTuple):
@@ -123,6 +126,7 @@ class Cell(NamedTuple):
       tuned_by: name of the cell whose search is this one's too, such as that of the smallest batch;
         '': its own.
       search: overrides of its runs that search, beside those of `Tuning`.
+      baseline: name of the cell with which the column `to_baseline` compares it; '': none.
       row, column: its place in a matrix, such as 'LAMB' and '1,024'; '' if it has none.
     """
 
@@ -136,6 +140,7 @@ class Cell(NamedTuple):
     unknown: str = ""
     tuned_by: str = ""
     search: Mapping[str, Any] = {}
+    baseline: str = ""
     row: str = ""
     column: str = ""
 

@@ -73,6 +73,7 @@ def test_what_no_table_has(tmp_path: pathlib.Path) -> None:
     ('name = "lamb"', 'name = "lamb", stages = ["a", "b"]', "cell lamb has 2 stages; .* has 1, of"),
     ('name = "lamb"', 'name = "lamb", row = "LAMB"', "all cells must have a row and a column, or"),
     ('name = "lamb"', 'name = "lamb", first = {batch_size = 1}', "cell lamb has keys of the first"),
+    ('name = "lamb"', 'name = "lamb", baseline = "sgd"', "cell lamb has baseline 'sgd'; it must"),
     ('name = "lamb"', 'name = "lamb", tuned_by = "adamw"', "cell lamb has tuned_by 'adamw'; it"),
     ("seeds = 2", "seeds = 0", "scales.small.seeds is 0; it must be at least 1"),
     ("seeds = 2", "cpu_devices = 0", "scales.small.cpu_devices is 0; it must be at least 1"),

@@ -56,6 +56,19 @@ def test_further(tmp_path: pathlib.Path) -> None:
     assert [further(of(tmp_path)["lamb"], key) for key in keys] == ["1,502", "1,064"]
 
 
+def test_baseline(tmp_path: pathlib.Path) -> None:
+    text = TABLE.replace('optimizer=lamb"', 'optimizer=lamb", baseline = "adamw"')
+    table = write(tmp_path, text)
+
+    add(Results(table), job_of(table), 0.72)
+    assert further(of(tmp_path, text)["lamb"], "to_baseline") == ""
+    add(Results(table), job_of(table, "adamw"), 0.90, sent_bytes=1_000_000)
+    found = of(tmp_path, text)
+    assert further(found["lamb"], "to_baseline") == "-20.00"
+    sent = [further(found[cell], "sent_bytes") for cell in ("lamb", "adamw")]
+    assert sent == ["", "1,000,000"]
+
+
 def test_matrix(tmp_path: pathlib.Path) -> None:
     assert matrix(list(of(tmp_path).values()), write(tmp_path).scales["small"].metric) == []
     text = TABLE
