@@ -54,8 +54,8 @@ def _casts(settings: Settings, recorded: Arrays) -> dict[str, np.ndarray]:
 
 def _product(settings: Settings, recorded: Arrays) -> dict[str, np.ndarray]:
     a, b = recorded["a"], recorded["b"]
-    sizes = settings.take("M"), settings.take("K"), settings.take("K"), settings.take("N")
-    if (a.shape, b.shape) != ((sizes[0], sizes[1]), (sizes[1], sizes[3])):
+    rows, inner, columns = (settings.take(name) for name in ("M", "K", "N"))
+    if (a.shape, b.shape) != ((rows, inner), (inner, columns)):
         raise ValueError(f"a and b have the shapes {a.shape} and {b.shape}")
     found = {"c_exact": a.astype(np.float64) @ b.astype(np.float64)}
     for key in recorded:

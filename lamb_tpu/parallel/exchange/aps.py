@@ -19,8 +19,10 @@ from lamb_tpu.parallel.exchange.base import Residual
 _EMPTY, _NOT_FINITE = -(2**20), 2**20
 # Beyond, one of the two factors of a shift would not be a normal float32.
 _LARGEST_SHIFT = 252
-# Words of a row of the TPU's memory. A chunk takes whole rows where the padding is below 1 %.
+# Words of a row of the TPU's memory. A chunk of a few rows or more takes whole ones: the TPU compiler
+# turns the all-gather of others into an all-reduce, which sends twice as much.
 _LANES = 128
+_FEW_ROWS = 4
 _BUCKET_VALUES = collectives.BUCKET_BYTES // 4
 
 
@@ -130,7 +132,7 @@ class Aps:
         words = lax.all_to_all(words, self.axes, 0, 0, tiled=True)
         add = formats.kahan_sum if self.kahan else formats.sequential_sum
         total = add(words, fmt, lambda row: formats.decode(formats.unpack(row, bits), fmt))
-        words = lax.all_gather(formats.pack(formats.encode(total, fmt), bits), self.axes)
+        words = collectives.gather_rows(formats.pack(formats.encode(total, fmt), bits), self.axes)
         return formats.decode(formats.unpack(words, bits), fmt).ravel()[: values.size]
 
 
@@ -187,5 +189,5 @@ def _buckets(sizes: Sequence[int]) -> list[list[int]]:
 def _chunk_length(size: int, num_devices: int, group: int) -> int:
     """Returns the number of values that each device owns, padding included."""
     least = -(-size // num_devices)
-    unit = group * _LANES if least >= 100 * group * _LANES else group
+    unit = group * _LANES if least >= _FEW_ROWS * group * _LANES else group
     return max(1, -(-least // unit)) * unit
