@@ -15,7 +15,13 @@ import optax
 from lamb_tpu import optim
 from tests.batching import golden_adadagrad, golden_noise_scale, golden_simigrad
 from tests.models import golden_gnmt, golden_lstm, golden_lstm_classifier
-from tests.optim import golden, golden_agvm, golden_baselines, golden_schedules
+from tests.optim import (
+    golden,
+    golden_agvm,
+    golden_baselines,
+    golden_onebit,
+    golden_schedules,
+)
 from tests.parallel import golden_cpd
 
 Entry = Mapping[str, Any]
@@ -142,4 +148,5 @@ FAMILIES: dict[str, Repeat] = {
     "simigrad": golden_simigrad.repeat,
     "aps": golden_cpd.repeat_aps,
     "cpd_quant": golden_cpd.repeat_quant,
+    "onebit": golden_onebit.repeat,
 }
