@@ -157,7 +157,7 @@ def test_gradients_may_be_sent_in_bfloat16() -> None:
     exact, _, _ = trained(8, 1, **changes, schedule__warmup="0 steps")
     for state in ("replicated", "zero1"):
         narrow, _, _ = trained(
-            8, 1, **changes, schedule__warmup="0 steps", parallel__gradient_dtype="bfloat16",
+            8, 1, **changes, schedule__warmup="0 steps", parallel__exchange__name="bfloat16",
             parallel__optimizer_state=state,
         )
         assert 1e-6 < difference(narrow.params, exact.params) < 1e-2
