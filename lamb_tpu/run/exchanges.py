@@ -36,14 +36,23 @@ def exchange_fields(name: Any) -> dict[str, dataclasses.Field]:
     Raises:
       UserError: the exchange is unknown.
     """
-    if name not in EXCHANGES:
-        raise UserError(f"{_KEY}.name is {name!r}; known: {', '.join(EXCHANGES)}")
-    found = own.fields(EXCHANGES[name], ("axes", "num_devices"))
+    found = own.fields(_class(name), ("axes", "num_devices"))
     if name != "float32":
         wide: Any = dataclasses.field(default=())
         wide.name, wide.type = _WIDE, tuple[str, ...]
         found[_WIDE] = wide
     return found
+
+
+def _class(name: Any) -> Any:
+    if own.is_own(name):
+        return own.find(name, f"{_KEY}.name")
+    if name not in EXCHANGES:
+        raise UserError(
+            f"{_KEY}.name is {name!r}; known: {', '.join(EXCHANGES)}, and one of your own, "
+            f"{own.FORM}"
+        )
+    return EXCHANGES[name]
 
 
 def check(config: ConfigDict, mesh: Mesh, training: bool = True) -> None:
@@ -151,7 +160,7 @@ def placed(config: ConfigDict, layout: Layout, params: Any) -> Placed | None:
             f"{_KEY}.{_WIDE} is {patterns!r}, which matches every parameter; take {_KEY}.name="
             "'float32'"
         )
-    return make_exchange(layout, name, options, patterns)
+    return make_exchange(layout, _class(name), options, patterns)
 
 
 def parts(exchange: Placed | None, params: Any) -> tuple[Kept, ...]:
@@ -200,7 +209,7 @@ def _hashable(value: Any) -> Any:
 
 def _make(mesh: Mesh, name: str, options: Mapping[str, Any]) -> Exchange:
     try:
-        return exchange_over(mesh, name, options)
+        return exchange_over(mesh, _class(name), options)
     except (ValueError, TypeError) as error:
         text = " ".join(str(error).split())
         key = re.match(r"\w+", text)

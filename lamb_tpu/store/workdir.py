@@ -293,7 +293,8 @@ class Workdir:
 
 
 def _names(config: ConfigDict) -> list[Any]:
-    return [config[section].name for section in ("model", "task", "data", "optimizer")]
+    sections = [config[section] for section in ("model", "task", "data", "optimizer")]
+    return [section.name for section in (*sections, config.parallel.exchange)]
 
 
 def _commit() -> str | None:

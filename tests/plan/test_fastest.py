@@ -95,7 +95,7 @@ def test_descent(monkeypatch: pytest.MonkeyPatch) -> None:
     text = tiny.unbroken(answer.text)
     assert "no 129 % fsdp=2, backend=shard_map, optimizer_state=zero1" in text
     assert (
-        "exchange.name=bfloat16, optimizer_state=zero1: config.parallel.exchange.name is" in text
+        "exchange=bfloat16, optimizer_state=zero1: config.parallel.exchange.name is" in text
     )
     assert (
         "the fastest layout on v3-32: 25.8 % of memory, 56 (53.2 to 61.6) ms a step, 49 ms (47 %) "

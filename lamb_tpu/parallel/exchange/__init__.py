@@ -24,7 +24,7 @@ EXCHANGES: dict[str, type] = {
 
 
 def exchange_over(
-    mesh: Mesh, name: str = "float32", options: Mapping[str, Any] | None = None
+    mesh: Mesh, name: str | type = "float32", options: Mapping[str, Any] | None = None
 ) -> Exchange:
     """Returns the exchange of a name over a mesh.
 
@@ -33,13 +33,14 @@ def exchange_over(
 
     Args:
       mesh: over all devices.
-      name: one of `EXCHANGES`.
+      name: one of `EXCHANGES`, or a class like them.
       options: fields of its class.
 
     Raises:
       ValueError: an option is out of its range.
     """
-    made, axes = EXCHANGES[name], mesh_lib.batch_axes(mesh)
+    made = EXCHANGES[name] if isinstance(name, str) else name
+    axes = mesh_lib.batch_axes(mesh)
     if not issubclass(made, Cast):
         # The outer one that has several devices.
         axes = tuple(axis for axis in axes if mesh.shape[axis] > 1)[:1] or axes[:1]
@@ -50,7 +51,7 @@ def exchange_over(
 
 def make_exchange(
     layout: Layout,
-    name: str = "float32",
+    name: str | type = "float32",
     options: Mapping[str, Any] | None = None,
     full_precision: Sequence[str] = (),
 ) -> Placed:
