@@ -95,15 +95,24 @@ def test_every_place_is_float32_on_one_device(place: str) -> None:
     assert f"exchange: {spread.NAME}, start=2 between" in text and "kept by the exchange: " in text
 
 
-def test_optimizer_that_sends_momentum_is_the_one_that_sends_gradients() -> None:
+@pytest.mark.parametrize(
+    "place", ["eight", *(pytest.param(place, marks=pytest.mark.long) for place in (
+        "four", "microbatches", "hierarchy", "changing",
+    ))],
+)
+def test_optimizer_that_sends_momentum_is_the_one_that_sends_gradients(place: str) -> None:
     """Momentum is linear: its sums over devices are those of the gradients."""
-    state, run = after(config(optimizer=MOMENTUM), 8)
+    num_devices, changes = {
+        **PLACES, **MORE_PLACES, "hierarchy": (8, {"mesh__data": 2, "mesh__fsdp": 4}),
+    }[place]
+    state, run = after(config(optimizer=MOMENTUM, **changes), num_devices)
     assert [run.stage(update).of_optimizer for update in range(4)] == [None, None] + [
         "momentum"
     ] * 2
     assert difference(state.params, plain(optimizer="momentum").params) < 2e-5
     # In the warm-up gradients are sent as they are, and nothing is kept.
-    assert state.parts["residual"]["kept"].whole["count"] == 2
+    counts = state.parts["residual"]["kept"].whole["count"]
+    assert np.unique(counts).tolist() == [2]
 
 
 def test_skipped_update_puts_the_residual_back() -> None:
