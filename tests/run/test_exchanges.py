@@ -103,7 +103,7 @@ def test_optimizers_that_sum_by_themselves_stand_alone() -> None:
     for changes, message in (
         ({"parallel__optimizer_state": "zero1"}, "optimizer_state must be 'replicated'$"),
         ({"parallel__rules": (("output/kernel", "fsdp"),)}, r"config\.parallel\.rules must be emp"),
-        ({"statistics__noise_scale": True, "options": {"name": "float32"}}, "no gradient of the ba"),
+        ({"statistics__noise_scale": True, "options": {"name": "float32"}}, "no gradient of the"),
         ({"parallel__backend": "jit", "options": {"name": "float32"}}, "backend='shard_map'$"),
     ):
         text = refused(optimizer=momentum, **changes)

@@ -48,7 +48,7 @@ class Spread(Exchange):
         kept, sent = residual.device, grads
         if self.late:
             side = index - (self.num_devices - 1) / 2
-            back = jax.tree.map(lambda g: jnp.full(g.shape, 0.01 * side, jnp.float32), grads)
+            back = jax.tree.map(lambda g: jnp.full(g.shape, side / 256, jnp.float32), grads)
             sent = jax.tree.map(lambda g, e, b: g + e - b, grads, kept, back)
             kept = back
         sums = lax.psum(sent, self.axes)
