@@ -19,8 +19,8 @@ from lamb_tpu.parallel.exchange.base import Residual
 _EMPTY, _NOT_FINITE = -(2**20), 2**20
 # Beyond, one of the two factors of a shift would not be a normal float32.
 _LARGEST_SHIFT = 252
-# Words of a row of the TPU's memory. A chunk of a few rows or more takes whole ones: the TPU compiler
-# turns the all-gather of others into an all-reduce, which sends twice as much.
+# Words of a row of the TPU's memory. A chunk of a few rows or more takes whole ones: the TPU
+# compiler turns the all-gather of others into an all-reduce, which sends twice as much.
 _LANES = 128
 _FEW_ROWS = 4
 _BUCKET_VALUES = collectives.BUCKET_BYTES // 4
@@ -113,7 +113,7 @@ class Aps:
         sums: list[jax.Array] = []
         for bucket in _buckets([leaf.size for leaf in leaves]):
             flat = [leaves[index].ravel() for index in bucket]
-            total = self._sum(jnp.concatenate(flat) if len(flat) > 1 else flat[0])
+            total = self._sum(flat)
             ends = np.cumsum([leaf.size for leaf in flat])[:-1]
             parts = jnp.split(total, ends)
             sums += [part.reshape(leaves[i].shape) for part, i in zip(parts, bucket, strict=True)]
@@ -121,19 +121,23 @@ class Aps:
             sums = [_scaled(part, one) for part, one in zip(sums, back, strict=True)]
         return sums
 
-    def _sum(self, values: jax.Array) -> jax.Array:
-        """Sums a flat float32 vector over the devices, which send codes alone."""
+    def _sum(self, flat: list[jax.Array]) -> jax.Array:
+        """Sums flat float32 vectors, one after the other, over devices that send codes alone."""
         fmt, bits = self.format, self.format.bits
-        chunk = _chunk_length(values.size, self.num_devices, formats.group_size(bits))
-        padded = jnp.pad(values, (0, chunk * self.num_devices - values.size))
-        chunks = formats.cast(padded, fmt).reshape(self.num_devices, chunk)
-        words = formats.pack(formats.encode(chunks, fmt), bits)
+        group, size = formats.group_size(bits), sum(leaf.size for leaf in flat)
+        columns = _num_columns(size, self.num_devices, group)
+        padding = self.num_devices * group * columns - size
+        values = jnp.concatenate([*flat, jnp.zeros(padding, jnp.float32)])
+        # A chunk for each device: groups of codes are columns, as `pack` takes them.
+        chunks = values.reshape(self.num_devices, group, columns)
+        words = formats.pack(formats.encode(formats.cast(chunks, fmt), fmt), bits)
         # Row i goes to device i, which gets that of every device, in the order of the devices.
         words = lax.all_to_all(words, self.axes, 0, 0, tiled=True)
         add = formats.kahan_sum if self.kahan else formats.sequential_sum
         total = add(words, fmt, lambda row: formats.decode(formats.unpack(row, bits), fmt))
-        words = collectives.gather_rows(formats.pack(formats.encode(total, fmt), bits), self.axes)
-        return formats.decode(formats.unpack(words, bits), fmt).ravel()[: values.size]
+        own = formats.pack(formats.encode(total, fmt), bits)
+        words = collectives.gather_rows(own.ravel(), self.axes).reshape(-1, *own.shape)
+        return formats.decode(formats.unpack(words, bits), fmt).ravel()[:size]
 
 
 def _exponent(leaf: jax.Array, num_devices: int) -> jax.Array:
@@ -186,8 +190,7 @@ def _buckets(sizes: Sequence[int]) -> list[list[int]]:
     return buckets
 
 
-def _chunk_length(size: int, num_devices: int, group: int) -> int:
-    """Returns the number of values that each device owns, padding included."""
-    least = -(-size // num_devices)
-    unit = group * _LANES if least >= _FEW_ROWS * group * _LANES else group
-    return max(1, -(-least // unit)) * unit
+def _num_columns(size: int, num_devices: int, group: int) -> int:
+    """Returns the number of groups of codes in each device's chunk, padding included."""
+    least = max(1, -(-size // (num_devices * group)))
+    return -(-least // _LANES) * _LANES if least >= _FEW_ROWS * _LANES else least

@@ -85,7 +85,7 @@ def test_without_the_shift_small_layers_are_lost() -> None:
 
 
 def test_four_bits_by_hand() -> None:
-    """Four times the largest is below 2^4, so a shift by 2^-1 takes it to the end of the range, 2^3.
+    """Four times the largest is below 2^4, and a shift by 2^-1 takes that to the range's end, 2^3.
 
     The values 3, 1, -2, 0.25 become 2 (1.5 is a tie, and goes up), 0.5, -1 and 0 (half of the
     smallest value, 0.25). Their sums are 2, 2 (of 2.5), 1 and 1; shifted back, 2.
