@@ -1,7 +1,6 @@
 """Gradients sent in 4 to 16 bits, each layer shifted by a power of two first (APS)."""
 
 import dataclasses
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,10 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from lamb_tpu.optim.parameters import leaf_paths
 from lamb_tpu.parallel import collectives
 from lamb_tpu.parallel.exchange import formats
-from lamb_tpu.parallel.exchange.base import Residual
+from lamb_tpu.parallel.exchange.base import Exchange, Residual
 
 # Exponents of layers that have none: all values are zero, or one is infinite or NaN.
 _EMPTY, _NOT_FINITE = -(2**20), 2**20
@@ -27,7 +25,7 @@ _BUCKET_VALUES = collectives.BUCKET_BYTES // 4
 
 
 @dataclasses.dataclass(frozen=True)
-class Aps:
+class Aps(Exchange):
     """Auto-precision scaling: sums gradients in a format of few bits, and sends packed codes.
 
     One small all-reduce finds each layer's largest exponent, of N times the gradient for N devices.
@@ -38,9 +36,10 @@ class Aps:
     so that sums do not overflow.
 
     Numbers are those of the authors' emulator CPD, bit for bit (arXiv:1911.08907;
-    github.com/drcut/CPD, commit ddd9a67), which sends float32. So the casts are CPD's: what they
-    lose beside correct rounding is at most half a step of the smallest values, just above ties.
-    Differences: a layer without gradient stays zero, where CPD divides zero by zero; a layer with
+    github.com/drcut/CPD, commit ddd9a67), which sends float32. So the casts are CPD's: they differ
+    from correct rounding just above ties of the smallest values, by a millionth of these, and
+    past the largest value, which the shift rules out. A layer is a leaf: stacked layers share one
+    shift. Differences from CPD: a layer without gradient stays zero, where CPD divides zero by zero; a layer with
     an infinite or NaN value becomes NaN; and without `shift` each device's gradient is cast
     before it is sent, where CPD sends it wide, and what rounds past the largest value is infinite.
 
@@ -51,8 +50,6 @@ class Aps:
       mantissa_bits: 0 to 23.
       shift: whether layers are shifted; False is the plain format, for comparison.
       kahan: whether sums are compensated, by Kahan's method with every operation cast.
-      wide: regular expression; leaves with a match in their '/'-joined path are summed in float32.
-        None: no leaf.
     """
 
     axes: tuple[str, ...]
@@ -61,19 +58,12 @@ class Aps:
     mantissa_bits: int = 3
     shift: bool = True
     kahan: bool = False
-    wide: str | None = None
 
     def __post_init__(self) -> None:
         if not 2 <= self.exponent_bits <= 8:
             raise ValueError(f"exponent_bits must be 2 to 8, not {self.exponent_bits}")
         if not 0 <= self.mantissa_bits <= 23:
             raise ValueError(f"mantissa_bits must be 0 to 23, not {self.mantissa_bits}")
-        try:
-            re.compile(self.wide or "")
-        except re.error as error:
-            raise ValueError(
-                f"wide is not a valid regular expression: {self.wide} ({error})"
-            ) from None
 
     @property
     def format(self) -> formats.Format:
@@ -84,23 +74,12 @@ class Aps:
         return Residual()
 
     def reduce(self, grads: Any, residual: Residual) -> tuple[Any, Residual]:
-        paths, (leaves, treedef) = leaf_paths(grads), jax.tree.flatten(grads)
-        float32 = self.format.bits == 32 and not self.kahan
-        packed = [
-            index for index, path in enumerate(paths)
-            if not float32 and not (self.wide is not None and re.search(self.wide, path))
-        ]
-        whole = sorted(set(range(len(leaves))) - set(packed))
-        sums = collectives.all_reduce([leaves[index] for index in whole], self.axes)
-        found = dict(zip(whole, sums, strict=True))
-        given = [leaves[index] for index in packed]
-        small = self._reduce([leaf.astype(jnp.float32) for leaf in given]) if given else []
-        for index, leaf, total in zip(packed, given, small, strict=True):
-            found[index] = total.astype(leaf.dtype)
-        return treedef.unflatten([found[index] for index in range(len(leaves))]), residual
-
-    def at(self, update: int) -> "Aps":
-        return self
+        if not jax.tree.leaves(grads) or (self.format.bits == 32 and not self.kahan):
+            return collectives.all_reduce(grads, self.axes), residual
+        leaves, treedef = jax.tree.flatten(grads)
+        sums = self._reduce([leaf.astype(jnp.float32) for leaf in leaves])
+        own = [total.astype(leaf.dtype) for total, leaf in zip(sums, leaves, strict=True)]
+        return treedef.unflatten(own), residual
 
     def _reduce(self, leaves: list[jax.Array]) -> list[jax.Array]:
         """Sums float32 leaves."""
