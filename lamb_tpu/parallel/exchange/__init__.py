@@ -11,6 +11,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from lamb_tpu.parallel import mesh as mesh_lib
+from lamb_tpu.parallel.exchange.aps import Aps
 from lamb_tpu.parallel.exchange.base import Exchange, Residual
 from lamb_tpu.parallel.exchange.cast import BFloat16, Cast
 from lamb_tpu.parallel.exchange.placing import Placed
@@ -20,6 +21,7 @@ from lamb_tpu.parallel.layout import Layout
 EXCHANGES: dict[str, type] = {
     "float32": Cast,
     "bfloat16": BFloat16,
+    "aps": Aps,
 }
 
 
@@ -66,6 +68,6 @@ def make_exchange(
 
 
 __all__ = [
-    "EXCHANGES", "BFloat16", "Cast", "Exchange", "Placed", "Residual", "exchange_over",
+    "EXCHANGES", "Aps", "BFloat16", "Cast", "Exchange", "Placed", "Residual", "exchange_over",
     "make_exchange",
 ]
