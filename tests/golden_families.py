@@ -23,6 +23,8 @@ from tests.optim import (
     golden_schedules,
 )
 from tests.parallel import golden_cpd
+from tests.optim import golden, golden_agvm, golden_baselines, golden_schedules
+from tests.parallel import golden_dgc, golden_econtrol
 
 Entry = Mapping[str, Any]
 Arrays = Mapping[str, np.ndarray]
@@ -149,4 +151,6 @@ FAMILIES: dict[str, Repeat] = {
     "aps": golden_cpd.repeat_aps,
     "cpd_quant": golden_cpd.repeat_quant,
     "onebit": golden_onebit.repeat,
+    "dgc": golden_dgc.repeat,
+    "econtrol": golden_econtrol.repeat,
 }
