@@ -13,13 +13,17 @@ from jax.sharding import Mesh
 from lamb_tpu.parallel import mesh as mesh_lib
 from lamb_tpu.parallel.exchange.base import Exchange, Residual
 from lamb_tpu.parallel.exchange.cast import BFloat16, Cast
+from lamb_tpu.parallel.exchange.lgreco import LGreCo
 from lamb_tpu.parallel.exchange.placing import Placed
+from lamb_tpu.parallel.exchange.powersgd import PowerSGD
 from lamb_tpu.parallel.layout import Layout
 
 # Classes by name; a class' fields after `axes` and `num_devices` are the options.
 EXCHANGES: dict[str, type] = {
     "float32": Cast,
     "bfloat16": BFloat16,
+    "powersgd": PowerSGD,
+    "lgreco": LGreCo,
 }
 
 
