@@ -25,6 +25,7 @@ from tests.optim import (
 from tests.parallel import golden_cpd
 from tests.optim import golden, golden_agvm, golden_baselines, golden_schedules
 from tests.parallel import golden_dgc, golden_econtrol
+from tests.parallel import golden_lgreco, golden_powersgd
 
 Entry = Mapping[str, Any]
 Arrays = Mapping[str, np.ndarray]
@@ -153,4 +154,6 @@ FAMILIES: dict[str, Repeat] = {
     "onebit": golden_onebit.repeat,
     "dgc": golden_dgc.repeat,
     "econtrol": golden_econtrol.repeat,
+    "powersgd": golden_powersgd.repeat,
+    "lgreco": golden_lgreco.repeat,
 }

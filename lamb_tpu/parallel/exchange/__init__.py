@@ -18,6 +18,9 @@ from lamb_tpu.parallel.exchange.dgc import DGC
 from lamb_tpu.parallel.exchange.error_feedback import EF14, EF21, EControl
 from lamb_tpu.parallel.exchange.placing import Placed
 from lamb_tpu.parallel.exchange.topk import TopK
+from lamb_tpu.parallel.exchange.lgreco import LGreCo
+from lamb_tpu.parallel.exchange.placing import Placed
+from lamb_tpu.parallel.exchange.powersgd import PowerSGD
 from lamb_tpu.parallel.layout import Layout
 
 # Classes by name; a class' fields after `axes` and `num_devices` are the options.
@@ -30,6 +33,8 @@ EXCHANGES: dict[str, type] = {
     "ef14": EF14,
     "ef21": EF21,
     "econtrol": EControl,
+    "powersgd": PowerSGD,
+    "lgreco": LGreCo,
 }
 
 
