@@ -17,6 +17,7 @@ from lamb_tpu import data
 from lamb_tpu.cost import hlo, network, traffic
 from lamb_tpu.cost import topology as topology_lib
 from lamb_tpu.cost.calibrated import CALIBRATED
+from lamb_tpu.cost.hosts import HostNetwork, hosts
 from lamb_tpu.cost.network import Network
 from lamb_tpu.cost.timeline import Timeline
 from lamb_tpu.errors import UserError
@@ -36,6 +37,7 @@ def make_plan(
     waiting: Callable[[str], Any] = contextlib.nullcontext,
     examples: int | None = None,
     cache: Cache | None = None,
+    gbps: float | None = None,
 ) -> Plan:
     """Compiles the training step of a config for a slice.
 
@@ -48,6 +50,7 @@ def make_plan(
         entered while waiting.
       examples: number of training examples, see `data.load_shapes`.
       cache: where compiled programs are kept; None keeps none.
+      gbps: rate of the only link of each host, in 10^9 bits a second; None: the slice's own network.
 
     Raises:
       UserError: the config has a mistake, the name is unknown, or the TPU compiler is missing or
@@ -102,7 +105,9 @@ def make_plan(
     # of use.
     text = compiled.program
     cost = _read(hlo.program_cost, text, notes)
-    fabric = Network(slice_, places)
+    fabric = Network(slice_, places) if gbps is None else HostNetwork(
+        slice_, places, hosts(run.mesh.devices.flat), gbps
+    )
     plan = dataclasses.replace(plan, network=fabric, program=text)
     times = _read(lambda _: plan.timelines(calibration.each), text, notes)
     return dataclasses.replace(

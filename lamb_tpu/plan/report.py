@@ -10,8 +10,10 @@ from lamb_tpu import terminal
 from lamb_tpu.cost import hlo, traffic
 from lamb_tpu.cost import topology as topology_lib
 from lamb_tpu.cost.calibrated import CALIBRATED
+from lamb_tpu.cost.hosts import HostNetwork
 from lamb_tpu.cost.network import Calibration, Constants, Network, Route
 from lamb_tpu.cost.timeline import Timeline, timeline
+from lamb_tpu.plan import sending
 from lamb_tpu.plan import totals as totals_lib
 from lamb_tpu.plan.totals import Totals, Work, span_text
 from lamb_tpu.run.recipe import Recipe
@@ -271,6 +273,7 @@ class Plan:
             "network_exposed_milliseconds":
                 self.times and [1e3 * each.exposed for each in self.times],
             "step_milliseconds": self.step_seconds and [1e3 * each for each in self.step_seconds],
+            **sending.as_json(self.times and self.times[1], self.network),
             "calibrated_by": self.calibration.fitted_to,
             "collectives": None if self.collectives is None else [
                 each.row._asdict() | {
@@ -358,6 +361,26 @@ class Plan:
                 f"takes {1e3 * middle.seconds:.3g} ms ({1e3 * low.seconds:.3g} to "
                 f"{1e3 * high.seconds:.3g})"
             )
+            lines += self._describe_sending(middle)
+        return lines
+
+    def _describe_sending(self, schedule: Timeline) -> list[str]:
+        lines = []
+        if isinstance(self.network, HostNetwork):
+            carried = sending.link_bytes(schedule, self.network)
+            lines.append(
+                f"hosts: one link of {self.network.gbps:g} Gb/s each way for the "
+                f"{self.network.host_devices} devices of each, which carries {size_text(carried)} "
+                "a step"
+            )
+        sent = traffic.sent_by_dtype(event.collective for event in schedule.events)
+        if sent:
+            each = ", ".join(f"{dtype} {size_text(size)}" for dtype, size in sent.items())
+            lines.append(f"sends: {size_text(sum(sent.values()))} of a device a step: {each}")
+        name, whole = sending.limit(schedule, self.network), schedule.seconds
+        part = schedule.compute if name == "computation" else schedule.exposed
+        if whole:
+            lines.append(f"limit: the {name}, {part / whole:.0%} of a step")
         return lines
 
 
@@ -415,6 +438,7 @@ def size_text(size: float) -> str:
 
 def _along(route: Route) -> str:
     parts = [f"{axis.name}{axis.length}" for axis in route.axes]
+    parts += ["hosts"] * (route.hosts > 1)
     return " ".join(parts + ["slices"] * (route.slices > 1)) or "-"
 
 
