@@ -24,6 +24,8 @@ _LANES = 256
 _TILES = 8 * _LANES
 # A device's part of fewer values is not worth padding to tiles.
 _FEW = 4 * _TILES
+# Among so few devices the TPU compiler keeps a small all-gather.
+_ONE_PHASE = 16
 
 
 def all_reduce(tree: Any, axes: Sequence[str], dtype: Any = None) -> Any:
@@ -81,13 +83,12 @@ def reduce_scatter(
 def _scatter(packed: jax.Array, name: str, parts: int) -> jax.Array:
     """Sums (parts, rows, lanes) over devices; returns this device's entry, (1, rows, lanes)."""
     _, rows, lanes = packed.shape
-    # Runs as near to the square root as the number of devices allows; 1 for a prime number. Values
-    # too few for tiles are not cut into runs either.
-    near = max(k for k in range(1, math.isqrt(parts) + 1) if parts % k == 0)
+    near = _near(parts)
+    # Values too few for tiles are not cut into runs either.
     if near == 1 or lanes != _LANES:
         return lax.psum_scatter(packed, name, scatter_dimension=0, tiled=True)
     far = parts // near
-    runs = [[run * near + place for place in range(near)] for run in range(far)]
+    runs, places = _runs(near, far)
     # Device (run, place) is left with the entries of its place in every run, then with its own.
     packed = packed.reshape(far, near, rows, lanes).swapaxes(0, 1)
     packed = packed.reshape(near, far * rows, lanes)
@@ -96,8 +97,19 @@ def _scatter(packed: jax.Array, name: str, parts: int) -> jax.Array:
     )
     return lax.psum_scatter(
         packed.reshape(far, rows, lanes), name, scatter_dimension=0, tiled=True,
-        axis_index_groups=[list(places) for places in zip(*runs)],
+        axis_index_groups=places,
     )
+
+
+def _near(size: int) -> int:
+    """Length of runs as near to the square root as the size allows; 1 for a prime number."""
+    return max(k for k in range(1, math.isqrt(size) + 1) if size % k == 0)
+
+
+def _runs(near: int, far: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Devices in runs of `near` neighbours, and those at the same place of each run."""
+    runs = [[run * near + place for place in range(near)] for run in range(far)]
+    return runs, [list(places) for places in zip(*runs)]
 
 
 def all_gather(leaves: Sequence[jax.Array], axes: Sequence[int], name: str) -> list[jax.Array]:
@@ -126,6 +138,33 @@ def all_gather(leaves: Sequence[jax.Array], axes: Sequence[int], name: str) -> l
 
     # What is gathered is `parts` times what a device gives, and a bucket is measured by it.
     return _in_buckets(run, leaves, axes, parts)
+
+
+def gather_rows(row: jax.Array, axes: Sequence[str]) -> jax.Array:
+    """Gathers each device's row, in the order of the devices.
+
+    Over many devices it takes two phases, as `reduce_scatter` does and for the same reason; they
+    send as much as one. The TPU compiler keeps them if 128 divides the length.
+
+    Args:
+      row: (length,), on each device.
+      axes: mesh axes; the devices along the last one follow each other.
+
+    Returns:
+      (devices, length).
+    """
+    rows = row[None]
+    for name in reversed(axes):
+        size = lax.axis_size(name)
+        near = _near(size)
+        if size <= _ONE_PHASE or near == 1:
+            rows = lax.all_gather(rows, name)
+        else:
+            runs, places = _runs(near, size // near)
+            rows = lax.all_gather(rows, name, axis_index_groups=runs)
+            rows = lax.all_gather(rows, name, axis_index_groups=places)
+        rows = rows.reshape(-1, row.size)
+    return rows
 
 
 def local_part(leaf: jax.Array, axis: int, name: str) -> jax.Array:

@@ -1,31 +1,37 @@
 """Exchanges: forms in which gradients are sent between devices.
 
-An exchange has `init(params)` and `reduce(grads, residual) -> (grads, residual)` inside shard_map.
-The residual is a part of a device's gradient that is kept until the next update, such as the error
-of a compression. `config.parallel.gradient_dtype` chooses the exchange.
+`config.parallel.exchange` chooses one by its name and gives its options. `base` says what an
+exchange has; `placing` puts any of them into the step.
 """
 
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Any
 
-from lamb_tpu.parallel.exchange.cast import Cast
+from lamb_tpu.parallel import mesh as mesh_lib
+from lamb_tpu.parallel.exchange.base import Exchange, Residual
+from lamb_tpu.parallel.exchange.cast import BFloat16, Cast
+from lamb_tpu.parallel.exchange.placing import Placed
 from lamb_tpu.parallel.layout import Layout
 
-
-class Exchange(Protocol):
-    """A way to sum the devices' gradients."""
-
-    def init(self, params: Any) -> Any:
-        """Returns the residual before the first update; () for an exchange that keeps none."""
-
-    def reduce(self, grads: Any, residual: Any) -> tuple[Any, Any]:
-        """Returns the sums over devices, placed as the optimizer's state, and the new residual.
-
-        Args:
-          grads: this device's gradients, not split.
-          residual: this device's residual.
-        """
+# Classes by name; a class' fields after `axes` and `num_devices` are the options.
+EXCHANGES: dict[str, type] = {
+    "float32": Cast,
+    "bfloat16": BFloat16,
+}
 
 
-def make_exchange(layout: Layout, gradient_dtype: Any = None) -> Exchange:
-    """Returns the exchange that sends gradients in `gradient_dtype`; None: in their own dtype."""
-    return Cast(layout, gradient_dtype)
+def make_exchange(
+    layout: Layout, name: str = "float32", options: Mapping[str, Any] | None = None
+) -> Placed:
+    """Returns the exchange of a name, in the step of a layout.
+
+    Raises:
+      ValueError: an option is out of its range.
+    """
+    axes = mesh_lib.batch_axes(layout.mesh)
+    return Placed(
+        layout, EXCHANGES[name](axes, mesh_lib.num_batch_shards(layout.mesh), **(options or {}))
+    )
+
+
+__all__ = ["EXCHANGES", "BFloat16", "Cast", "Exchange", "Residual", "make_exchange"]

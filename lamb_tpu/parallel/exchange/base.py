@@ -1,0 +1,53 @@
+"""What every exchange of gradients has: its residual, and its methods."""
+
+from typing import Any, NamedTuple, Protocol
+
+
+class Residual(NamedTuple):
+    """What an exchange keeps between updates.
+
+    Attributes:
+      device: pytree whose leaves differ between devices. What counts is their sum over devices,
+        such as the error of a compression or momentum of the own gradient.
+      split: pytree of flat vectors (length,), each device's equal chunk of one long padded vector.
+      whole: pytree that is the same on every device, such as counts.
+    """
+
+    device: Any = ()
+    split: Any = ()
+    whole: Any = ()
+
+
+class Exchange(Protocol):
+    """A way to sum the devices' gradients.
+
+    An implementation is a frozen dataclass, so that it is hashable. Its first fields are
+    `axes: tuple[str, ...]`, the mesh axes to sum over, and `num_devices: int`, the product of their
+    sizes; its options follow, with defaults. `__post_init__` raises a ValueError of one sentence
+    that begins with the name of the option.
+    """
+
+    def init(self, params: Any) -> Residual:
+        """Returns one device's residual before the first update.
+
+        Args:
+          params: arrays or `jax.ShapeDtypeStruct`s with the shapes of the gradient.
+        """
+
+    def reduce(self, grads: Any, residual: Residual) -> tuple[Any, Residual]:
+        """Returns the sums over devices, whole on each of them, and the new residual.
+
+        It runs inside shard_map, or vmap with axis names.
+
+        Args:
+          grads: this device's share of the gradient.
+          residual: this device's residual.
+        """
+
+    def at(self, update: int) -> "Exchange":
+        """Returns the exchange of the update after `update` completed ones; by default itself.
+
+        Those of one stage are equal, and a program is compiled for each stage. The residual has the
+        same structure in all stages.
+        """
+        return self

@@ -1,0 +1,262 @@
+"""Deep Gradient Compression: sparse gradients whose momentum is kept by each device.
+
+For each matrix a device keeps u, the momentum of its own gradient, and v, what it has accumulated
+and not sent. At each update u <- m u + g and v <- v + u, or with Nesterov's momentum
+u <- m (u + g) and v <- v + u + g. It sends the largest values of v, about a fraction `ratio` of
+them, and sets u and v to 0 there. What counts are the sums over devices of u and of v.
+
+The result contains the momentum: **the optimizer's own must be 0**, and weight decay that the
+optimizer adds gets none. Vectors, such as biases, are all-reduced, with the same momentum.
+
+Source: Lin et al., arXiv:1712.01887, as in the authors' synxlin/deep-gradient-compression.
+"""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from lamb_tpu.parallel.exchange import selection, sparse
+from lamb_tpu.parallel.exchange.base import Exchange, Residual
+from lamb_tpu.parallel.exchange.compressors import check_ratio
+
+# A threshold from samples is adapted until it selects this many times the budget, at most ten
+# times; the same factors change it.
+_LOWER, _UPPER, _ADAPTATIONS = 0.8, 1.3, 10
+
+
+class Sampling(NamedTuple):
+    """How the threshold of one matrix is found.
+
+    Attributes:
+      size: number of values.
+      budget: the largest number of values that is sent.
+      stride: between samples; 1: the threshold is of all values.
+      rank: the threshold is the sample of this rank, from the largest.
+    """
+
+    size: int
+    budget: int
+    stride: int
+    rank: int
+
+
+@dataclasses.dataclass(frozen=True)
+class DGC(Exchange):
+    """Deep Gradient Compression, see above.
+
+    Attributes:
+      axes: the mesh axes to sum over.
+      num_devices: number of devices along these axes.
+      ratio: the fraction of a matrix' values that is sent, in (0, 1]; 1: an all-reduce.
+      momentum: of the exchange.
+      nesterov: whether this is Nesterov's momentum.
+      factor_masking: whether the momentum is set to 0 where a value was sent.
+      clip_norm: the largest norm of each leaf of a device's mean gradient, before it is added;
+        None: any.
+      sample_ratio: the fraction of values from which the threshold is estimated, in (0, 1].
+      resample: whether a threshold that selects too much is replaced by the exact one.
+      warmup_steps: number of updates in which the ratio falls exponentially from near 1.
+      warmup_stages: number of ratios in these updates.
+      seed: of the places of the samples.
+    """
+
+    axes: tuple[str, ...]
+    num_devices: int
+    ratio: float = 0.001
+    momentum: float = 0.9
+    nesterov: bool = False
+    factor_masking: bool = True
+    clip_norm: float | None = None
+    sample_ratio: float = 0.01
+    resample: bool = True
+    warmup_steps: int = 0
+    warmup_stages: int = 5
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_ratio("ratio", self.ratio)
+        check_ratio("sample_ratio", self.sample_ratio)
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"momentum must be in [0, 1), not {self.momentum}")
+        if self.clip_norm is not None and self.clip_norm <= 0:
+            raise ValueError(f"clip_norm must be positive, not {self.clip_norm}")
+        if self.warmup_steps < 0:
+            raise ValueError(f"warmup_steps must not be negative, not {self.warmup_steps}")
+        if self.warmup_stages < 1:
+            raise ValueError(f"warmup_stages must be at least 1, not {self.warmup_stages}")
+
+    def at(self, update: int) -> "DGC":
+        ratio = self.ratio
+        if update < self.warmup_steps:
+            stage = update * self.warmup_stages // self.warmup_steps
+            ratio = max(ratio ** ((stage + 1) / (self.warmup_stages + 1)), ratio)
+        return dataclasses.replace(self, ratio=ratio, warmup_steps=0)
+
+    def init(self, params: Any) -> Residual:
+        sparse_leaves, dense_leaves = _by_rank(jax.tree.leaves(params))
+        sparse.check_length(sum(leaf.size for leaf in sparse_leaves))
+        zeros = tuple(jnp.zeros((leaf.size,), _dtype(leaf)) for leaf in sparse_leaves)
+        return Residual(
+            device={"momentum": zeros, "accumulated": zeros},
+            whole={
+                "momentum": tuple(jnp.zeros(leaf.shape, _dtype(leaf)) for leaf in dense_leaves),
+                "count": jnp.zeros((), jnp.int32),
+            },
+        )
+
+    def reduce(self, grads: Any, residual: Residual) -> tuple[Any, Residual]:
+        leaves, treedef = jax.tree.flatten(grads)
+        matrices, vectors = _by_rank([leaf.astype(_dtype(leaf)) for leaf in leaves])
+        # One operation for all vectors.
+        dense, momentum = self._dense(
+            lax.psum(vectors, self.axes), residual.whole["momentum"], 1.0
+        )
+        flat = [leaf.ravel() for leaf in matrices]
+        count = residual.whole["count"]
+        if self.ratio < 1:
+            sums, device = self._sparse(flat, residual.device, count)
+        else:
+            # Before the first sparse update all devices hold the same momentum, in equal shares.
+            sums, shares = self._dense(
+                lax.psum(flat, self.axes), residual.device["momentum"], 1.0 / self.num_devices
+            )
+            device = dict(residual.device, momentum=shares)
+        whole = {"momentum": momentum, "count": count + 1}
+        found = {True: iter(sums), False: iter(dense)}
+        placed = [
+            next(found[leaf.ndim > 1]).reshape(leaf.shape).astype(leaf.dtype) for leaf in leaves
+        ]
+        return treedef.unflatten(placed), Residual(device=device, whole=whole)
+
+    def _dense(
+        self, sums: list[jax.Array], momentum: tuple[jax.Array, ...], share: float
+    ) -> tuple[list[jax.Array], tuple[jax.Array, ...]]:
+        """Plain momentum of summed gradients, of which each device keeps the given share."""
+        found, kept = [], []
+        for g, before in zip(sums, momentum, strict=True):
+            step, m = self._momentum(self._clipped(g, 1), before / share)
+            found.append(step)
+            kept.append(m * share)
+        return found, tuple(kept)
+
+    def _sparse(
+        self, gradients: list[jax.Array], device: Any, count: jax.Array
+    ) -> tuple[list[jax.Array], Any]:
+        """The sums of what is sent, and the new momentum and accumulated values."""
+        momenta, selected, budgets = [], [], []
+        rows = zip(gradients, device["momentum"], device["accumulated"], strict=True)
+        for leaf, (g, u, v) in enumerate(rows):
+            step, u = self._momentum(self._clipped(g, self.num_devices), u)
+            v += step
+            sampling = self.sampling(v.size)
+            mask = self.select(jnp.abs(v), sampling, self.sample_start(leaf, sampling, count))
+            momenta.append(jnp.where(mask, 0, u) if self.factor_masking else u)
+            selected.append(sparse.Selected(v, mask))
+            budgets.append(sampling.budget)
+        sums = sparse.total(selected, budgets, self.axes, self.num_devices)
+        return sums, {
+            "momentum": tuple(momenta),
+            "accumulated": tuple(jnp.where(mask, 0, v) for v, mask in selected),
+        }
+
+    def _momentum(self, g: jax.Array, u: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the step of a gradient, and its momentum."""
+        if self.nesterov:
+            u = self.momentum * (u + g)
+            return u + g, u
+        u = self.momentum * u + g
+        return u, u
+
+    def _clipped(self, g: jax.Array, scale: int) -> jax.Array:
+        """Returns a gradient, shortened where the norm of `scale` times it is above `clip_norm`."""
+        if self.clip_norm is None:
+            return g
+        norm = scale * jnp.sqrt(jnp.sum(g * g))
+        return g * jnp.minimum(1.0, self.clip_norm / (norm + 1e-6))
+
+    def sampling(self, size: int) -> Sampling:
+        """Returns how the threshold of a matrix of `size` values is found, as the authors do."""
+        budget = math.ceil(size * self.ratio)
+        samples, stride = size, 1
+        # At least two samples are to be above the threshold.
+        fewest = math.ceil(2 / self.ratio)
+        if self.sample_ratio < 1 and size > fewest:
+            wanted = max(math.ceil(size * self.sample_ratio), fewest)
+            # Not a multiple of the number of columns, which is one of 32 in most networks.
+            stride = math.ceil(size / wanted / 32) * 32 + 1
+            while size // stride < wanted:
+                stride -= 8
+            samples = size // stride
+        return Sampling(size, budget, stride, math.ceil(samples * self.ratio))
+
+    def sample_start(self, leaf: int, sampling: Sampling, count: jax.Array) -> jax.Array | int:
+        """Returns the index of the first sample; it changes from update to update.
+
+        Args:
+          leaf: the matrix, by its place among them.
+          sampling: the size and stride.
+          count: number of updates before.
+        """
+        if sampling.stride == 1:
+            return 0
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self.seed), count), leaf)
+        return jax.random.randint(key, (), 0, sampling.stride, jnp.int32)
+
+    def select(
+        self, magnitudes: jax.Array, sampling: Sampling, start: jax.Array | int
+    ) -> jax.Array:
+        """Returns the mask of the values that are sent; at most `sampling.budget` of them.
+
+        These are the values that are not below a threshold, and of more than the budget allows the
+        first, as the authors do.
+        """
+        budget = sampling.budget
+        if sampling.stride == 1:
+            threshold = selection.kth_largest(magnitudes, sampling.rank)
+            return selection.first(magnitudes >= threshold, budget)
+        places = start + sampling.stride * jnp.arange(-(-sampling.size // sampling.stride))
+        # Beyond the end there is none, and -1 is below every magnitude.
+        samples = magnitudes.at[places].get(mode="fill", fill_value=-1)
+        threshold = selection.kth_largest(samples, sampling.rank)
+        too_few, too_many = math.ceil(_LOWER * budget), math.floor(_UPPER * budget)
+
+        def number(threshold: jax.Array) -> jax.Array:
+            return jnp.sum(magnitudes >= threshold, dtype=jnp.int32)
+
+        def adapts(state: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+            _, found, step = state
+            outside = (found < too_few) | ((found > too_many) & (not self.resample))
+            return outside & (step < _ADAPTATIONS)
+
+        def adapt(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            threshold, found, step = state
+            threshold *= jnp.where(found > too_many, _UPPER, _LOWER).astype(threshold.dtype)
+            return threshold, number(threshold), step + 1
+
+        threshold, found, step = lax.while_loop(
+            adapts, adapt, (threshold, number(threshold), jnp.zeros((), jnp.int32))
+        )
+
+        def at_threshold() -> jax.Array:
+            return selection.first(magnitudes >= threshold, budget)
+
+        if not self.resample:
+            return at_threshold()
+        return lax.cond(
+            (found > too_many) & (step < _ADAPTATIONS),
+            lambda: selection.largest(magnitudes, budget), at_threshold,
+        )
+
+
+def _by_rank(leaves: list[Any]) -> tuple[list[Any], list[Any]]:
+    """Returns the matrices, which are sent sparse, and the vectors and scalars."""
+    return [x for x in leaves if x.ndim > 1], [x for x in leaves if x.ndim <= 1]
+
+
+def _dtype(leaf: Any) -> Any:
+    """The dtype of arithmetic: float32 at least."""
+    return jnp.result_type(jnp.float32, leaf.dtype)

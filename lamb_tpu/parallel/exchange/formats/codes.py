@@ -1,0 +1,133 @@
+"""Codes of a format's values, and words in which they lie densely.
+
+A code is the value's sign, stored exponent and mantissa, as in IEEE 754. Codes of 8 bits take a
+byte and codes of 4 bits half of one. Other widths are as dense: 32 codes of 5 bits are five words.
+"""
+
+import functools
+import math
+import operator
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from lamb_tpu.parallel.exchange.formats.casting import (
+    INFINITY,
+    MAGNITUDE,
+    bits_of,
+    steps_below_normal,
+)
+from lamb_tpu.parallel.exchange.formats.format import Format
+
+_WORD = 32
+
+
+def encode(values: jax.Array, fmt: Format) -> jax.Array:
+    """Returns the codes of values that the format has, as `cast` returns them.
+
+    Two kinds of values have no code of their own. In the style 'cpd', the value past the largest
+    finite one gets that of infinity. Without mantissa bits, so does NaN.
+
+    Args:
+      values: float32.
+      fmt: the format.
+
+    Returns:
+      Codes in the lower `fmt.bits` bits of uint32, of the same shape.
+    """
+    bits = lax.bitcast_convert_type(values, jnp.int32)
+    magnitude, mantissa_bits = bits & MAGNITUDE, fmt.mantissa_bits
+    dropped = 23 - mantissa_bits
+    code = (magnitude >> dropped) - (127 - fmt.bias << mantissa_bits)
+    if fmt.exponent_bits < 8:
+        steps = steps_below_normal(magnitude, fmt)
+        code = jnp.where(magnitude < bits_of(fmt.smallest_normal), steps, code)
+    if fmt.style == "fn":
+        code = jnp.where(magnitude > INFINITY, (1 << fmt.bits - 1) - 1, code)
+    elif fmt.reserved:
+        infinite = (1 << fmt.exponent_bits) - 1 << mantissa_bits
+        if mantissa_bits:
+            # A NaN keeps the first bits of its payload, or gets one, so as not to be infinite.
+            payload = jnp.maximum(magnitude - INFINITY >> dropped, 1)
+            not_finite = jnp.where(magnitude > INFINITY, infinite + payload, infinite)
+            code = jnp.where(magnitude >= INFINITY, not_finite, code)
+        else:
+            code = jnp.where(magnitude >= INFINITY, infinite, code)
+    sign = lax.bitcast_convert_type(bits, jnp.uint32) >> 31 << fmt.bits - 1
+    return lax.bitcast_convert_type(code, jnp.uint32) | sign
+
+
+def decode(codes: jax.Array, fmt: Format) -> jax.Array:
+    """Returns the values of codes, exactly, as float32; of the same shape.
+
+    Args:
+      codes: unsigned integers; bits beyond the lower `fmt.bits` must be zero.
+      fmt: the format.
+    """
+    codes, mantissa_bits = codes.astype(jnp.uint32), fmt.mantissa_bits
+    sign = codes >> fmt.bits - 1 << 31
+    code = lax.bitcast_convert_type(codes, jnp.int32) & (1 << fmt.bits - 1) - 1
+    dropped = 23 - mantissa_bits
+    bits = (code << dropped) + (127 - fmt.bias << 23)
+    if fmt.exponent_bits < 8:
+        # Below 2^23, so the conversion is exact, and so is the product.
+        small = code.astype(jnp.float32) * jnp.float32(fmt.step)
+        small = lax.bitcast_convert_type(small, jnp.int32)
+        bits = jnp.where(code < 1 << mantissa_bits, small, bits)
+    if fmt.style == "fn":
+        bits = jnp.where(code == (1 << fmt.bits - 1) - 1, bits_of(math.nan), bits)
+    elif fmt.reserved:
+        infinite = (1 << fmt.exponent_bits) - 1 << mantissa_bits
+        bits = jnp.where(code >= infinite, INFINITY + (code - infinite << dropped), bits)
+    whole = lax.bitcast_convert_type(bits, jnp.uint32) | sign
+    return lax.bitcast_convert_type(whole, jnp.float32)
+
+
+def group_size(bits: int) -> int:
+    """The least number of codes that fill whole words: 4 of 8 bits, 32 of 5 bits."""
+    return _WORD // math.gcd(bits, _WORD)
+
+
+def pack(codes: jax.Array, bits: int) -> jax.Array:
+    """Packs codes densely.
+
+    The n / `group_size` codes of a word's first place come first in `codes`, then those of the
+    second, so that only whole, contiguous rows are shifted and joined.
+
+    Args:
+      codes: uint32, (..., n), each below 2^bits; `group_size(bits)` divides n.
+      bits: 1 to 32.
+
+    Returns:
+      uint32 words, (..., n * bits / 32).
+    """
+    size, words = group_size(bits), group_size(bits) * bits // _WORD
+    rows = codes.reshape(*codes.shape[:-1], size, -1)
+    packed = []
+    for word in range(words):
+        parts = []
+        for place in range(size):
+            shift = place * bits - word * _WORD
+            row = rows[..., place, :]
+            if 0 <= shift < _WORD:
+                parts.append(row << shift)
+            elif -bits < shift < 0:  # begun in the word before
+                parts.append(row >> -shift)
+        packed.append(functools.reduce(operator.or_, parts))
+    return packed[0] if words == 1 else jnp.concatenate(packed, axis=-1)
+
+
+def unpack(words: jax.Array, bits: int) -> jax.Array:
+    """Returns the codes that `pack` packed: uint32, (..., m * 32 / bits) of words (..., m)."""
+    size, count = group_size(bits), group_size(bits) * bits // _WORD
+    rows = words.reshape(*words.shape[:-1], count, -1)
+    mask = jnp.uint32((1 << bits) - 1)
+    codes = []
+    for place in range(size):
+        word, shift = divmod(place * bits, _WORD)
+        code = rows[..., word, :] >> shift
+        if shift + bits > _WORD:
+            code |= rows[..., word + 1, :] << _WORD - shift
+        codes.append(code & mask)
+    return codes[0] if size == 1 else jnp.concatenate(codes, axis=-1)

@@ -1,0 +1,178 @@
+"""Recorded runs of Deep Gradient Compression, repeated: parameters, what is sent, what is kept."""
+
+import dataclasses
+import functools
+import random
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+
+from lamb_tpu.parallel.exchange.base import Residual
+from lamb_tpu.parallel.exchange.dgc import DGC, Sampling
+from tests.optim.golden_common import Settings
+
+Arrays = Mapping[str, np.ndarray]
+AXES = ("data",)
+# The masks of the update that is being traced, in the order of the leaves.
+_masks: list[jax.Array] = []
+
+
+@dataclasses.dataclass(frozen=True)
+class Recorded(DGC):
+    """DGC with given starts of the samples, which also shows what it selects.
+
+    Attributes:
+      starts: {leaf: starts}, flattened to pairs; of each worker.
+    """
+
+    starts: tuple[tuple[int, tuple[int, ...]], ...] = ()
+
+    def sample_start(self, leaf: int, sampling: Sampling, count: jax.Array) -> jax.Array | int:
+        given = dict(self.starts)
+        return jnp.asarray(given[leaf])[lax.axis_index(AXES)] if leaf in given else 0
+
+    def select(
+        self, magnitudes: jax.Array, sampling: Sampling, start: jax.Array | int
+    ) -> jax.Array:
+        mask = super().select(magnitudes, sampling, start)
+        _masks.append(mask)
+        return mask
+
+
+def repeat(entry: Mapping[str, Any], recorded: Arrays, inputs: Arrays) -> dict[str, np.ndarray]:
+    """Returns our arrays under the recorded keys."""
+    settings = Settings(entry["hyper"])
+    for name in ("gradients", "sent_bits", "seed", "epochs"):  # as the arrays say
+        settings.take(name)
+    world, compressed = settings.take("world"), settings.take("compressed")
+    ratio = settings.take("compress_ratio")
+    sgd = Settings(settings.take("sgd"))
+    settings.take("momentum_masking")
+    exchange = Recorded(
+        AXES, world, ratio if ratio <= 1 else 1 / ratio,
+        momentum=settings.take("momentum"), nesterov=settings.take("nesterov"),
+        factor_masking=entry["hyper"]["momentum_masking"], clip_norm=settings.take("clip"),
+        # The authors take at least 1 %.
+        sample_ratio=min(max(settings.take("sample_ratio", 0.01), 0.01), 1.0),
+        resample=settings.take("resample", True),
+    )
+    decay = _decay(sgd)
+    settings.check_empty(entry["implementation"])
+
+    names = list(entry["tree"])
+    params = {name: jnp.asarray(inputs["param/" + name]) for name in names}
+    shapes = {name: leaf.shape for name, leaf in params.items()}
+    # The exchange sends what is not a vector as sparse values.
+    seen = {
+        name: (params[name].size, 1) if name in compressed else (params[name].size,)
+        for name in names
+    }
+    sparse = [name for name in sorted(names) if name in compressed]
+    residual = jax.tree.map(
+        lambda leaf: jnp.broadcast_to(leaf, (world, *leaf.shape)),
+        exchange.init({name: jnp.zeros(shape) for name, shape in seen.items()}),
+    )
+    rates, ratios = recorded["lr"], recorded["compress_ratio"]
+    decay_state = decay.init(params)
+    starts = iter(recorded["sample_start_log"].tolist())
+
+    trajectory, sent = [params], {name: [] for name in sparse}
+    for step in range(len(rates)):
+        now = dataclasses.replace(exchange, ratio=float(ratios[step]))
+        now = dataclasses.replace(
+            now, starts=_starts(now, [n for n in names if n in sparse], sparse, shapes, starts))
+        grads = {
+            name: jnp.asarray(inputs["wgrad/" + name][:world, step]).reshape(world, *seen[name])
+            for name in names
+        }
+        sums, residual, masks = _exchanged(now, grads, residual)
+        extra, decay_state = decay.update(params, decay_state, params)
+        params = {
+            name: params[name]
+            - jnp.float32(rates[step]) * (extra[name] + sums[name].reshape(shapes[name]))
+            for name in names
+        }
+        trajectory.append(params)
+        for place, name in enumerate(sparse):
+            bits = -np.ones(params[name].size, np.int8)
+            if masks:
+                rows = np.asarray(masks[place])  # (workers, n)
+                bits = (rows << np.arange(world)[:, None]).sum(0).astype(np.int8)
+            sent[name].append(bits)
+    return _under_keys(
+        recorded, trajectory, sent, residual, sparse, world,
+        {"lr": rates, "compress_ratio": ratios, "sample_start_log": recorded["sample_start_log"]},
+    )
+
+
+def _decay(sgd: Settings) -> optax.GradientTransformation:
+    """The weight decay of the authors' SGD, whose momentum is separate from the gradient's."""
+    sgd.take("lr")
+    momentum, nesterov = sgd.take("momentum", 0.0), sgd.take("nesterov", False)
+    weight = optax.scale(sgd.take("weight_decay", 0.0))
+    dampening = sgd.take("dampening", 0.0)
+    sgd.check_empty("DGCSGD")
+    if not momentum:
+        return weight
+    if dampening:
+        raise NotImplementedError("dampening of the weight decay is no option of optax.trace")
+    return optax.chain(weight, optax.trace(momentum, nesterov))
+
+
+def _starts(
+    exchange: DGC, names: list[str], sparse: list[str], shapes: Mapping[str, Any], log: Any
+) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """The next starts of the log: one for each worker and matrix whose threshold is sampled."""
+    if exchange.ratio >= 1:
+        return ()
+    sampled = [n for n in names if exchange.sampling(int(np.prod(shapes[n]))).stride > 1]
+    found: dict[str, list[int]] = {name: [] for name in sampled}
+    for _ in range(exchange.num_devices):
+        for name in sampled:
+            found[name].append(next(log))
+    return tuple((sparse.index(name), tuple(starts)) for name, starts in found.items())
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _exchanged(
+    exchange: Recorded, grads: dict[str, jax.Array], residual: Residual
+) -> tuple[dict[str, jax.Array], Residual, list[jax.Array]]:
+    """The mean gradient with its momentum, the workers' residuals, and their masks."""
+
+    def reduce(grads: Any, residual: Residual) -> Any:
+        _masks.clear()
+        found = exchange.reduce(grads, residual)
+        return *found, list(_masks)
+
+    shares = jax.tree.map(lambda leaf: leaf / exchange.num_devices, grads)
+    sums, residual, masks = jax.vmap(reduce, axis_name=AXES[0])(shares, residual)
+    return jax.tree.map(lambda leaf: leaf[0], sums), residual, masks
+
+
+def _under_keys(
+    recorded: Arrays, trajectory: list[dict[str, jax.Array]], sent: Mapping[str, list[np.ndarray]],
+    residual: Residual, sparse: list[str], world: int, given: dict[str, np.ndarray],
+) -> dict[str, np.ndarray]:
+    """Our arrays by their recorded keys; what a worker keeps is in units of its own gradient."""
+    found = dict(given)
+    dense = [name for name in sorted(trajectory[0]) if name not in sparse]
+    for name, leaf in trajectory[0].items():
+        found["p32/" + name] = np.stack([params[name] for params in trajectory])
+        if name in sent:
+            found["sent_bits/" + name] = np.stack(sent[name])
+        for worker in range(world):
+            if name in sparse:
+                place = sparse.index(name)
+                kept = residual.device["momentum"][place], residual.device["accumulated"][place]
+                kept = tuple(world * part[worker].reshape(leaf.shape) for part in kept)
+            else:
+                momentum = residual.whole["momentum"][dense.index(name)][worker]
+                kept = momentum.reshape(leaf.shape), jnp.zeros(leaf.shape)
+            found[f"momentum_w{worker}/{name}"], found[f"velocity_w{worker}/{name}"] = map(
+                np.asarray, kept)
+    return {key: values for key, values in found.items() if key in recorded}

@@ -1,0 +1,161 @@
+"""Recorded runs of error feedback on least squares, repeated: EF14, EF21 and its kin, EControl."""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lamb_tpu.parallel.exchange import compressors
+from lamb_tpu.parallel.exchange.base import Residual
+from lamb_tpu.parallel.exchange.error_feedback import EF14, EF21, Compressed, EControl
+from tests.optim.golden_common import Settings
+
+Arrays = Mapping[str, np.ndarray]
+AXES = ("data",)
+
+
+def repeat(entry: Mapping[str, Any], recorded: Arrays, inputs: Arrays) -> dict[str, np.ndarray]:
+    """Returns our iterates, estimates and errors under the recorded keys."""
+    del inputs
+    settings = Settings(entry["hyper"])
+    for name in ("rows", "dimension", "objective", "sigma"):  # as the arrays say
+        settings.take(name)
+    source, _, method = entry["implementation"].partition("_")
+    run = {"author": _authors, "efface": _federated}[source]
+    found = run(method, settings, recorded)
+    settings.check_empty(entry["implementation"])
+    return found
+
+
+def _exchange(method: str, settings: Settings, **common: Any) -> Compressed:
+    workers = settings.take("workers")
+    if method == "ef14":
+        return EF14(AXES, workers, **common)
+    if method in ("ef21", "ef21plus"):
+        return EF21(AXES, workers, **common, plus=method == "ef21plus")
+    if method == "ef21momentum":
+        return EF21(AXES, workers, **common, momentum=settings.take("momentum", 0.9))
+    if method == "econtrol":
+        return EControl(AXES, workers, **common, eta=settings.take("eta"))
+    raise ValueError(f"the implementation {method!r} is unknown")
+
+
+def _compressor(settings: Settings) -> compressors.Compressor:
+    """The compressor that the settings name; top-k where they name none."""
+    name = str(settings.take("compressor", "topk")).lower()
+    count, ratio = settings.take("k"), settings.take("sparsity")
+    if "sign" in name:
+        return compressors.Sign()
+    if name in ("identity", "none", "compressor"):
+        return compressors.Identity()
+    if name != "topk":
+        raise NotImplementedError(f"the compressor {name!r} draws numbers that are not recorded")
+    return compressors.TopK(count=count) if ratio is None else compressors.TopK(ratio)
+
+
+def _gradient(A: jax.Array, b: jax.Array, x: jax.Array, regulariser: float) -> jax.Array:
+    """Every worker's gradient of |A x - b|^2 / (2 rows) + regulariser |x|^2, (workers, n)."""
+    rows = A.shape[1]
+    residues = jnp.einsum("wmn,n->wm", A, x) - b
+    return jnp.einsum("wmn,wm->wn", A, residues) / rows + 2 * regulariser * x
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _exchanged(
+    exchange: Compressed, sizes: tuple[int, ...], gradients: jax.Array, residual: Residual
+) -> tuple[jax.Array, Residual]:
+    """The mean of the workers' estimates, and their residuals; `gradients` are (workers, n)."""
+
+    def reduce(gradient: jax.Array, residual: Residual) -> tuple[jax.Array, Residual]:
+        # Names in the order of the tensors, so that the tree's leaves are in it too.
+        ends = np.cumsum(sizes)[:-1].tolist()
+        tree = {f"{i:03}": part for i, part in enumerate(jnp.split(gradient, ends))}
+        sums, residual = exchange.reduce(tree, residual)
+        return jnp.concatenate([sums[name] for name in sorted(sums)]), residual
+
+    shares = gradients / exchange.num_devices
+    sums, residual = jax.vmap(reduce, axis_name=AXES[0])(shares, residual)
+    return sums[0], residual
+
+
+def _start(exchange: Compressed, sizes: tuple[int, ...], dtype: Any) -> Residual:
+    params = {f"{i:03}": jnp.zeros(size, dtype) for i, size in enumerate(sizes)}
+    return jax.tree.map(
+        lambda leaf: jnp.broadcast_to(leaf, (exchange.num_devices, *leaf.shape)),
+        exchange.init(params),
+    )
+
+
+def _error(exchange: Compressed, residual: Residual) -> np.ndarray:
+    """Every worker's error, (workers, n); 0 for a method that keeps none."""
+    if isinstance(exchange, EF21):
+        leaves = jax.tree.leaves((residual.device, residual.whole))
+        size = sum(x.shape[-1] for x in residual.device.get("estimate", leaves)) \
+            if residual.device else sum(x.shape[-1] for x in residual.whole["estimates"])
+        return np.zeros((exchange.num_devices, size))
+    return np.concatenate(residual.device["error"], axis=-1) * exchange.num_devices
+
+
+def _federated(method: str, settings: Settings, recorded: Arrays) -> dict[str, np.ndarray]:
+    """x <- x - lr times the mean of the communicators' results."""
+    lr, iterations = settings.take("lr"), settings.take("iterations")
+    regulariser, sizes = settings.take("regulariser"), tuple(settings.take("tensor_sizes"))
+    exchange = _exchange(
+        method, settings, compressor=_compressor(settings),
+        layerwise=settings.take("layerwise"),
+        whole_start=not settings.take("is_init_compressed"),
+    )
+    found = {}
+    for dtype in ("float32", "float64"):
+        with jax.enable_x64(dtype == "float64"):
+            A, b, noise, x = (
+                jnp.asarray(recorded[name], dtype) for name in ("A", "b", "noise", "x0"))
+            residual = _start(exchange, sizes, dtype)
+            points, estimates, errors = [x], [], []
+            for step in range(iterations):
+                gradients = _gradient(A, b, x, regulariser) + noise[step]
+                estimate, residual = _exchanged(exchange.at(step), sizes, gradients, residual)
+                x = x - lr * estimate
+                points.append(x)
+                estimates.append(estimate)
+                errors.append(_error(exchange, residual))
+        bits = dtype[-2:]
+        found |= {
+            f"p{bits}": np.stack(points), f"estimate{bits}": np.stack(estimates),
+            f"error{bits}": np.stack(errors),
+        }
+    return {name: values for name, values in found.items() if name in recorded}
+
+
+def _authors(method: str, settings: Settings, recorded: Arrays) -> dict[str, np.ndarray]:
+    """Float64; EF14 exchanges the step rather than the gradient, EF21 starts with a whole one."""
+    lr, iterations = settings.take("stepsize"), settings.take("iterations")
+    regulariser, size = settings.take("regulariser"), len(recorded["x0"])
+    exchange = _exchange(
+        method, settings, compressor=_compressor(settings), whole_start=method != "ef14")
+    with jax.enable_x64(True):
+        A, b, x = (jnp.asarray(recorded[name]) for name in ("A", "b", "x0"))
+        residual, points = _start(exchange, (size,), "float64"), [x]
+        for step in range(iterations):
+            gradients = _gradient(A, b, x, regulariser)
+            if method == "ef14":
+                change, residual = _exchanged(
+                    exchange.at(step), (size,), lr * gradients, residual)
+            else:
+                change, residual = _exchanged(exchange.at(step), (size,), gradients, residual)
+                change = lr * change
+            x = x - change
+            points.append(x)
+        points = jnp.stack(points)
+        residues = jnp.einsum("wmn,tn->wtm", A, points) - b[:, None]
+        # The recorded loss has twice the data's term of the objective.
+        loss = (residues**2).sum((0, 2)) / (len(A) * A.shape[1])
+        means = jax.vmap(lambda x: _gradient(A, b, x, regulariser).mean(0))(points)
+        return {
+            "x": np.asarray(points),
+            "loss": np.asarray(loss + regulariser * (points**2).sum(1)),
+            "grad_norm_squared": np.asarray((means**2).sum(1)),
+        }
