@@ -4,8 +4,11 @@
 exchange has; `placing` puts any of them into the step.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from jax.sharding import Mesh
 
 from lamb_tpu.parallel import mesh as mesh_lib
 from lamb_tpu.parallel.exchange.base import Exchange, Residual
@@ -20,18 +23,49 @@ EXCHANGES: dict[str, type] = {
 }
 
 
-def make_exchange(
-    layout: Layout, name: str = "float32", options: Mapping[str, Any] | None = None
-) -> Placed:
-    """Returns the exchange of a name, in the step of a layout.
+def exchange_over(
+    mesh: Mesh, name: str | type = "float32", options: Mapping[str, Any] | None = None
+) -> Exchange:
+    """Returns the exchange of a name over a mesh.
+
+    Where the mesh has the axes data and fsdp, an exchange other than float32 and bfloat16 sums over
+    data alone, see `placing`.
+
+    Args:
+      mesh: over all devices.
+      name: one of `EXCHANGES`, or a class like them.
+      options: fields of its class.
 
     Raises:
       ValueError: an option is out of its range.
     """
-    axes = mesh_lib.batch_axes(layout.mesh)
-    return Placed(
-        layout, EXCHANGES[name](axes, mesh_lib.num_batch_shards(layout.mesh), **(options or {}))
-    )
+    made = EXCHANGES[name] if isinstance(name, str) else name
+    axes = mesh_lib.batch_axes(mesh)
+    if not issubclass(made, Cast):
+        # The outer one that has several devices.
+        axes = tuple(axis for axis in axes if mesh.shape[axis] > 1)[:1] or axes[:1]
+    count = math.prod(mesh.shape[axis] for axis in axes)
+    found: Exchange = made(axes, count, **(options or {}))
+    return found
 
 
-__all__ = ["EXCHANGES", "BFloat16", "Cast", "Exchange", "Residual", "make_exchange"]
+def make_exchange(
+    layout: Layout,
+    name: str | type = "float32",
+    options: Mapping[str, Any] | None = None,
+    full_precision: Sequence[str] = (),
+) -> Placed:
+    """Returns the exchange of a name, between the devices of a layout.
+
+    Args:
+      layout: the shardings of parameters and moments.
+      name, options: see `exchange_over`.
+      full_precision: regular expressions over the paths of leaves that are summed in float32.
+    """
+    return Placed(layout, exchange_over(layout.mesh, name, options), tuple(full_precision))
+
+
+__all__ = [
+    "EXCHANGES", "BFloat16", "Cast", "Exchange", "Placed", "Residual", "exchange_over",
+    "make_exchange",
+]
