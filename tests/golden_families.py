@@ -15,7 +15,13 @@ import optax
 from lamb_tpu import optim
 from tests.batching import golden_adadagrad, golden_noise_scale, golden_simigrad
 from tests.models import golden_gnmt, golden_lstm, golden_lstm_classifier
-from tests.optim import golden, golden_agvm, golden_baselines, golden_schedules
+from tests.optim import (
+    golden,
+    golden_agvm,
+    golden_baselines,
+    golden_onebit,
+    golden_schedules,
+)
 
 Entry = Mapping[str, Any]
 Arrays = Mapping[str, np.ndarray]
@@ -139,4 +145,5 @@ FAMILIES: dict[str, Repeat] = {
     "adadagrad": golden_adadagrad.repeat,
     "noise_scale": golden_noise_scale.repeat,
     "simigrad": golden_simigrad.repeat,
+    "onebit": golden_onebit.repeat,
 }

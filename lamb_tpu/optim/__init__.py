@@ -30,6 +30,7 @@ from lamb_tpu.optim import (
     schedules,
     sharding,
     splits,
+    staged,
     trust_ratio,
 )
 from lamb_tpu.optim.adagrad_norm import AdagradNormState, adagrad_norm
@@ -50,6 +51,8 @@ from lamb_tpu.optim.l2 import add_l2
 from lamb_tpu.optim.lamb import LambState, lamb
 from lamb_tpu.optim.lars import LarsState, lars
 from lamb_tpu.optim.novograd import NovogradState, novograd
+from lamb_tpu.optim.onebit_adam import OnebitAdamState, onebit_adam
+from lamb_tpu.optim.onebit_lamb import OnebitLambState, onebit_lamb
 from lamb_tpu.optim.parameters import ParameterFacts
 from lamb_tpu.optim.presets import preset
 from lamb_tpu.optim.quiet import hush_libtpu
@@ -61,6 +64,7 @@ from lamb_tpu.optim.schedule_free import evaluation_params
 from lamb_tpu.optim.schedules import by_examples, exponential_decay, phases, step_decay, warmup
 from lamb_tpu.optim.sharding import state_sharding
 from lamb_tpu.optim.trust_ratio import TrustRatioState, scale_by_trust_ratio
+from lamb_tpu.optim.zero_one_adam import ZeroOneAdamState, zero_one_adam
 
 # At import, so that the library's first use of JAX prints nothing where libtpu is installed as a
 # compiler only.
@@ -68,13 +72,14 @@ hush_libtpu()
 
 __all__ = [
     "AdagradNormState", "AgvmState", "ApolloState", "DiffgradState", "Duration", "LambState",
-    "LarsState", "NovogradState", "ParameterFacts", "RmspropTfState", "ScaleByLambState",
-    "ScaleByLarsState", "StochasticRoundingState", "TrustRatioState", "adagrad_norm",
-    "add_decayed_weights", "add_l2", "agvm", "apollo", "by_examples", "chains", "clip_global_norm",
-    "clipping", "diffgrad", "directions", "durations", "evaluation_params", "exponential_decay",
-    "factory", "in_float32", "lamb", "lars", "leafwise", "legw", "make_optimizer", "modules",
-    "novograd", "parameters", "phases", "placement", "preset", "presets", "readings",
-    "refined_schedule", "rmsprop_tf", "scale_by_lamb", "scale_by_lars", "scale_by_rate_factors",
-    "scale_by_trust_ratio", "scale_learning_rate", "scaling", "schedules", "sharding", "splits",
-    "state_sharding", "step_decay", "stochastic_rounding", "trust_ratio", "warmup",
+    "LarsState", "NovogradState", "OnebitAdamState", "OnebitLambState", "ParameterFacts",
+    "RmspropTfState", "ScaleByLambState", "ScaleByLarsState", "StochasticRoundingState",
+    "TrustRatioState", "ZeroOneAdamState", "adagrad_norm", "add_decayed_weights", "add_l2", "agvm",
+    "apollo", "by_examples", "chains", "clip_global_norm", "clipping", "diffgrad", "directions",
+    "durations", "evaluation_params", "exponential_decay", "factory", "in_float32", "lamb", "lars",
+    "leafwise", "legw", "make_optimizer", "modules", "novograd", "onebit_adam", "onebit_lamb",
+    "parameters", "phases", "placement", "preset", "presets", "readings", "refined_schedule",
+    "rmsprop_tf", "scale_by_lamb", "scale_by_lars", "scale_by_rate_factors", "scale_by_trust_ratio",
+    "scale_learning_rate", "scaling", "schedules", "sharding", "splits", "staged", "state_sharding",
+    "step_decay", "stochastic_rounding", "trust_ratio", "warmup", "zero_one_adam",
 ]

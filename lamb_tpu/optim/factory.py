@@ -27,11 +27,15 @@ from lamb_tpu.optim.lamb import lamb
 from lamb_tpu.optim.lars import lars
 from lamb_tpu.optim.muon import muon
 from lamb_tpu.optim.novograd import novograd
+from lamb_tpu.optim.onebit_adam import onebit_adam
+from lamb_tpu.optim.onebit_lamb import onebit_lamb
 from lamb_tpu.optim.parameters import Rules
 from lamb_tpu.optim.reducing import Reducing
 from lamb_tpu.optim.rmsprop_tf import rmsprop_tf
 from lamb_tpu.optim.schedule_free import schedule_free_adamw
+from lamb_tpu.optim.staged import keep_stages
 from lamb_tpu.optim.trust_ratio import AxisName
+from lamb_tpu.optim.zero_one_adam import zero_one_adam
 
 # Arguments of every optimizer in a config.
 # They are `inspect.Parameter`s, as in a function's signature, so that a command line can read the
@@ -253,4 +257,7 @@ OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
     "adafactor": baselines.adafactor,
     "muon": muon,
     "schedule_free_adamw": schedule_free_adamw,
+    "onebit_adam": onebit_adam,
+    "onebit_lamb": onebit_lamb,
+    "zero_one_adam": zero_one_adam,
 }

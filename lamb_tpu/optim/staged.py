@@ -1,0 +1,313 @@
+"""Optimizers whose updates have stages, and which may exchange momentum in place of gradients.
+
+Such an optimizer gets the gradient of one device, forms its momentum, and calls `reduce` to sum
+that over devices. What an update does is known before it: it depends on the number of updates
+alone. So a trainer asks `stage_function(tx)(update)` and compiles one program for each stage.
+
+Without `stage`, as in any loop with Optax, the stage follows from the count in the state, and
+gradients are those of all devices together.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from lamb_tpu.optim import checks, clipping, leafwise, parameters, splits, trust_ratio
+from lamb_tpu.optim.leafwise import Leaf, Step
+from lamb_tpu.optim.parameters import ParameterFacts, Rules
+from lamb_tpu.optim.trust_ratio import Readings
+
+Reduce = Callable[[Any], Any]  # a tree of this device to the sum over devices
+MaskedRows = Sequence[tuple[str, tuple[int, int]]]
+
+
+class Stage(NamedTuple):
+    """What one update does.
+
+    Attributes:
+      name: as 'warm-up' or 'compressed'.
+      local: gradients are this device's share, so that their sum over devices is the gradient.
+      reduces: the update calls `reduce`, once.
+      resets: what the exchange kept of earlier sums is of another quantity: its residual begins at
+        zero in this update.
+    """
+
+    name: str
+    local: bool = False
+    reduces: bool = False
+    resets: bool = False
+
+
+FIRST = Stage("first")  # DeepSpeed's first step: it makes buffers, and its gradient is thrown away
+WARM_UP = Stage("warm-up")
+COMPRESSED = Stage("compressed", local=True, reduces=True)
+
+
+class StagedTransformation(optax.GradientTransformationExtraArgs):
+    """A transform with stages.
+
+    Attributes:
+      stages: all stages that there may be.
+      stage: a function of the number of completed updates to the stage of the next.
+    """
+
+    stages: tuple[Stage, ...]
+    stage: Callable[[int], Stage]
+
+
+class LeavesStep(Protocol):
+    """The update of all leaves in one stage."""
+
+    def __call__(
+        self, stage: Stage, leaves: list[Leaf], buffers: list[tuple[Any, ...]],
+        reduce: Callable[[list[jax.Array]], list[jax.Array]],
+    ) -> list[Step]:
+        """Returns the step of each leaf.
+
+        Args:
+          stage: which one.
+          leaves: their gradients are those of one device as if all had the same, where the stage is
+            local.
+          buffers: of each leaf.
+          reduce: gives the means over devices of one array for each leaf.
+        """
+
+
+def stage_function(tx: optax.GradientTransformation) -> Callable[[int], Stage] | None:
+    """The function from the number of completed updates to the next stage; None without stages.
+
+    >>> from lamb_tpu import optim
+    >>> stage = stage_function(optim.onebit_adam(0.1, freeze_step=100))
+    >>> stage(99).name, stage(100).name
+    ('warm-up', 'compressed')
+    >>> stage_function(optim.lamb(0.1)) is None
+    True
+    """
+    checks.check_transform("tx", tx)
+    return tx.stage if isinstance(tx, StagedTransformation) else None
+
+
+def leaves_devices_apart(tx: optax.GradientTransformation) -> bool:
+    """Returns whether parameters may differ between devices after an update.
+
+    >>> from lamb_tpu import optim
+    >>> leaves_devices_apart(optim.zero_one_adam(0.1, local_step_clipper=4))
+    True
+    """
+    checks.check_transform("tx", tx)
+    stages = tx.stages if isinstance(tx, StagedTransformation) else ()
+    return any(stage.local and not stage.reduces for stage in stages)
+
+
+def keep_stages(
+    tx: optax.GradientTransformation, inner: optax.GradientTransformation
+) -> optax.GradientTransformationExtraArgs:
+    """Gives a transform around `inner` the stages of `inner`."""
+    tx = optax.with_extra_args_support(tx)
+    return _staged(tx, inner.stages, inner.stage) if isinstance(inner, StagedTransformation) else tx
+
+
+def _staged(
+    tx: optax.GradientTransformation, stages: tuple[Stage, ...], stage: Callable[[int], Stage]
+) -> StagedTransformation:
+    found = StagedTransformation(*tx)
+    found.stages, found.stage = stages, stage
+    return found
+
+
+def transform(
+    state_type: type[NamedTuple],
+    init_leaf: Callable[[jax.Array, ParameterFacts], tuple[Any, ...]],
+    step: LeavesStep,
+    stages: tuple[Stage, ...],
+    index: Callable[[Any], Any],
+    learning_rate: optax.ScalarOrSchedule,
+    rules: Rules,
+    *,
+    clip_global_norm: float | None = None,
+    collect: bool = False,
+) -> StagedTransformation:
+    """Returns a transform with stages, made of a function of all leaves.
+
+    Its update is `update(grads, state, params, *, stage=None, reduce=None, num_devices=1)`. With a
+    stage that is local `grads` are this device's share; with `reduce`, a function of a tree like
+    them to its sum over `num_devices` devices, momentum is exchanged. Without it this device is the
+    only one: nothing is compressed.
+
+    Args:
+      state_type: a NamedTuple of `count`, the buffers that `init_leaf` gives, and `readings`.
+      init_leaf: the buffers of a leaf before the first update.
+      step: the update of all leaves.
+      stages: all stages.
+      index: from the number of completed updates, an int or traced, to the place among `stages`.
+      learning_rate: a number, or a schedule of the count of completed updates.
+      rules: see `parameters.resolve`.
+      clip_global_norm: see `clipping.clip_global_norm`; in a local stage, as in DeepSpeed, it is
+        the norm of the device's own gradient.
+      collect: keep `Readings` in the state.
+    """
+    parameters.check_rules(rules)
+    checks.check_flag("collect", collect)
+    checks.check_schedule("learning_rate", learning_rate)
+    if clip_global_norm is not None:
+        clipping.check_max_norm(clip_global_norm)
+    num_buffers = len(state_type._fields) - 2
+
+    def columns(treedef: Any, rows: list[tuple], width: int) -> list[Any]:
+        return [treedef.unflatten(c) for c in (zip(*rows) if rows else ((),) * width)]
+
+    def init_fn(params: optax.Params) -> Any:
+        facts = parameters.resolve(params, rules)
+        leaves, treedef = jax.tree.flatten(params)
+        rows = [
+            init_leaf(param, fact)
+            for param, fact in zip(leaves, jax.tree.leaves(facts), strict=True)
+        ]
+        readings = trust_ratio.initial_readings(params, facts) if collect else None
+        buffers = columns(treedef, rows, num_buffers)
+        return state_type._make((jnp.zeros((), jnp.int32), *buffers, readings))
+
+    def update_fn(
+        updates: optax.Updates, state: Any, params: optax.Params = None, *,
+        stage: Stage | None = None, reduce: Reduce | None = None, num_devices: int = 1,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, Any]:
+        del extra_args
+        grads = checks.gradient_leaves(updates, params)
+        checks.check_state(state, state_type)
+        if reduce is not None and stage is None:
+            raise ValueError("stage must be that of the update where reduce is given, not None")
+        treedef = jax.tree.structure(params)
+        try:
+            buffers = [treedef.flatten_up_to(tree) for tree in state[1 : 1 + num_buffers]]
+        except ValueError as error:
+            raise ValueError(f"state is that of another tree than params: {error}") from None
+        rate = leafwise.value_at(learning_rate, state.count)
+        count = optax.safe_increment(state.count)
+        rows = list(zip(*buffers)) if grads else []
+        params_leaves = jax.tree.leaves(params)
+        facts = jax.tree.leaves(parameters.resolve(params, rules))
+        paths = parameters.leaf_paths(params)
+
+        def means(values: list[jax.Array]) -> list[jax.Array]:
+            if reduce is None:
+                return values
+            return jax.tree.leaves(reduce(treedef.unflatten([v / num_devices for v in values])))
+
+        def run(stage: Stage) -> list[Step]:
+            if stage == FIRST:
+                return [
+                    (jnp.zeros(np.shape(p), trust_ratio.compute_dtype(p)), old, None)
+                    for p, old in zip(params_leaves, rows, strict=True)
+                ]
+            wide = [
+                g.astype(trust_ratio.compute_dtype(p))
+                for g, p in zip(grads, params_leaves, strict=True)
+            ]
+            if stage.local:
+                wide = [num_devices * g for g in wide]
+            if clip_global_norm is not None:
+                scale = clipping.global_scale(treedef.unflatten(wide), clip_global_norm)
+                wide = [g * scale.astype(trust_ratio.real_dtype(g)) for g in wide]
+            leaves = []
+            for i, (path, param, grad, fact) in enumerate(
+                zip(paths, params_leaves, wide, facts, strict=True)
+            ):
+                own = jnp.asarray(rate, trust_ratio.real_dtype(param)) * fact.rate_factor
+                leaves.append(Leaf(
+                    grad, jnp.asarray(param, grad.dtype), fact, own, state.count, i, count, path,
+                    splits.whole(np.shape(param)),
+                ))
+            return step(stage, leaves, rows, means)
+
+        def finished(stage: Stage) -> tuple[list[jax.Array], list[tuple], list[Any]]:
+            steps = run(stage)
+            narrow = [
+                u.astype(jnp.result_type(p))
+                for (u, _, _), p in zip(steps, params_leaves, strict=True)
+            ]
+            read = [
+                trust_ratio.leaf_readings(
+                    ratio, u, jnp.asarray(p, trust_ratio.compute_dtype(p)), fact, None)
+                for (u, _, ratio), p, fact in zip(steps, params_leaves, facts, strict=True)
+            ] if collect else []
+            return narrow, [tuple(new) for _, new, _ in steps], read
+
+        if stage is not None:
+            steps, new, read = finished(stage)
+        elif len(stages) == 1:
+            steps, new, read = finished(stages[0])
+        else:
+            branches = [lambda stage=stage: finished(stage) for stage in stages]
+            steps, new, read = jax.lax.switch(index(state.count), branches)
+        readings: Readings | None = trust_ratio.readings_of(treedef, read) if collect else None
+        new_buffers = columns(treedef, new, num_buffers)
+        return treedef.unflatten(steps), state_type._make((count, *new_buffers, readings))
+
+    def stage_of(update: int) -> Stage:
+        return stages[int(index(update))]
+
+    return _staged(optax.GradientTransformationExtraArgs(init_fn, update_fn), stages, stage_of)
+
+
+def frozen_after(freeze_step: int, discard_first: bool) -> tuple[tuple[Stage, ...], Callable]:
+    """Stages of an optimizer with one warm-up, and the index of an update's stage among them."""
+    checks.check_whole("freeze_step", freeze_step, lowest=1)
+    checks.check_flag("discard_first", discard_first)
+    if discard_first:
+        return (FIRST, WARM_UP, COMPRESSED), lambda c: (c > 0) * 1 + (c >= freeze_step) * 1
+    return (WARM_UP, COMPRESSED), lambda c: (c >= freeze_step) * 1
+
+
+def check_mask(mask_unseen: Any, masked_rows: Any) -> None:
+    """Raises ValueError for arguments that `mask` does not take."""
+    checks.check_flag("mask_unseen", mask_unseen)
+    pairs = isinstance(masked_rows, (tuple, list)) and all(
+        isinstance(pair, (tuple, list)) and len(pair) == 2 and isinstance(pair[0], str)
+        and isinstance(pair[1], (tuple, list)) and len(pair[1]) == 2
+        and all(type(row) is int for row in pair[1]) and 0 <= pair[1][0] < pair[1][1]
+        for pair in masked_rows
+    )
+    if not pairs:
+        raise ValueError(
+            "masked_rows must be pairs (regular expression over paths, (first row, row after the "
+            f"last)), as (('position_embeddings', (128, 512)),), not {masked_rows!r}"
+        )
+    parameters.check_rules([(pattern, {}) for pattern, _ in masked_rows])
+
+
+def masked(
+    values: jax.Array, leaf: Leaf, nu: jax.Array, mask_unseen: bool, masked_rows: MaskedRows
+) -> jax.Array:
+    """Sets to 0 what one bit cannot say to be 0: momentum of elements that have no gradient.
+
+    Args:
+      values: the leaf's momentum, or its compressed gradient.
+      leaf: whose path the rules of `masked_rows` are searched in.
+      nu: its second moments.
+      mask_unseen: elements whose second moment is 0 are 0.
+      masked_rows: pairs (regex, (first row, row after the last)); rows are along the first axis
+        that stacks no layers.
+    """
+    if mask_unseen:
+        values = jnp.where(nu == 0, 0.0 * values, values)
+    for pattern, (first, last) in masked_rows:
+        if not re.search(pattern, leaf.path):
+            continue
+        axes = [axis for axis in range(values.ndim) if axis not in leaf.facts.layer_axes]
+        if not axes or values.shape[axes[0]] < last:
+            raise ValueError(
+                f"masked_rows has the rows {(first, last)} for the parameter {leaf.path!r}, whose "
+                f"shape is {values.shape}"
+            )
+        row = jnp.arange(values.shape[axes[0]])
+        kept = (row < first) | (row >= last)
+        shape = [1] * values.ndim
+        shape[axes[0]] = -1
+        values = jnp.where(kept.reshape(shape), values, 0.0)
+    return values

@@ -1,0 +1,227 @@
+"""Recorded runs of DeepSpeed's 1-bit optimizers and of their all-reduce, with simulated workers.
+
+Workers are an axis of `jax.vmap`: the axis that the exchange sums over.
+"""
+
+import functools
+import math
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from lamb_tpu import optim
+from lamb_tpu.optim.staged import Stage, StagedTransformation
+from lamb_tpu.parallel.exchange.base import Residual
+from lamb_tpu.parallel.exchange.onebit import OneBit
+from tests.optim.golden_common import Settings, rate
+
+Entry = Mapping[str, Any]
+Arrays = Mapping[str, np.ndarray]
+
+# Our field of a state -> its name in the records.
+FIELDS = {
+    "mu": "exp_avg", "nu": "exp_avg_sq", "coefficient": "lamb_coeff_freeze",
+    "scaling": "scaling_coeff", "factor": "last_factor",
+}
+
+
+def repeat(entry: Entry, recorded: Arrays, inputs: Arrays) -> dict[str, np.ndarray]:
+    """Returns our values of an entry of the family 'onebit' under the recorded keys."""
+    name = entry["implementation"]
+    if name == "compressed_allreduce":
+        return _all_reduces(entry, recorded, inputs)
+    if name not in OPTIMIZERS:
+        raise ValueError(f"the implementation {name!r} is unknown; known: {', '.join(OPTIMIZERS)}")
+    settings = Settings(entry["hyper"])
+    world, names = settings.take("world"), settings.take("tensors")
+    # A mask belongs to a group of parameters of its own, which comes last in the buffer of all.
+    mask = str(settings.get("exp_avg_mask")).partition(" ")[0]
+    names = sorted(names, key=lambda name: name.startswith(f"{mask}/"))
+    settings.take("gradients")
+    if name == "zero_one_adam" and world == 1:
+        raise NotImplementedError(
+            "of a single worker the reference throws away every gradient between two changes of "
+            "the second moments"
+        )
+    schedule = rate(Settings(entry["hyper"]))
+    freeze_step = settings.get("freeze_step", 100_000)
+    tx = OPTIMIZERS[name](settings)
+    settings.check_empty(name)
+    updates, unit = len(recorded[f"p32/{names[0]}"]) - 1, world * math.lcm(world, 8)
+    length = sum(inputs[f"param/{name}"].size for name in names)
+    if name == "onebit_lamb" and world > 1 and freeze_step < updates and length % unit:
+        raise NotImplementedError(
+            "the padding of the reference's buffer keeps what it received last, and is sent again"
+        )
+    exchange = _exchange(world, per_leaf=name != "onebit_lamb") if world > 1 else None
+    return _trajectory(tx, exchange, world, names, recorded, inputs, schedule)
+
+
+def _trajectory(
+    tx: StagedTransformation, exchange: OneBit | None, world: int, names: list[str],
+    recorded: Arrays, inputs: Arrays, schedule: optax.ScalarOrSchedule,
+) -> dict[str, np.ndarray]:
+    # JAX sorts the keys of a dict. The order of an OrderedDict is that of the reference's buffer,
+    # which says whose chunk a value is in.
+    start = OrderedDict((name, jnp.asarray(inputs[f"param/{name}"])) for name in names)
+    grads = OrderedDict((name, jnp.asarray(inputs[f"wgrad/{name}"][:world])) for name in names)
+    updates = len(recorded[f"p32/{names[0]}"]) - 1
+
+    @functools.partial(jax.jit, static_argnums=0)
+    @functools.partial(jax.vmap, in_axes=(None, 0, 0, 0, 0), axis_name="workers")
+    def update(
+        stage: Stage, grads: Any, params: Any, state: Any, residual: Residual
+    ) -> tuple[Any, Any, Residual]:
+        share = jax.tree.map(lambda g: g / world, grads)
+        held = [jax.tree.map(jnp.zeros_like, residual) if stage.resets else residual]
+
+        def reduce(tree: Any) -> Any:
+            assert exchange is not None
+            summed, held[0] = exchange.reduce(tree, held[0])
+            return summed
+
+        if not stage.local:
+            share = jax.lax.psum(share, "workers")
+        steps, state = tx.update(
+            share, state, params, stage=stage, num_devices=world,
+            reduce=reduce if stage.reduces and exchange else None,
+        )
+        return optax.apply_updates(params, steps), state, held[0]
+
+    def of_each(tree: Any) -> Any:
+        return jax.tree.map(lambda x: jnp.stack([x] * world), tree)
+
+    params, state = of_each(start), of_each(tx.init(start))
+    residual = of_each(exchange.init(start) if exchange else Residual())
+    trajectory, ratios, local = [params], [], []
+    for step in range(updates):
+        stage = tx.stage(step)
+        params, state, residual = update(
+            stage, jax.tree.map(lambda g: g[:, step], grads), params, state, residual
+        )
+        trajectory.append(params)
+        ratios.append(state.readings.ratios if stage.name != "first" else None)
+        local.append(stage.local)
+
+    found: dict[str, Callable[[str], Any]] = {
+        "p32/": lambda name: np.stack([np.asarray(p[name][0]) for p in trajectory]),
+        "trust/": lambda name: np.float32([
+            math.nan if r is None else r[name][0] for r in ratios]),
+        **{
+            f"rank{rank}_final/": lambda name, rank=rank: np.asarray(params[name][rank])
+            for rank in range(world)
+        },
+        **{
+            f"state/{theirs}/": lambda name, ours=ours, theirs=theirs: np.asarray(
+                getattr(state, ours)[name][0]).reshape(recorded[f"state/{theirs}/{name}"].shape)
+            for ours, theirs in FIELDS.items()
+        },
+        "lr": lambda name: np.float64([
+            schedule(step) if callable(schedule) else schedule for step in range(updates)]),
+        "local_gradients": lambda name: np.asarray(local),
+    }
+    values = {}
+    for key in recorded:
+        prefix = max((p for p in found if key.startswith(p)), key=len)
+        values[key] = found[prefix](key.removeprefix(prefix))
+    return values
+
+
+def _all_reduces(entry: Entry, recorded: Arrays, inputs: Arrays) -> dict[str, np.ndarray]:
+    """The exchange alone, call after call, of one tensor of each worker."""
+    settings = Settings(entry["hyper"])
+    world = settings.take("world")
+    settings.take("zero_div_with_zero_momentum")  # of OnebitLamb, which is not called
+    described = re.fullmatch(
+        r"(\S+)\[rank, t\], t=0\.\.(\d+), error buffers carried over", settings.take("input"))
+    if described is None:
+        raise ValueError(f"the input {entry['hyper']['input']!r} is unknown")
+    settings.check_empty("compressed_allreduce")
+    exchange = _exchange(world, per_leaf=False)
+    shares = jnp.asarray(inputs[described[1]][:world, : int(described[2]) + 1]) / world
+
+    @functools.partial(jax.vmap, axis_name="workers")
+    def reduces(shares: jax.Array) -> tuple[jax.Array, Residual]:
+        def one(residual: Residual, share: jax.Array) -> tuple[Residual, Any]:
+            mean, residual = exchange.reduce(share, residual)
+            return residual, (mean, residual)
+
+        return jax.lax.scan(one, exchange.init(shares[0]), shares)[1]
+
+    means, residuals = jax.jit(reduces)(shares)
+    values = {"out": means[0]}
+    for rank in range(world):
+        # An error of a share is that much smaller; the servers' is one of the mean already.
+        values[f"worker_error_r{rank}"] = world * residuals.device[0][rank]
+        values[f"server_error_r{rank}"] = residuals.split[0][rank]
+    return {key: np.asarray(values[key]) for key in recorded}
+
+
+def _exchange(world: int, per_leaf: bool) -> OneBit:
+    return OneBit(("workers",), world, per_leaf=per_leaf, multiple=math.lcm(world, 8))
+
+
+def _common(settings: Settings) -> dict[str, Any]:
+    mask = settings.take("exp_avg_mask")
+    rows = ()
+    if mask is not None:
+        found = re.fullmatch(r"(\w+) rows (\d+)\.\.(\d+) masked to 0", mask)
+        if found is None:
+            raise ValueError(f"exp_avg_mask {mask!r} is unknown")
+        rows = ((f"^{found[1]}/", (int(found[2]), int(found[3]) + 1)),)
+    # Flags of the constructor that no line of these optimizers reads.
+    settings.take("bias_correction")
+    return {
+        "learning_rate": rate(settings), "b1": settings.take("beta1", 0.9),
+        "b2": settings.take("beta2", 0.999), "eps": settings.take("eps", 1e-8),
+        "weight_decay": settings.take("weight_decay", 0.0),
+        "mask_unseen": False, "masked_rows": rows, "discard_first": True, "collect": True,
+    }
+
+
+def _freeze_step(settings: Settings) -> int:
+    # Whether to freeze is asked at the end of an update of the warm-up, so there is at least one,
+    # beside the one that is thrown away.
+    return max(settings.take("freeze_step", 100_000), 2)
+
+
+def _adam(settings: Settings) -> StagedTransformation:
+    return optim.onebit_adam(freeze_step=_freeze_step(settings), **_common(settings))
+
+
+def _lamb(settings: Settings) -> StagedTransformation:
+    if settings.get("freeze_step", 100_000) < 2:
+        raise NotImplementedError(
+            "with a freeze_step below 2 the second moments that go on after the freezing start at 0"
+        )
+    return optim.onebit_lamb(
+        freeze_step=_freeze_step(settings),
+        ratio_bounds=(settings.take("min_coeff", 0.01), settings.take("max_coeff", 10.0)),
+        b3=settings.take("coeff_beta", 0.9),
+        factor_bounds=(settings.take("factor_min", 0.5), settings.take("factor_max", 4.0)),
+        factor_threshold=settings.take("factor_threshold", 0.1),
+        **_common(settings),
+    )
+
+
+def _zero_one(settings: Settings) -> StagedTransformation:
+    return optim.zero_one_adam(
+        # Theirs is the last step, counted from 1, that may change the second moments, and it is
+        # compared after a step: one more is taken.
+        var_freeze_step=max(settings.take("var_freeze_step", 100_000) + 1, 2),
+        var_update_scaler=settings.take("var_update_scaler", 16),
+        local_step_scaler=settings.take("local_step_scaler", 32_678),
+        local_step_clipper=settings.take("local_step_clipper", 16),
+        **_common(settings),
+    )
+
+
+OPTIMIZERS: dict[str, Callable[[Settings], StagedTransformation]] = {
+    "onebit_adam": _adam, "onebit_lamb": _lamb, "zero_one_adam": _zero_one,
+}
