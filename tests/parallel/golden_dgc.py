@@ -2,8 +2,7 @@
 
 import dataclasses
 import functools
-import random
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -15,6 +14,7 @@ from jax import lax
 from lamb_tpu.parallel.exchange.base import Residual
 from lamb_tpu.parallel.exchange.dgc import DGC, Sampling
 from tests.optim.golden_common import Settings
+from tests.quick import jit
 
 Arrays = Mapping[str, np.ndarray]
 AXES = ("data",)
@@ -27,14 +27,14 @@ class Recorded(DGC):
     """DGC with given starts of the samples, which also shows what it selects.
 
     Attributes:
-      starts: {leaf: starts}, flattened to pairs; of each worker.
+      starts: pairs of a leaf and its starts, (updates, workers).
     """
 
-    starts: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    starts: tuple[tuple[int, tuple[tuple[int, ...], ...]], ...] = ()
 
     def sample_start(self, leaf: int, sampling: Sampling, count: jax.Array) -> jax.Array | int:
         given = dict(self.starts)
-        return jnp.asarray(given[leaf])[lax.axis_index(AXES)] if leaf in given else 0
+        return jnp.asarray(given[leaf])[count, lax.axis_index(AXES)] if leaf in given else 0
 
     def select(
         self, magnitudes: jax.Array, sampling: Sampling, start: jax.Array | int
@@ -79,13 +79,13 @@ def repeat(entry: Mapping[str, Any], recorded: Arrays, inputs: Arrays) -> dict[s
     )
     rates, ratios = recorded["lr"], recorded["compress_ratio"]
     decay_state = decay.init(params)
-    starts = iter(recorded["sample_start_log"].tolist())
-
+    exchange = dataclasses.replace(exchange, starts=_starts(
+        exchange, ratios, {name: params[name].size for name in names if name in compressed},
+        recorded["sample_start_log"].tolist(),
+    ))
     trajectory, sent = [params], {name: [] for name in sparse}
     for step in range(len(rates)):
         now = dataclasses.replace(exchange, ratio=float(ratios[step]))
-        now = dataclasses.replace(
-            now, starts=_starts(now, [n for n in names if n in sparse], sparse, shapes, starts))
         grads = {
             name: jnp.asarray(inputs["wgrad/" + name][:world, step]).reshape(world, *seen[name])
             for name in names
@@ -125,20 +125,29 @@ def _decay(sgd: Settings) -> optax.GradientTransformation:
 
 
 def _starts(
-    exchange: DGC, names: list[str], sparse: list[str], shapes: Mapping[str, Any], log: Any
-) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    """The next starts of the log: one for each worker and matrix whose threshold is sampled."""
-    if exchange.ratio >= 1:
-        return ()
-    sampled = [n for n in names if exchange.sampling(int(np.prod(shapes[n]))).stride > 1]
-    found: dict[str, list[int]] = {name: [] for name in sampled}
-    for _ in range(exchange.num_devices):
-        for name in sampled:
-            found[name].append(next(log))
-    return tuple((sparse.index(name), tuple(starts)) for name, starts in found.items())
+    exchange: DGC, ratios: np.ndarray, sizes: Mapping[str, int], log: list[int]
+) -> tuple[tuple[int, tuple[tuple[int, ...], ...]], ...]:
+    """The logged starts of each matrix whose threshold is sampled, see `Recorded`.
+
+    A worker draws for its matrices in the order of `sizes`, one worker after the other.
+    """
+    found = {name: np.zeros((len(ratios), exchange.num_devices), int) for name in sizes}
+    draws = iter(log)
+    for step, ratio in enumerate(ratios.tolist()):
+        now = dataclasses.replace(exchange, ratio=ratio)
+        for worker in range(exchange.num_devices):
+            for name, size in sizes.items():
+                if ratio < 1 and now.sampling(size).stride > 1:
+                    found[name][step, worker] = next(draws)
+    if next(draws, None) is not None:
+        raise ValueError("more starts of samples are recorded than are drawn")
+    return tuple(
+        (sorted(sizes).index(name), tuple(map(tuple, starts.tolist())))
+        for name, starts in found.items()
+    )
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(jit, static_argnums=0)
 def _exchanged(
     exchange: Recorded, grads: dict[str, jax.Array], residual: Residual
 ) -> tuple[dict[str, jax.Array], Residual, list[jax.Array]]:

@@ -219,8 +219,8 @@ class DGC(Exchange):
             threshold = selection.kth_largest(magnitudes, sampling.rank)
             return selection.first(magnitudes >= threshold, budget)
         places = start + sampling.stride * jnp.arange(-(-sampling.size // sampling.stride))
-        # Beyond the end there is none, and -1 is below every magnitude.
-        samples = magnitudes.at[places].get(mode="fill", fill_value=-1)
+        # Beyond the end there is none; there are `rank` samples without it, and 0 is the smallest.
+        samples = magnitudes.at[places].get(mode="fill", fill_value=0)
         threshold = selection.kth_largest(samples, sampling.rank)
         too_few, too_many = math.ceil(_LOWER * budget), math.floor(_UPPER * budget)
 

@@ -12,28 +12,34 @@ _WORD = 32  # bits of a mask that are counted together
 
 
 def kth_largest(values: jax.Array, k: int | jax.Array) -> jax.Array:
-    """Returns the k-th largest of the non-negative values, exactly.
+    """Returns the k-th largest of non-negative values, exactly.
 
-    The bits of non-negative floating-point numbers are ordered as the numbers are, so that each
-    bit of the result, from the highest, takes one count of the values that are at least as large.
-    NaN counts as the largest value, negative values as smaller than any other.
+    The bits of non-negative floating-point numbers are ordered as the numbers are. So two bits of
+    the result, from the highest, take one pass that counts the values that are at least as large as
+    each candidate. NaN counts as the largest value.
 
     >>> float(kth_largest(jnp.array([3.0, 1.0, 2.0, 2.0]), 2))
     2.0
 
     Args:
-      values: a vector of float32 or float64 with at least k non-negative entries.
-      k: from 1.
+      values: a vector of float32 or float64.
+      k: from 1 to the length of the vector.
     """
-    integer = jnp.int64 if values.dtype.itemsize == 8 else jnp.int32
-    highest = 8 * values.dtype.itemsize - 2  # below the sign
+    width = 8 * values.dtype.itemsize
+    integer = jnp.uint64 if width == 64 else jnp.uint32
     bits = lax.bitcast_convert_type(values, integer)
 
     def settle(step: jax.Array, found: jax.Array) -> jax.Array:
-        candidate = found | (jnp.ones((), integer) << (highest - step).astype(integer))
-        return jnp.where(jnp.sum(bits >= candidate, dtype=jnp.int32) >= k, candidate, found)
+        shift = (width - 2 * (step + 1)).astype(integer)
+        larger = [bits >= (found | (integer(pair) << shift)) for pair in (1, 2, 3)]
+        # One reduction of three operands: on a CPU several times as fast as three sums.
+        counts = lax.reduce(
+            [mask.astype(jnp.int32) for mask in larger], [jnp.int32(0)] * 3,
+            lambda a, b: [x + y for x, y in zip(a, b, strict=True)], (0,),
+        )
+        return found | (sum((count >= k).astype(integer) for count in counts) << shift)
 
-    found = lax.fori_loop(0, highest + 1, settle, jnp.zeros((), integer))
+    found = lax.fori_loop(0, width // 2, settle, jnp.zeros((), integer))
     return lax.bitcast_convert_type(found, values.dtype)
 
 

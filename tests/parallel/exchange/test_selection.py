@@ -1,0 +1,64 @@
+"""Thresholds, ranks and places of set entries, against sorts in NumPy."""
+
+import doctest
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lamb_tpu.parallel.exchange import selection
+
+
+def test_examples() -> None:
+    assert doctest.testmod(selection).attempted and not doctest.testmod(selection).failed
+
+
+def magnitudes(kind: str, size: int) -> np.ndarray:
+    rng = np.random.default_rng(size)
+    return {
+        "normal": lambda: np.abs(rng.normal(size=size)),
+        "ties": lambda: rng.integers(0, 4, size).astype(float),
+        "zeros": lambda: np.zeros(size),
+        "tiny and large": lambda: np.exp(rng.uniform(-100, 80, size)),
+        "infinite": lambda: np.where(rng.random(size) < 0.2, np.inf, rng.random(size)),
+    }[kind]().astype(np.float32)
+
+
+@pytest.mark.parametrize("kind", ["normal", "ties", "zeros", "tiny and large", "infinite"])
+@pytest.mark.parametrize("size", [1, 31, 32, 1000])
+def test_the_largest_of_equal_values_the_first(kind: str, size: int) -> None:
+    values = magnitudes(kind, size)
+    for k in sorted({1, max(1, size // 10), size}):
+        order = np.argsort(-values, kind="stable")
+        assert selection.kth_largest(values, k) == values[order[k - 1]]
+        expected = np.zeros(size, bool)
+        expected[order[:k]] = True
+        np.testing.assert_array_equal(selection.largest(jnp.asarray(values), k), expected)
+
+
+def test_float64_is_exact_too() -> None:
+    with jax.enable_x64(True):
+        values = jnp.asarray([1.0, 1.0 + 2**-50, 0.5])
+        assert selection.largest(values, 1).tolist() == [False, True, False]
+
+
+def test_nan_is_among_the_largest_so_that_every_device_sees_it() -> None:
+    values = jnp.asarray([1.0, jnp.nan, 3.0, jnp.nan])
+    for k, expected in [(1, [1]), (2, [1, 3]), (3, [1, 2, 3])]:
+        assert np.flatnonzero(selection.largest(values, k)).tolist() == expected
+
+
+@pytest.mark.parametrize("size", [1, 32, 33, 1000])
+@pytest.mark.parametrize("share", [0.0, 0.02, 0.5, 1.0])
+def test_places_of_set_entries(size: int, share: float) -> None:
+    mask = np.random.default_rng(size).random(size) < share
+    where = np.flatnonzero(mask)
+    expected = np.full(size + 3, size)
+    expected[: len(where)] = where
+    found = jax.jit(selection.places)(jnp.asarray(mask), jnp.arange(size + 3))
+    np.testing.assert_array_equal(found, expected)
+    for count in (0, 1, size // 2, size):
+        first = np.zeros(size, bool)
+        first[where[:count]] = True
+        np.testing.assert_array_equal(selection.first(jnp.asarray(mask), count), first)
