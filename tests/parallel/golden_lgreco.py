@@ -4,10 +4,11 @@ import itertools
 from collections.abc import Mapping
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from lamb_tpu.parallel.exchange import choosing
-from lamb_tpu.parallel.exchange.lgreco import LGreCo
+from lamb_tpu.parallel.exchange.lgreco import LGreCo, squared_errors
 from tests.optim.golden_common import Settings
 from tests.parallel.golden_powersgd import Run
 from tests.parallel.torch_random import TorchGenerator
@@ -107,6 +108,8 @@ def _hook(settings: Settings, recorded: Arrays) -> dict[str, np.ndarray]:
             _set_q(run, {m.path: first.randn(m.columns, widths[m.path]) for m in sent.values()})
         if exchange.due(step):
             whole = {k: v[0] for k, v in run.residual.whole.items() if k in ("errors", "choices")}
+            if method == "Power":
+                whole["errors"] = _errors_by_rank(random, exchange, sent, run)
             errors = np.asarray(whole["errors"], np.float64) * DELTA
             target = choosing.budget(errors, exchange.options.index(rank), exchange.factor)
             run.exchange = run.exchange.chosen(params, whole)
@@ -121,16 +124,29 @@ def _hook(settings: Settings, recorded: Arrays) -> dict[str, np.ndarray]:
             }
             found |= {f"adjust{adjusted}/{key}": value for key, value in new.items()}
             adjusted += 1
-            if method == "Power":  # its random starts, of each rank
-                for m in sent.values():
-                    for width in exchange.options:
-                        if width <= min(m.rows, m.columns):
-                            random.randn(m.columns, width)
             _set_q(run, _redrawn(random, sent, chosen))
         run.update(step)
         ranks.append(run.exchange.ranks or (rank,) * len(sent))
     flat = [np.concatenate([mean[name].ravel() for name in names]) for mean in run.means]
     return found | {"output": np.stack(flat), "ranks": np.array(ranks)}
+
+
+def _errors_by_rank(
+    random: TorchGenerator, exchange: LGreCo, sent: Mapping[str, Any], run: Run
+) -> np.ndarray:
+    """The errors after power iterations of each rank by itself, from the hook's random starts.
+
+    Ours are those of one run at the largest rank, which is nearer to the best of each rank.
+    """
+    table = np.zeros((len(sent), len(exchange.options)))
+    for row, m in zip(table, sent.values(), strict=True):
+        for column, width in enumerate(exchange.options):
+            if width <= min(m.rows, m.columns):
+                start = random.randn(m.columns, width)[None]
+                average = run.residual.device["average"][m.path][0]
+                squares = squared_errors(average, jnp.asarray(start), [width], "power")
+                row[column] = np.sqrt(float(squares[0]))
+    return table
 
 
 def _redrawn(

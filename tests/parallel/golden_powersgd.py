@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lamb_tpu.parallel.exchange import lowrank
 from lamb_tpu.parallel.exchange.base import Residual
 from lamb_tpu.parallel.exchange.powersgd import PowerSGD
 from tests.optim.golden_common import Settings

@@ -1,7 +1,8 @@
 """Normal numbers as PyTorch's CPU generator draws them, to repeat recorded runs.
 
 `torch.randn` of 16 numbers or more fills them with uniform ones and transforms each 16 by
-Box and Muller; the last 16 are drawn anew where the number is not a multiple of 16.
+Box and Muller; the last 16 are drawn anew where the number is not a multiple of 16. Fewer are drawn
+in pairs, in float64.
 """
 
 import math
@@ -14,18 +15,31 @@ class TorchGenerator:
 
     def __init__(self, seed: int) -> None:
         self._bits = np.random.RandomState(seed)._bit_generator
+        self._second: float | None = None  # of a pair
 
     def randn(self, *shape: int) -> np.ndarray:
-        """Returns what `torch.randn(*shape)` does, up to rounding; at least 16 numbers."""
+        """Returns what `torch.randn(*shape)` does, up to rounding."""
         size = math.prod(shape)
         if size < 16:
-            raise ValueError(f"{size} numbers are drawn in another way")
+            return np.array([self._single() for _ in range(size)], np.float32).reshape(shape)
         values = self._uniform(size)
         for start in range(0, size - 15, 16):
             values[start : start + 16] = _normal(values[start : start + 16])
         if size % 16:
             values[-16:] = _normal(self._uniform(16))
         return values.reshape(shape)
+
+    def _single(self) -> float:
+        if self._second is not None:
+            value, self._second = self._second, None
+            return value
+        turn, square = (
+            ((int(high) << 32 | int(low)) & (2**53 - 1)) * 2**-53
+            for high, low in self._bits.random_raw(4).reshape(2, 2)
+        )
+        radius = math.sqrt(-2 * math.log1p(-square))
+        self._second = radius * math.sin(2 * math.pi * turn)
+        return radius * math.cos(2 * math.pi * turn)
 
     def _uniform(self, size: int) -> np.ndarray:
         bits = self._bits.random_raw(size) & (2**24 - 1)
