@@ -22,6 +22,8 @@ from tests.optim import (
     golden_onebit,
     golden_schedules,
 )
+from tests.optim import golden, golden_agvm, golden_baselines, golden_schedules
+from tests.parallel import golden_cpd
 
 Entry = Mapping[str, Any]
 Arrays = Mapping[str, np.ndarray]
@@ -146,4 +148,6 @@ FAMILIES: dict[str, Repeat] = {
     "noise_scale": golden_noise_scale.repeat,
     "simigrad": golden_simigrad.repeat,
     "onebit": golden_onebit.repeat,
+    "aps": golden_cpd.repeat_aps,
+    "cpd_quant": golden_cpd.repeat_quant,
 }

@@ -1,5 +1,6 @@
 """Scatters and gathers in buckets: the sums and arrays that NumPy gives, in few operations."""
 
+import math
 import re
 from typing import Any
 
@@ -64,6 +65,28 @@ def test_gather_undoes_cutting(num_devices: int) -> None:
     run, _ = over(num_devices, there_and_back, trees)
     for found, each in zip(run(trees), trees, strict=True):
         np.testing.assert_array_equal(found, each[0])
+
+
+@pytest.mark.parametrize("shape, axes", [
+    ((8,), ("data",)), ((3,), ("data",)), ((2, 4), ("data", "fsdp")), ((1,), ("data",)),
+])
+@pytest.mark.parametrize("one_phase", [16, 1])
+def test_rows_are_in_the_order_of_the_devices(
+    shape: tuple[int, ...], axes: tuple[str, ...], one_phase: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in two phases, which take more devices than there are here."""
+    monkeypatch.setattr(collectives, "_ONE_PHASE", one_phase)
+    size = math.prod(shape)
+    mesh = Mesh(np.array(jax.devices()[:size]).reshape(shape), axes)
+    rows = np.random.default_rng(0).integers(0, 2**32, (size, 5), dtype=np.uint32)
+    gathered = jax.jit(jax.shard_map(
+        lambda row: collectives.gather_rows(row[0], axes), mesh=mesh, in_specs=PartitionSpec(axes),
+        out_specs=PartitionSpec(), check_vma=False,
+    ))
+    np.testing.assert_array_equal(gathered(rows), rows)
+    phases = re.findall(r"= \S+ all-gather\(", gathered.lower(rows).compile().as_text())
+    expected = {(8,): 2, (2, 4): 3, (3,): 1, (1,): 0} if one_phase == 1 else {(2, 4): 2, (1,): 0}
+    assert len(phases) == expected.get(shape, 1)
 
 
 def test_sums_keep_dtypes_and_may_be_narrow() -> None:

@@ -1,5 +1,7 @@
 """Rounding of float32 values to a format of fewer bits."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +16,7 @@ INFINITY = 0xFF << 23
 _IMPLICIT = 1 << 23
 
 
+@functools.partial(jax.jit, static_argnames="fmt")
 def cast(x: jax.Array, fmt: Format, key: jax.Array | None = None) -> jax.Array:
     """Rounds each value to one that `fmt` has, to nearest or at random.
 
@@ -41,13 +44,14 @@ def cast(x: jax.Array, fmt: Format, key: jax.Array | None = None) -> jax.Array:
     bits = lax.bitcast_convert_type(x, jnp.int32)
     magnitude, sign = bits & MAGNITUDE, bits & SIGN
     noise = None if key is None else jax.random.bits(key, x.shape, jnp.uint32)
-    rounded = _end(magnitude, _normal(magnitude, fmt, noise), fmt)
+    rounded = _normal(magnitude, fmt, noise)
     if fmt.exponent_bits < 8:
         steps = _steps(magnitude, fmt, noise).astype(jnp.float32) * np.float32(fmt.step)
         small = lax.bitcast_convert_type(steps, jnp.int32)
         rounded = jnp.where(magnitude < bits_of(fmt.smallest_normal), small, rounded)
     elif fmt.style == "cpd":
         rounded = jnp.where(magnitude < _IMPLICIT, 0, rounded)
+    rounded = _end(magnitude, rounded, fmt)
     if fmt.style == "cpd":
         sign = jnp.where((magnitude > 0) & (magnitude < _IMPLICIT), 0, sign)
     return lax.bitcast_convert_type(rounded | sign, jnp.float32)
@@ -95,7 +99,7 @@ def _end(magnitude: jax.Array, rounded: jax.Array, fmt: Format) -> jax.Array:
     if fmt.style == "fn":
         nan = bits_of(np.nan)
         return jnp.where(finite & (rounded <= largest), rounded, nan)
-    limit = largest // _IMPLICIT * _IMPLICIT + _IMPLICIT
+    limit = 128 + fmt.largest_exponent << 23
     over = (magnitude if fmt.style == "cpd" else rounded) >= limit
     return jnp.where(finite, jnp.where(over, INFINITY, rounded), magnitude)
 

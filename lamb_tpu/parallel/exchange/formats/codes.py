@@ -23,6 +23,7 @@ from lamb_tpu.parallel.exchange.formats.format import Format
 _WORD = 32
 
 
+@functools.partial(jax.jit, static_argnames="fmt")
 def encode(values: jax.Array, fmt: Format) -> jax.Array:
     """Returns the codes of values that the format has, as `cast` returns them.
 
@@ -58,6 +59,7 @@ def encode(values: jax.Array, fmt: Format) -> jax.Array:
     return lax.bitcast_convert_type(code, jnp.uint32) | sign
 
 
+@functools.partial(jax.jit, static_argnames="fmt")
 def decode(codes: jax.Array, fmt: Format) -> jax.Array:
     """Returns the values of codes, exactly, as float32; of the same shape.
 
@@ -89,6 +91,7 @@ def group_size(bits: int) -> int:
     return _WORD // math.gcd(bits, _WORD)
 
 
+@functools.partial(jax.jit, static_argnames="bits")
 def pack(codes: jax.Array, bits: int) -> jax.Array:
     """Packs codes densely.
 
@@ -118,6 +121,7 @@ def pack(codes: jax.Array, bits: int) -> jax.Array:
     return packed[0] if words == 1 else jnp.concatenate(packed, axis=-1)
 
 
+@functools.partial(jax.jit, static_argnames="bits")
 def unpack(words: jax.Array, bits: int) -> jax.Array:
     """Returns the codes that `pack` packed: uint32, (..., m * 32 / bits) of words (..., m)."""
     size, count = group_size(bits), group_size(bits) * bits // _WORD

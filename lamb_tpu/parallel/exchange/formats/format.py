@@ -74,6 +74,8 @@ class Format:
     @property
     def largest(self) -> float:
         """The largest finite value."""
+        if self.reserved and self.exponent_bits == 1:  # without normal numbers
+            return self.smallest_normal - self.step
         ulp = 2.0**-self.mantissa_bits
         return 2.0**self.largest_exponent * (2 - ulp * (2 if self.style == "fn" else 1))
 
