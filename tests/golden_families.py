@@ -22,7 +22,6 @@ from tests.optim import (
     golden_onebit,
     golden_schedules,
 )
-from tests.optim import golden, golden_agvm, golden_baselines, golden_schedules
 from tests.parallel import golden_cpd
 
 Entry = Mapping[str, Any]
