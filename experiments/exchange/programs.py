@@ -7,13 +7,13 @@ collectives are the exchange's own, and its cycles are those of casting, packing
 import dataclasses
 import importlib.metadata
 import json
+import math
 import pathlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
@@ -178,17 +178,38 @@ def _exchange(case: Case) -> dict[str, Any]:
         "clock": slice_.generation.clock,
         "compile_seconds": round(time.monotonic() - start, 1),
         "needed_bytes": sizes.peak_memory_in_bytes,
-        "sizes": [int(np.prod(shape)) for shape in shapes], "ranks": [len(s) for s in shapes],
-        "factors": _factors(placed.exchange, params),
+        **counts(shapes, _factors(placed.exchange, params)),
         "sent": traffic.sent_by_dtype(found), "collectives": summed(found, count, case.inner),
     }
 
 
-def _factors(exchange: Any, params: Any) -> list[list[int]]:
-    """Returns the matrices that PowerSGD sends as factors: index, layers, rows, columns."""
+def _factors(exchange: Any, params: Any) -> dict[int, int]:
+    """Returns the values of both factors of the leaves that PowerSGD sends so, by their place."""
     if not isinstance(exchange, PowerSGD):
-        return []
-    return [[m.index, m.layers, m.rows, m.columns] for m in exchange.matrices(params)]
+        return {}
+    return {
+        m.index: m.layers * min(exchange.rank, m.rows, m.columns) * (m.rows + m.columns)
+        for m in exchange.matrices(params)
+    }
+
+
+def counts(shapes: Sequence[tuple[int, ...]], factors: Mapping[int, int]) -> dict[str, int]:
+    """Returns the numbers of values from which the least bytes follow.
+
+    Args:
+      shapes: of the gradient's arrays.
+      factors: values of the factors of those that are sent as factors, by their place.
+    """
+    sizes = list(map(math.prod, shapes))
+    return {
+        "arrays": len(sizes), "values": sum(sizes),
+        "vector_values": sum(size for size, shape in zip(sizes, shapes, strict=True)
+                             if len(shape) < 2),
+        "factor_values": sum(factors.values()),
+        "unfactored_values": sum(
+            size for place, size in enumerate(sizes) if place not in factors
+        ),
+    }
 
 
 def summed(found: list[Collective], devices: int, inner: int) -> list[list[Any]]:

@@ -20,8 +20,8 @@ the link of a host carries each way, of each group that has devices there:
 | all-to-all | d (n - d) / n V | 1 |
 | collective-permute | V for each pair of which one device is there | 1 |
 
-The bytes of the first three are those of a ring through the hosts and of halving and doubling, which
-has these steps. Of an all-to-all nothing adds up within a host, so each device's bytes count.
+The bytes of the first three are those of a ring through the hosts and of halving and doubling,
+which has these steps. Of an all-to-all nothing adds up within a host, so each device's bytes count.
 """
 
 import collections
@@ -116,8 +116,8 @@ class HostNetwork(Network):
 
     def _load(self, groups: Groups, what: str) -> float:
         """Returns what the busiest link carries each way, in a device's bytes; sums go one way."""
-        sent: collections.Counter[int] = collections.Counter()
-        received: collections.Counter[int] = collections.Counter()
+        sent: dict[int, float] = collections.defaultdict(float)
+        received: dict[int, float] = collections.defaultdict(float)
         for group in groups:
             if what == _PERMUTE:
                 start, end = (int(self._hosts[device]) for device in group)
@@ -130,7 +130,7 @@ class HostNetwork(Network):
                 host = int(self._hosts[part[0]])
                 share = len(part) * (count - len(part)) / count
                 sent[host] += share if what == "to all" else (len(parts) - 1) / len(parts)
-        return float(max([*sent.values(), *received.values()], default=0.0))
+        return max([*sent.values(), *received.values()], default=0.0)
 
     def _route(self, groups: Groups, is_pairs: bool) -> Route:
         hosts = max(len({int(self._hosts[device]) for device in group}) for group in groups)

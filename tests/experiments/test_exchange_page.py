@@ -14,7 +14,7 @@ from lamb_tpu.cost.topology import topology
 from lamb_tpu.cost.traffic import Collective
 
 V = 4_000_000  # bytes of a gradient in float32
-SIZES = [V // 4 - 1000, 1000]
+SHAPES = [(1000, 999), (1000,)]
 
 
 def row(case: Case) -> dict[str, Any]:
@@ -42,8 +42,9 @@ def row(case: Case) -> dict[str, Any]:
         "inner": case.inner, "devices": devices, "cycles": 10**8 if not case.method else (
             10**6 if not found or len(found) == 1 else 2 * 10**6 + 1000 * count
         ),
-        "clock": 940e6, "compile_seconds": 1.5, "needed_bytes": 1, "sizes": SIZES,
-        "ranks": [2, 1], "factors": [[0, 1, 1000, 999]] if "powersgd" in case.method else [],
+        "clock": 940e6, "compile_seconds": 1.5, "needed_bytes": 1, **programs.counts(
+            SHAPES, {0: 4 * 1999} if "powersgd" in case.method else {}
+        ),
         "sent": sent, "collectives": found, "versions": {"jax": "0", "libtpu": "1"},
     }
 

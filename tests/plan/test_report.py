@@ -9,8 +9,8 @@ import pytest
 
 from lamb_tpu.cost import traffic
 from lamb_tpu.cost.calibrated import CALIBRATED
-from lamb_tpu.cost.network import Axis, Route
 from lamb_tpu.cost.hlo import Array
+from lamb_tpu.cost.network import Axis, Route
 from lamb_tpu.cost.timeline import Event, Timeline
 from lamb_tpu.cost.topology import topology
 from lamb_tpu.cost.traffic import Collective
