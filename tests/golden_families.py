@@ -22,10 +22,7 @@ from tests.optim import (
     golden_onebit,
     golden_schedules,
 )
-from tests.parallel import golden_cpd
-from tests.optim import golden, golden_agvm, golden_baselines, golden_schedules
-from tests.parallel import golden_dgc, golden_econtrol
-from tests.parallel import golden_lgreco, golden_powersgd
+from tests.parallel import golden_cpd, golden_dgc, golden_econtrol, golden_lgreco, golden_powersgd
 
 Entry = Mapping[str, Any]
 Arrays = Mapping[str, np.ndarray]

@@ -5,6 +5,7 @@ are the sum of these, with each loop counted as often as it runs. The estimates 
 network; `lamb_tpu.cost.traffic` reads what a device sends.
 """
 
+import contextlib
 import functools
 import itertools
 import math
@@ -196,6 +197,8 @@ class Program:
     def turns(self, loop: Instruction, computation: Computation) -> int:
         """Number of iterations of a loop that counts by a constant step to a constant limit.
 
+        A loop that may end before, because its condition demands more than that, counts in full.
+
         Raises:
           ValueError: the loop does not tell it.
         """
@@ -203,29 +206,44 @@ class Program:
             return int(known[1])
         body = self.computations[loop.attribute("body")[0]]
         condition = self.computations[loop.attribute("condition")[0]]
-        try:
-            # The condition must be counter < limit, with the counter an element of the loop's
-            # tuple.
-            if condition.root.opcode != "compare" or "direction=LT" not in condition.root.rest:
-                raise KeyError(condition.root.opcode)
-            counter, limit = condition.root.operands()
-            found = re.search(r"index=(\d+)", condition.instructions[counter].rest)
-            if found is None:
-                raise KeyError(counter)
-            index = int(found[1])
-            # The counter before the loop, in the tuple that the loop gets; and in the tuple that
-            # the body returns.
-            start = computation.instructions[loop.operands()[0]].operands()[index]
-            step = body.instructions[body.root.operands()[index]]
-            if step.opcode != "add":
-                raise KeyError(step.opcode)
-            return max(0, math.ceil(
-                (_value(limit, condition) - _value(start, computation))
-                / _value(step.operands()[1], body)
-            ))
-        # Any other form of loop ends here: a name that is not found, or too few operands.
-        except (KeyError, IndexError, TypeError, ZeroDivisionError):
-            raise ValueError(f"the loop %{loop.name} does not tell how often it runs") from None
+        found, demanded = list[int](), [condition.root]
+        for demand in demanded:  # which grows
+            if demand.opcode == "and":
+                demanded += [condition.instructions[name] for name in demand.operands()]
+            # Any other form of counter ends here: a name that is not found, or too few operands.
+            with contextlib.suppress(KeyError, IndexError, TypeError, ZeroDivisionError):
+                found.append(_turns(demand, condition, body, loop, computation))
+        if not found:
+            raise ValueError(f"the loop %{loop.name} does not tell how often it runs")
+        return min(found)
+
+
+def _turns(
+    demand: Instruction, condition: Computation, body: Computation, loop: Instruction,
+    computation: Computation,
+) -> int:
+    """Number of iterations of a loop while `demand` holds, which is counter < limit.
+
+    Raises:
+      KeyError: it is not; other errors likewise.
+    """
+    # The counter is an element of the loop's tuple.
+    if demand.opcode != "compare" or "direction=LT" not in demand.rest:
+        raise KeyError(demand.opcode)
+    counter, limit = demand.operands()
+    found = re.search(r"index=(\d+)", condition.instructions[counter].rest)
+    if found is None:
+        raise KeyError(counter)
+    index = int(found[1])
+    # The counter before the loop, in the tuple that the loop gets; and in the tuple that the body
+    # returns.
+    start = computation.instructions[loop.operands()[0]].operands()[index]
+    step = body.instructions[body.root.operands()[index]]
+    if step.opcode != "add":
+        raise KeyError(step.opcode)
+    return max(0, math.ceil(
+        (_value(limit, condition) - _value(start, computation)) / _value(step.operands()[1], body)
+    ))
 
 
 @functools.lru_cache(maxsize=1)

@@ -152,6 +152,8 @@ class Route(NamedTuple):
       axes: axes of the torus, for groups that are boxes of chips.
       width: links that carry an all-gather at a time.
       hops: links that the bytes of the farthest chip pass.
+      hosts: hosts of a group, where a slow network lies between hosts and the rest is of one host,
+        see `hosts.HostNetwork`; 1 otherwise.
     """
 
     chips: int
@@ -160,6 +162,7 @@ class Route(NamedTuple):
     axes: tuple[Axis, ...]
     width: float
     hops: int
+    hosts: int = 1
 
     def describe(self) -> str:
         """Returns the axes as text, such as 'x ring of 16, y line of 8 (2 groups a link)'."""
@@ -168,8 +171,10 @@ class Route(NamedTuple):
             + f" ({axis.sharing} groups a link)" * (axis.sharing > 1)
             for axis in self.axes
         ]
-        if self.chips > 1 and not parts:
+        if self.chips > 1 and not parts and self.hosts == 1:
             parts = [f"{self.chips} chips, by way of others"]
+        if self.hosts > 1:
+            parts.append(f"{self.hosts:,} hosts")
         if self.slices > 1:
             parts.append(f"{self.slices} slices")
         return ", ".join(parts) or "within a chip"

@@ -113,6 +113,20 @@ def collectives(hlo: str) -> list[Collective]:
     ]
 
 
+def sent_by_dtype(found: Iterable[Collective]) -> dict[str, int]:
+    """Returns the bytes that a device sends in one run of a program, by HLO's name of the dtype.
+
+    An operation on several arrays counts each in its dtype. The largest comes first.
+    """
+    sums: dict[str, int] = {}
+    for one in found:
+        for dtype in {array.dtype for array in one.arrays}:
+            arrays = tuple(array for array in one.arrays if array.dtype == dtype)
+            sent = one.count * one._replace(arrays=arrays).sent_bytes
+            sums[dtype] = sums.get(dtype, 0) + sent
+    return dict(sorted(sums.items(), key=lambda item: (-item[1], item[0])))
+
+
 def table(found: Iterable[Collective]) -> list[Row]:
     """Returns rows of collectives of the same kind, group size and dtype, largest traffic first."""
     totals: dict[tuple[str, int, str], list[int]] = {}

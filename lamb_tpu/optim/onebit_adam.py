@@ -7,7 +7,6 @@ moments are not; but they settle early, and are frozen then.
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from lamb_tpu.optim import chains, leafwise, parameters, staged, trust_ratio

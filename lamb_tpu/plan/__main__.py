@@ -37,6 +37,9 @@ eight microbatches; a rule that decides during the run needs --batches-of=RUN.
 
 A recipe with an argument `batch` makes the config of each batch itself, with its rates and groups.
 
+--network-gbps=10 plans hosts with Ethernet between them in the place of the slice's own network,
+with any of these. Small exchanges of gradients (config.parallel.exchange) pay there.
+
 Change anything with --config.KEY=VALUE: --config.mesh.model=4, --config.parallel.backend=shard_map.
 """
 
@@ -93,6 +96,11 @@ if __name__ == "__main__":  # --help is answered before the imports below, which
         "measured", None, "With --topologies: times of measured runs, such as "
         "v3-1024=150min,v3-2048=76.2min; units are s, min and h.",
     )
+    flags.DEFINE_float(
+        "network-gbps", None, "Instead of the slice's network between hosts: one link for each "
+        "host, shared by its devices, of this many 10^9 bits a second each way, such as 10 for "
+        "Ethernet. The devices of a host keep the slice's links.",
+    )
     flags.DEFINE_string(
         "html", None, "Also write the plan as one page to this file, with memory by kind, the most "
         "expensive kernels with their source lines, and collectives on the torus.",
@@ -138,11 +146,16 @@ def _waiting(text: str) -> Iterator[None]:
         yield
 
 
+def _gbps() -> float | None:
+    return flags.FLAGS["network-gbps"].value
+
+
 def main() -> None:
     """Entry point of the command line."""
     values = flags.FLAGS
     kept = Cache(check_folder(values.cache))
     page = None if values.html is None else check_page(values.html)
+    options.check_gbps(_gbps())
     options.check_batches_of(
         values["batches-of"].value,
         any(changes(phase.config) for phase in phases.split(values.config)),
@@ -164,12 +177,13 @@ def _search(request: options.Request, kept: Cache) -> Answer:
     [run] = phases.split(values.config)  # checks the config
     variants = Variants(config_flags.get_config_filename(values["config"]), run.config)
     if request.kind == "batch":
-        with Trials(largest.MOST, values.examples, kept) as trials:
+        with Trials(largest.MOST, values.examples, kept, _gbps()) as trials:
             return largest.find(variants, name, trials)
     if request.kind == "fastest":
-        with Trials(fastest.most(variants, topology(name)), values.examples, kept) as trials:
+        most = fastest.most(variants, topology(name))
+        with Trials(most, values.examples, kept, _gbps()) as trials:
             return fastest.find(variants, name, trials)
-    with Trials(len(request.batches), values.examples, kept) as trials:
+    with Trials(len(request.batches), values.examples, kept, _gbps()) as trials:
         return advice.advise(
             variants, request.batches, name, trials, values["price-per-device-hour"].value,
             values.workdir,
@@ -180,7 +194,7 @@ def _curves(request: options.Request, kept: Cache, page: pathlib.Path | None) ->
     """Returns the answer to --topologies, and writes its page."""
     runs = [(phase.name, phase.config) for phase in phases.split(flags.FLAGS.config)]
     most = len(runs) * len(request.topologies)
-    with Trials(most, flags.FLAGS.examples, kept) as trials:
+    with Trials(most, flags.FLAGS.examples, kept, _gbps()) as trials:
         points = curves.plan(runs, request.topologies, request.measured, trials)
     answer = curves.answer(points)
     if page is not None:
@@ -196,10 +210,12 @@ def _plan(kept: Cache, page: pathlib.Path | None) -> None:
             if changes(phase.config):
                 plan = make_changing_plan(
                     phase.config, values.topology, _waiting, values.examples, kept,
-                    values["batches-of"].value,
+                    values["batches-of"].value, _gbps(),
                 )
             else:
-                plan = make_plan(phase.config, values.topology, _waiting, values.examples, kept)
+                plan = make_plan(
+                    phase.config, values.topology, _waiting, values.examples, kept, _gbps()
+                )
         found.append((phase.name, plan))
         # Text is shown as soon as a phase is compiled, which takes minutes. JSON is one document,
         # printed at the end.

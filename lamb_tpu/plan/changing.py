@@ -52,6 +52,7 @@ def make_changing_plan(
     examples: int | None = None,
     cache: Cache | None = None,
     batches_of: str | None = None,
+    gbps: float | None = None,
 ) -> Plan:
     """Compiles steps of a config whose batch changes; returns the plan of its run.
 
@@ -62,6 +63,7 @@ def make_changing_plan(
       config, name, waiting, examples, cache: see `making.make_plan`.
       batches_of: folder of a run whose batches are taken, stretched to the examples of this one; a
         rule that decides during the run needs it.
+      gbps: see `making.make_plan`.
 
     Raises:
       UserError: see `making.make_plan`; or `batches_of` is missing, has no meaning, or holds no run
@@ -74,7 +76,7 @@ def make_changing_plan(
     found: dict[int, Plan] = {}
     for count in sorted(_counts(path, size)):
         found[count] = make_plan(
-            at_microbatches(config, count, run.recipe), name, waiting, examples, cache
+            at_microbatches(config, count, run.recipe), name, waiting, examples, cache, gbps
         )
         if not found[count].fits:
             return found[count]

@@ -17,15 +17,18 @@ from lamb_tpu import data
 from lamb_tpu.cost import hlo, network, traffic
 from lamb_tpu.cost import topology as topology_lib
 from lamb_tpu.cost.calibrated import CALIBRATED
+from lamb_tpu.cost.hosts import HostNetwork, hosts
 from lamb_tpu.cost.network import Network
 from lamb_tpu.cost.timeline import Timeline
 from lamb_tpu.errors import UserError
+from lamb_tpu.parallel.step import Stage
 from lamb_tpu.plan import guard
+from lamb_tpu.plan import stages as stages_lib
 from lamb_tpu.plan.cache import Cache, Compiled, key_of
 from lamb_tpu.plan.report import Memory, Plan, Traffic
 from lamb_tpu.plan.totals import work_of
 from lamb_tpu.run import recipe
-from lamb_tpu.run.build import prepare
+from lamb_tpu.run.build import Run, prepare
 
 T = TypeVar("T")
 
@@ -36,8 +39,12 @@ def make_plan(
     waiting: Callable[[str], Any] = contextlib.nullcontext,
     examples: int | None = None,
     cache: Cache | None = None,
+    gbps: float | None = None,
 ) -> Plan:
     """Compiles the training step of a config for a slice.
+
+    A run whose exchange or optimizer has several stages has a step for each. The plan is then of
+    the step of most updates, and its totals are of all.
 
     After this call JAX runs on the CPU alone.
 
@@ -48,25 +55,51 @@ def make_plan(
         entered while waiting.
       examples: number of training examples, see `data.load_shapes`.
       cache: where compiled programs are kept; None keeps none.
+      gbps: rate of the only link of each host, in 10^9 bits a second; None: the slice's own
+        network.
 
     Raises:
       UserError: the config has a mistake, the name is unknown, or the TPU compiler is missing or
         fails.
     """
     cache = cache or Cache(None)
-    slice_ = topology_lib.topology(name)
-    calibration = CALIBRATED.for_generation(slice_.version)
     # Before `prepare`: this keeps JAX on the CPU, which must be settled before JAX uses a device.
-    devices = topology_lib.devices(slice_)
+    devices = topology_lib.devices(topology_lib.topology(name))
     run = prepare(config, None, devices, load=loader(config, examples))
     if run.recipe.path is not None:
         raise UserError(
             f"config.batch_rule.name is {config.batch_rule.name!r}, and this plan is of one batch "
             "size; leave config.batch_rule empty, or plan the run with --topology alone"
         )
-    # The last stage of an exchange: those before it warm up.
-    step = run.make_train_step(run.recipe.total_steps - 1)
-    lowered = step.lower(run.abstract_state, run.abstract_batch())
+    stages = stages_lib.stages_of(run)
+    plans = dict[Stage, Plan]()
+    for stage, (first, _) in stages.items():
+        plans[stage] = _of_step(run, first, name, devices, waiting, cache, gbps)
+        if not plans[stage].fits:
+            return plans[stage]
+    most = plans[max(stages, key=lambda stage: stages[stage][1])]
+    if len(stages) == 1:
+        return most
+    told = stages_lib.names(list(stages))
+    return dataclasses.replace(
+        most,
+        compile_seconds=sum(plan.compile_seconds for plan in plans.values()),
+        is_cached=all(plan.is_cached for plan in plans.values()),
+        stages=tuple(
+            stages_lib.row(each, stages[stage][1], plans[stage].times)
+            for each, stage in zip(told, stages, strict=True)
+        ),
+    )
+
+
+def _of_step(
+    run: Run, update: int, name: str, devices: Sequence[jax.Device],
+    waiting: Callable[[str], Any], cache: Cache, gbps: float | None,
+) -> Plan:
+    """Compiles the step of the stage of an update; see `make_plan`."""
+    slice_, config = topology_lib.topology(name), run.config
+    calibration = CALIBRATED.for_generation(slice_.version)
+    lowered = run.make_train_step(update).lower(run.abstract_state, run.abstract_batch())
     places = network.places(run.mesh.devices.flat)
     key = key_of(lowered.as_text(), places, slice_.compiler_options())
     kept = cache.load(key)
@@ -104,7 +137,9 @@ def make_plan(
     # of use.
     text = compiled.program
     cost = _read(hlo.program_cost, text, notes)
-    fabric = Network(slice_, places)
+    fabric = Network(slice_, places) if gbps is None else HostNetwork(
+        slice_, places, hosts(run.mesh.devices.flat), gbps
+    )
     plan = dataclasses.replace(plan, network=fabric, program=text)
     times = _read(lambda _: plan.timelines(calibration.each), text, notes)
     return dataclasses.replace(

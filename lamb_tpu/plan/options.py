@@ -94,6 +94,19 @@ def check_batches_of(workdir: str | None, changes: bool) -> None:
         )
 
 
+def check_gbps(gbps: float | None) -> None:
+    """Refuses a --network-gbps that is no rate.
+
+    Raises:
+      UserError: it is given, and is not above 0, or infinite.
+    """
+    if gbps is not None and not 0 < gbps < math.inf:
+        raise UserError(
+            f"--network-gbps is {gbps:g}; it must be a number above 0, the 10^9 bits a second of a "
+            "host's link, such as 10"
+        )
+
+
 def _one_run(config: ConfigDict, option: str) -> None:
     if config.phases:
         raise UserError(

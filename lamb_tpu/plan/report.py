@@ -10,8 +10,11 @@ from lamb_tpu import terminal
 from lamb_tpu.cost import hlo, traffic
 from lamb_tpu.cost import topology as topology_lib
 from lamb_tpu.cost.calibrated import CALIBRATED
+from lamb_tpu.cost.hosts import HostNetwork
 from lamb_tpu.cost.network import Calibration, Constants, Network, Route
 from lamb_tpu.cost.timeline import Timeline, timeline
+from lamb_tpu.plan import sending
+from lamb_tpu.plan import stages as stages_lib
 from lamb_tpu.plan import totals as totals_lib
 from lamb_tpu.plan.totals import Totals, Work, span_text
 from lamb_tpu.run.recipe import Recipe
@@ -143,6 +146,7 @@ class Plan:
       work: what the whole run does.
       recipe: its durations and learning rate.
       along: the path of a batch that changes; None for one batch size.
+      stages: programs of the run, if it has several; this plan is of the one of most updates.
       notes: quantities that could not be read, and why.
       program: the optimized HLO, see `lamb_tpu.cost.hlo`; not in the JSON.
       network: the links between the devices; not in the JSON.
@@ -169,6 +173,7 @@ class Plan:
     work: Work | None = None
     recipe: Recipe | None = None
     along: Along | None = None
+    stages: tuple[stages_lib.Row, ...] = ()
     notes: tuple[str, ...] = ()
     program: str = dataclasses.field(default="", repr=False)
     network: Network | None = dataclasses.field(default=None, repr=False)
@@ -224,10 +229,10 @@ class Plan:
             self.work, [each.compute for each in self.times],
             [each.exposed for each in self.times], self.topology.num_chips,
         )
-        if self.along is None:
+        if self.along is None and not self.stages:
             return found
-        along = self.along.seconds()
-        return along and found._replace(compute=along[0], network=along[1])
+        parts = self.along.seconds() if self.along else stages_lib.seconds(self.stages)
+        return parts and found._replace(compute=parts[0], network=parts[1])
 
     @property
     def left_out(self) -> str:
@@ -271,6 +276,7 @@ class Plan:
             "network_exposed_milliseconds":
                 self.times and [1e3 * each.exposed for each in self.times],
             "step_milliseconds": self.step_seconds and [1e3 * each for each in self.step_seconds],
+            **sending.as_json(self.times[1] if self.times else None, self.network),
             "calibrated_by": self.calibration.fitted_to,
             "collectives": None if self.collectives is None else [
                 each.row._asdict() | {
@@ -283,6 +289,7 @@ class Plan:
             "run": work and {
                 "updates": work.updates,
                 "batches": self.along and [row._asdict() for row in self.along.rows],
+                "stages": [row._asdict() for row in self.stages],
                 "evaluations": work.evaluations,
                 "compute_seconds": total and list(total.compute),
                 "network_seconds": total and list(total.network),
@@ -331,6 +338,8 @@ class Plan:
         lines += [f"not known: {note}" for note in self.notes]
         if self.collectives is not None:
             lines += ["collectives, of one device in one step:", *_table(self.collectives)]
+        if self.stages:
+            lines += stages_lib.describe(self.stages)
         if self.along is not None:
             lines += self.along.describe()
         return terminal.fit("\n".join([*lines, decision([self])]))
@@ -358,6 +367,26 @@ class Plan:
                 f"takes {1e3 * middle.seconds:.3g} ms ({1e3 * low.seconds:.3g} to "
                 f"{1e3 * high.seconds:.3g})"
             )
+            lines += self._describe_sending(middle)
+        return lines
+
+    def _describe_sending(self, schedule: Timeline) -> list[str]:
+        lines = []
+        if isinstance(self.network, HostNetwork):
+            carried = sending.link_bytes(schedule, self.network)
+            lines.append(
+                f"hosts: one link of {self.network.gbps:g} Gb/s each way for the "
+                f"{self.network.host_devices} devices of each, which carries {size_text(carried)} "
+                "a step"
+            )
+        sent = traffic.sent_by_dtype(event.collective for event in schedule.events)
+        if sent:
+            each = ", ".join(f"{dtype} {size_text(size)}" for dtype, size in sent.items())
+            lines.append(f"sends: {size_text(sum(sent.values()))} of a device a step: {each}")
+        name, whole = sending.limit(schedule, self.network), schedule.seconds
+        part = schedule.compute if name == "computation" else schedule.exposed
+        if whole:
+            lines.append(f"limit: the {name}, {part / whole:.0%} of a step")
         return lines
 
 
@@ -415,6 +444,7 @@ def size_text(size: float) -> str:
 
 def _along(route: Route) -> str:
     parts = [f"{axis.name}{axis.length}" for axis in route.axes]
+    parts += ["hosts"] * (route.hosts > 1)
     return " ".join(parts + ["slices"] * (route.slices > 1)) or "-"
 
 

@@ -107,10 +107,14 @@ class Trials:
       most: largest number of plans that will be asked for.
       examples: number of training examples, see `make_plan`.
       cache: where compiled programs are kept.
+      gbps: rate of a host's link, see `make_plan`.
     """
 
-    def __init__(self, most: int, examples: int | None = None, cache: Cache | None = None) -> None:
-        self._examples, self._cache = examples, cache
+    def __init__(
+        self, most: int, examples: int | None = None, cache: Cache | None = None,
+        gbps: float | None = None,
+    ) -> None:
+        self._examples, self._cache, self._gbps = examples, cache, gbps
         self._made: dict[str, Trial] = {}
         self.most = most
         self._bar: Progress | None = None
@@ -155,7 +159,8 @@ class Trials:
             self._bar.update(self._bar.task_ids[0], description=label)
         try:
             plan = make_plan(
-                config, topology, lambda _: self._told(label), self._examples, self._cache
+                config, topology, lambda _: self._told(label), self._examples, self._cache,
+                self._gbps,
             )
         except UserError as error:
             return Trial(None, refused=str(error))

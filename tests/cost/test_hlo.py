@@ -29,6 +29,19 @@ def test_trip_count_that_the_compiler_wrote() -> None:
     assert program_cost(known).cycles == 2 * (3 * 1000 + 20 + 3) + 50_000 + 400
 
 
+def test_a_loop_that_may_end_before_counts_in_full() -> None:
+    """Its condition demands more than a counter below the limit."""
+    [line] = [line for line in PROGRAM.splitlines() if "direction=LT" in line and "ROOT" in line
+              and "%get-tuple-element.8, %constant.6" in line]
+    name = line.split("=")[0].split()[-1]
+    demanding = PROGRAM.replace(line, "\n".join([
+        line.replace("ROOT ", "").replace(name, "%counted"),
+        "  %goes_on = pred[] compare(%get-tuple-element.8, %get-tuple-element.8), direction=GT",
+        f"  ROOT {name} = pred[] and(%goes_on, %counted)",
+    ]))
+    assert program_cost(demanding) == program_cost(PROGRAM)
+
+
 UNKNOWN = [
     ("constant(6)", "parameter(1)"),  # a limit that is known at run time only
     ("%get-tuple-element.8, %constant.6), direction=LT", "%a, %b), direction=EQ"),

@@ -141,3 +141,12 @@ def test_replica_groups_of_another_age() -> None:
 def test_docstrings() -> None:
     assert doctest.testmod(traffic).failed == 0
     assert doctest.testmod(traffic).attempted == 5
+
+
+def test_bytes_by_dtype() -> None:
+    groups = (tuple(range(4)),)
+    mixed = traffic.Collective(
+        "all-reduce", groups, (traffic.Array("f32", (8,)), traffic.Array("bf16", (8,))), 2
+    )
+    packed = traffic.Collective("all-gather", groups, (traffic.Array("u8", (100,)),), 1)
+    assert traffic.sent_by_dtype([mixed, packed]) == {"u8": 300, "f32": 96, "bf16": 48}

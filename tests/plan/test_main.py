@@ -88,6 +88,36 @@ def test_the_digits_step(name: str, num_devices: int, hosts: int) -> None:
 
 
 @needs_compiler
+def test_hosts_with_ethernet(tmp_path: pathlib.Path) -> None:
+    """One program, between hosts with the torus and with 10 Gb/s."""
+    cache = f"--cache={tmp_path}"
+    arguments = ("lamb_tpu.plan", DIGITS, "--topology=v3-32", cache, "--json")
+    torus, slow = (
+        json.loads(tiny.command(*arguments, *more).stdout) for more in ((), ("--network-gbps=10",))
+    )
+    assert torus["network_gbps"] is None and slow["network_gbps"] == 10
+    assert torus["sent_bytes"] == slow["sent_bytes"]
+    [row] = slow["collectives"]
+    assert slow["sent_bytes"]["f32"] == row["sent_bytes"]
+    assert row["route"] == "x line of 2, y line of 2, 4 hosts"
+    # Four hosts send three quarters of the gradient twice, in four steps between hosts.
+    assert slow["host_link_bytes"] == pytest.approx(1.5 * row["operand_bytes"])
+    middle = CALIBRATED.middle
+    between = 1.5 * row["operand_bytes"] / 1.25e9 / middle.datacenter_efficiency
+    between += 4 * middle.datacenter_seconds
+    assert between < slow["network_milliseconds"][1] / 1e3 < 1.2 * between
+    assert slow["limited_by"] == "network between hosts"
+    assert slow["compute_milliseconds"] == torus["compute_milliseconds"]
+    # Other answers take the option too.
+    done = tiny.command(
+        "lamb_tpu.plan", DIGITS, "--topologies=v3-32", cache, "--json", "--network-gbps=10"
+    )
+    assert done.returncode == 0, done.stderr
+    [point] = json.loads(done.stdout)["points"]
+    assert point["phases"][0]["step_milliseconds"] == pytest.approx(slow["step_milliseconds"])
+
+
+@needs_compiler
 def test_a_step_that_does_not_fit() -> None:
     arguments = (DIGITS, "--topology=v5e-4", "--config.model.hidden_sizes=(65536,65536)")
     found = planned(*arguments)

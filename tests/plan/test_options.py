@@ -1,11 +1,12 @@
 """Options that say what is planned: each mistake is one sentence, before anything compiles."""
 
+import math
 from typing import Any
 
 import pytest
 
 from lamb_tpu.errors import UserError
-from lamb_tpu.plan.options import Request, check
+from lamb_tpu.plan.options import Request, check, check_gbps
 from tests import tiny
 
 TWO = {"phases": {"phase_1": {"duration": "1 steps"}, "phase_2": {"duration": "2 steps"}}}
@@ -65,3 +66,15 @@ def test_mistakes(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError) as error:
         asked(**options)
     assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize("gbps", [0.0, -10.0, math.nan, math.inf])
+def test_a_rate_that_is_none(gbps: float) -> None:
+    check_gbps(None)
+    check_gbps(0.5)
+    with pytest.raises(UserError) as error:
+        check_gbps(gbps)
+    assert str(error.value) == (
+        f"--network-gbps is {gbps:g}; it must be a number above 0, the 10^9 bits a second of a "
+        "host's link, such as 10"
+    )

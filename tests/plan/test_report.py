@@ -9,12 +9,16 @@ import pytest
 
 from lamb_tpu.cost import traffic
 from lamb_tpu.cost.calibrated import CALIBRATED
+from lamb_tpu.cost.hlo import Array
 from lamb_tpu.cost.network import Axis, Route
-from lamb_tpu.cost.timeline import Timeline
+from lamb_tpu.cost.timeline import Event, Timeline
 from lamb_tpu.cost.topology import topology
+from lamb_tpu.cost.traffic import Collective
 from lamb_tpu.plan import report
 from lamb_tpu.plan.report import Memory, Plan, Traffic, decision
 from lamb_tpu.plan.totals import Input, Work
+from tests import tiny
+from tests.cost.test_hosts import EVERYBODY, fabric
 from tests.plan.test_main import needs_compiler
 
 
@@ -59,6 +63,7 @@ def test_what_the_terminal_shows() -> None:
         "runs: 1.00 (1.00 to 1.00) times that estimate, by a fit to 21 runs",
         "network: 20 ms (10 to 50), and 0 ms behind computation; a step takes 120 ms (110",
         "    to 150)",
+        "limit: the computation, 83% of a step",
         "arithmetic: 2.89e+12 operations of matrix products, 47.0% of the bfloat16 peak",
         "    in that time",
         "model FLOPs: 2.46e+12 of a device, MFU 40.0% without the network",
@@ -80,6 +85,20 @@ def test_what_the_terminal_shows() -> None:
     ]
     assert unknown.as_json()["milliseconds_without_network"] is None
     assert unknown.as_json()["run"]["chip_hours"] is None
+
+
+@needs_compiler
+def test_hosts_with_slow_links() -> None:
+    packed = Collective("all-to-all", EVERYBODY, (Array("u8", (2**20,)),), 2)
+    slow = Timeline(0.1, 0.3, (Event("x", packed, "", "", 0.3, 0.3),))
+    text = tiny.unbroken(plan(times=(slow,) * 3, network=fabric(10)).describe())
+    assert (
+        "hosts: one link of 10 Gb/s each way for the 8 devices of each, which carries 12 MiB a step"
+    ) in text
+    assert "sends: 1.938 MiB of a device a step: u8 1.938 MiB" in text
+    assert "limit: the network between hosts, 75% of a step" in text
+    found = plan(times=(slow,) * 3, network=fabric(10)).as_json()
+    assert found["sent_bytes"] == {"u8": 2 * 31 * 2**15} and found["host_devices"] == 8
 
 
 @needs_compiler

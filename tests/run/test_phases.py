@@ -284,7 +284,9 @@ def test_a_plan_of_each(
         find = batches = topologies = workdir = measured = None
 
     nothing = types.SimpleNamespace(value=None)
-    values = Values({"price-per-device-hour": nothing, "batches-of": nothing})
+    values = Values({
+        "price-per-device-hour": nothing, "batches-of": nothing, "network-gbps": nothing,
+    })
     monkeypatch.setattr(plan, "make_plan", Planned)
     monkeypatch.setattr(plan, "decision", lambda plans: f"{len(plans)} plans")
     monkeypatch.setattr(plan.flags, "FLAGS", values)

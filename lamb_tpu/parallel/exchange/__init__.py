@@ -16,11 +16,11 @@ from lamb_tpu.parallel.exchange.base import Exchange, Residual
 from lamb_tpu.parallel.exchange.cast import BFloat16, Cast
 from lamb_tpu.parallel.exchange.dgc import DGC
 from lamb_tpu.parallel.exchange.error_feedback import EF14, EF21, EControl
-from lamb_tpu.parallel.exchange.placing import Placed
-from lamb_tpu.parallel.exchange.topk import TopK
 from lamb_tpu.parallel.exchange.lgreco import LGreCo
+from lamb_tpu.parallel.exchange.onebit import OneBit
 from lamb_tpu.parallel.exchange.placing import Placed
 from lamb_tpu.parallel.exchange.powersgd import PowerSGD
+from lamb_tpu.parallel.exchange.topk import TopK
 from lamb_tpu.parallel.layout import Layout
 
 # Classes by name; a class' fields after `axes` and `num_devices` are the options.
@@ -28,6 +28,7 @@ EXCHANGES: dict[str, type] = {
     "float32": Cast,
     "bfloat16": BFloat16,
     "aps": Aps,
+    "onebit": OneBit,
     "topk": TopK,
     "dgc": DGC,
     "ef14": EF14,

@@ -1,0 +1,1 @@
+"""When it pays to send less: exchanges of gradients on fast and slow networks."""

@@ -1,0 +1,234 @@
+"""Compiled programs of exchanges alone, and of the step around them: what rows.json keeps.
+
+An exchange's program sums the gradient of a model, as the step would, and does nothing else. So its
+collectives are the exchange's own, and its cycles are those of casting, packing and adding.
+"""
+
+import dataclasses
+import importlib.metadata
+import json
+import math
+import pathlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+from ml_collections import ConfigDict
+
+from lamb_tpu import cli
+from lamb_tpu.cost import hlo, traffic
+from lamb_tpu.cost import topology as topology_lib
+from lamb_tpu.cost.traffic import Collective
+from lamb_tpu.parallel.exchange.powersgd import PowerSGD
+from lamb_tpu.plan.making import loader, make_plan
+from lamb_tpu.run.build import prepare
+
+FOLDER = pathlib.Path(__file__).parent
+HOST_DEVICES = 8  # of a host of TPU v3: four chips of two cores
+PER_DEVICE = 16  # examples of a device: 32,768 on 2,048 devices
+_LAST_STAGE = 10**9  # an update after every warm-up
+
+# Exchanges with their fields in config.parallel.exchange.
+METHODS: dict[str, dict[str, Any]] = {
+    "float32": {"name": "float32"},
+    "bfloat16": {"name": "bfloat16"},
+    "aps e4m3": {"name": "aps", "exponent_bits": 4, "mantissa_bits": 3},
+    "aps e3m0": {"name": "aps", "exponent_bits": 3, "mantissa_bits": 0},
+    "onebit": {"name": "onebit"},
+    "dgc 0.1 %": {"name": "dgc", "ratio": 0.001},
+    "powersgd rank 4": {"name": "powersgd", "rank": 4},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A model of the table.
+
+    Attributes:
+      step: the recipe of its step; its batch is `PER_DEVICE` a device.
+      exchanged: the recipe whose gradient is exchanged.
+      overrides: of the step, keys of its config.
+    """
+
+    step: str
+    exchanged: str
+    overrides: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+MODELS = {
+    # With layers in a loop the gradient has 30 arrays in place of 398, and compiles in a tenth of
+    # the time. It has the same values.
+    "BERT-Large": Model("bert_pretrain:phase=1,batch={batch}",
+                        "bert_pretrain:phase=1,scan,batch={batch}"),
+    "ResNet-50": Model("imagenet_resnet:optimizer=lars,recipe=tpu,batch={batch}",
+                       "imagenet_resnet:optimizer=lars,recipe=tpu,batch={batch}",
+                       {"model.group_size": 128}),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A program.
+
+    Attributes:
+      model: a key of `MODELS`.
+      method: a key of `METHODS`; '' is the whole step, with float32.
+      topology: the slice.
+      inner: devices within which gradients are first summed in float32; 1: none.
+    """
+
+    model: str
+    method: str
+    topology: str
+    inner: int = 1
+
+    @property
+    def key(self) -> str:
+        """Name of its row; another recipe or option gives another one."""
+        model, within = MODELS[self.model], f", fsdp={self.inner}" * (self.inner > 1)
+        if not self.method:
+            changes = "".join(f", {key}={value}" for key, value in model.overrides.items())
+            return f"step of {model.step}{changes} on {self.topology}"
+        fields = ", ".join(f"{key}={value}" for key, value in METHODS[self.method].items())
+        return f"{fields} of {model.exchanged} on {self.topology}{within}"
+
+
+def cases() -> Iterator[Case]:
+    """Yields all programs, those first that the page cannot do without."""
+    models = ("ResNet-50", "BERT-Large")
+    for model in models:
+        yield Case(model, "", "v3-8")
+        for topology in ("v3-32", "v3-128"):
+            for method in METHODS:
+                yield Case(model, method, topology)
+        for topology in ("v3-32", "v3-128"):
+            for method in list(METHODS)[2:]:
+                yield Case(model, method, topology, HOST_DEVICES)
+    for model in models:  # these check the scaling, and the bytes
+        for method in METHODS:
+            yield Case(model, method, "v5e-16")
+
+
+def config_of(recipe: str, devices: int) -> ConfigDict:
+    """Returns the config of a recipe with the batch of so many devices."""
+    config = cli.load_recipe(recipe.format(batch=PER_DEVICE * devices))
+    config.parallel.backend = "shard_map"
+    return config
+
+
+def measure(case: Case) -> dict[str, Any]:
+    """Compiles a program and returns its row.
+
+    Raises:
+      UserError: the config is refused.
+    """
+    row = _step(case) if not case.method else _exchange(case)
+    versions = {name: importlib.metadata.version(name) for name in ("jax", "libtpu")}
+    return dataclasses.asdict(case) | row | {"versions": versions}
+
+
+def _step(case: Case) -> dict[str, Any]:
+    model, count = MODELS[case.model], topology_lib.topology(case.topology).num_devices
+    config = config_of(model.step, count)
+    config.update_from_flattened_dict(dict(model.overrides))
+    plan = make_plan(config, case.topology)
+    return {
+        "devices": count, "batch_size": plan.batch_size, "cycles": plan.cycles,
+        "compile_seconds": plan.compile_seconds,
+        "clock": plan.topology.generation.clock, "needed_bytes": plan.needed,
+    }
+
+
+def _exchange(case: Case) -> dict[str, Any]:
+    slice_ = topology_lib.topology(case.topology)
+    devices = topology_lib.devices(slice_)
+    model, count = MODELS[case.model], len(devices)
+    config = config_of(model.exchanged, count)
+    config.mesh = ConfigDict({"data": -1} | ({"fsdp": case.inner} if case.inner > 1 else {}))
+    config.parallel.exchange = ConfigDict(METHODS[case.method])
+    run = prepare(config, None, devices, load=loader(config, None))
+    assert run.exchange is not None  # the backend is shard_map
+    placed, mesh = run.exchange.at(_LAST_STAGE), run.mesh
+    params = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), run.abstract_state.params
+    )
+    kept = jax.eval_shape(placed.init, params)
+    specs = (PartitionSpec(), placed.specs(kept))
+    reduce = jax.shard_map(
+        placed.reduce, mesh=mesh, in_specs=specs, out_specs=specs, check_vma=False
+    )
+
+    def with_sharding(leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+
+    given = (
+        jax.tree.map(lambda leaf: with_sharding(leaf, PartitionSpec()), params),
+        jax.tree.map(with_sharding, kept, specs[1]),
+    )
+    start = time.monotonic()
+    compiled = jax.jit(reduce, donate_argnums=(0, 1)).lower(*given).compile()
+    text, sizes = compiled.as_text(), compiled.memory_analysis()
+    assert text is not None and sizes is not None
+    shapes = [leaf.shape for leaf in jax.tree.leaves(params)]
+    found = traffic.collectives(text)
+    return {
+        "devices": count, "cycles": hlo.program_cost(text).cycles,
+        "clock": slice_.generation.clock,
+        "compile_seconds": round(time.monotonic() - start, 1),
+        "needed_bytes": sizes.peak_memory_in_bytes,
+        **counts(shapes, _factors(placed.exchange, params)),
+        "sent": traffic.sent_by_dtype(found), "collectives": summed(found, count, case.inner),
+    }
+
+
+def _factors(exchange: Any, params: Any) -> dict[int, int]:
+    """Returns the values of both factors of the leaves that PowerSGD sends so, by their place."""
+    if not isinstance(exchange, PowerSGD):
+        return {}
+    return {
+        m.index: m.layers * min(exchange.rank, m.rows, m.columns) * (m.rows + m.columns)
+        for m in exchange.matrices(params)
+    }
+
+
+def counts(shapes: Sequence[tuple[int, ...]], factors: Mapping[int, int]) -> dict[str, int]:
+    """Returns the numbers of values from which the least bytes follow.
+
+    Args:
+      shapes: of the gradient's arrays.
+      factors: values of the factors of those that are sent as factors, by their place.
+    """
+    sizes = list(map(math.prod, shapes))
+    return {
+        "arrays": len(sizes), "values": sum(sizes),
+        "vector_values": sum(size for size, shape in zip(sizes, shapes, strict=True)
+                             if len(shape) < 2),
+        "factor_values": sum(factors.values()),
+        "unfactored_values": sum(
+            size for place, size in enumerate(sizes) if place not in factors
+        ),
+    }
+
+
+def summed(found: list[Collective], devices: int, inner: int) -> list[list[Any]]:
+    """Returns [kind, among, dtype, number, operand bytes] of collectives, summed up.
+
+    `among` is 'all', 'inner' (the devices of a host) or 'outer' (one device of each host).
+    """
+    totals: dict[tuple[str, str, str], list[int]] = {}
+    for one in found:
+        among = "all" if one.group_size == devices else (
+            "inner" if one.group_size == inner else "outer"
+        )
+        total = totals.setdefault((one.kind, among, one.dtype), [0, 0])
+        total[0] += one.count
+        total[1] += one.count * one.operand_bytes
+    return [[*key, *total] for key, total in sorted(totals.items())]
+
+
+def load() -> dict[str, dict[str, Any]]:
+    """Returns the kept rows by their keys; none if there is no file."""
+    path = FOLDER / "rows.json"
+    return json.loads(path.read_text()) if path.exists() else {}

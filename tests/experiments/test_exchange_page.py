@@ -1,0 +1,184 @@
+"""The page of exchanges, from rows that no compiler made and from those that are kept."""
+
+import doctest
+import pathlib
+from typing import Any
+
+import pytest
+
+from experiments.exchange import page, programs, scaling, wire
+from experiments.exchange.programs import HOST_DEVICES, METHODS, MODELS, Case
+from experiments.exchange.scaling import CONSTANTS
+from lamb_tpu.cost.hlo import Array
+from lamb_tpu.cost.topology import topology
+from lamb_tpu.cost.traffic import Collective
+
+V = 4_000_000  # bytes of a gradient in float32
+SHAPES = [(1000, 999), (1000,)]
+
+
+def row(case: Case) -> dict[str, Any]:
+    """A program whose collectives are the least for the method, in small numbers."""
+    devices = topology(case.topology).num_devices
+    count = devices // case.inner
+    found: list[list[Any]] = []
+    if case.method in ("float32", "bfloat16"):
+        size = V if case.method == "float32" else V // 2
+        found = [["all-reduce", "all", "f32" if size == V else "bf16", 2, size]]
+    elif case.method:
+        among, bytes_ = ("all", V) if case.inner == 1 else ("outer", V // HOST_DEVICES)
+        found = [["all-to-all", among, "u8", 1, bytes_ // 32],
+                 ["all-gather", among, "u8", 1, bytes_ // 32 // count]]
+        if case.inner > 1:
+            found += [["all-gather", "inner", "f32", 1, V // HOST_DEVICES],
+                      ["reduce-scatter", "inner", "f32", 1, V]]
+    sent = {}
+    for kind, among, dtype, number, size in found:
+        members = {"all": devices, "inner": case.inner, "outer": count}[among]
+        one = Collective(kind, (tuple(range(members)),), (Array("u8", (size // number,)),), number)
+        sent[dtype] = sent.get(dtype, 0) + number * one.sent_bytes
+    return {
+        "model": case.model, "method": case.method, "topology": case.topology,
+        "inner": case.inner, "devices": devices, "cycles": 10**8 if not case.method else (
+            10**6 if not found or len(found) == 1 else 2 * 10**6 + 1000 * count
+        ),
+        "clock": 940e6, "compile_seconds": 1.5, "needed_bytes": 1, **programs.counts(
+            SHAPES, {0: 4 * 1999} if "powersgd" in case.method else {}
+        ),
+        "sent": sent, "collectives": found, "versions": {"jax": "0", "libtpu": "1"},
+    }
+
+
+@pytest.fixture
+def kept() -> dict[str, dict[str, Any]]:
+    return {case.key: row(case) for case in programs.cases()}
+
+
+def test_every_program_has_a_name() -> None:
+    keys = [case.key for case in programs.cases()]
+    assert len(set(keys)) == len(keys) == 2 * (1 + 2 * 7 + 2 * 5 + 7)
+    assert set(programs.load()) <= set(keys)
+
+
+def test_the_page(
+    kept: dict[str, Any], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "compression.md.j2"
+    (tmp_path / name).write_text((programs.FOLDER / name).read_text())
+    monkeypatch.setattr(page, "FOLDER", tmp_path)
+    text = page.write(kept)
+    assert (tmp_path / "compression.md").read_text() == text == page.write(kept)
+    assert (tmp_path / "compression.svg").read_text().startswith("<?xml")
+    assert "Not compiled yet" not in text
+    # One row for a host, and one for each number of devices and network.
+    assert text.count("\n| one host | 8 |") == 2
+    assert text.count("\n| 10 Gb/s | ") == 2 * 4
+    step = 1e3 * 1e8 * CONSTANTS.compute_factor / 940e6
+    one = scaling.time(kept, "BERT-Large", "float32", 512, 10.0)
+    assert one is not None and one.packing == 0
+    assert one.compute == pytest.approx(step / 1e3)
+    assert f"| float32 | {step:.4g} | 0 | {1e3 * one.network:.4g} |" in text
+    # A program that is missing takes its row along.
+    less = {key: each for key, each in kept.items() if "name=onebit" not in key}
+    assert "- name=onebit of bert_pretrain:phase=1,scan,batch={batch} on v3-32\n" in page.text(less)
+    assert "name=onebit" not in text and "| onebit |" not in page.text(less)
+    assert "Not compiled yet" in page.text({})
+
+
+def test_a_law_of_two_programs(kept: dict[str, Any]) -> None:
+    found = scaling.law_of(kept, "ResNet-50", "onebit")
+    assert found is not None
+    parts = {part.kind: part for part in found.parts}
+    assert parts["all-to-all"].operand_bytes(2048) == pytest.approx(V / 32)
+    assert parts["all-gather"].operand_bytes(1000) == pytest.approx(V / 32 / 1000, rel=0.01)
+    assert found.cycles == pytest.approx((2 * 10**6, 1000))
+    third = kept[Case("ResNet-50", "onebit", scaling.CHECKED).key]
+    assert scaling.sent_bytes(found, 16) == pytest.approx(wire.sent(third), rel=0.01)
+    assert all(abs(off) < 0.01 for off in scaling.off_by(kept).values())
+    within = scaling.law_of(kept, "ResNet-50", "onebit", HOST_DEVICES)
+    assert within is not None
+    sent = kept[Case("ResNet-50", "onebit", "v3-128", HOST_DEVICES).key]["sent"]
+    assert scaling.sent_bytes(within, 128) == pytest.approx(sum(sent.values()), rel=0.01)
+    # The same operand on every slice has no part that shrinks.
+    [plain] = scaling.law([kept[Case("ResNet-50", "float32", name).key] for name in
+                           scaling.FITTED]).parts
+    assert (plain.whole, plain.cut, plain.number) == (V, 0.0, 2)
+
+
+def test_times(kept: dict[str, Any]) -> None:
+    def network(method: str, devices: int, gbps: float | None) -> float:
+        found = scaling.time(kept, "ResNet-50", method, devices, gbps)
+        assert found is not None
+        return found.network
+
+    # Eight hosts' links carry 2 (h - 1) / h of the gradient.
+    rate = 1.25e9 * CONSTANTS.datacenter_efficiency
+    steps = 2 * 2 * 6 * CONSTANTS.datacenter_seconds
+    least = 2 * 63 / 64 * V / rate + steps
+    assert least < network("float32", 512, 10.0) < 1.02 * least
+    assert network("bfloat16", 512, 10.0) < network("float32", 512, 10.0)
+    assert network("float32", 512, None) < network("float32", 512, 100.0)
+    onebit = scaling.time(kept, "ResNet-50", "onebit", 512, 10.0)
+    # Device by device eight times as much crosses a link as after sums within hosts.
+    assert onebit is not None and onebit.is_within
+    assert onebit.packing == pytest.approx(
+        (10**6 + 1000 * 64) * CONSTANTS.compute_factor / 940e6
+    )
+    assert next(iter(scaling.best(kept, "ResNet-50", 512, 10.0))) != "float32"
+    # Of a thousand devices each sends 0.1 %: whole vectors in one operation, so within hosts alone.
+    sparse = scaling.time(kept, "ResNet-50", "dgc 0.1 %", 2048, None)
+    assert sparse is not None and sparse.is_within
+    alone = {key: each for key, each in kept.items() if "fsdp" not in key}
+    assert scaling.time(alone, "ResNet-50", "dgc 0.1 %", 2048, None) is None
+    assert scaling.time({}, "ResNet-50", "float32", 8, None) is None
+
+
+def test_places_of_hosts() -> None:
+    at = scaling.places(32)
+    assert len(set(at)) == 16 and at[0] == at[1]
+    for first in range(0, 32, HOST_DEVICES):
+        xs, ys = ({place[axis] for place in at[first : first + 8]} for axis in (1, 2))
+        assert len(xs) == len(ys) == 2 and min(xs) % 2 == min(ys) % 2 == 0
+    assert scaling.groups(16, "outer")[1] == (1, 9)
+    assert scaling.groups(16, "inner") == (tuple(range(8)), tuple(range(8, 16)))
+
+
+@pytest.mark.parametrize("method, expected", [
+    ("float32", 2 * 127 / 128 * V),
+    ("bfloat16", 127 / 128 * V),
+    ("aps e4m3", 2 * 127 / 128 * (V / 4 + 8)),
+    ("aps e3m0", 2 * 127 / 128 * (V / 8 + 8)),
+    ("onebit", 2 * 127 / 128 * V / 32 + 2 * 127 * 8),
+    ("dgc 0.1 %", 127 * 8 * 0.001 * (V / 4 - 1000) + 2 * 127 / 128 * 4000),
+    ("powersgd rank 4", 2 * 127 / 128 * 4 * (4 * 1999 + 1000)),
+])
+def test_the_least_bytes(method: str, expected: float) -> None:
+    assert wire.least(row(Case("ResNet-50", method, "v3-128"))) == pytest.approx(expected)
+
+
+def test_sums_of_collectives() -> None:
+    def one(kind: str, members: int, count: int, size: int) -> Collective:
+        return Collective(kind, (tuple(range(members)),), (Array("u8", (size,)),), count)
+
+    assert programs.summed(
+        [one("all-reduce", 32, 1, 5), one("all-gather", 8, 2, 3), one("all-gather", 4, 1, 7),
+         one("all-reduce", 32, 3, 1)], 32, 8,
+    ) == [["all-gather", "inner", "u8", 2, 6], ["all-gather", "outer", "u8", 1, 7],
+          ["all-reduce", "all", "u8", 4, 8]]
+
+
+def test_kept_rows_make_the_page() -> None:
+    kept = programs.load()
+    if not kept:
+        pytest.skip("no program is compiled yet")
+    assert (programs.FOLDER / "compression.md").read_text() == page.text(kept)
+    for found, _, ratio in page.wire_lines(kept):
+        assert 0.98 < ratio < 1 + page.WITHIN, (found["model"], found["method"])
+        if found["method"] not in ("float32", "powersgd rank 4", "dgc 0.1 %"):
+            assert wire.wide_share(found) < 0.02
+    assert all(abs(off) < 0.05 for off in scaling.off_by(kept).values())
+
+
+def test_docstrings() -> None:
+    assert doctest.testmod(page) == (0, 1)
+    assert set(MODELS) == {"BERT-Large", "ResNet-50"} and "float32" in METHODS
