@@ -125,7 +125,7 @@ def _train(
 
         # Everything is compiled here, before the clock starts.
         evaluate = make_evaluator(run, session.poll_evaluation, session.keep_file)
-        update = make_updating(run, loader, not is_over, first_step, progress.message)
+        updating = make_updating(run, loader, not is_over, first_step, progress.message)
 
         clock.start()
         start = Start(
@@ -152,7 +152,7 @@ def _train(
                     session.poll(f"update {step}")
 
                     observers.updating(step)
-                    state, sums = update(state, step)
+                    state, sums = updating(state, step)
                     step += 1
                     updates.add(step, sums)
                     if step == first_step + 1:
@@ -175,7 +175,10 @@ def _train(
                         count, means = updates.take()
                         # Update `step`, counted from 1, used the schedule's value at step - 1.
                         means["learning_rate"] = recipe.rate(step - 1)
-                        observers.recorded(Record(step, count, state, means))
+                        record = Record(step, count, state, means)
+                        if (sent := updating.sent_bytes()) is not None:
+                            record.rates["sent_bytes"] = sent
+                        observers.recorded(record)
 
                 if is_over and not metrics:
                     told = f"the run was already {observers.end_reason or 'complete'}"

@@ -53,7 +53,7 @@ def killing(update: int, seconds: float) -> None:
                 killer.start()
             return each(state, step)
 
-        return updated
+        return Updating(updated)
 
     train_lib.make_updating = make
 

@@ -172,6 +172,7 @@ def of_run(job: Job, folder: pathlib.Path, diverged: str | None = None) -> Recor
         "updates": updates,
         # Records of training count examples only where the batch changes.
         "examples": trained[-1].get("examples", updates * flat["batch_size"]) if trained else 0,
+        "sent_bytes": _sent_bytes(trained),
         "seconds": round(trained[-1]["seconds"], 1) if trained else 0.0,
         "batch": flat["batch_size"],
         "optimizer": flat["optimizer.name"],
@@ -192,6 +193,17 @@ def of_run(job: Job, folder: pathlib.Path, diverged: str | None = None) -> Recor
             for name in names
         },
     }
+
+
+def _sent_bytes(trained: Sequence[Record]) -> int | None:
+    """Returns the mean over updates of what a device sends, of those that say it."""
+    sent = count = before = 0
+    for record in trained:
+        if "sent_bytes" in record:
+            sent += (record["step"] - before) * record["sent_bytes"]
+            count += record["step"] - before
+        before = record["step"]
+    return round(sent / count) if count else None
 
 
 def _key(record: Record) -> tuple[Any, ...]:

@@ -1,11 +1,13 @@
 """The updates of a run, from the examples that its loader gives next."""
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from lamb_tpu import data
+from lamb_tpu.cost import traffic
 from lamb_tpu.parallel import mesh as mesh_lib
 from lamb_tpu.parallel.changing import ChangingStep
 from lamb_tpu.parallel.gradient_statistics import Statistics
@@ -71,17 +73,34 @@ class Exchanges:
             self.current = self.current.chosen(self._run.abstract_state.params, kept)
 
 
-Updating = Callable[[TrainState, int], tuple[TrainState, Sums]]
+@dataclasses.dataclass(frozen=True)
+class Updating:
+    """The updates of a run: `(state, step) -> (state, sums)`, the one after `step` completed ones.
+
+    It takes its examples from the loader; the state's buffers are donated.
+
+    Attributes:
+      update: this function.
+      sent_bytes: a function to the bytes that a device sends in the last update, read from its
+        compiled program; None where the compiler places the collectives, on one device, and with
+        batches that change.
+    """
+
+    update: Callable[[TrainState, int], tuple[TrainState, Sums]]
+    sent_bytes: Callable[[], int | None] = lambda: None
+
+    def __call__(self, state: TrainState, step: int) -> tuple[TrainState, Sums]:
+        """Makes an update."""
+        return self.update(state, step)
 
 
 def make_updating(
     run: Run, loader: data.TrainLoader, compiles: bool = True, first: int = 0,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Updating:
-    """Returns `(state, step) -> (state, sums)`, the update after `step` completed ones.
+    """Returns the updates of a run.
 
-    It takes its examples from the loader; the state's buffers are donated. Each stage of the run
-    has a program of its own, which is compiled when the stage begins.
+    Each stage of the run has a program of its own, which is compiled when the stage begins.
 
     Args:
       run: the run.
@@ -110,11 +129,27 @@ def make_updating(
     if compiles:
         program(first, True)
 
+    last = first
+    sent: dict[Stage, int] = {}
+
     def update(state: TrainState, step: int) -> tuple[TrainState, Sums]:
+        nonlocal last
+        last = step
         exchanges.choose(state, step)
         return program(step, False)(state, run.shard_batch(next(loader)))
 
-    return update
+    def sent_bytes() -> int | None:
+        if run.config.parallel.backend == "jit" or mesh_lib.num_batch_shards(run.mesh) == 1:
+            return None
+        stage = run.stage(last, exchanges.current)
+        if stage not in sent:
+            shapes = next(iter(run.abstract_batches()))
+            compiled = program(last, False).lower(run.abstract_state, shapes).compile()
+            rows = traffic.table(traffic.collectives(compiled.as_text() or ""))
+            sent[stage] = sum(row.sent_bytes for row in rows)
+        return sent[stage]
+
+    return Updating(update, sent_bytes)
 
 
 def _make_changing(
@@ -142,4 +177,4 @@ def _make_changing(
         step_of.exchange = exchanges.current
         return step_of(state, microbatches, recipe.rate(step), statistics.is_due(step), step)
 
-    return update
+    return Updating(update)

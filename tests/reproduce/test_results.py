@@ -94,7 +94,12 @@ def test_a_metric_that_is_not_finite_is_a_run_that_diverged(tmp_path: pathlib.Pa
     with MetricsWriter(folder.path, 4, tensorboard=False) as writer:  # of a batch that changes
         writer.write(8, "train", {"seconds": 0.9, "learning_rate": 0.1, "examples": 900})
     found = results.of_run(job, folder.path)
-    assert (found["updates"], found["examples"]) == (8, 900)
+    assert (found["updates"], found["examples"]) == (8, 900) and found["sent_bytes"] is None
+
+
+def test_bytes_are_a_mean_over_updates() -> None:
+    records = [{"step": 3}, {"step": 4, "sent_bytes": 100}, {"step": 7, "sent_bytes": 20}]
+    assert results._sent_bytes(records) == 40
 
 
 def test_curves_are_thinned_and_keep_their_end() -> None:

@@ -41,7 +41,7 @@ def give(monkeypatch: pytest.MonkeyPatch, statistics: Statistics) -> None:
             given = statistics(step + 1).items()
             return state, {**sums, **{name: tuple(map(np.float32, pair)) for name, pair in given}}
 
-        return measured
+        return Updating(measured)
 
     monkeypatch.setattr(train_lib, "make_updating", make)
 

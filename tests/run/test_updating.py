@@ -150,6 +150,24 @@ def test_a_constant_batch_compiles_one_step() -> None:
     assert int(state.step) == 1 and loader.examples == 64
 
 
+def test_bytes_that_a_device_sends(tmp_path: pathlib.Path) -> None:
+    def updating(devices: int, **changes: Any) -> tuple[Any, Run]:
+        run = prepare(tiny.digits(**changes), None, jax.devices()[:devices])
+        return make_updating(run, loader_of(run), compiles=False), run
+
+    named = {"parallel__backend": "shard_map"}
+    assert updating(8)[0].sent_bytes() is None
+    assert updating(1, **named)[0].sent_bytes() is None
+    found, run = updating(8, **named)
+    values = sum(leaf.size for leaf in jax.tree.leaves(run.abstract_state.params))
+    # An all-reduce sends 7/8 of the gradient twice; the rest are the metrics.
+    assert 0 <= found.sent_bytes() - 2 * 7 / 8 * 4 * values < 100
+    train(tiny.digits(**named), tmp_path, quiet=True)
+    assert {r["sent_bytes"] for r in read_records(tmp_path / "metrics.jsonl", "train")} == {
+        found.sent_bytes()
+    }
+
+
 def test_microbatches_are_read_in_order_and_placed_when_asked_for() -> None:
     read, placed = iter("abcdefgh"), list[str]()
 
