@@ -238,13 +238,13 @@ def transform(
             ] if collect else []
             return narrow, [tuple(new) for _, new, _ in steps], read
 
-        if stage is not None:
-            steps, new, read = finished(stage)
-        elif len(stages) == 1:
-            steps, new, read = finished(stages[0])
-        else:
+        if stage is None and not isinstance(state.count, jax.core.Tracer):
+            stage = stages[int(index(state.count))]  # outside jit the count is known
+        if stage is None:
             branches = [lambda stage=stage: finished(stage) for stage in stages]
             steps, new, read = jax.lax.switch(index(state.count), branches)
+        else:
+            steps, new, read = finished(stage)
         readings: Readings | None = trust_ratio.readings_of(treedef, read) if collect else None
         new_buffers = columns(treedef, new, num_buffers)
         return treedef.unflatten(steps), state_type._make((count, *new_buffers, readings))
