@@ -29,9 +29,9 @@ def base_config() -> ConfigDict:
     """Returns a config with every key and its default; a recipe changes values.
 
     A duration is one string: '30 epochs', '1000 steps', '50000 examples' or '5 percent' (of the
-    run). Model, task, optimizer, data set and batch rule have fields of their own beside `name`;
-    assign a new `ConfigDict` to replace one. A name such as 'my_package.my_module:Name' is a user's
-    own. The result is locked: assigning a misspelt key raises an error.
+    run). Model, task, optimizer, data set, batch rule and exchange have fields of their own beside
+    `name`; assign a new `ConfigDict` to replace one. A name such as 'my_package.my_module:Name' is
+    a user's own. The result is locked: assigning a misspelt key raises an error.
     """
     config = ConfigDict()
     config.seed = 0
@@ -128,7 +128,10 @@ def base_config() -> ConfigDict:
     config.parallel.backend = "jit"  # jit | shard_map: collectives by the compiler, or explicit
     config.parallel.rules = ()  # (regex over paths, replicated | fsdp | mesh axis of each axis)
     config.parallel.optimizer_state = "replicated"  # replicated | zero1: split over fsdp, or data
-    config.parallel.gradient_dtype = "float32"  # float32 | bfloat16: dtype of sent gradients
+    # What gradients are sent as, {"name": "bfloat16", ...} with the options of the exchange, see
+    # lamb_tpu.parallel. Its field full_precision has regexes over paths of parameters whose
+    # gradients stay in float32.
+    config.parallel.exchange = ConfigDict({"name": "float32"})
     return config.lock()
 
 
@@ -202,7 +205,8 @@ def _convert(key: str, text: str, default: Any) -> Any:
 def check_keys(config: ConfigDict) -> None:
     """Refuses keys that `base_config` does not have, missing keys, and values of another type.
 
-    Model, task, optimizer, data set and batch rule check their own fields when they are built.
+    Model, task, optimizer, data set, batch rule and exchange check their own fields when they are
+    built.
     """
     _compare_keys(config, base_config(), "config")
     for section in ("task", "model", "optimizer"):
@@ -217,7 +221,6 @@ def check_keys(config: ConfigDict) -> None:
 _CHOICES = {
     "parallel.backend": ("jit", "shard_map"),
     "parallel.optimizer_state": ("replicated", "zero1"),
-    "parallel.gradient_dtype": ("float32", "bfloat16"),
     "checkpoint.best_mode": ("max", "min"),
     "target.mode": ("max", "min"),
     "init.optimizer_state": ("reset", "keep"),
@@ -226,7 +229,7 @@ _CHOICES = {
 # Sections with fields of their own, which are checked elsewhere.
 _OWN_FIELDS = (
     "config.task", "config.model", "config.optimizer", "config.mesh", "config.data.options",
-    "config.phases", "config.batch_rule",
+    "config.phases", "config.batch_rule", "config.parallel.exchange",
 )
 _KINDS = {
     int: "a whole number", float: "a number", str: "text", bool: "True or False", tuple: "a tuple",
@@ -292,12 +295,6 @@ def check_values(config: ConfigDict) -> None:
                 )
     if not 0 <= config.ema.decay < 1:
         raise UserError(f"config.ema.decay is {config.ema.decay}; it must be in [0, 1)")
-    if config.parallel.gradient_dtype != "float32" and config.parallel.backend != "shard_map":
-        raise UserError(
-            f"config.parallel.gradient_dtype is {config.parallel.gradient_dtype!r}; under "
-            "config.parallel.backend='jit' the compiler chooses the dtype, so this needs "
-            "'shard_map'"
-        )
     if not 0 <= config.seed < 2**32:  # JAX' random keys keep 32 bits of a seed
         raise UserError(f"config.seed is {config.seed}; it must lie in 0..{2**32 - 1}")
     try:
@@ -341,6 +338,19 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
                     "None and lists of them only (a dtype by its name, such as 'bfloat16')"
                 ) from None
     return flat
+
+
+# Keys of older versions, and those that have taken their place.
+_RENAMED = {"parallel.gradient_dtype": "parallel.exchange.name"}
+
+
+def renamed(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a flattened config of any version with the keys of this one."""
+    found = {}
+    for key, value in flat.items():
+        phase, own = re.match(r"(phases\.[^.]+\.)?(.*)", key, re.DOTALL).groups("")  # type: ignore[union-attr]
+        found[phase + _RENAMED.get(own, own)] = value
+    return found
 
 
 def unflatten(flat: Mapping[str, Any]) -> ConfigDict:

@@ -95,7 +95,7 @@ def evaluate_checkpoint(
         restored = None
         # The newest checkpoint remembers which one is the best, and by which metric.
         if step in (None, "best"):
-            restored = checkpoints.restore_latest(run.abstract_state)
+            restored = checkpoints.restore_latest(run.saved_state)
         if step == "best" and restored is not None:
             state, position = restored[0], Position.from_json(restored[1])
             kept = position.observers["best"]
@@ -114,7 +114,7 @@ def evaluate_checkpoint(
                     f"{', '.join(map(str, checkpoints.steps()))}"
                 )
         if step not in (None, "best"):
-            restored = checkpoints.restore(int(step), run.abstract_state)
+            restored = checkpoints.restore(int(step), run.saved_state)
     if restored is None:
         raise UserError(f"--workdir {folder.path} has no checkpoint yet")
     state, _ = restored

@@ -125,7 +125,7 @@ def _train(
 
         # Everything is compiled here, before the clock starts.
         evaluate = make_evaluator(run, session.poll_evaluation, session.keep_file)
-        update = make_updating(run, loader, compiles=not is_over)
+        update = make_updating(run, loader, not is_over, first_step, progress.message)
 
         clock.start()
         start = Start(

@@ -70,7 +70,7 @@ def config_for(cell: Cell, width: int, updates: int) -> ConfigDict:
     config.schedule.warmup = f"{WARMUP} steps"
     config.schedule.decay = "polynomial"
     config.parallel.backend = cell.backend
-    config.parallel.gradient_dtype = cell.gradient_dtype
+    config.parallel.exchange.name = cell.gradient_dtype
     if cell.state == "zero1":
         config.parallel.optimizer_state = "zero1"
     if cell.state == "fsdp":

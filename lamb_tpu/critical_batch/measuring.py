@@ -95,6 +95,12 @@ def measure(config: ConfigDict | None, workdir: str, request: Request) -> Outcom
             f"--workdir {folder.path} holds a run under config.optimizer.agvm, which needs the "
             "gradients of two halves of each batch; branches do not measure them"
         )
+    if run.exchange is not None and run.exchange.keeps_residual:
+        raise UserError(
+            f"--workdir {folder.path} holds a run with config.parallel.exchange.name="
+            f"{config.parallel.exchange.name!r}, whose error of compression depends on the batch; "
+            "branches need 'float32' or 'bfloat16'"
+        )
     if run.train_set.streams is not None:
         raise UserError(
             f"--workdir {folder.path} is of {data.title(run.train_set)}, whose batch is the number "

@@ -30,6 +30,7 @@ from lamb_tpu.optim.novograd import novograd
 from lamb_tpu.optim.onebit_adam import onebit_adam
 from lamb_tpu.optim.onebit_lamb import onebit_lamb
 from lamb_tpu.optim.parameters import Rules
+from lamb_tpu.optim.reducing import Reducing
 from lamb_tpu.optim.rmsprop_tf import rmsprop_tf
 from lamb_tpu.optim.schedule_free import schedule_free_adamw
 from lamb_tpu.optim.staged import keep_stages
@@ -109,6 +110,13 @@ def make_optimizer(
                 f"{_title(name)} has no argument {key!r}; known: {', '.join(every)}"
             )
     tx = build(learning_rate=learning_rate, **arguments)
+    if isinstance(tx, Reducing):
+        for key in ("clip_global_norm", "l2", "agvm", "stochastic_rounding"):
+            if key not in known and common[key] not in (None, False):
+                raise ValueError(
+                    f"{key} is a transform around the optimizer, and {_title(name)} sums over "
+                    "devices by itself, which needs the outermost place; leave it out"
+                )
     if callable(name):
         checks.check_transform(f"what {_title(name)} returns", tx)
         # A function of a user's own may return a transform without extra arguments, which the

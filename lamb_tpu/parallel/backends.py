@@ -17,7 +17,8 @@ from jax.sharding import NamedSharding
 from lamb_tpu.optim import clipping
 from lamb_tpu.parallel import collectives
 from lamb_tpu.parallel import mesh as mesh_lib
-from lamb_tpu.parallel.exchange import Exchange
+from lamb_tpu.parallel.exchange import Placed
+from lamb_tpu.parallel.exchange.placing import any_not_finite
 from lamb_tpu.parallel.layout import Layout
 
 
@@ -63,6 +64,13 @@ class JitBackend:
         # under ZeRO-1. The compiler may still reduce whole arrays and cut them.
         return lax.with_sharding_constraint(grads, self.layout.moments), residual
 
+    def not_finite(self, grads: Any) -> jax.Array | None:
+        """Whether an element of a gradient is NaN or infinite, before it is reduced.
+
+        None where the sums, and so their norm, are then not finite either.
+        """
+        return None
+
     def parts(self, params: Any) -> Any:
         """Parameters placed as the optimizer's state."""
         return lax.with_sharding_constraint(params, self.layout.moments)
@@ -86,7 +94,7 @@ class ShardMapBackend:
     """
 
     layout: Layout
-    exchange: Exchange
+    exchange: Placed
     num_shards: int = 1
     batch_sharding: NamedSharding | None = None
 
@@ -121,6 +129,9 @@ class ShardMapBackend:
 
     def reduce(self, grads: Any, residual: Any) -> tuple[Any, Any]:
         return self.exchange.reduce(grads, residual)
+
+    def not_finite(self, grads: Any) -> jax.Array | None:
+        return any_not_finite(grads, self._axes) if self.exchange.keeps_residual else None
 
     def parts(self, params: Any) -> Any:
         def part(leaf: jax.Array, axis: int, held: int) -> jax.Array:

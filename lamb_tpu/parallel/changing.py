@@ -23,6 +23,7 @@ from lamb_tpu.models.norm import MOMENTS, add_moments, as_one, combine_moments
 from lamb_tpu.parallel import accumulation, step
 from lamb_tpu.parallel import mesh as mesh_lib
 from lamb_tpu.parallel.compiling import compiler_options
+from lamb_tpu.parallel.exchange import Placed
 from lamb_tpu.parallel.gradient_statistics import (
     NO_STATISTICS,
     PartStatistics,
@@ -67,7 +68,7 @@ class ChangingStep:
     optimizer whose learning rate is `batching.learning_rate.rate_given` gets the rate of the call.
 
     Args:
-      task, tx, layout, backend, gradient_dtype: see `step.make_train_step`.
+      task, tx, layout, backend, exchange: see `step.make_train_step`.
       state: shapes, dtypes and shardings of the state.
       microbatch: shapes, dtypes and shardings of a microbatch.
       parts, skip_nonfinite: see `step.make_update`.
@@ -86,7 +87,7 @@ class ChangingStep:
         state: TrainState,
         microbatch: Shapes,
         backend: str = "jit",
-        gradient_dtype: Any = None,
+        exchange: Placed | None = None,
         parts: Sequence[StatePart] = PARTS,
         skip_nonfinite: bool = False,
         statistics: Statistics = NO_STATISTICS,
@@ -97,8 +98,14 @@ class ChangingStep:
         self._mesh, self._is_named = layout.mesh, backend != "jit"
         self._state, self._microbatch = state, dict(microbatch)
         self._task = task
-        self._backend = step.make_backend(backend, layout, gradient_dtype)
-        self._finish = step.make_finish(tx, self._backend, parts, skip_nonfinite)
+        self._backend = step.make_backend(backend, layout, exchange)
+        self._tx, self._exchange = tx, exchange
+
+        def finish(stage: step.Stage) -> Callable[..., tuple[TrainState, Sums]]:
+            placed = step.make_backend(backend, layout, step.of_stage(exchange, stage))
+            return step.make_finish(tx, placed, parts, skip_nonfinite, stage.of_optimizer)
+
+        self._finish = finish
         # Sums are of all devices under jit. Inside shard_map they stay apart until the update.
         spread: Any = PartitionSpec(mesh_lib.batch_axes(self._mesh)) if self._is_named else None
         whole = mesh_lib.replicated(self._mesh)
@@ -145,11 +152,21 @@ class ChangingStep:
             in_shardings=(places, held, batch, whole, whole, whole), out_shardings=held,
             donate_argnums=1,
         )
-        self._update = jit(
-            self._mapped(self.updated, (specs, of_total, none, none), (specs, none)),
-            in_shardings=(places, held, whole, whole), out_shardings=(places, whole),
-            donate_argnums=0,
-        )
+
+        @functools.cache
+        def of_stage(stage: step.Stage) -> jax.stages.Wrapped:
+            def updated(
+                state: TrainState, total: Total, rate: jax.Array, measured: Sums
+            ) -> tuple[TrainState, Sums]:
+                return self.updated(state, total, rate, measured, stage)
+
+            return jit(
+                self._mapped(updated, (specs, of_total, none, none), (specs, none)),
+                in_shardings=(places, held, whole, whole), out_shardings=(places, whole),
+                donate_argnums=0,
+            )
+
+        self._update = of_stage
         self._unmeasured = unmeasured() if statistics.per_example else {}
         if statistics.per_example:
             self._per_example = jit(
@@ -164,9 +181,9 @@ class ChangingStep:
 
     def __call__(
         self, state: TrainState, microbatches: Sequence[Batch], rate: float = math.nan,
-        per_example: bool = False,
+        per_example: bool = False, update: int = 0,
     ) -> tuple[TrainState, Sums]:
-        """Makes an update; see the class.
+        """Makes an update, after `update` completed ones; see the class.
 
         With `per_example` it takes gradients of examples one by one, if the statistics have that.
 
@@ -188,7 +205,12 @@ class ChangingStep:
             measured = self._per_example(
                 state, self._total.grads, microbatches[0], weights, count
             )
-        return self._update(state, self._total, np.float32(rate), measured)
+        program = self._update(self.stage(update))
+        return program(state, self._total, np.float32(rate), measured)
+
+    def stage(self, update: int) -> step.Stage:
+        """Returns the stage of the update after `update` completed ones."""
+        return step.stage_at(self._tx, self._exchange, update)
 
     def weights(self, microbatches: Sequence[Batch]) -> dict[str, jax.Array]:
         """Returns the weights of the whole batch that depend on its examples."""
@@ -197,8 +219,8 @@ class ChangingStep:
         each = [self._weigh(batch) for batch in microbatches]
         return functools.reduce(lambda a, b: jax.tree.map(jnp.add, a, b), each)
 
-    def compile(self) -> None:
-        """Compiles the programs, so that the first update does not."""
+    def compile(self, update: int = 0) -> None:
+        """Compiles the programs that the update after `update` completed ones needs."""
         weights: Any = {}
         if self._is_weighed:
             weights = jax.eval_shape(self._weigh, self._microbatch)
@@ -209,7 +231,8 @@ class ChangingStep:
             self._state, total, self._microbatch, weights, number, number
         ).compile()
         rate = jax.ShapeDtypeStruct((), np.float32)
-        self._update.lower(self._state, total, rate, self._unmeasured).compile()
+        program = self._update(self.stage(update))
+        program.lower(self._state, total, rate, self._unmeasured).compile()
         if self._unmeasured:
             self._per_example.lower(
                 self._state, total.grads, self._microbatch, weights, number
@@ -287,7 +310,8 @@ class ChangingStep:
         return Total(grads, loss, sums, shares, add_moments(total.moments, moments, index))
 
     def updated(
-        self, state: TrainState, total: Total, rate: jax.Array, measured: Sums | None = None
+        self, state: TrainState, total: Total, rate: jax.Array, measured: Sums | None = None,
+        stage: step.Stage = step.PLAIN,
     ) -> tuple[TrainState, Sums]:
         """Returns the state after the update, and the metrics with those already `measured`."""
         grads, loss, sums, shares = jax.tree.map(
@@ -303,7 +327,7 @@ class ChangingStep:
             return {**found, **of_parts}, given
 
         with given_rate(rate):
-            return self._finish(state, grads, loss, model_state, sums, {}, measure)
+            return self._finish(stage)(state, grads, loss, model_state, sums, {}, measure)
 
     def _one_by_one(self, rows: int) -> Callable[..., Sums]:
         """Returns the program of the statistics from gradients one by one, on whole arrays."""

@@ -16,6 +16,9 @@ from jax.sharding import Mesh
 from lamb_tpu.parallel import mesh as mesh_lib
 from lamb_tpu.parallel.layout import Layout
 
+# Name of the part that an exchange of gradients keeps, see `exchange.keeping`.
+RESIDUAL = "residual"
+
 
 @dataclasses.dataclass(frozen=True)
 class Update:
@@ -28,6 +31,7 @@ class Update:
       finite: whether the gradient was finite, a boolean scalar; None where it was not checked. If
         it is False, the update is skipped, and floating-point arrays of a part are put back too.
       rows: the new value of each part's field, (rows, ...), by the part's name.
+      residual: what the exchange of gradients keeps; () without.
     """
 
     step: jax.Array
@@ -35,6 +39,7 @@ class Update:
     model_state: Any
     finite: jax.Array | None
     rows: Mapping[str, jax.Array] = dataclasses.field(default_factory=dict)
+    residual: Any = ()
 
 
 class StatePart(Protocol):
@@ -66,9 +71,26 @@ class StatePart(Protocol):
         """
         return None
 
+    def saved(self, value: Any, shapes: Any) -> Any:
+        """Returns shapes and shardings in which to read the part of a checkpoint.
+
+        Args:
+          value: those of this run, the default.
+          shapes: those of the checkpoint, as dicts and lists of `jax.ShapeDtypeStruct`s.
+        """
+        return value
+
     def resumed(self, value: Any) -> Any:
         """Returns the part of a checkpoint as this run's devices need it; by default as it is."""
         return value
+
+    def moved(self, value: Any) -> str:
+        """Returns a line about what `resumed` changes in the part of a checkpoint; '': nothing."""
+        return ""
+
+    def copied(self, value: Any) -> Any:
+        """Returns the arrays whose copies on several devices are compared; none by default."""
+        return ()
 
 
 @dataclasses.dataclass(frozen=True)

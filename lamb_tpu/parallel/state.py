@@ -177,6 +177,21 @@ def check_update(
     jax.eval_shape(update, params, opt_state)
 
 
+def saved(
+    abstract: TrainState, shapes: Mapping[str, Any], parts: Sequence[StatePart] = PARTS
+) -> TrainState:
+    """Returns shapes, dtypes and shardings in which to read a checkpoint for these devices.
+
+    Args:
+      abstract: those of this run.
+      shapes: of the checkpoint's fields, as dicts and lists of `jax.ShapeDtypeStruct`s.
+      parts: further parts of the state.
+    """
+    return abstract.replace(**{
+        part.name: part.saved(abstract.parts[part.name], shapes.get(part.name)) for part in parts
+    })
+
+
 def resumed(state: TrainState, parts: Sequence[StatePart] = PARTS) -> TrainState:
     """Returns the state of a checkpoint with each part as this run's devices need it."""
     return state.replace(

@@ -1,20 +1,23 @@
 """The training step, written once for jit, shard_map and pmap, and the steps of an evaluation."""
 
+import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
+from lamb_tpu.optim.reducing import Reducing, stage_of
 from lamb_tpu.parallel import accumulation, backends, curvature
+from lamb_tpu.parallel import mesh as mesh_lib
 from lamb_tpu.parallel.compiling import compiler_options
-from lamb_tpu.parallel.exchange import make_exchange
+from lamb_tpu.parallel.exchange import Exchange, Placed, make_exchange
 from lamb_tpu.parallel.layout import Layout
 from lamb_tpu.parallel.mesh import batch_axes, batch_sharding, replicated
-from lamb_tpu.parallel.parts import StatePart, Update
+from lamb_tpu.parallel.parts import RESIDUAL, StatePart, Update
 from lamb_tpu.parallel.state import PARTS, TrainState
 from lamb_tpu.tasks import HostScored, Sums, Task
 
@@ -31,6 +34,7 @@ def make_update(
     accumulation_steps: int = 1,
     parts: Sequence[StatePart] = PARTS,
     skip_nonfinite: bool = False,
+    stage: Hashable = None,
 ) -> Step:
     """Returns one update as a function `(state, batch) -> (state, sums)`.
 
@@ -54,9 +58,11 @@ def make_update(
         and the optimizer's floating-point state stay. The optimizer's counts and the step advance,
         so that all clocks agree. The metrics of a skipped update are pairs of 0. Adds the metric
         `skipped`.
+      stage: of an optimizer that sums over devices by itself, see `optim.reducing`. `grad_norm` is
+        then that of the sums which it asks for.
     """
 
-    finish = make_finish(tx, backend, parts, skip_nonfinite)
+    finish = make_finish(tx, backend, parts, skip_nonfinite, stage)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Sums]:
         rows = len(next(iter(batch.values())))
@@ -91,6 +97,7 @@ def make_finish(
     backend: backends.JitBackend | backends.ShardMapBackend,
     parts: Sequence[StatePart] = PARTS,
     skip_nonfinite: bool = False,
+    stage: Hashable = None,
 ) -> Callable[..., tuple[TrainState, Sums]]:
     """Returns the second half of an update: sums over devices, the optimizer, metrics, parts.
 
@@ -100,29 +107,47 @@ def make_finish(
     metrics, and further arguments of `tx.update`.
 
     Args:
-      tx, backend, parts, skip_nonfinite: see `make_update`.
+      tx, backend, parts, skip_nonfinite, stage: see `make_update`.
     """
     update = optax.with_extra_args_support(tx).update
+    num_devices = mesh_lib.num_batch_shards(backend.layout.mesh)
 
     def finish(
         state: TrainState, grads: Any, loss: jax.Array, model_state: Any, task_sums: Sums,
         new_rows: Mapping[str, jax.Array], measure: Measure = lambda grads: ({}, {}),
     ) -> tuple[TrainState, Sums]:
-        # Sums over all examples, then the update, on this device's part of the state.
-        grads, _ = backend.reduce(grads, ())  # no exchange keeps a residual yet
         # The model state needs no sum: BatchNorm takes its statistics over devices by itself.
         loss, task_sums = backend.add((loss, task_sums))
-        measured, given = measure(grads)
+        not_finite = backend.not_finite(grads)
+        part = state.parts.get(RESIDUAL)
+        reduced: list[tuple[Any, Any]] = []  # the sums over all examples, and the new residual
+
+        def reduce(tree: Any) -> Any:
+            sums, residual = backend.reduce(tree, () if part is None else part["kept"])
+            reduced.append((sums, residual))
+            return sums
+
+        # The update, on this device's part of the state.
+        old = backend.parts(state.params)
+        measured: Sums = {}
+        given: Mapping[str, Any] = {"reduce": reduce, "stage": stage, "num_devices": num_devices}
+        if stage is None:
+            grads = reduce(grads)
+            measured, given = measure(grads)
         # Accumulation and exchange may have widened them. Moments of Optax's optimizers take the
         # gradient's dtype, and a state must keep its own.
-        grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
-        old = backend.parts(state.params)
+        grads = _as(state.params, grads)
         updates, opt_state = update(grads, state.opt_state, old, **given)
+        if len(reduced) != 1:
+            raise ValueError(f"the optimizer has called `reduce` {len(reduced)} times and not once")
+        sums, residual = reduced[0]
         params = optax.apply_updates(old, updates)
         # The metrics, each a pair (sum, weight). Loss and norms are already those of the whole
         # batch.
-        norm, one = backend.norm(grads), jnp.ones((), jnp.float32)
-        sums = {
+        norm, one = backend.norm(_as(state.params, sums)), jnp.ones((), jnp.float32)
+        if not_finite is not None:
+            norm = jnp.where(not_finite, jnp.nan, norm)
+        metrics = {
             **task_sums,
             "loss": (loss, one),
             "grad_norm": (norm, one),
@@ -131,7 +156,7 @@ def make_finish(
         }
         # One element that is NaN or infinite makes the norm so, on every device.
         finite = jnp.isfinite(norm) if skip_nonfinite else None
-        moved = Update(state.step, params, model_state, finite, new_rows)
+        moved = Update(state.step, params, model_state, finite, new_rows, residual)
         after = {part.name: part.updated(state.parts[part.name], moved) for part in parts}
         if finite is not None:
             params, model_state, opt_state, after = _where(
@@ -142,24 +167,61 @@ def make_finish(
             # `tree.map` sorts the names, and a state has them in the order of `parts`.
             after = {part.name: after[part.name] for part in parts}
             # A pair (0, 0) changes no mean over several updates.
-            sums = jax.tree.map(lambda x: jnp.where(finite, x, jnp.zeros_like(x)), sums)
-            sums["skipped"] = (1 - finite.astype(jnp.float32), one)
+            metrics = jax.tree.map(lambda x: jnp.where(finite, x, jnp.zeros_like(x)), metrics)
+            metrics["skipped"] = (1 - finite.astype(jnp.float32), one)
         # After the skip and the averages, which work on parts: under ZeRO-1 whole parameters are
         # gathered once.
         params = backend.from_parts(params)
         new = TrainState(state.step + 1, params, model_state, opt_state, state.key, after)
-        return new, sums
+        return new, metrics
 
     return finish
 
 
 def make_backend(
-    name: str, layout: Layout, gradient_dtype: Any = None
+    name: str, layout: Layout, exchange: Placed | None = None
 ) -> backends.JitBackend | backends.ShardMapBackend:
     """Returns the backend of a name, see `make_train_step`."""
     if name == "jit":
         return backends.JitBackend(layout)
-    return backends.ShardMapBackend(layout, make_exchange(layout, gradient_dtype))
+    return backends.ShardMapBackend(layout, exchange or make_exchange(layout))
+
+
+class Stage(NamedTuple):
+    """What a program is compiled for; the updates of a stage have equal ones.
+
+    Attributes:
+      exchange: sums the gradients; None under jit.
+      of_optimizer: of an optimizer that sums over devices by itself, see `optim.reducing`.
+    """
+
+    exchange: Exchange | None = None
+    of_optimizer: Hashable = None
+
+
+PLAIN = Stage()
+
+
+def stage_at(tx: optax.GradientTransformation, exchange: Placed | None, update: int) -> Stage:
+    """Returns the stage of the update after `update` completed ones."""
+    of_optimizer = stage_of(tx, update)
+    if exchange is None:
+        return Stage(None, of_optimizer)
+    if isinstance(tx, Reducing) and of_optimizer is None:
+        return Stage(exchange.plain().exchange)
+    return Stage(exchange.exchange.at(update), of_optimizer)
+
+
+def of_stage(exchange: Placed | None, stage: Stage) -> Placed | None:
+    """Returns an exchange as it is in a stage."""
+    if exchange is None or stage.exchange is None:
+        return exchange
+    return dataclasses.replace(exchange, exchange=stage.exchange)
+
+
+def _as(like: Any, tree: Any) -> Any:
+    """Returns a tree with the dtypes of another."""
+    return jax.tree.map(lambda leaf, own: leaf.astype(own.dtype), tree, like)
 
 
 def _where(finite: jax.Array, new: Any, before: Any) -> Any:
@@ -178,7 +240,8 @@ def make_train_step(
     layout: Layout,
     shardings: TrainState,
     backend: str = "jit",
-    gradient_dtype: Any = None,
+    exchange: Placed | None = None,
+    stage: Stage = PLAIN,
     **options: Any,
 ) -> jax.stages.Wrapped:
     """One update over all devices, compiled at its first call; the state's buffers are donated.
@@ -189,12 +252,16 @@ def make_train_step(
       layout: where parameters and moments live.
       shardings: shardings of the state, see `state.state_shardings`.
       backend: 'jit' (the compiler places the collectives) or 'shard_map' (the program names them).
-      gradient_dtype: under shard_map, the dtype in which gradients are sent.
+      exchange: under shard_map, what gradients are sent as; None: as they are.
+      stage: see `stage_at`.
       **options: further arguments of `make_update`.
     """
     mesh = layout.mesh
     batch, whole = batch_sharding(mesh), replicated(mesh)
-    update = make_update(task, tx, make_backend(backend, layout, gradient_dtype), **options)
+    placed = of_stage(exchange, stage)
+    update = make_update(
+        task, tx, make_backend(backend, layout, placed), stage=stage.of_optimizer, **options
+    )
     if backend == "jit":
         update = in_mesh(mesh, update)
     else:

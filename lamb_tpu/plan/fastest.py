@@ -43,7 +43,7 @@ class Layout(NamedTuple):
     def label(self) -> str:
         """The changes as text, without the rules that belong to scanned layers."""
         shown = [
-            f"{key.rpartition('.')[2]}={value}" for key, value in self.changes.items()
+            f"{key.removesuffix('.name').rpartition('.')[2]}={value}" for key, value in self.changes.items()
             if key != "optimizer.rules"
         ]
         return ", ".join(shown) or "as given"
@@ -73,9 +73,9 @@ def dimensions(variants: Variants, slice_: Topology) -> list[list[dict[str, Any]
         split | {"mesh.data": -1, "mesh.fsdp": size} for size in _rows(slice_)
     )])
     found.append([
-        {"parallel.gradient_dtype": "float32"},
+        {"parallel.exchange.name": "float32"},
         # Under jit the compiler chooses the dtype.
-        {"parallel.gradient_dtype": "bfloat16", "parallel.backend": "shard_map"},
+        {"parallel.exchange.name": "bfloat16", "parallel.backend": "shard_map"},
     ])
     if any("model" in rule[1] for rule in config.parallel.rules):
         found.append([_split("model", size) for size in _AXES])

@@ -64,7 +64,9 @@ def make_plan(
             f"config.batch_rule.name is {config.batch_rule.name!r}, and this plan is of one batch "
             "size; leave config.batch_rule empty, or plan the run with --topology alone"
         )
-    lowered = run.make_train_step().lower(run.abstract_state, run.abstract_batch())
+    # The last stage of an exchange: those before it warm up.
+    step = run.make_train_step(run.recipe.total_steps - 1)
+    lowered = step.lower(run.abstract_state, run.abstract_batch())
     places = network.places(run.mesh.devices.flat)
     key = key_of(lowered.as_text(), places, slice_.compiler_options())
     kept = cache.load(key)

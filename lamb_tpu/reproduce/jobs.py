@@ -17,6 +17,7 @@ from lamb_tpu.config import (
     check_values,
     differences,
     flatten,
+    renamed,
     section_of,
 )
 from lamb_tpu.errors import UserError
@@ -153,7 +154,7 @@ def changes(old: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]]) 
     if len(old) != len(new):
         return [f"{len(old)} stages there, {len(new)} now"]
     return [
-        line for before, now in zip(old, new)
+        line for before, now in zip(map(renamed, old), map(renamed, new))
         for line in differences(_complete(before, now), _complete(now, before), _FREE)
     ]
 

@@ -151,7 +151,7 @@ class Branches:
         """
         run, wide, step = self._run, self._runs[factor], self._steps[factor]
         # Read again for each branch, because a second copy would need memory that the run does not.
-        state, saved = self._checkpoints.restore(start, run.abstract_state)
+        state, saved = self._checkpoints.restore(start, run.saved_state)
         state = resumed(state, run.parts)
         # With the run's own batch size, because the order of batches of like lengths depends on it.
         loader = data.TrainLoader(run.train_set, run.config.batch_size, seed)

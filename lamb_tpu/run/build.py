@@ -25,9 +25,10 @@ from lamb_tpu.parallel import mesh as mesh_lib
 from lamb_tpu.parallel import rules as rules_lib
 from lamb_tpu.parallel import state as state_lib
 from lamb_tpu.parallel import step as step_lib
+from lamb_tpu.parallel.exchange import Placed
 from lamb_tpu.parallel.layout import Layout, make_layout
 from lamb_tpu.parallel.parts import Averages, Carry, Skipped, StatePart
-from lamb_tpu.run import checks, initial, memory, statistics
+from lamb_tpu.run import checks, exchanges, initial, memory, statistics
 from lamb_tpu.run.initial import Start
 from lamb_tpu.run.recipe import Recipe, naming, resolve, resolve_optimizer
 from lamb_tpu.store.workdir import Workdir
@@ -154,7 +155,26 @@ class Run:
     @property
     def parts(self) -> tuple[StatePart, ...]:
         """The parts of the state beside parameters, model state and optimizer state."""
-        return state_parts(self.config, self.task, self.mesh)
+        return state_parts(
+            self.config, self.task, self.mesh, self.exchange, self.abstract_state.params
+        )
+
+    @functools.cached_property
+    def exchange(self) -> Placed | None:
+        """What gradients are sent as; None under jit, where the compiler sends them."""
+        return exchanges.placed(self.config, self.layout, self.abstract_state.params)
+
+    def stage(self, update: int) -> step_lib.Stage:
+        """Returns the stage of the update after `update` completed ones, as `make_train_step`'s."""
+        return step_lib.stage_at(self.tx, self.exchange, update)
+
+    def saved_state(self, shapes: Mapping[str, Any]) -> state_lib.TrainState:
+        """Returns shapes, dtypes and shardings in which to read a checkpoint of other devices.
+
+        Args:
+          shapes: of the checkpoint, see `Checkpoints.shapes`.
+        """
+        return state_lib.saved(self.abstract_state, shapes, self.parts)
 
     def first_state(self) -> state_lib.TrainState:
         """Returns the state before the first update, created on the devices where it stays."""
@@ -164,8 +184,11 @@ class Run:
         # and a step over the mesh would refuse them.
         return jax.jit(self.init, out_shardings=self.shardings)(key, given)
 
-    def make_train_step(self) -> jax.stages.Wrapped:
-        """Returns the training step, `(state, batch) -> (state, sums)`, compiled at first call."""
+    def make_train_step(self, update: int = 0) -> jax.stages.Wrapped:
+        """Returns the training step, `(state, batch) -> (state, sums)`, compiled at first call.
+
+        It is of the stage of the update after `update` completed ones, see `stage`.
+        """
         config, parallel = self.config, self.config.parallel
         return step_lib.make_train_step(
             self.task,
@@ -173,7 +196,8 @@ class Run:
             self.layout,
             self.shardings,
             parallel.backend,
-            parallel.gradient_dtype,
+            self.exchange,
+            self.stage(update),
             accumulation_steps=config.accumulation_steps,
             parts=self.parts,
             skip_nonfinite=config.guards.max_skipped > 0,
@@ -227,9 +251,12 @@ class Run:
         }
 
 
-def state_parts(config: ConfigDict, task: tasks.Task, mesh: Mesh) -> tuple[StatePart, ...]:
+def state_parts(
+    config: ConfigDict, task: tasks.Task, mesh: Mesh, exchange: Placed | None, params: Any
+) -> tuple[StatePart, ...]:
     """Returns the parts of a run's state beside parameters, model state and optimizer state."""
     parts: tuple[StatePart, ...] = (Averages(config.ema.decay), Skipped())
+    parts += exchanges.parts(exchange, params)
     if task.model.carry_shape is None:
         return parts
     rows, steps = config.batch_size, config.accumulation_steps
@@ -290,6 +317,7 @@ def settings(
         checks.check_pairs(config, mesh, task)
     # Durations and the optimizer depend on the size of the data, which may need a download. Any
     # size serves to find mistakes in them before that.
+    exchanges.check(config, mesh, training)
     recipe = resolve(config, num_examples=10**6)
     if recipe.rule is not None and training:
         checks.check_changing(config, task, mesh, recipe.rule)
@@ -379,7 +407,8 @@ def prepare(
         checks.check_split(config, params, layout.axis_name)
     # The optimizer, and its state as shapes, dtypes and shardings.
     tx = make_optimizer(config, recipe, params, layout)
-    parts = state_parts(config, task, mesh)
+    exchanges.check_optimizer(config, tx)
+    parts = state_parts(config, task, mesh, exchanges.placed(config, layout, params), params)
     init = state_lib.make_init(task, tx, example, parts, config.prng)
     with naming("config.optimizer"):
         abstract = jax.eval_shape(init, jax.random.key(0))

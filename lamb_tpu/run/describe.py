@@ -5,7 +5,8 @@ import jax
 from lamb_tpu import terminal
 from lamb_tpu.cost import topology
 from lamb_tpu.parallel import rules as rules_lib
-from lamb_tpu.run import statistics
+from lamb_tpu.parallel.parts import RESIDUAL
+from lamb_tpu.run import exchanges, statistics
 from lamb_tpu.run.build import Run
 
 
@@ -28,6 +29,9 @@ def describe(run: Run) -> str:
                 "optimizer state": (state.opt_state, places.opt_state),
                 "averages": (state.ema, places.ema),
                 "carry": (state.parts.get("carry"), places.parts.get("carry")),
+                "kept by the exchange": (
+                    state.parts.get(RESIDUAL), places.parts.get(RESIDUAL)
+                ),
             },
         ),
         f"data: {config.data.name}, {config.data.train_split} {len(run.train_set):,} and "
@@ -40,6 +44,8 @@ def describe(run: Run) -> str:
     ]
     if run.batch_norm:
         lines.append(run.batch_norm)
+    if told := exchanges.describe(config, run.exchange):
+        lines.append(told)
     if run.start is not None:
         lines.append(run.start.describe())
     rows = config.batch_size // config.accumulation_steps

@@ -1,10 +1,10 @@
-"""Command-line overrides for every argument of the optimizer, model, task, data and batch rule.
+"""Command-line overrides for every argument of the optimizer, model, task, data and other sections.
 
 ml_collections overrides only keys that a config has, and a config file writes down only what
-differs from the defaults. Here every argument of the named optimizer, model, task, data set or
-batch rule is a key of config.optimizer, config.model, config.task, config.data.options or
-config.batch_rule, whether or not the file sets it, with values of the argument's type. Giving a
-default adds no key, so a run's config is the same whether a default was given or left out.
+differs from the defaults. Here every argument of the named optimizer, model, task, data set, batch
+rule or exchange is a key of its section, see `SECTIONS`, whether or not the file sets it, with
+values of the argument's type. Giving a default adds no key, so a run's config is the same whether a
+default was given or left out.
 """
 
 import ast
@@ -24,13 +24,14 @@ from lamb_tpu.config import section_of
 from lamb_tpu.data.registry import option_fields
 from lamb_tpu.errors import UserError
 from lamb_tpu.optim import factory, presets
-from lamb_tpu.run import batches
+from lamb_tpu.run import batches, exchanges
 from lamb_tpu.run.recipe import naming, optimizer_of
 
-SECTIONS = ("optimizer", "model", "task", "data.options", "batch_rule")
+SECTIONS = ("optimizer", "model", "task", "data.options", "batch_rule", "parallel.exchange")
 _FLAG = re.compile(
     r"-{1,2}(?P<no>no)?config\.(phases\.(?P<phase>[^.=]+)\.)?"
-    r"(?P<section>optimizer|model|task|data\.options|batch_rule)\.(?P<field>[^=]+)(=(?P<text>.*))?",
+    r"(?P<section>optimizer|model|task|data\.options|batch_rule|parallel\.exchange)"
+    r"\.(?P<field>[^=]+)(=(?P<text>.*))?",
     re.DOTALL,
 )
 _KINDS = {
@@ -149,7 +150,10 @@ def own_fields(section: str, name: Any) -> dict[str, Field]:
             del arguments["axis_name"]  # config.parallel decides it
             found = {key: Field(p.annotation, p.default) for key, p in arguments.items()}
             return {"learning_rate": Field(float, inspect.Parameter.empty), **found}
-        read = {"model": models.own_fields, "task": tasks.own_fields, "data.options": option_fields}
+        read = {
+            "model": models.own_fields, "task": tasks.own_fields, "data.options": option_fields,
+            "parallel.exchange": exchanges.exchange_fields,
+        }
         return {key: Field(f.type, _default(f)) for key, f in read[section](name).items()}
 
 

@@ -30,7 +30,7 @@ from lamb_tpu.store.metrics import read_records
 from lamb_tpu.store.workdir import Workdir
 
 # Sections in which a phase may set fields that the config leaves at their defaults.
-_OPEN = ("data.options", "model", "task", "optimizer", "mesh", "batch_rule")
+_OPEN = ("data.options", "model", "task", "optimizer", "mesh", "batch_rule", "parallel.exchange")
 _TAKEN = ("checkpoints", programs.FOLDER, "logs", "tensorboard")  # folders of a run
 
 

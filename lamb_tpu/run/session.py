@@ -80,11 +80,14 @@ class Session:
         Raises:
           UserError: there are checkpoints, but none can be read.
         """
-        restored = self._checkpoints.restore_latest(self._run.abstract_state)
+        restored = self._checkpoints.restore_latest(self._run.saved_state)
         if restored is None:
             return self._run.first_state(), Position()
         state, saved = restored
         self.resumed, self.saved_step = True, int(state.step)
+        for part in self._run.parts:
+            if self._is_first and (told := part.moved(state.parts[part.name])):
+                self._warn(told)
         return resumed(state, self._run.parts), Position.from_json(saved)
 
     def open_records(self, step: int, position: Position, is_over: bool) -> MetricsWriter:

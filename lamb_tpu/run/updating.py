@@ -10,6 +10,7 @@ from lamb_tpu.parallel import mesh as mesh_lib
 from lamb_tpu.parallel.changing import ChangingStep
 from lamb_tpu.parallel.gradient_statistics import Statistics
 from lamb_tpu.parallel.state import TrainState
+from lamb_tpu.parallel.step import Stage
 from lamb_tpu.run import batches
 from lamb_tpu.run.build import Run
 from lamb_tpu.run.statistics import statistics_of
@@ -51,38 +52,55 @@ class Microbatches(Sequence[Mapping[str, jax.Array]]):
 Updating = Callable[[TrainState, int], tuple[TrainState, Sums]]
 
 
-def make_updating(run: Run, loader: data.TrainLoader, compiles: bool = True) -> Updating:
+def make_updating(
+    run: Run, loader: data.TrainLoader, compiles: bool = True, first: int = 0,
+    tell: Callable[[str], None] = lambda text: None,
+) -> Updating:
     """Returns `(state, step) -> (state, sums)`, the update after `step` completed ones.
 
-    It takes its examples from the loader; the state's buffers are donated.
+    It takes its examples from the loader; the state's buffers are donated. Each stage of the run
+    has a program of its own, which is compiled when the stage begins.
 
     Args:
       run: the run.
       loader: gives the training examples, `run.local_rows` of batches of `config.batch_size`.
-      compiles: whether to compile here what the updates need, so that the first does not.
+      compiles: whether to compile here what the first update needs, so that it does not.
+      first: number of completed updates.
+      tell: called with a line when a further stage begins, which is compiled.
     """
     statistics = statistics_of(run.config)
     if run.recipe.path is not None or statistics:
-        return _make_changing(run, loader, statistics, compiles)
-    train_step = run.make_train_step()
+        return _make_changing(run, loader, statistics, compiles, first)
+    programs: dict[Stage, jax.stages.Wrapped] = {}
+
+    def program(step: int, compiles: bool) -> jax.stages.Wrapped:
+        stage = run.stage(step)
+        if stage not in programs:
+            if programs:
+                tell(f"update {step + 1} begins another stage, which is compiled now")
+            programs[stage] = run.make_train_step(step)
+            if compiles:
+                for shapes in run.abstract_batches():
+                    programs[stage].lower(run.abstract_state, shapes).compile()
+        return programs[stage]
+
     if compiles:
-        for shapes in run.abstract_batches():
-            train_step.lower(run.abstract_state, shapes).compile()
-    return lambda state, step: train_step(state, run.shard_batch(next(loader)))
+        program(first, True)
+    return lambda state, step: program(step, False)(state, run.shard_batch(next(loader)))
 
 
 def _make_changing(
-    run: Run, loader: data.TrainLoader, statistics: Statistics, compiles: bool
+    run: Run, loader: data.TrainLoader, statistics: Statistics, compiles: bool, first: int
 ) -> Updating:
     config, recipe, size = run.config, run.recipe, batches.quantum(run.config)
     step_of = ChangingStep(
         run.task, run.tx, run.layout, run.abstract_state,
         run.abstract_rows(size, run.train_set.element_spec), config.parallel.backend,
-        config.parallel.gradient_dtype, run.parts, config.guards.max_skipped > 0,
+        run.exchange, run.parts, config.guards.max_skipped > 0,
         statistics,
     )
     if compiles:
-        step_of.compile()
+        step_of.compile(first)
         recipe.rate(0)  # the program of the schedule
     rows = mesh_lib.local_rows(size, run.mesh)
 
@@ -91,6 +109,6 @@ def _make_changing(
             recipe.batch(step) // size, lambda: loader.take(size, rows),
             lambda batch: mesh_lib.shard_batch(batch, size, run.mesh),
         )
-        return step_of(state, microbatches, recipe.rate(step), statistics.is_due(step))
+        return step_of(state, microbatches, recipe.rate(step), statistics.is_due(step), step)
 
     return update

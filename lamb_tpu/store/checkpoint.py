@@ -252,7 +252,8 @@ class Checkpoints:
 
         Args:
           step: one of `steps()`.
-          abstract_state: pytree of `jax.ShapeDtypeStruct`s with shardings.
+          abstract_state: pytree of `jax.ShapeDtypeStruct`s with shardings; or a function that
+            returns it from the checkpoint's `shapes`.
 
         Raises:
           UserError: there is no such checkpoint (the message lists the existing ones), or it is
@@ -260,8 +261,11 @@ class Checkpoints:
         """
 
         def load() -> tuple[Any, dict[str, Any]]:
+            state = abstract_state
+            if callable(state):
+                state = state(self._shapes(step))
             loaded = self._checkpointer.load_checkpointables(
-                step, {"state": abstract_state, "position": None}
+                step, {"state": state, "position": None}
             )
             return jax.block_until_ready(loaded["state"]), loaded["position"]
 
@@ -277,15 +281,15 @@ class Checkpoints:
           UserError: see `restore`.
         """
 
-        def load() -> dict[str, Any]:
-            state = self._checkpointer.metadata(step).metadata
-            return {
-                name: jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
-                for name, tree in state.items()
-                if name != "key"
-            }
+        return self._read(step, lambda: self._shapes(step))
 
-        return self._read(step, load)
+    def _shapes(self, step: int) -> dict[str, Any]:
+        state = self._checkpointer.metadata(step).metadata
+        return {
+            name: jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
+            for name, tree in state.items()
+            if name != "key"
+        }
 
     def restore_part(self, step: int, abstract: dict[str, Any]) -> dict[str, Any]:
         """Reads some of the arrays of update `step`, placed as `abstract` says.

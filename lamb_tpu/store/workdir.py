@@ -16,7 +16,7 @@ import jax
 from ml_collections import ConfigDict
 
 from lamb_tpu import __version__, own
-from lamb_tpu.config import FREE_KEYS, differences, flatten
+from lamb_tpu.config import FREE_KEYS, differences, flatten, renamed
 from lamb_tpu.data import Source, title
 from lamb_tpu.data.text import saved
 from lamb_tpu.errors import UserError
@@ -192,7 +192,7 @@ class Workdir:
         sections = {key[:at] for key in config for at, char in enumerate(key) if char == "."}
         if sections & config.keys() or any(isinstance(x, dict) for x in config.values()):
             raise self._damaged(self.config, "its keys are not those of a config")
-        return config
+        return renamed(config)
 
     def read_init(self) -> dict[str, Any] | None:
         """Returns the record of `write_init`; None if the initial weights were random.
@@ -293,7 +293,8 @@ class Workdir:
 
 
 def _names(config: ConfigDict) -> list[Any]:
-    return [config[section].name for section in ("model", "task", "data", "optimizer")]
+    sections = [config[section] for section in ("model", "task", "data", "optimizer")]
+    return [section.name for section in (*sections, config.parallel.exchange)]
 
 
 def _commit() -> str | None:

@@ -86,7 +86,7 @@ def make_desync_check(abstract: Any, mesh: Mesh) -> Callable[[Any, int], None]:
 
 
 class Desync(Observer):
-    """Compares the copies of parameters and model state at intervals and before each save.
+    """Compares the copies of parameters, model state and parts at intervals and before each save.
 
     Args:
       run: the run, with `config.guards.desync_every`.
@@ -96,7 +96,8 @@ class Desync(Observer):
         self._recipe = run.recipe
         self._compared = -1
         if self._recipe.desync_every:
-            self._check = make_desync_check(_copied(run.abstract_state), run.mesh)
+            self._parts = run.parts
+            self._check = make_desync_check(self._copied(run.abstract_state), run.mesh)
 
     def updated(self, step: int, state: TrainState) -> None:
         if self._recipe.is_due(self._recipe.desync_every, step):
@@ -106,12 +107,12 @@ class Desync(Observer):
         """Refuses a state if two copies of an array differ."""
         # An interval and a save can fall on the same update.
         if self._recipe.desync_every and self._compared != step:
-            self._check(_copied(state), step)
+            self._check(self._copied(state), step)
             self._compared = step
 
-
-def _copied(state: TrainState) -> dict[str, Any]:
-    return {"params": state.params, **state.model_state}
+    def _copied(self, state: TrainState) -> dict[str, Any]:
+        further = {part.name: part.copied(state.parts[part.name]) for part in self._parts}
+        return {"params": state.params, **state.model_state, **further}
 
 
 def _hash(array: jax.Array) -> jax.Array:

@@ -21,7 +21,7 @@ MODEL = ConfigDict(
 )
 NAMED = {"parallel__backend": "shard_map"}
 ZERO1 = {"parallel__optimizer_state": "zero1"}
-BFLOAT16 = {"parallel__gradient_dtype": "bfloat16"}
+BFLOAT16 = {"parallel__exchange__name": "bfloat16"}
 PLACES = {
     "jit": {},
     "shard_map": NAMED,

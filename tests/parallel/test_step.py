@@ -157,7 +157,7 @@ def test_gradients_may_be_sent_in_bfloat16() -> None:
     exact, _, _ = trained(8, 1, **changes, schedule__warmup="0 steps")
     for state in ("replicated", "zero1"):
         narrow, _, _ = trained(
-            8, 1, **changes, schedule__warmup="0 steps", parallel__gradient_dtype="bfloat16",
+            8, 1, **changes, schedule__warmup="0 steps", parallel__exchange__name="bfloat16",
             parallel__optimizer_state=state,
         )
         assert 1e-6 < difference(narrow.params, exact.params) < 1e-2
@@ -229,7 +229,8 @@ def test_average_of_narrow_weights_moves() -> None:
     layout = make_layout(abstract.params, mesh, facts, optimizer_state="zero1")
     shardings = state_lib.state_shardings(abstract, tx, layout, AVERAGED)
     step = step_lib.make_train_step(
-        Narrow(), tx, layout, shardings, "shard_map", jnp.float32, parts=AVERAGED
+        Narrow(), tx, layout, shardings, "shard_map",
+        make_exchange(layout, full_precision=("p",)), parts=AVERAGED,
     )
     state = jit(init, out_shardings=shardings)(jax.random.key(0))
     expected = np.ones(4)

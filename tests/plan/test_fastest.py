@@ -40,7 +40,7 @@ def found(of: Variants) -> Answer:
 
 def test_what_is_searched() -> None:
     state = {"parallel.optimizer_state", "mesh.data", "mesh.fsdp"}
-    ends = [state, {"parallel.gradient_dtype", "parallel.backend"}]
+    ends = [state, {"parallel.exchange.name", "parallel.backend"}]
     assert keys(variants("digits.py")) == [{"parallel.backend"}, {"accumulation_steps"}, *ends]
     assert keys(variants("bert_pretrain.py:size=tiny,phase=1")) == [
         {"parallel.backend"}, {"accumulation_steps"}, {"model.remat"},
@@ -75,8 +75,8 @@ def test_descent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each dimension starts from the best so far; what is refused or does not fit is a row."""
 
     def outcome(config: ConfigDict, _: str) -> tuple[float, float] | str:
-        if config.parallel.gradient_dtype == "bfloat16":
-            return "config.parallel.gradient_dtype is 'bfloat16'"
+        if config.parallel.exchange.name == "bfloat16":
+            return "config.parallel.exchange.name is 'bfloat16'"
         time = 100.0 - 40 * (config.parallel.backend == "shard_map")
         time += 5 * config.accumulation_steps - 9 * (config.mesh.fsdp == 8)
         return (20 if config.mesh.fsdp == 2 else 4), time
@@ -95,7 +95,7 @@ def test_descent(monkeypatch: pytest.MonkeyPatch) -> None:
     text = tiny.unbroken(answer.text)
     assert "no 129 % fsdp=2, backend=shard_map, optimizer_state=zero1" in text
     assert (
-        "gradient_dtype=bfloat16, optimizer_state=zero1: config.parallel.gradient_dtype is" in text
+        "exchange=bfloat16, optimizer_state=zero1: config.parallel.exchange.name is" in text
     )
     assert (
         "the fastest layout on v3-32: 25.8 % of memory, 56 (53.2 to 61.6) ms a step, 49 ms (47 %) "

@@ -25,7 +25,14 @@ class Exchange(Protocol):
     `axes: tuple[str, ...]`, the mesh axes to sum over, and `num_devices: int`, the product of their
     sizes; its options follow, with defaults. `__post_init__` raises a ValueError of one sentence
     that begins with the name of the option.
+
+    Attributes:
+      axes: mesh axes to sum over.
+      num_devices: number of devices along them.
     """
+
+    axes: tuple[str, ...]
+    num_devices: int
 
     def init(self, params: Any) -> Residual:
         """Returns one device's residual before the first update.

@@ -1,0 +1,81 @@
+"""An exchange for tests, with every kind of residual and two stages."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from lamb_tpu.optim.reducing import Reducing
+from lamb_tpu.parallel.exchange import Exchange, Residual
+
+NAME = "tests.parallel.exchange.spread:Spread"
+
+
+@dataclasses.dataclass(frozen=True)
+class Spread(Exchange):
+    """Exact sums, sent otherwise: from update `start` on each device keeps a share of its own back.
+
+    What the devices keep is of opposite signs and sums to zero, and is added the next time. So the
+    sums are right only if each device gets back what it kept. `split` adds up the sums in chunks,
+    and `whole` counts the updates.
+    """
+
+    axes: tuple[str, ...]
+    num_devices: int
+    start: int = 2
+    late: bool = False
+
+    def __post_init__(self) -> None:
+        if self.start < 0:
+            raise ValueError(f"start must be at least 0, not {self.start}")
+
+    def at(self, update: int) -> "Spread":
+        return dataclasses.replace(self, late=update >= self.start)
+
+    def init(self, params: Any) -> Residual:
+        size = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
+        return Residual(
+            jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), params),
+            jnp.zeros(-(-size // self.num_devices), jnp.float32),
+            {"count": jnp.zeros((), jnp.int32), "total": jnp.zeros((), jnp.float32)},
+        )
+
+    def reduce(self, grads: Any, residual: Residual) -> tuple[Any, Residual]:
+        count, index = residual.whole["count"], lax.axis_index(self.axes)
+        kept, sent = residual.device, grads
+        if self.late:
+            side = index - (self.num_devices - 1) / 2
+            back = jax.tree.map(lambda g: jnp.full(g.shape, 0.01 * side, jnp.float32), grads)
+            sent = jax.tree.map(lambda g, e, b: g + e - b, grads, kept, back)
+            kept = back
+        sums = lax.psum(sent, self.axes)
+        flat = jnp.concatenate([leaf.ravel() for leaf in jax.tree.leaves(sums)])
+        length = residual.split.shape[0]
+        flat = jnp.pad(flat, (0, length * self.num_devices - flat.size))
+        mine = lax.dynamic_slice_in_dim(flat, index * length, length)
+        whole = {"count": count + 1, "total": residual.whole["total"] + jnp.sum(flat)}
+        return sums, Residual(kept, residual.split + mine, whole)
+
+
+def momentum(learning_rate: Any, warmup: int = 2, decay: float = 0.9) -> Reducing:
+    """SGD with momentum that sends momentum instead of gradients from update `warmup` on."""
+
+    def update(
+        grads: Any, state: Any, params: Any = None, *, reduce: Any = None, stage: Any = None,
+        num_devices: int = 1, **extra: Any,
+    ) -> tuple[Any, Any]:
+        count, trace = state
+        if stage is None:
+            trace = jax.tree.map(lambda m, g: decay * m + g, trace, grads)
+        else:
+            trace = reduce(jax.tree.map(lambda m, g: decay * m / num_devices + g, trace, grads))
+        rate = learning_rate(count)
+        return jax.tree.map(lambda m: -rate * m, trace), (count + 1, trace)
+
+    def init(params: Any) -> Any:
+        return jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params)
+
+    return Reducing(init, update, lambda count: "momentum" if count >= warmup else None)
