@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from lamb_tpu.parallel import mesh as mesh_lib
 from lamb_tpu.parallel.exchange.base import Exchange, Residual
 from lamb_tpu.parallel.exchange.cast import BFloat16, Cast
+from lamb_tpu.parallel.exchange.onebit import OneBit
 from lamb_tpu.parallel.exchange.placing import Placed
 from lamb_tpu.parallel.layout import Layout
 
@@ -20,6 +21,7 @@ from lamb_tpu.parallel.layout import Layout
 EXCHANGES: dict[str, type] = {
     "float32": Cast,
     "bfloat16": BFloat16,
+    "onebit": OneBit,
 }
 
 
@@ -66,6 +68,6 @@ def make_exchange(
 
 
 __all__ = [
-    "EXCHANGES", "BFloat16", "Cast", "Exchange", "Placed", "Residual", "exchange_over",
+    "EXCHANGES", "BFloat16", "Cast", "Exchange", "OneBit", "Placed", "Residual", "exchange_over",
     "make_exchange",
 ]
