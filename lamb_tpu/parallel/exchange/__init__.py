@@ -36,6 +36,7 @@ EXCHANGES: dict[str, type] = {
     "econtrol": EControl,
     "powersgd": PowerSGD,
     "lgreco": LGreCo,
+    "onebit": OneBit,
 }
 
 
@@ -83,5 +84,6 @@ def make_exchange(
 
 __all__ = [
     "EXCHANGES", "Aps", "BFloat16", "Cast", "Exchange", "Placed", "Residual", "exchange_over",
+    "EXCHANGES", "BFloat16", "Cast", "Exchange", "OneBit", "Placed", "Residual", "exchange_over",
     "make_exchange",
 ]
