@@ -44,7 +44,8 @@ class Layout(NamedTuple):
         """The changes as text, without the rules that belong to scanned layers."""
         shown = [
             f"{key.removesuffix('.name').rpartition('.')[2]}={value}"
-            for key, value in self.changes.items() if key != "optimizer.rules"
+            for key, value in self.changes.items()
+            if key != "optimizer.rules"
         ]
         return ", ".join(shown) or "as given"
 
