@@ -15,14 +15,8 @@ import optax
 from lamb_tpu import optim
 from tests.batching import golden_adadagrad, golden_noise_scale, golden_simigrad
 from tests.models import golden_gnmt, golden_lstm, golden_lstm_classifier
-from tests.optim import (
-    golden,
-    golden_agvm,
-    golden_baselines,
-    golden_onebit,
-    golden_schedules,
-)
-from tests.parallel import golden_cpd
+from tests.optim import golden, golden_agvm, golden_baselines, golden_onebit, golden_schedules
+from tests.parallel import golden_cpd, golden_dgc, golden_econtrol
 
 Entry = Mapping[str, Any]
 Arrays = Mapping[str, np.ndarray]
@@ -149,4 +143,6 @@ FAMILIES: dict[str, Repeat] = {
     "onebit": golden_onebit.repeat,
     "aps": golden_cpd.repeat_aps,
     "cpd_quant": golden_cpd.repeat_quant,
+    "dgc": golden_dgc.repeat,
+    "econtrol": golden_econtrol.repeat,
 }

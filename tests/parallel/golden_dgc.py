@@ -52,11 +52,10 @@ def repeat(entry: Mapping[str, Any], recorded: Arrays, inputs: Arrays) -> dict[s
     world, compressed = settings.take("world"), settings.take("compressed")
     ratio = settings.take("compress_ratio")
     sgd = Settings(settings.take("sgd"))
-    settings.take("momentum_masking")
     exchange = Recorded(
         AXES, world, ratio if ratio <= 1 else 1 / ratio,
         momentum=settings.take("momentum"), nesterov=settings.take("nesterov"),
-        factor_masking=entry["hyper"]["momentum_masking"], clip_norm=settings.take("clip"),
+        factor_masking=settings.take("momentum_masking"), clip_norm=settings.take("clip"),
         # The authors take at least 1 %.
         sample_ratio=min(max(settings.take("sample_ratio", 0.01), 0.01), 1.0),
         resample=settings.take("resample", True),

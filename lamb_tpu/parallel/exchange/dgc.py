@@ -232,7 +232,9 @@ class DGC(Exchange):
             outside = (found < too_few) | ((found > too_many) & (not self.resample))
             return outside & (step < _ADAPTATIONS)
 
-        def adapt(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        def adapt(
+            state: tuple[jax.Array, jax.Array, jax.Array]
+        ) -> tuple[jax.Array, jax.Array, jax.Array]:
             threshold, found, step = state
             threshold *= jnp.where(found > too_many, _UPPER, _LOWER).astype(threshold.dtype)
             return threshold, number(threshold), step + 1

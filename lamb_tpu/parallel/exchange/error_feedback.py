@@ -143,7 +143,8 @@ class EF21(Compressed):
         if self.plus:
             table = _map(lambda x: jnp.zeros((self.num_devices, *x.shape), x.dtype), zeros)
             return Residual(whole={"estimates": table})
-        device, whole = {"estimate": zeros}, {"estimate": zeros}
+        device: dict[str, Any] = {"estimate": zeros}
+        whole: dict[str, Any] = {"estimate": zeros}
         if self.momentum:
             device["average"] = zeros
             whole["count"] = jnp.zeros((), jnp.int32)

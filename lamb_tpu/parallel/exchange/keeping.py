@@ -87,6 +87,15 @@ class Kept(StatePart):
                 f"of an inner axis, and config.mesh has {now[1]}; resume with the "
                 "config.mesh.fsdp of that run, and let config.mesh.data change alone"
             )
+        wanted = jax.eval_shape(self.exchange.init, self.params).whole
+        shapes = [[leaf.shape for leaf in jax.tree.leaves(tree)] for tree in (
+            value["kept"].whole, wanted)]
+        if shapes[0] != shapes[1]:
+            raise UserError(
+                f"the checkpoint's residual of {type(self.exchange.exchange).__name__} has values "
+                f"of each of {before[0]} devices on every device, which are no sum to be shared; "
+                "resume with that number of devices"
+            )
         places = self.shardings(value, self.exchange.layout)
         return jax.jit(lambda value: self._cut(value, *before, now[0]), out_shardings=places)(value)
 
