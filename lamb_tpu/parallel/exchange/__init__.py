@@ -82,6 +82,6 @@ def make_exchange(
 
 
 __all__ = [
-    "EXCHANGES", "BFloat16", "Cast", "Exchange", "Placed", "Residual", "exchange_over",
+    "EXCHANGES", "Aps", "BFloat16", "Cast", "Exchange", "Placed", "Residual", "exchange_over",
     "make_exchange",
 ]

@@ -1,7 +1,6 @@
 """Gradients sent in 4 to 16 bits, each layer shifted by a power of two first (APS)."""
 
 import dataclasses
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,24 +9,23 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from lamb_tpu.optim.parameters import leaf_paths
 from lamb_tpu.parallel import collectives
 from lamb_tpu.parallel.exchange import formats
-from lamb_tpu.parallel.exchange.base import Residual
+from lamb_tpu.parallel.exchange.base import Exchange, Residual
 
 # Exponents of layers that have none: all values are zero, or one is infinite or NaN.
 _EMPTY, _NOT_FINITE = -(2**20), 2**20
 # Beyond, one of the two factors of a shift would not be a normal float32.
 _LARGEST_SHIFT = 252
-# Words of a row of the TPU's memory. A chunk of a few rows or more takes whole ones: the TPU compiler
-# turns the all-gather of others into an all-reduce, which sends twice as much.
+# Words of a row of the TPU's memory. A chunk of a few rows or more takes whole ones: the TPU
+# compiler turns the all-gather of others into an all-reduce, which sends twice as much.
 _LANES = 128
 _FEW_ROWS = 4
 _BUCKET_VALUES = collectives.BUCKET_BYTES // 4
 
 
 @dataclasses.dataclass(frozen=True)
-class Aps:
+class Aps(Exchange):
     """Auto-precision scaling: sums gradients in a format of few bits, and sends packed codes.
 
     One small all-reduce finds each layer's largest exponent, of N times the gradient for N devices.
@@ -38,9 +36,10 @@ class Aps:
     so that sums do not overflow.
 
     Numbers are those of the authors' emulator CPD, bit for bit (arXiv:1911.08907;
-    github.com/drcut/CPD, commit ddd9a67), which sends float32. So the casts are CPD's: what they
-    lose beside correct rounding is at most half a step of the smallest values, just above ties.
-    Differences: a layer without gradient stays zero, where CPD divides zero by zero; a layer with
+    github.com/drcut/CPD, commit ddd9a67), which sends float32. So the casts are CPD's: they differ
+    from correct rounding just above ties of the smallest values, by a millionth of these, and
+    past the largest value, which the shift rules out. A layer is a leaf: stacked layers share one
+    shift. Differences from CPD: a layer without gradient stays zero, where CPD divides zero by zero; a layer with
     an infinite or NaN value becomes NaN; and without `shift` each device's gradient is cast
     before it is sent, where CPD sends it wide, and what rounds past the largest value is infinite.
 
@@ -51,8 +50,6 @@ class Aps:
       mantissa_bits: 0 to 23.
       shift: whether layers are shifted; False is the plain format, for comparison.
       kahan: whether sums are compensated, by Kahan's method with every operation cast.
-      wide: regular expression; leaves with a match in their '/'-joined path are summed in float32.
-        None: no leaf.
     """
 
     axes: tuple[str, ...]
@@ -61,19 +58,12 @@ class Aps:
     mantissa_bits: int = 3
     shift: bool = True
     kahan: bool = False
-    wide: str | None = None
 
     def __post_init__(self) -> None:
         if not 2 <= self.exponent_bits <= 8:
             raise ValueError(f"exponent_bits must be 2 to 8, not {self.exponent_bits}")
         if not 0 <= self.mantissa_bits <= 23:
             raise ValueError(f"mantissa_bits must be 0 to 23, not {self.mantissa_bits}")
-        try:
-            re.compile(self.wide or "")
-        except re.error as error:
-            raise ValueError(
-                f"wide is not a valid regular expression: {self.wide} ({error})"
-            ) from None
 
     @property
     def format(self) -> formats.Format:
@@ -84,23 +74,12 @@ class Aps:
         return Residual()
 
     def reduce(self, grads: Any, residual: Residual) -> tuple[Any, Residual]:
-        paths, (leaves, treedef) = leaf_paths(grads), jax.tree.flatten(grads)
-        float32 = self.format.bits == 32 and not self.kahan
-        packed = [
-            index for index, path in enumerate(paths)
-            if not float32 and not (self.wide is not None and re.search(self.wide, path))
-        ]
-        whole = sorted(set(range(len(leaves))) - set(packed))
-        sums = collectives.all_reduce([leaves[index] for index in whole], self.axes)
-        found = dict(zip(whole, sums, strict=True))
-        given = [leaves[index] for index in packed]
-        small = self._reduce([leaf.astype(jnp.float32) for leaf in given]) if given else []
-        for index, leaf, total in zip(packed, given, small, strict=True):
-            found[index] = total.astype(leaf.dtype)
-        return treedef.unflatten([found[index] for index in range(len(leaves))]), residual
-
-    def at(self, update: int) -> "Aps":
-        return self
+        if not jax.tree.leaves(grads) or (self.format.bits == 32 and not self.kahan):
+            return collectives.all_reduce(grads, self.axes), residual
+        leaves, treedef = jax.tree.flatten(grads)
+        sums = self._reduce([leaf.astype(jnp.float32) for leaf in leaves])
+        own = [total.astype(leaf.dtype) for total, leaf in zip(sums, leaves, strict=True)]
+        return treedef.unflatten(own), residual
 
     def _reduce(self, leaves: list[jax.Array]) -> list[jax.Array]:
         """Sums float32 leaves."""
@@ -113,7 +92,7 @@ class Aps:
         sums: list[jax.Array] = []
         for bucket in _buckets([leaf.size for leaf in leaves]):
             flat = [leaves[index].ravel() for index in bucket]
-            total = self._sum(jnp.concatenate(flat) if len(flat) > 1 else flat[0])
+            total = self._sum(flat)
             ends = np.cumsum([leaf.size for leaf in flat])[:-1]
             parts = jnp.split(total, ends)
             sums += [part.reshape(leaves[i].shape) for part, i in zip(parts, bucket, strict=True)]
@@ -121,19 +100,23 @@ class Aps:
             sums = [_scaled(part, one) for part, one in zip(sums, back, strict=True)]
         return sums
 
-    def _sum(self, values: jax.Array) -> jax.Array:
-        """Sums a flat float32 vector over the devices, which send codes alone."""
+    def _sum(self, flat: list[jax.Array]) -> jax.Array:
+        """Sums flat float32 vectors, one after the other, over devices that send codes alone."""
         fmt, bits = self.format, self.format.bits
-        chunk = _chunk_length(values.size, self.num_devices, formats.group_size(bits))
-        padded = jnp.pad(values, (0, chunk * self.num_devices - values.size))
-        chunks = formats.cast(padded, fmt).reshape(self.num_devices, chunk)
-        words = formats.pack(formats.encode(chunks, fmt), bits)
+        group, size = formats.group_size(bits), sum(leaf.size for leaf in flat)
+        columns = _num_columns(size, self.num_devices, group)
+        padding = self.num_devices * group * columns - size
+        values = jnp.concatenate([*flat, jnp.zeros(padding, jnp.float32)])
+        # A chunk for each device: groups of codes are columns, as `pack` takes them.
+        chunks = values.reshape(self.num_devices, group, columns)
+        words = formats.pack(formats.encode(formats.cast(chunks, fmt), fmt), bits)
         # Row i goes to device i, which gets that of every device, in the order of the devices.
         words = lax.all_to_all(words, self.axes, 0, 0, tiled=True)
         add = formats.kahan_sum if self.kahan else formats.sequential_sum
         total = add(words, fmt, lambda row: formats.decode(formats.unpack(row, bits), fmt))
-        words = collectives.gather_rows(formats.pack(formats.encode(total, fmt), bits), self.axes)
-        return formats.decode(formats.unpack(words, bits), fmt).ravel()[: values.size]
+        own = formats.pack(formats.encode(total, fmt), bits)
+        words = collectives.gather_rows(own.ravel(), self.axes).reshape(-1, *own.shape)
+        return formats.decode(formats.unpack(words, bits), fmt).ravel()[:size]
 
 
 def _exponent(leaf: jax.Array, num_devices: int) -> jax.Array:
@@ -186,8 +169,7 @@ def _buckets(sizes: Sequence[int]) -> list[list[int]]:
     return buckets
 
 
-def _chunk_length(size: int, num_devices: int, group: int) -> int:
-    """Returns the number of values that each device owns, padding included."""
-    least = -(-size // num_devices)
-    unit = group * _LANES if least >= _FEW_ROWS * group * _LANES else group
-    return max(1, -(-least // unit)) * unit
+def _num_columns(size: int, num_devices: int, group: int) -> int:
+    """Returns the number of groups of codes in each device's chunk, padding included."""
+    least = max(1, -(-size // (num_devices * group)))
+    return -(-least // _LANES) * _LANES if least >= _FEW_ROWS * _LANES else least

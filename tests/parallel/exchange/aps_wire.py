@@ -1,4 +1,4 @@
-"""Bytes that APS sends on TPU slices, by the compiler: `python -m tests.parallel.exchange.aps_wire`.
+"""Bytes that APS sends, by the compiler: `python -m tests.parallel.exchange.aps_wire v5e-16`.
 
 A process of its own, because the one of the tests simulates CPU devices. Prints a JSON object.
 """

@@ -73,7 +73,7 @@ def steps_below_normal(magnitude: jax.Array, fmt: Format) -> jax.Array:
     # wanted, and the difference of the bits is the number of steps.
     base = np.float32(fmt.step * 2.0**23)
     shifted = lax.bitcast_convert_type(magnitude, jnp.float32) + base
-    return lax.bitcast_convert_type(shifted, jnp.int32) - bits_of(base)
+    return lax.bitcast_convert_type(shifted, jnp.int32) - bits_of(float(base))
 
 
 def _normal(magnitude: jax.Array, fmt: Format, noise: jax.Array | None) -> jax.Array:

@@ -10,6 +10,7 @@ import operator
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from lamb_tpu.parallel.exchange.formats.casting import (
@@ -93,45 +94,45 @@ def group_size(bits: int) -> int:
 
 @functools.partial(jax.jit, static_argnames="bits")
 def pack(codes: jax.Array, bits: int) -> jax.Array:
-    """Packs codes densely.
+    """Packs codes densely, whole rows at a time.
 
-    The n / `group_size` codes of a word's first place come first in `codes`, then those of the
-    second, so that only whole, contiguous rows are shifted and joined.
+    Groups of `group_size(bits)` codes, G, fill W = G * bits / 32 words. The codes of a group are a
+    column of the last two axes, so that only contiguous rows are shifted and joined.
 
     Args:
-      codes: uint32, (..., n), each below 2^bits; `group_size(bits)` divides n.
+      codes: uint32, (..., G, n), each below 2^bits.
       bits: 1 to 32.
 
     Returns:
-      uint32 words, (..., n * bits / 32).
+      uint32 words, (..., W, n).
     """
-    size, words = group_size(bits), group_size(bits) * bits // _WORD
-    rows = codes.reshape(*codes.shape[:-1], size, -1)
+    size = group_size(bits)
     packed = []
-    for word in range(words):
+    for word in range(size * bits // _WORD):
         parts = []
         for place in range(size):
-            shift = place * bits - word * _WORD
-            row = rows[..., place, :]
+            shift, row = place * bits - word * _WORD, codes[..., place, :]
             if 0 <= shift < _WORD:
                 parts.append(row << shift)
             elif -bits < shift < 0:  # begun in the word before
                 parts.append(row >> -shift)
         packed.append(functools.reduce(operator.or_, parts))
-    return packed[0] if words == 1 else jnp.concatenate(packed, axis=-1)
+    return jnp.stack(packed, axis=-2)
 
 
 @functools.partial(jax.jit, static_argnames="bits")
 def unpack(words: jax.Array, bits: int) -> jax.Array:
-    """Returns the codes that `pack` packed: uint32, (..., m * 32 / bits) of words (..., m)."""
-    size, count = group_size(bits), group_size(bits) * bits // _WORD
-    rows = words.reshape(*words.shape[:-1], count, -1)
-    mask = jnp.uint32((1 << bits) - 1)
+    """Returns the codes that `pack` packed: uint32, (..., G, n) of words (..., W, n)."""
+    size, mask = group_size(bits), jnp.uint32((1 << bits) - 1)
+    if size * bits == _WORD:
+        # No code spans two words: one operation on all rows.
+        shifts = np.arange(size, dtype=np.uint32)[:, None] * np.uint32(bits)
+        return words >> shifts & mask
     codes = []
     for place in range(size):
         word, shift = divmod(place * bits, _WORD)
-        code = rows[..., word, :] >> shift
+        code = words[..., word, :] >> shift
         if shift + bits > _WORD:
-            code |= rows[..., word + 1, :] << _WORD - shift
+            code |= words[..., word + 1, :] << _WORD - shift
         codes.append(code & mask)
-    return codes[0] if size == 1 else jnp.concatenate(codes, axis=-1)
+    return jnp.stack(codes, axis=-2)

@@ -9,7 +9,13 @@ import numpy as np
 import pytest
 
 from lamb_tpu.parallel.exchange.formats import (
-    Format, cast, decode, encode, group_size, pack, unpack,
+    Format,
+    cast,
+    decode,
+    encode,
+    group_size,
+    pack,
+    unpack,
 )
 from tests.marks import some
 from tests.parallel.exchange.formats.test_casting import values_of
@@ -32,8 +38,8 @@ SHORT = [
 def there_and_back(codes: jax.Array, fmt: Format) -> tuple[jax.Array, ...]:
     values = decode(codes, fmt)
     size = group_size(fmt.bits)
-    filled = jnp.pad(codes, (0, -codes.size % size))
-    again = unpack(pack(filled, fmt.bits), fmt.bits)
+    filled = jnp.pad(codes, (0, -codes.size % size)).reshape(size, -1)
+    again = unpack(pack(filled, fmt.bits), fmt.bits).ravel()
     return values, encode(values, fmt), again[: codes.size], cast(values, fmt)
 
 
@@ -80,15 +86,18 @@ def test_nan_stays_nan_whatever_its_payload() -> None:
 def test_words_are_dense(bits: int) -> None:
     size = group_size(bits)
     rng = np.random.default_rng(bits)
-    codes = rng.integers(0, 2**bits, (3, 5 * size), dtype=np.uint32)
+    codes = rng.integers(0, 2**bits, (3, size, 5), dtype=np.uint32)
     words = pack(jnp.asarray(codes), bits)
-    assert words.dtype == jnp.uint32 and words.shape == (3, 5 * size * bits // 32)
+    assert words.dtype == jnp.uint32 and words.shape == (3, size * bits // 32, 5)
     np.testing.assert_array_equal(unpack(words, bits), codes)
 
 
-def test_eight_and_four_bits_by_hand() -> None:
-    """Codes of a word are a fourth, or an eighth, of the row apart; the first is the lowest."""
-    [a, b] = np.asarray(pack(jnp.arange(1, 9, dtype=jnp.uint32), 8))
+def test_words_by_hand() -> None:
+    """The first code of a column is in the lowest bits; one of 5 bits spans two words."""
+    [[a, b]] = np.asarray(pack(jnp.arange(1, 9, dtype=jnp.uint32).reshape(4, 2), 8))
     assert (a, b) == (0x07050301, 0x08060402)
-    [a] = np.asarray(pack(jnp.arange(8, dtype=jnp.uint32), 4))
+    [[a]] = np.asarray(pack(jnp.arange(8, dtype=jnp.uint32)[:, None], 4))
     assert a == 0x76543210
+    codes = np.uint32([1, 0, 0, 0, 0, 0, 31, *[0] * 25])[:, None]  # the seventh begins at bit 30
+    words = np.asarray(pack(jnp.asarray(codes), 5))[:, 0]
+    np.testing.assert_array_equal(words, [0xC0000001, 7, 0, 0, 0])

@@ -5,7 +5,14 @@ import numpy as np
 import pytest
 
 from lamb_tpu.parallel.exchange.formats import (
-    E4M3, E5M2, Format, encode, decode, kahan_sum, matmul, sequential_sum,
+    E4M3,
+    E5M2,
+    Format,
+    decode,
+    encode,
+    kahan_sum,
+    matmul,
+    sequential_sum,
 )
 
 
