@@ -99,7 +99,9 @@ class ChangingStep:
         self._state, self._microbatch = state, dict(microbatch)
         self._task = task
         self._backend = step.make_backend(backend, layout, exchange)
-        self._tx, self._exchange = tx, exchange
+        self._tx = tx
+        # The exchange of the next update; another one may be set where it depends on the state.
+        self.exchange = exchange
 
         def finish(stage: step.Stage) -> Callable[..., tuple[TrainState, Sums]]:
             placed = step.make_backend(backend, layout, step.of_stage(exchange, stage))
@@ -210,7 +212,7 @@ class ChangingStep:
 
     def stage(self, update: int) -> step.Stage:
         """Returns the stage of the update after `update` completed ones."""
-        return step.stage_at(self._tx, self._exchange, update)
+        return step.stage_at(self._tx, self.exchange, update)
 
     def weights(self, microbatches: Sequence[Batch]) -> dict[str, jax.Array]:
         """Returns the weights of the whole batch that depend on its examples."""

@@ -164,9 +164,9 @@ class Run:
         """What gradients are sent as; None under jit, where the compiler sends them."""
         return exchanges.placed(self.config, self.layout, self.abstract_state.params)
 
-    def stage(self, update: int) -> step_lib.Stage:
+    def stage(self, update: int, exchange: Placed | None = None) -> step_lib.Stage:
         """Returns the stage of the update after `update` completed ones, as `make_train_step`'s."""
-        return step_lib.stage_at(self.tx, self.exchange, update)
+        return step_lib.stage_at(self.tx, exchange or self.exchange, update)
 
     def saved_state(self, shapes: Mapping[str, Any]) -> state_lib.TrainState:
         """Returns shapes, dtypes and shardings in which to read a checkpoint of other devices.
@@ -184,10 +184,16 @@ class Run:
         # and a step over the mesh would refuse them.
         return jax.jit(self.init, out_shardings=self.shardings)(key, given)
 
-    def make_train_step(self, update: int = 0) -> jax.stages.Wrapped:
+    def make_train_step(
+        self, update: int = 0, exchange: Placed | None = None
+    ) -> jax.stages.Wrapped:
         """Returns the training step, `(state, batch) -> (state, sums)`, compiled at first call.
 
         It is of the stage of the update after `update` completed ones, see `stage`.
+
+        Args:
+          update: number of completed updates.
+          exchange: the run's, with what it has chosen from the state; None: as it begins.
         """
         config, parallel = self.config, self.config.parallel
         return step_lib.make_train_step(
@@ -197,7 +203,7 @@ class Run:
             self.shardings,
             parallel.backend,
             self.exchange,
-            self.stage(update),
+            self.stage(update, exchange),
             accumulation_steps=config.accumulation_steps,
             parts=self.parts,
             skip_nonfinite=config.guards.max_skipped > 0,

@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import optax
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
@@ -143,7 +144,7 @@ def placed(config: ConfigDict, layout: Layout, params: Any) -> Placed | None:
       params: the parameters, or their shapes.
 
     Raises:
-      UserError: `full_precision` does not fit the parameters.
+      UserError: `full_precision` or an option of the exchange does not fit the parameters.
     """
     if config.parallel.backend != "shard_map":
         return None
@@ -160,7 +161,12 @@ def placed(config: ConfigDict, layout: Layout, params: Any) -> Placed | None:
             f"{_KEY}.{_WIDE} is {patterns!r}, which matches every parameter; take {_KEY}.name="
             "'float32'"
         )
-    return make_exchange(layout, _class(name), options, patterns)
+    found = make_exchange(layout, _class(name), options, patterns)
+    try:
+        jax.eval_shape(found.init, params)
+    except ValueError as error:
+        raise UserError(f"{_KEY}.{error}") from error
+    return found
 
 
 def parts(exchange: Placed | None, params: Any) -> tuple[Kept, ...]:

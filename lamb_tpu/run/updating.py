@@ -9,6 +9,7 @@ from lamb_tpu import data
 from lamb_tpu.parallel import mesh as mesh_lib
 from lamb_tpu.parallel.changing import ChangingStep
 from lamb_tpu.parallel.gradient_statistics import Statistics
+from lamb_tpu.parallel.parts import RESIDUAL
 from lamb_tpu.parallel.state import TrainState
 from lamb_tpu.parallel.step import Stage
 from lamb_tpu.run import batches
@@ -49,6 +50,27 @@ class Microbatches(Sequence[Mapping[str, jax.Array]]):
         return self._place(self._kept[index])
 
 
+class Exchanges:
+    """The exchange of a run's next update, where it depends on the state.
+
+    Args:
+      run: the run.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run, self._began = run, False
+        self.current = run.exchange
+
+    def choose(self, state: TrainState, step: int) -> None:
+        """Takes the exchange for the update after `step` completed ones, see `Exchange.chosen`."""
+        if self.current is None or not (self.current.exchange.due(step) or not self._began):
+            return
+        self._began = True
+        if RESIDUAL in state.parts:
+            kept = state.parts[RESIDUAL]["kept"]
+            self.current = self.current.chosen(self._run.abstract_state.params, kept)
+
+
 Updating = Callable[[TrainState, int], tuple[TrainState, Sums]]
 
 
@@ -72,13 +94,14 @@ def make_updating(
     if run.recipe.path is not None or statistics:
         return _make_changing(run, loader, statistics, compiles, first)
     programs: dict[Stage, jax.stages.Wrapped] = {}
+    exchanges = Exchanges(run)
 
     def program(step: int, compiles: bool) -> jax.stages.Wrapped:
-        stage = run.stage(step)
+        stage = run.stage(step, exchanges.current)
         if stage not in programs:
             if programs:
                 tell(f"update {step + 1} begins another stage, which is compiled now")
-            programs[stage] = run.make_train_step(step)
+            programs[stage] = run.make_train_step(step, exchanges.current)
             if compiles:
                 for shapes in run.abstract_batches():
                     programs[stage].lower(run.abstract_state, shapes).compile()
@@ -86,7 +109,12 @@ def make_updating(
 
     if compiles:
         program(first, True)
-    return lambda state, step: program(step, False)(state, run.shard_batch(next(loader)))
+
+    def update(state: TrainState, step: int) -> tuple[TrainState, Sums]:
+        exchanges.choose(state, step)
+        return program(step, False)(state, run.shard_batch(next(loader)))
+
+    return update
 
 
 def _make_changing(
@@ -99,6 +127,7 @@ def _make_changing(
         run.exchange, run.parts, config.guards.max_skipped > 0,
         statistics,
     )
+    exchanges = Exchanges(run)
     if compiles:
         step_of.compile(first)
         recipe.rate(0)  # the program of the schedule
@@ -109,6 +138,8 @@ def _make_changing(
             recipe.batch(step) // size, lambda: loader.take(size, rows),
             lambda batch: mesh_lib.shard_batch(batch, size, run.mesh),
         )
+        exchanges.choose(state, step)
+        step_of.exchange = exchanges.current
         return step_of(state, microbatches, recipe.rate(step), statistics.is_due(step), step)
 
     return update

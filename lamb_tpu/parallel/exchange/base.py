@@ -58,3 +58,19 @@ class Exchange(Protocol):
         same structure in all stages.
         """
         return self
+
+    def due(self, update: int) -> bool:
+        """Returns whether `chosen` may return another exchange after `update` completed ones."""
+        return False
+
+    def chosen(self, params: Any, whole: Any) -> "Exchange":
+        """Returns the exchange with what it takes from the state, such as ranks.
+
+        A program is compiled for each result. It is called before the first update of a start and
+        where `due`; in between it must return the same, as a run is resumed anywhere.
+
+        Args:
+          params: as for `init`.
+          whole: `Residual.whole`, on the devices.
+        """
+        return self

@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 
 from lamb_tpu.parallel.exchange import choosing, lowrank, powersgd
-from lamb_tpu.parallel.exchange.base import Residual
+from lamb_tpu.parallel.exchange.base import Exchange, Residual
 from lamb_tpu.parallel.exchange.lowrank import Matrix
 
 # As in the authors' code: updates whose gradients are averaged before a measurement, and power
@@ -24,7 +24,7 @@ ITERATIONS = 5
 
 
 @dataclasses.dataclass(frozen=True)
-class LGreCo:
+class LGreCo(Exchange):
     """Sends as PowerSGD does, each leaf at a rank of its own.
 
     The last 10 updates of each `interval` are averaged on each device, and the error that every
@@ -48,7 +48,7 @@ class LGreCo:
       error_feedback: add what was not sent to the next gradient.
       max_programs: largest number of choices.
       seed: seed of the random numbers.
-      layer_axes: see `PowerSGD`; layers of one leaf have one rank.
+      stacked: see `PowerSGD`; the layers of one leaf have one rank.
       compressing: the stage, see `at`.
       ranks: the choice, for each leaf that is sent as factors; () before there is one.
     """
@@ -66,12 +66,13 @@ class LGreCo:
     error_feedback: bool = True
     max_programs: int = 8
     seed: int = 0
-    layer_axes: tuple[tuple[int, ...], ...] = ()
-    compressing: bool = True
-    ranks: tuple[int, ...] = ()
+    stacked: tuple[str, ...] = ()
+    compressing: bool = dataclasses.field(default=True, init=False)
+    ranks: tuple[int, ...] = dataclasses.field(default=(), init=False)
 
     def __post_init__(self) -> None:
         powersgd.check_counts(self, {"rank": 1, "interval": 1, "start": 0, "max_programs": 1})
+        powersgd.check_stacked(self.stacked)
         if not 0 <= self.lower <= 1 <= self.upper:
             raise ValueError(
                 f"lower is {self.lower} and upper {self.upper}, but lower must be from 0 to 1 and "
@@ -94,9 +95,8 @@ class LGreCo:
 
         Raises ValueError if no leaf would be sent as factors.
         """
+        powersgd.check_matrices(self, params)
         matrices = self.matrices(params)
-        if not matrices:
-            raise ValueError(powersgd.no_matrix(params, self.layer_axes, self.rank))
         leaves = jax.tree.leaves(params)
         device = {
             "average": {
@@ -133,9 +133,7 @@ class LGreCo:
         new = {"average": average}
         if self.error_feedback:
             new["error"] = {
-                m.path: lowrank.from_matrices(
-                    matrix - lowrank.outer(*pair), m, leaves[m.index].shape
-                )
+                m.path: (matrix - lowrank.outer(*pair)).reshape(leaves[m.index].shape)
                 for m, matrix, *pair in zip(matrices, own, p, own_q, strict=True)
             }
         found = [lowrank.outer(*pair) for pair in zip(p, q, strict=True)]
@@ -157,7 +155,7 @@ class LGreCo:
 
     def at(self, update: int) -> "LGreCo":
         """Returns the exchange of an update: not compressing, or compressing."""
-        return dataclasses.replace(self, compressing=update >= self.start)
+        return powersgd.staged(self, compressing=update >= self.start)
 
     def due(self, update: int) -> bool:
         """Returns whether `chosen` may change the ranks after `update` completed ones."""
@@ -173,22 +171,24 @@ class LGreCo:
           params: arrays or `jax.ShapeDtypeStruct`s, as for `init`.
           whole: `Residual.whole`.
         """
-        errors = np.asarray(whole["errors"], np.float64)
+        errors, choices = (np.asarray(whole[name], np.float64) for name in ("errors", "choices"))
+        if errors.ndim == 3:  # devices of an inner axis have parts of each leaf, and one choice
+            errors, choices = np.sqrt(np.sum(errors**2, axis=0)), choices[0]
         sizes = self.sizes(self.matrices(params))
         reference = self.options.index(self.rank)
         choice = choosing.choose(errors, sizes, reference, self.factor)
         if choice is None:  # no measurement yet, or a budget that no ranks keep
-            return dataclasses.replace(self, ranks=())
+            return powersgd.staged(self, ranks=())
         ranks = tuple(self.options[option] for option in choice)
-        known = [tuple(row) for row in np.asarray(whole["choices"]).tolist() if any(row)]
+        known = [tuple(map(int, row)) for row in choices if any(row)]
         if ranks not in known and len(known) == self.max_programs:
             ranks = self._best(known, errors, sizes)
-        return dataclasses.replace(self, ranks=ranks)
+        return powersgd.staged(self, ranks=ranks)
 
     def matrices(self, params: Any) -> list[Matrix]:
         """Returns the leaves that are sent as factors."""
         return lowrank.find(
-            params, self.layer_axes,
+            params, self.stacked,
             lambda rows, columns: powersgd.saves(rows, columns, self.rank, self.min_saving),
         )
 

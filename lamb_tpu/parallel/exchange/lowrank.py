@@ -6,6 +6,7 @@ each device multiplies its own matrix and only the factors are summed.
 """
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -13,6 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
+from lamb_tpu.optim import parameters
 
 # A column that is closer to the span of those before it, relative to its norm, is only rounding.
 _DEPENDENT = 1e-6
@@ -25,20 +28,18 @@ class Matrix(NamedTuple):
     Attributes:
       index: the leaf's place among all leaves.
       path: the leaf's path, joined by '/'.
-      axes: the axes of the leaf that stack layers.
       layers, rows, columns: the shape of the stack of matrices.
     """
 
     index: int
     path: str
-    axes: tuple[int, ...]
     layers: int
     rows: int
     columns: int
 
 
 def find(
-    params: Any, layer_axes: Sequence[Sequence[int]], worth: Callable[[int, int], bool]
+    params: Any, stacked: Sequence[str], worth: Callable[[int, int], bool]
 ) -> list[Matrix]:
     """Returns the leaves that are sent as factors.
 
@@ -49,37 +50,28 @@ def find(
 
     Args:
       params: arrays or `jax.ShapeDtypeStruct`s.
-      layer_axes: the axes of each leaf that stack layers; empty if no leaf has any.
+      stacked: regular expressions over paths of leaves whose first axis stacks layers.
       worth: whether matrices of (rows, columns) are sent as factors; leaves with fewer than two
-        axes besides those of layers never are.
+        axes besides that of layers never are.
     """
-    leaves = jax.tree_util.tree_leaves_with_path(params)
     found = []
+    leaves = zip(parameters.leaf_paths(params), jax.tree.leaves(params), strict=True)
     for index, (path, leaf) in enumerate(leaves):
-        axes = tuple(layer_axes[index]) if layer_axes else ()
-        sides = [size for axis, size in enumerate(leaf.shape) if axis not in axes]
+        layers, sides = 1, leaf.shape
+        if any(re.search(pattern, path) for pattern in stacked):
+            layers, sides = leaf.shape[0], leaf.shape[1:]
         if len(sides) < 2 or not leaf.size:
             continue
         cuts = [(math.prod(sides[:i]), math.prod(sides[i:])) for i in range(len(sides) - 1, 0, -1)]
         rows, columns = min(cuts, key=sum)
         if worth(rows, columns):
-            name = jax.tree_util.keystr(path, simple=True, separator="/")
-            layers = math.prod(leaf.shape[axis] for axis in axes)
-            found.append(Matrix(index, name, axes, layers, rows, columns))
+            found.append(Matrix(index, path, layers, rows, columns))
     return found
 
 
 def to_matrices(leaf: jax.Array, matrix: Matrix) -> jax.Array:
     """Returns a leaf as float32 of (layers, rows, columns)."""
-    front = jnp.moveaxis(leaf, matrix.axes, range(len(matrix.axes)))
-    return front.reshape(matrix[-3:]).astype(jnp.float32)
-
-
-def from_matrices(values: jax.Array, matrix: Matrix, shape: Sequence[int]) -> jax.Array:
-    """Returns the leaf of a shape whose matrices are `values`."""
-    rest = [size for axis, size in enumerate(shape) if axis not in matrix.axes]
-    front = values.reshape([shape[axis] for axis in matrix.axes] + rest)
-    return jnp.moveaxis(front, range(len(matrix.axes)), matrix.axes)
+    return leaf.reshape(matrix[-3:]).astype(jnp.float32)
 
 
 def add_up(arrays: Sequence[jax.Array], axes: tuple[str, ...]) -> list[jax.Array]:

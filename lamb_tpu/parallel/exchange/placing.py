@@ -74,13 +74,7 @@ class Placed:
         Args:
           params: arrays or `jax.ShapeDtypeStruct`s, whole.
         """
-        leaves, treedef = jax.tree.flatten(params)
-        narrow = self._narrow(params)
-        axes = self._cuts(leaves)
-        one = self.exchange.init(treedef.unflatten([
-            jax.ShapeDtypeStruct(self._part_shape(leaf.shape, axes[i]), leaf.dtype)
-            if i in narrow else None for i, leaf in enumerate(leaves)
-        ]))
+        one = self.exchange.init(self._seen(params))
         outer, inner = self.sizes
 
         def copies(tree: Any, count: int) -> Any:
@@ -90,6 +84,16 @@ class Placed:
             copies(one.device, outer * inner), copies(one.split, outer * inner),
             copies(one.whole, inner) if self.inner else jax.tree.map(jnp.asarray, one.whole),
         )
+
+    def chosen(self, params: Any, residual: Residual) -> "Placed":
+        """Returns this with the exchange that `Exchange.chosen` returns for a state's residual.
+
+        Args:
+          params: arrays or `jax.ShapeDtypeStruct`s, whole.
+          residual: of all devices, as `init` returns it.
+        """
+        chosen = self.exchange.chosen(self._seen(params), residual.whole)
+        return dataclasses.replace(self, exchange=chosen)
 
     def specs(self, residual: Residual) -> Residual:
         """Returns the spec of each array of a residual that `init` returns."""
@@ -133,6 +137,15 @@ class Placed:
                 [cuts[i] for i in narrow], [places[i] for i in narrow],
             ), strict=True)
         return treedef.unflatten([found[i] for i in range(len(leaves))]), residual
+
+    def _seen(self, params: Any) -> Any:
+        """Returns the shapes of what the exchange sums, None for leaves that it does not send."""
+        leaves, treedef = jax.tree.flatten(params)
+        narrow, axes = self._narrow(params), self._cuts(leaves)
+        return treedef.unflatten([
+            jax.ShapeDtypeStruct(self._part_shape(leaf.shape, axes[i]), leaf.dtype)
+            if i in narrow else None for i, leaf in enumerate(leaves)
+        ])
 
     def _narrow(self, tree: Any) -> list[int]:
         """Returns the numbers of the leaves that the exchange sends."""

@@ -4,20 +4,23 @@ Reference: Vogels, Karimireddy and Jaggi, "PowerSGD: Practical Low-Rank Gradient
 Distributed Optimization", https://arxiv.org/abs/1905.13727.
 """
 
+import copy
 import dataclasses
+import re
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from lamb_tpu.optim import parameters
 from lamb_tpu.parallel.exchange import lowrank
-from lamb_tpu.parallel.exchange.base import Residual
+from lamb_tpu.parallel.exchange.base import Exchange, Residual
 from lamb_tpu.parallel.exchange.lowrank import Matrix
 
 
 @dataclasses.dataclass(frozen=True)
-class PowerSGD:
+class PowerSGD(Exchange):
     """Sends each matrix M of (rows, columns) as P, (rows, rank), and Q, (columns, rank).
 
     With M a device's gradient and its error from the update before: P = M Q is summed over devices
@@ -44,8 +47,8 @@ class PowerSGD:
       alternate: compute and send only one factor in an iteration, Q from P and P from Q in turn,
         as the authors' package does. Each iteration approximates what the one before left.
       seed: seed of the random numbers.
-      layer_axes: for each leaf the axes that stack layers, whose matrices are separate; () if no
-        leaf has any.
+      stacked: regular expressions over the paths of leaves whose first axis stacks layers, as a
+        scan over layers does; each layer is a matrix then.
       compressing, turn: the stage, see `at`.
     """
 
@@ -59,12 +62,13 @@ class PowerSGD:
     error_feedback: bool = True
     alternate: bool = False
     seed: int = 0
-    layer_axes: tuple[tuple[int, ...], ...] = ()
-    compressing: bool = True
-    turn: int = 0
+    stacked: tuple[str, ...] = ()
+    compressing: bool = dataclasses.field(default=True, init=False)
+    turn: int = dataclasses.field(default=0, init=False)
 
     def __post_init__(self) -> None:
         check_counts(self, {"rank": 1, "start": 0, "iterations": 1})
+        check_stacked(self.stacked)
         if not self.min_saving >= 0:
             raise ValueError(f"min_saving is {self.min_saving}, but it must not be negative")
         if self.alternate and not self.warm_start:
@@ -78,9 +82,8 @@ class PowerSGD:
 
         Raises ValueError if no leaf would be sent as factors.
         """
+        check_matrices(self, params)
         matrices = self.matrices(params)
-        if not matrices:
-            raise ValueError(no_matrix(params, self.layer_axes, self.rank))
         errors = ()
         if self.error_feedback:
             leaves = jax.tree.leaves(params)
@@ -106,7 +109,7 @@ class PowerSGD:
         errors = residual.device
         if self.error_feedback:
             errors = {
-                m.path: lowrank.from_matrices(value, m, leaves[m.index].shape)
+                m.path: value.reshape(leaves[m.index].shape)
                 for m, value in zip(matrices, left, strict=True)
             }
         reduced = merged(leaves, matrices, found, rest)
@@ -115,16 +118,16 @@ class PowerSGD:
     def at(self, update: int) -> "PowerSGD":
         """Returns the exchange of an update: not compressing, compressing, or one of two turns."""
         if update < self.start:
-            return dataclasses.replace(self, compressing=False, turn=0)
+            return staged(self, compressing=False, turn=0)
         done = (update - self.start) * self.iterations
-        return dataclasses.replace(self, compressing=True, turn=done % 2 if self.alternate else 0)
+        return staged(self, compressing=True, turn=done % 2 if self.alternate else 0)
 
     def matrices(self, params: Any) -> list[Matrix]:
         """Returns the leaves that are sent as factors."""
         # An alternating iteration sends one of two factors, half as much on average.
         factors = self.iterations * (0.5 if self.alternate else 1.0)
         return lowrank.find(
-            params, self.layer_axes,
+            params, self.stacked,
             lambda rows, columns: saves(rows, columns, self.rank, self.min_saving * factors),
         )
 
@@ -246,11 +249,19 @@ def merged(
 ) -> list[jax.Array]:
     """Returns all leaves in their order, from matrices and the other leaves."""
     by_index = {
-        m.index: lowrank.from_matrices(value, m, leaves[m.index].shape)
+        m.index: value.reshape(leaves[m.index].shape)
         for m, value in zip(matrices, found, strict=True)
     }
     others = iter(rest)
     return [by_index[i] if i in by_index else next(others) for i in range(len(leaves))]
+
+
+def staged(exchange: Any, **values: Any) -> Any:
+    """Returns an exchange with other values of fields that are no options."""
+    found = copy.copy(exchange)
+    for name, value in values.items():
+        object.__setattr__(found, name, value)
+    return found
 
 
 def check_counts(exchange: Any, least: dict[str, int]) -> None:
@@ -263,9 +274,34 @@ def check_counts(exchange: Any, least: dict[str, int]) -> None:
             )
 
 
-def no_matrix(params: Any, layer_axes: Sequence[Sequence[int]], rank: int) -> str:
+def check_stacked(patterns: Sequence[str]) -> None:
+    """Raises ValueError for what is no tuple of regular expressions."""
+    for pattern in patterns if isinstance(patterns, tuple) else [patterns]:
+        try:
+            if isinstance(patterns, tuple) and isinstance(pattern, str):
+                re.compile(pattern)
+                continue
+        except re.error:
+            pass
+        raise ValueError(f"stacked is {patterns!r}, but it must be a tuple of regular expressions")
+
+
+def check_matrices(exchange: Any, params: Any) -> None:
+    """Raises ValueError if no leaf is sent as factors, or a regex of `stacked` matches none."""
+    paths = parameters.leaf_paths(params)
+    for pattern in exchange.stacked:
+        if not any(re.search(pattern, path) for path in paths):
+            raise ValueError(
+                f"stacked has the regex {pattern!r}, which matches no parameter; they are: "
+                f"{', '.join(paths[:8])}{' ...' if len(paths) > 8 else ''}"
+            )
+    if not exchange.matrices(params):
+        raise ValueError(no_matrix(params, exchange.stacked, exchange.rank))
+
+
+def no_matrix(params: Any, stacked: Sequence[str], rank: int) -> str:
     """Returns the message that no leaf is worth factors of this rank."""
-    every = lowrank.find(params, layer_axes, lambda rows, columns: True)
+    every = lowrank.find(params, stacked, lambda rows, columns: True)
     if not every:
         return f"rank is {rank}, but the model has no matrix: no parameter has two axes"
     m = max(every, key=lambda m: min(m.rows, m.columns))
