@@ -33,7 +33,6 @@ from lamb_tpu.optim.parameters import Rules
 from lamb_tpu.optim.reducing import Reducing
 from lamb_tpu.optim.rmsprop_tf import rmsprop_tf
 from lamb_tpu.optim.schedule_free import schedule_free_adamw
-from lamb_tpu.optim.staged import keep_stages
 from lamb_tpu.optim.trust_ratio import AxisName
 from lamb_tpu.optim.zero_one_adam import zero_one_adam
 

@@ -7,7 +7,6 @@ moments are not; but they settle early, and are frozen then.
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from lamb_tpu.optim import chains, leafwise, parameters, staged, trust_ratio
@@ -39,7 +38,7 @@ def onebit_adam(
     rules: Rules = parameters.DEFAULT_RULES,
     clip_global_norm: float | None = None,
     collect: bool = False,
-) -> staged.StagedTransformation:
+) -> staged.Staged:
     r"""Adam without bias correction, whose second moments are frozen after the warm-up.
 
     .. math::
@@ -50,6 +49,7 @@ def onebit_adam(
     After the warm-up each device adds its own gradient to the momentum, and the mean of these
     momenta over devices is exchanged in place of gradients, see `staged.transform`.
 
+    >>> import jax.numpy as jnp
     >>> params = {'kernel': jnp.array([3., 4.])}
     >>> tx = onebit_adam(0.1, freeze_step=1)
     >>> state = tx.init(params)

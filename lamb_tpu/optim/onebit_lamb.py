@@ -49,7 +49,7 @@ def onebit_lamb(
     rules: Rules = parameters.DEFAULT_RULES,
     clip_global_norm: float | None = None,
     collect: bool = False,
-) -> staged.StagedTransformation:
+) -> staged.Staged:
     r"""LAMB without bias correction, whose moments and ratios are frozen after the warm-up.
 
     In the warm-up, with Adam's :math:`u_t = m_t / (\sqrt{v_t} + \epsilon) + \lambda w_{t-1}`, for

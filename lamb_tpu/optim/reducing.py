@@ -16,7 +16,8 @@ class Reducing(optax.GradientTransformationExtraArgs):
     - otherwise `grads` are this device's share, whose sum over devices is the gradient. It calls
       `reduce(tree)` exactly once, with a tree of the gradient's structure and shapes, and gets the
       sums over devices of the trees, which are the same on each. `num_devices` is their number, for
-      a mean. The state must come out the same on each device.
+      a mean. The state must come out the same on each device. Where the stage has an attribute
+      `resets` that is True, what the exchange has kept so far is dropped.
 
     Args:
       init, update: of the transformation.

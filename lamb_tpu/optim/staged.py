@@ -1,8 +1,8 @@
-"""Optimizers whose updates have stages, and which may exchange momentum in place of gradients.
+"""Optimizers whose updates have stages, and which exchange momentum in place of gradients.
 
 Such an optimizer gets the gradient of one device, forms its momentum, and calls `reduce` to sum
 that over devices. What an update does is known before it: it depends on the number of updates
-alone. So a trainer asks `stage_function(tx)(update)` and compiles one program for each stage.
+alone. So a trainer asks for the stage, see `reducing`, and compiles one program for each.
 
 Without `stage`, as in any loop with Optax, the stage follows from the count in the state, and
 gradients are those of all devices together.
@@ -20,10 +20,14 @@ import optax
 from lamb_tpu.optim import checks, clipping, leafwise, parameters, splits, trust_ratio
 from lamb_tpu.optim.leafwise import Leaf, Step
 from lamb_tpu.optim.parameters import ParameterFacts, Rules
+from lamb_tpu.optim.reducing import Reducing
 from lamb_tpu.optim.trust_ratio import Readings
 
 Reduce = Callable[[Any], Any]  # a tree of this device to the sum over devices
 MaskedRows = Sequence[tuple[str, tuple[int, int]]]
+
+
+BY_COUNT = "by count"  # the default of `stage`
 
 
 class Stage(NamedTuple):
@@ -48,12 +52,13 @@ WARM_UP = Stage("warm-up")
 COMPRESSED = Stage("compressed", local=True, reduces=True)
 
 
-class StagedTransformation(optax.GradientTransformationExtraArgs):
+class Staged(Reducing):
     """A transform with stages.
 
     Attributes:
       stages: all stages that there may be.
-      stage: a function of the number of completed updates to the stage of the next.
+      stage: a function of the number of completed updates to the stage of the next. `at` has None
+        in place of those whose gradients are summed before.
     """
 
     stages: tuple[Stage, ...]
@@ -78,20 +83,6 @@ class LeavesStep(Protocol):
         """
 
 
-def stage_function(tx: optax.GradientTransformation) -> Callable[[int], Stage] | None:
-    """The function from the number of completed updates to the next stage; None without stages.
-
-    >>> from lamb_tpu import optim
-    >>> stage = stage_function(optim.onebit_adam(0.1, freeze_step=100))
-    >>> stage(99).name, stage(100).name
-    ('warm-up', 'compressed')
-    >>> stage_function(optim.lamb(0.1)) is None
-    True
-    """
-    checks.check_transform("tx", tx)
-    return tx.stage if isinstance(tx, StagedTransformation) else None
-
-
 def leaves_devices_apart(tx: optax.GradientTransformation) -> bool:
     """Returns whether parameters may differ between devices after an update.
 
@@ -100,24 +91,8 @@ def leaves_devices_apart(tx: optax.GradientTransformation) -> bool:
     True
     """
     checks.check_transform("tx", tx)
-    stages = tx.stages if isinstance(tx, StagedTransformation) else ()
+    stages = tx.stages if isinstance(tx, Staged) else ()
     return any(stage.local and not stage.reduces for stage in stages)
-
-
-def keep_stages(
-    tx: optax.GradientTransformation, inner: optax.GradientTransformation
-) -> optax.GradientTransformationExtraArgs:
-    """Gives a transform around `inner` the stages of `inner`."""
-    tx = optax.with_extra_args_support(tx)
-    return _staged(tx, inner.stages, inner.stage) if isinstance(inner, StagedTransformation) else tx
-
-
-def _staged(
-    tx: optax.GradientTransformation, stages: tuple[Stage, ...], stage: Callable[[int], Stage]
-) -> StagedTransformation:
-    found = StagedTransformation(*tx)
-    found.stages, found.stage = stages, stage
-    return found
 
 
 def transform(
@@ -131,13 +106,14 @@ def transform(
     *,
     clip_global_norm: float | None = None,
     collect: bool = False,
-) -> StagedTransformation:
+) -> Staged:
     """Returns a transform with stages, made of a function of all leaves.
 
-    Its update is `update(grads, state, params, *, stage=None, reduce=None, num_devices=1)`. With a
-    stage that is local `grads` are this device's share; with `reduce`, a function of a tree like
-    them to its sum over `num_devices` devices, momentum is exchanged. Without it this device is the
-    only one: nothing is compressed.
+    Its update is `update(grads, state, params, *, stage, reduce=None, num_devices=1)`. With a stage
+    that is local `grads` are this device's share; with `reduce`, a function of a tree like them to
+    its sum over `num_devices` devices, momentum is exchanged. Without it this device is the only
+    one: nothing is compressed. None is the stage of any update whose gradients are summed before;
+    without `stage` the count decides.
 
     Args:
       state_type: a NamedTuple of `count`, the buffers that `init_leaf` gives, and `readings`.
@@ -174,14 +150,14 @@ def transform(
 
     def update_fn(
         updates: optax.Updates, state: Any, params: optax.Params = None, *,
-        stage: Stage | None = None, reduce: Reduce | None = None, num_devices: int = 1,
+        stage: Any = BY_COUNT, reduce: Reduce | None = None, num_devices: int = 1,
         **extra_args: Any,
     ) -> tuple[optax.Updates, Any]:
         del extra_args
         grads = checks.gradient_leaves(updates, params)
         checks.check_state(state, state_type)
-        if reduce is not None and stage is None:
-            raise ValueError("stage must be that of the update where reduce is given, not None")
+        if reduce is not None and not isinstance(stage, Stage):
+            raise ValueError(f"stage must be that of the update where reduce is, not {stage!r}")
         treedef = jax.tree.structure(params)
         try:
             buffers = [treedef.flatten_up_to(tree) for tree in state[1 : 1 + num_buffers]]
@@ -238,13 +214,19 @@ def transform(
             ] if collect else []
             return narrow, [tuple(new) for _, new, _ in steps], read
 
-        if stage is not None:
+        possible = [i for i, one in enumerate(stages) if stage == BY_COUNT or not one.local]
+        if isinstance(stage, Stage):
             steps, new, read = finished(stage)
-        elif len(stages) == 1:
-            steps, new, read = finished(stages[0])
+        elif len(possible) == 1:
+            steps, new, read = finished(stages[possible[0]])
+        elif not isinstance(state.count, jax.core.Tracer):
+            # Outside jit the count is known.
+            steps, new, read = finished(stages[int(index(state.count))])
         else:
-            branches = [lambda stage=stage: finished(stage) for stage in stages]
-            steps, new, read = jax.lax.switch(index(state.count), branches)
+            places = [possible.index(i) if i in possible else 0 for i in range(len(stages))]
+            branches = [lambda i=i: finished(stages[i]) for i in possible]
+            steps, new, read = jax.lax.switch(
+                jnp.asarray(places)[index(state.count)], branches)
         readings: Readings | None = trust_ratio.readings_of(treedef, read) if collect else None
         new_buffers = columns(treedef, new, num_buffers)
         return treedef.unflatten(steps), state_type._make((count, *new_buffers, readings))
@@ -252,7 +234,12 @@ def transform(
     def stage_of(update: int) -> Stage:
         return stages[int(index(update))]
 
-    return _staged(optax.GradientTransformationExtraArgs(init_fn, update_fn), stages, stage_of)
+    def at(update: int) -> Stage | None:
+        return stage_of(update) if stage_of(update).local else None
+
+    tx = Staged(init_fn, update_fn, at)
+    tx.stages, tx.stage = stages, stage_of
+    return tx
 
 
 def frozen_after(freeze_step: int, discard_first: bool) -> tuple[tuple[Stage, ...], Callable]:

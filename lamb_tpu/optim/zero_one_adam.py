@@ -55,7 +55,7 @@ def zero_one_adam(
     rules: Rules = parameters.DEFAULT_RULES,
     clip_global_norm: float | None = None,
     collect: bool = False,
-) -> staged.StagedTransformation:
+) -> staged.Staged:
     r"""Adam without bias correction, with second moments that change at doubling intervals.
 
     With :math:`u_t = m_t / (\sqrt v + \epsilon) + \lambda w_{t-1}` every update is
@@ -68,9 +68,9 @@ def zero_one_adam(
       :math:`\sqrt v + \epsilon`; parameters go back and take the mean way, and :math:`m` becomes
       what was exchanged over :math:`-\sum \eta`.
 
-    >>> from lamb_tpu.optim.staged import stage_function
-    >>> stage = stage_function(zero_one_adam(
-    ...     0.1, var_freeze_step=6, var_update_scaler=2, local_step_scaler=2, local_step_clipper=2))
+    >>> stage = zero_one_adam(
+    ...     0.1, var_freeze_step=6, var_update_scaler=2, local_step_scaler=2, local_step_clipper=2,
+    ... ).stage
     >>> [stage(update).name for update in range(5)]
     ['variance', 'variance', 'gradient', 'variance', 'gradient']
     >>> [stage(update).name for update in range(5, 10)]  # 5: multiples of 2, then of 4
@@ -122,7 +122,7 @@ def zero_one_adam(
             rates,
         )
 
-    def averaged(leaf: Leaf, mu: jax.Array, grad: jax.Array) -> jax.Array:
+    def averaged(mu: jax.Array, grad: jax.Array) -> jax.Array:
         return b1 * mu + (1 - b1) * grad
 
     def masked(leaf: Leaf, values: jax.Array, nu: jax.Array) -> jax.Array:
@@ -134,17 +134,17 @@ def zero_one_adam(
     def variance(leaf: Leaf, buffers: tuple) -> Step:
         mu, nu, moved, rates = buffers
         nu = b2 * nu + (1 - b2) * trust_ratio.real_product(leaf.grad, leaf.grad)
-        mu = averaged(leaf, mu, leaf.grad)
+        mu = averaged(mu, leaf.grad)
         return update(leaf, mu, nu), (mu, nu, moved, rates), None
 
     def gradient(leaf: Leaf, grad: jax.Array, buffers: tuple) -> Step:
         mu, nu, moved, rates = buffers
-        mu = averaged(leaf, mu, masked(leaf, grad, nu))
+        mu = averaged(mu, masked(leaf, grad, nu))
         return update(leaf, mu, nu), (mu, nu, moved, rates), None
 
     def local(leaf: Leaf, buffers: tuple) -> Step:
         mu, nu, moved, rates = buffers
-        mu = averaged(leaf, mu, leaf.grad)
+        mu = averaged(mu, leaf.grad)
         own = update(leaf, mu, nu)
         return own, (mu, nu, moved + own, rates + leaf.rate), None
 

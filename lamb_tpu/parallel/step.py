@@ -123,7 +123,10 @@ def make_finish(
         reduced: list[tuple[Any, Any]] = []  # the sums over all examples, and the new residual
 
         def reduce(tree: Any) -> Any:
-            sums, residual = backend.reduce(tree, () if part is None else part["kept"])
+            kept = () if part is None else part["kept"]
+            if getattr(stage, "resets", False):  # it is of another quantity than this tree
+                kept = jax.tree.map(jnp.zeros_like, kept)
+            sums, residual = backend.reduce(tree, kept)
             reduced.append((sums, residual))
             return sums
 
@@ -134,6 +137,8 @@ def make_finish(
         if stage is None:
             grads = reduce(grads)
             measured, given = measure(grads)
+            if isinstance(tx, Reducing):  # which needs no other stage in this program
+                given = {**given, "stage": None}
         # Accumulation and exchange may have widened them. Moments of Optax's optimizers take the
         # gradient's dtype, and a state must keep its own.
         grads = _as(state.params, grads)

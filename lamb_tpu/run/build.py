@@ -413,7 +413,7 @@ def prepare(
         checks.check_split(config, params, layout.axis_name)
     # The optimizer, and its state as shapes, dtypes and shardings.
     tx = make_optimizer(config, recipe, params, layout)
-    exchanges.check_optimizer(config, tx)
+    exchanges.check_optimizer(config, tx, mesh)
     parts = state_parts(config, task, mesh, exchanges.placed(config, layout, params), params)
     init = state_lib.make_init(task, tx, example, parts, config.prng)
     with naming("config.optimizer"):

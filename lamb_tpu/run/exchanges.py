@@ -14,6 +14,8 @@ from lamb_tpu import own
 from lamb_tpu.errors import UserError
 from lamb_tpu.optim import parameters
 from lamb_tpu.optim.reducing import Reducing
+from lamb_tpu.optim.staged import leaves_devices_apart
+from lamb_tpu.parallel import mesh as mesh_lib
 from lamb_tpu.parallel.exchange import (
     EXCHANGES,
     Cast,
@@ -103,12 +105,13 @@ def _asking(config: ConfigDict, key: str) -> str:
     )
 
 
-def check_optimizer(config: ConfigDict, tx: optax.GradientTransformation) -> None:
+def check_optimizer(config: ConfigDict, tx: optax.GradientTransformation, mesh: Mesh) -> None:
     """Refuses an optimizer that sums over devices where it cannot.
 
     Args:
       config: of the run.
       tx: its optimizer.
+      mesh: over all devices.
 
     Raises:
       UserError: the backend, or where the state lives, rules it out.
@@ -116,8 +119,18 @@ def check_optimizer(config: ConfigDict, tx: optax.GradientTransformation) -> Non
     if not isinstance(tx, Reducing):
         return
     told = f"config.optimizer.name is {config.optimizer.name!r}, which sums over devices by itself"
-    if config.parallel.backend != "shard_map":
+    several = mesh_lib.num_batch_shards(mesh) > 1
+    if config.parallel.backend != "shard_map" and several:
         raise UserError(f"{told}; this needs config.parallel.backend='shard_map'")
+    if several and config.parallel.exchange.name == "float32":
+        raise UserError(
+            f"{told} so that few bits are sent, and {_KEY}.name is 'float32'; set it to 'onebit'"
+        )
+    if leaves_devices_apart(tx):
+        raise UserError(
+            f"{told} at intervals, between which parameters of the devices would differ; "
+            "config.optimizer.local_step_clipper must be 1"
+        )
     if config.parallel.optimizer_state != "replicated":
         raise UserError(
             f"{told} and keeps its state whole; config.parallel.optimizer_state must be "

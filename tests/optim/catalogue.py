@@ -86,6 +86,8 @@ def takes(name: str, argument: str) -> bool:
 
 # These need whole matrices or leaves inside shard_map; of a split one APOLLO needs the spec.
 WHOLE = ("apollo", "muon", "adafactor")
+# These sum over devices by themselves, of leaves that are whole, and stand outermost.
+REDUCING = ("onebit_adam", "onebit_lamb", "zero_one_adam")
 # Those that take leaves split inside shard_map, whichever they are.
 SPLITTING = [name for name in PLAIN if takes(name, "axis_name") and name not in WHOLE]
 

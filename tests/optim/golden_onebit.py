@@ -16,7 +16,7 @@ import numpy as np
 import optax
 
 from lamb_tpu import optim
-from lamb_tpu.optim.staged import Stage, StagedTransformation
+from lamb_tpu.optim.staged import Stage, Staged
 from lamb_tpu.parallel.exchange.base import Residual
 from lamb_tpu.parallel.exchange.onebit import OneBit
 from tests.optim.golden_common import Settings, rate
@@ -64,7 +64,7 @@ def repeat(entry: Entry, recorded: Arrays, inputs: Arrays) -> dict[str, np.ndarr
 
 
 def _trajectory(
-    tx: StagedTransformation, exchange: OneBit | None, world: int, names: list[str],
+    tx: Staged, exchange: OneBit | None, world: int, names: list[str],
     recorded: Arrays, inputs: Arrays, schedule: optax.ScalarOrSchedule,
 ) -> dict[str, np.ndarray]:
     # JAX sorts the keys of a dict. The order of an OrderedDict is that of the reference's buffer,
@@ -191,11 +191,11 @@ def _freeze_step(settings: Settings) -> int:
     return max(settings.take("freeze_step", 100_000), 2)
 
 
-def _adam(settings: Settings) -> StagedTransformation:
+def _adam(settings: Settings) -> Staged:
     return optim.onebit_adam(freeze_step=_freeze_step(settings), **_common(settings))
 
 
-def _lamb(settings: Settings) -> StagedTransformation:
+def _lamb(settings: Settings) -> Staged:
     if settings.get("freeze_step", 100_000) < 2:
         raise NotImplementedError(
             "with a freeze_step below 2 the second moments that go on after the freezing start at 0"
@@ -210,7 +210,7 @@ def _lamb(settings: Settings) -> StagedTransformation:
     )
 
 
-def _zero_one(settings: Settings) -> StagedTransformation:
+def _zero_one(settings: Settings) -> Staged:
     return optim.zero_one_adam(
         # Theirs is the last step, counted from 1, that may change the second moments, and it is
         # compared after a step: one more is taken.
@@ -222,6 +222,6 @@ def _zero_one(settings: Settings) -> StagedTransformation:
     )
 
 
-OPTIMIZERS: dict[str, Callable[[Settings], StagedTransformation]] = {
+OPTIMIZERS: dict[str, Callable[[Settings], Staged]] = {
     "onebit_adam": _adam, "onebit_lamb": _lamb, "zero_one_adam": _zero_one,
 }

@@ -31,9 +31,9 @@ PARAMS = {"kernel": jnp.ones((4, 3)), "bias": jnp.ones(3)}
 
 # Modules, and functions of arrays inside an update, that serve the package itself.
 INNER = {
-    "checks", "leafwise", "modules", "splits",
+    "checks", "leafwise", "modules", "reducing", "splits", "staged",
     "chains.check_numbers", "chains.refuse_leaves", "chains.under_rules",
-    "directions.AdamDirection", "directions.Momentum",
+    "directions.AdamDirection", "directions.Momentum", "onebit_adam.direction",
     "parameters.leaf_paths", "clipping.check_max_norm",
     "clipping.global_norm", "clipping.global_scale", "rounding.round_to_bfloat16",
     "apollo.project", "apollo.projected_side", "apollo.projection", "apollo.projection_shape",

@@ -45,7 +45,8 @@ def test_random_matrix_rule(optimizer, at_sixteen_times):
 
 
 def test_every_optimizer_is_either_in_the_random_matrix_rule_or_known_not_to_be():
-    outside = {"lars", "novograd", "adagrad_norm", "apollo", "lion", "adafactor", "muon"}
+    outside = {"lars", "novograd", "adagrad_norm", "apollo", "lion", "adafactor", "muon",
+               "onebit_adam", "onebit_lamb", "zero_one_adam"}
     assert set(RANDOM_MATRIX_RULES) | outside == set(factory.OPTIMIZERS)
     assert not set(RANDOM_MATRIX_RULES) & outside
 

@@ -19,7 +19,7 @@ from lamb_tpu.optim.factory import OPTIMIZERS
 from lamb_tpu.optim.sharding import state_sharding
 from lamb_tpu.optim.trust_ratio import Readings
 from tests.marks import MAIN, some
-from tests.optim.catalogue import PLAIN, takes
+from tests.optim.catalogue import PLAIN, REDUCING, takes
 
 P = PartitionSpec
 RATE = optim.warmup(0.1, 10, 2)
@@ -77,7 +77,8 @@ def configured(name, **arguments):
 
 # Every transform, clipping and collecting, and each other way of those to take a norm or a mean.
 BUILDS = {
-    **{name: configured(name, clip_global_norm=1.0) for name in OPTIMIZERS if name != "adafactor"},
+    **{name: configured(name, clip_global_norm=1.0) for name in OPTIMIZERS
+       if name not in ("adafactor", *REDUCING)},
     **{name: functools.partial(build, RATE, rules=RULES)
        for name, build in PLAIN.items() if name not in OPTIMIZERS},
     "apollo": configured("apollo", rank=2, clip_global_norm=1.0),  # projecting

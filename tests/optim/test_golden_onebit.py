@@ -1,0 +1,35 @@
+"""Every recorded run of DeepSpeed's 1-bit optimizers, exact at every update."""
+
+import numpy as np
+import pytest
+
+from tests.golden_families import FAMILIES
+from tests.marks import some
+from tests.optim import goldens
+
+ENTRIES = [entry for entry in goldens.entries() if entry["family"] == "onebit"]
+# One of each implementation with several workers, and the only one with a single one.
+MAIN = [entry for entry in ENTRIES if entry["setting"] in ("w2", "warm_w2", "mask_w2", "single_w1",
+                                                           "dense_w2")]
+
+
+@pytest.mark.parametrize("entry", some(ENTRIES, MAIN), ids=goldens.label)
+def test_every_array_of_a_record(entry):
+    recorded = goldens.record(entry)
+    found = FAMILIES["onebit"](entry, recorded, goldens.inputs())
+    assert found.keys() == recorded.keys()
+    for key, expected in recorded.items():
+        assert found[key].shape == expected.shape, key
+        np.testing.assert_allclose(found[key], expected, rtol=1e-7, atol=1e-6, err_msg=key)
+
+
+@pytest.mark.parametrize("entry", ENTRIES[:1], ids=goldens.label)
+def test_all_kinds_are_there(entry):
+    kinds = {(e["implementation"], e["hyper"]["world"]) for e in ENTRIES}
+    assert len(ENTRIES) == 15 and {("onebit_lamb", 1), ("onebit_lamb", 4)} <= kinds
+
+
+def test_what_is_not_repeated_says_why():
+    entry = {"implementation": "zero_one_adam", "hyper": {"world": 1, "tensors": []}}
+    with pytest.raises(NotImplementedError, match="throws away every gradient between"):
+        FAMILIES["onebit"](entry, {}, {})

@@ -1,0 +1,132 @@
+"""Stages: by the count or given, sums by the caller's function, masks, and bad arguments."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from lamb_tpu import optim
+from lamb_tpu.optim import reducing, staged
+from tests.optim.catalogue import REDUCING
+
+PARAMS = {"kernel": jnp.arange(12.0).reshape(4, 3) - 5.0, "bias": jnp.ones(3)}
+FREEZES = {
+    "onebit_adam": {"freeze_step": 2}, "onebit_lamb": {"freeze_step": 2},
+    "zero_one_adam": {"var_freeze_step": 4, "var_update_scaler": 1},
+}
+
+
+def gradients(number):
+    rng = np.random.default_rng(number)
+    return jax.tree.map(lambda p: jnp.asarray(rng.standard_normal(p.shape), jnp.float32), PARAMS)
+
+
+def trained(tx, updates=7, given=None, step=None):
+    """Parameters and state; `given` are the extra arguments of the update of a number."""
+    params, state = PARAMS, tx.init(PARAMS)
+    step = step or tx.update
+    for number in range(updates):
+        steps, state = step(
+            gradients(number), state, params, **(given(number) if given else {}))
+        params = optax.apply_updates(params, steps)
+    return params, state
+
+
+def assert_close(found, expected, rtol=2e-6):
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=1e-6), found, expected)
+
+
+@pytest.mark.parametrize("discard_first", [False, True])
+@pytest.mark.parametrize("name", REDUCING)
+def test_the_stage_by_the_count_is_the_one_that_is_given(name, discard_first):
+    config = {"name": name, "weight_decay": 0.1, "discard_first": discard_first}
+    tx = optim.make_optimizer(config | FREEZES[name], 0.01)
+    expected = trained(tx)
+    assert_close(trained(tx, step=jax.jit(tx.update)), expected)
+    assert_close(trained(tx, given=lambda number: {"stage": tx.stage(number)}), expected)
+    assert_close(trained(tx, given=lambda number: {"stage": tx.at(number)}), expected)
+    assert len({tx.stage(number) for number in range(7)}) > 1 + discard_first
+    assert [tx.at(n) for n in range(7)] == [
+        tx.stage(n) if tx.stage(n).local else None for n in range(7)]
+    first, _ = trained(tx, 1)
+    assert all((first[key] == PARAMS[key]).all() == discard_first for key in PARAMS)
+
+
+@pytest.mark.parametrize("name", REDUCING)
+def test_exact_sums_over_devices_are_one_device(name):
+    """Each of four devices gives a share, and `reduce` sums: what is sent is linear in them."""
+    tx = optim.make_optimizer({"name": name, "weight_decay": 0.1} | FREEZES[name], 0.01)
+    shares = jnp.asarray([0.1, 0.2, 0.3, 0.4])
+
+    def step(grads, state, params, stage):
+        def device(share):
+            local = jax.tree.map(lambda g: share * g, grads)
+            if not stage.local:
+                return tx.update(jax.lax.psum(local, "d"), state, params, stage=stage)
+            return tx.update(
+                local, state, params, stage=stage, num_devices=4,
+                reduce=lambda tree: jax.lax.psum(tree, "d"))
+
+        found = jax.vmap(device, axis_name="d")(shares)
+        for leaf in jax.tree.leaves(found):  # the same on each
+            np.testing.assert_array_equal(leaf[0], leaf[3])
+        return jax.tree.map(lambda leaf: leaf[0], found)
+
+    found = trained(tx, given=lambda number: {"stage": tx.stage(number)}, step=step)
+    assert_close(found, trained(tx), 1e-5)
+
+
+def test_the_own_gradient_is_clipped():
+    tx = optim.onebit_adam(0.1, freeze_step=1, clip_global_norm=1.0)
+    grads = jax.tree.map(lambda p: 0.0 * p + 3.0, PARAMS)  # the share of one of two devices
+    _, state = tx.update(
+        grads, tx.init(PARAMS), PARAMS, stage=staged.COMPRESSED, num_devices=2,
+        reduce=lambda tree: jax.tree.map(lambda leaf: 2 * leaf, tree))
+    assert float(state.mu["bias"][0]) == 0.0  # no gradient before
+    tx = optim.onebit_adam(0.1, freeze_step=1, clip_global_norm=1.0, mask_unseen=False)
+    _, state = tx.update(
+        grads, tx.init(PARAMS), PARAMS, stage=staged.COMPRESSED, num_devices=2,
+        reduce=lambda tree: jax.tree.map(lambda leaf: 2 * leaf, tree))
+    np.testing.assert_allclose(optax.tree.norm(state.mu), 0.1, rtol=1e-5)
+
+
+@pytest.mark.parametrize("facts, kept", [({}, [0, 3]), ({"layer_axes": (0,)}, None)])
+def test_masked_rows(facts, kept):
+    tx = optim.onebit_adam(
+        0.1, freeze_step=1, masked_rows=[("kernel", (1, 3))], rules=[("", facts)] if not facts else
+        [("kernel", facts), ("", {})])
+    _, state = trained(tx, 3)
+    found = np.asarray(state.mu["kernel"])
+    if kept is None:  # rows are those of each layer
+        assert (found[:, 1:3] == 0).all() and (found[:, 0] != 0).all()
+    else:
+        assert (found[1:3] == 0).all() and (found[kept] != 0).all()
+    assert (state.mu["bias"] != 0).all()
+
+
+def test_rows_that_are_not_there():
+    tx = optim.onebit_adam(0.1, freeze_step=1, masked_rows=[("bias", (1, 9))])
+    with pytest.raises(ValueError, match=r"rows \(1, 9\) for the parameter 'bias', whose shape"):
+        trained(tx, 2)
+
+
+def test_reduce_without_a_stage_is_refused():
+    tx = optim.onebit_lamb(0.1)
+    with pytest.raises(ValueError, match="stage must be that of the update where reduce is"):
+        tx.update(PARAMS, tx.init(PARAMS), PARAMS, reduce=lambda tree: tree)
+
+
+def test_who_leaves_devices_apart():
+    assert staged.leaves_devices_apart(optim.zero_one_adam(0.1, local_step_clipper=2))
+    for tx in (optim.zero_one_adam(0.1), optim.onebit_lamb(0.1), optim.lamb(0.1)):
+        assert not staged.leaves_devices_apart(tx)
+    assert isinstance(optim.onebit_adam(0.1), reducing.Reducing)
+
+
+@pytest.mark.parametrize("name", REDUCING)
+@pytest.mark.parametrize("field", [{"l2": 0.1}, {"stochastic_rounding": True}])
+def test_nothing_stands_around_them(name, field):
+    with pytest.raises(ValueError, match="sums over devices by itself"):
+        optim.make_optimizer({"name": name, **field}, 0.1)

@@ -1,0 +1,181 @@
+"""Runs of the optimizers that compress momentum, with the exchange onebit on eight devices."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from ml_collections import ConfigDict
+
+from lamb_tpu.errors import UserError
+from lamb_tpu.parallel.exchange.onebit import OneBit
+from lamb_tpu.parallel.state import TrainState
+from lamb_tpu.run.build import prepare
+from lamb_tpu.train import train
+from tests import tiny
+from tests.parallel.nets import difference
+from tests.parallel.wire import wire_bytes
+from tests.test_exchange_runs import after, cut
+
+FREEZE = 5
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "onebit_lamb": {"name": "onebit_lamb", "learning_rate": 0.02, "freeze_step": FREEZE},
+    "onebit_adam": {"name": "onebit_adam", "learning_rate": 0.002, "freeze_step": FREEZE},
+    "zero_one_adam": {
+        "name": "zero_one_adam", "learning_rate": 0.002, "var_freeze_step": 6,
+        "var_update_scaler": 2,
+    },
+}
+
+
+def config(name: str = "onebit_lamb", **changes: Any) -> ConfigDict:
+    optimizer = ConfigDict(OPTIMIZERS[name] | changes.pop("optimizer", {}))
+    return tiny.digits(
+        optimizer=optimizer,
+        **{"parallel__backend": "shard_map", "parallel__exchange": ConfigDict({"name": "onebit"})}
+        | changes,
+    )
+
+
+STAGES = {
+    "onebit_lamb": [None] * FREEZE + ["compressed"] * 3,
+    "onebit_adam": [None] * FREEZE + ["compressed"] * 3,
+    "zero_one_adam": [None, None, "gradient", None, "gradient", None, "first synchronisation",
+                      "synchronisation"],
+}
+
+
+@pytest.mark.parametrize("name", [
+    "onebit_lamb", *(pytest.param(n, marks=pytest.mark.long) for n in list(OPTIMIZERS)[1:])])
+def test_stages_and_what_is_kept(name: str) -> None:
+    state, run = after(config(name), 8, 8)
+    stages = [run.stage(update).of_optimizer for update in range(8)]
+    assert [stage and stage.name for stage in stages] == STAGES[name]
+    assert len({run.stage(update) for update in range(1000)}) <= 4  # programs
+    kept = state.parts["residual"]["kept"]
+    assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves((kept.device, kept.split)))
+    for leaf in jax.tree.leaves((state.params, state.opt_state)):  # the same bits on all devices
+        first, *others = (np.asarray(shard.data) for shard in leaf.addressable_shards)
+        assert all((other == first).all() for other in others)
+    warm, _ = after(config(name), 8, 3 if name != "zero_one_adam" else 2)
+    alone, _ = after(
+        config(name, parallel__exchange=ConfigDict({"name": "float32"})), 1,
+        3 if name != "zero_one_adam" else 2)
+    assert difference(warm.params, alone.params) < 1e-5
+    assert not any(
+        np.any(leaf) for leaf in jax.tree.leaves(warm.parts["residual"]["kept"].device))
+
+
+def test_compressed_program_sends_bits() -> None:
+    run = prepare(config(), None, jax.devices())
+    shapes, = run.abstract_batches()
+    sent = [
+        wire_bytes(run.make_train_step(update).lower(run.abstract_state, shapes).compile())
+        for update in (0, FREEZE)
+    ]
+    values = sum(leaf.size for leaf in jax.tree.leaves(run.abstract_state.params))
+    assert sent[0]["f32"] > 7 * values and "u8" not in sent[0]
+    assert sent[1]["f32"] < 0.05 * sent[0]["f32"]  # scales and metrics
+    padding = 64 * len(jax.tree.leaves(run.abstract_state.params))
+    assert sent[1]["u8"] <= 2 * (values + padding) / 8 * 7 / 8
+
+
+def twelve() -> ConfigDict:
+    return config()
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """The workdir of a run of 12 updates, of which the last 7 are compressed."""
+    workdir = tmp_path_factory.mktemp("whole")
+    train(twelve(), workdir, quiet=True)
+    return workdir
+
+
+@pytest.mark.parametrize("last", [4, pytest.param(8, marks=pytest.mark.long)])
+def test_resumed_is_uninterrupted(whole: pathlib.Path, tmp_path: pathlib.Path, last: int) -> None:
+    """Resumed before the freezing, and after."""
+    resumed = cut(whole, tmp_path / "cut", last)
+    train(twelve(), resumed, quiet=True)
+    found, expected = (tiny.restored(twelve(), folder)[0] for folder in (resumed, whole))
+    tiny.assert_equal(found, expected)
+    assert int(found.step) == 12 and np.abs(found.parts["residual"]["kept"].device[0]).max() > 0
+
+
+@pytest.mark.long
+def test_killed_is_uninterrupted(whole: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """Kill -9 as soon as there is a checkpoint of the compressed stage, then go on."""
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text(
+        "from tests.test_onebit_runs import twelve\n"
+        "def get_config(argument=None):\n    return twelve()\n")
+    workdir = tmp_path / "killed"
+    arguments = [sys.executable, "-m", "lamb_tpu.train", f"--config={recipe}",
+                 f"--workdir={workdir}"]
+    process = subprocess.Popen(
+        arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=dict(os.environ))
+    try:
+        deadline = time.time() + 300
+        while not (workdir / "checkpoints" / "8").exists() and process.poll() is None:
+            assert time.time() < deadline
+            time.sleep(0.01)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    train(twelve(), workdir, quiet=True)
+    tiny.assert_equal(tiny.restored(twelve(), workdir)[0], tiny.restored(twelve(), whole)[0])
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("onebit_lamb", {"parallel__exchange": ConfigDict({"name": "float32"})},
+     "config.parallel.exchange.name is 'float32'; set it to 'onebit'"),
+    ("onebit_adam", {"parallel__backend": "jit",
+                     "parallel__exchange": ConfigDict({"name": "float32"})},
+     "this needs config.parallel.backend='shard_map'"),
+    ("onebit_lamb", {"parallel__optimizer_state": "zero1"},
+     "config.parallel.optimizer_state must be 'replicated'"),
+    ("zero_one_adam", {"optimizer": {"local_step_clipper": 4}},
+     "config.optimizer.local_step_clipper must be 1"),
+    ("onebit_lamb", {"parallel__exchange": ConfigDict({"name": "onebit", "multiple": 9})},
+     "config.parallel.exchange.multiple must be a multiple of 8, not 9"),
+    ("onebit_lamb", {"optimizer": {"freeze_step": 0}},
+     "freeze_step must be a whole number of at least 1, not 0"),
+]
+
+
+@pytest.mark.parametrize("name, changes, said", REFUSED)
+def test_refused_in_a_sentence(name: str, changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError) as error:
+        prepare(config(name, **changes), None, jax.devices())
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize("backend", ["jit", "shard_map"])
+def test_one_device_compresses_nothing(backend: str) -> None:
+    """Frozen moments alone, as DeepSpeed's with a single worker."""
+    alone = ConfigDict({"name": "float32"})
+    state, _ = after(config(parallel__backend=backend, parallel__exchange=alone), 1, 8)
+    other, _ = after(config(parallel__backend="shard_map", parallel__exchange=alone), 1, 8)
+    assert isinstance(state, TrainState) and "residual" not in state.parts
+    assert difference(state.params, other.params) < 1e-5
+    assert float(state.opt_state.scaling["hidden0"]["kernel"].ravel()[0]) > 0
+
+
+def test_plain_gradients_in_one_bit() -> None:
+    """Any optimizer takes the exchange, whose errors are kept from the first update on."""
+    momentum = ConfigDict({"name": "momentum", "learning_rate": 0.02})
+    plain = tiny.digits(optimizer=momentum, parallel__backend="shard_map",
+                        parallel__exchange=ConfigDict({"name": "onebit"}))
+    state, run = after(plain, 8, 8)
+    assert isinstance(run.exchange.exchange, OneBit) and run.stage(0) == run.stage(7)
+    dense = tiny.digits(optimizer=momentum, parallel__backend="shard_map")
+    expected, _ = after(dense, 8, 8)
+    start = run.first_state()
+    moved = difference(expected.params, start.params)
+    assert 0 < difference(state.params, expected.params) < moved
