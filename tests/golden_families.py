@@ -15,13 +15,7 @@ import optax
 from lamb_tpu import optim
 from tests.batching import golden_adadagrad, golden_noise_scale, golden_simigrad
 from tests.models import golden_gnmt, golden_lstm, golden_lstm_classifier
-from tests.optim import (
-    golden,
-    golden_agvm,
-    golden_baselines,
-    golden_onebit,
-    golden_schedules,
-)
+from tests.optim import golden, golden_agvm, golden_baselines, golden_onebit, golden_schedules
 from tests.parallel import golden_cpd, golden_dgc, golden_econtrol, golden_lgreco, golden_powersgd
 
 Entry = Mapping[str, Any]

@@ -6,7 +6,15 @@ from typing import Any, NamedTuple
 import jinja2
 
 from experiments.exchange import scaling, wire
-from experiments.exchange.programs import FOLDER, HOST_DEVICES, METHODS, MODELS, PER_DEVICE, cases
+from experiments.exchange.programs import (
+    FOLDER,
+    HOST_DEVICES,
+    METHODS,
+    MODELS,
+    PER_DEVICE,
+    STEP_SLICE,
+    cases,
+)
 from experiments.exchange.scaling import DEVICES, NETWORKS, Kept, Time
 from lamb_tpu import style
 
@@ -70,7 +78,7 @@ def wire_lines(kept: Kept) -> Iterator[tuple[Mapping[str, Any], float, float]]:
     for topology in ("v5e-16", "v3-128"):
         for case in cases():
             row = kept.get(case.key)
-            if row is not None and case.topology == topology and case.method and case.inner == 1:
+            if row is not None and case.topology == topology and case.inner == 1:
                 least = wire.least(row)
                 yield row, least, wire.sent(row) / least
 
@@ -92,7 +100,8 @@ def text(kept: Kept) -> str:
     known = [case for case in cases() if case.key in kept]
     return environment.get_template("compression.md.j2").render(
         models={model: list(lines_of(kept, model)) for model in MODELS}, methods=shown(kept),
-        steps={model: each for model in MODELS if (each := step(kept, model)) is not None},
+        steps={model: each for model in MODELS if (each := scaling.step_seconds(model))},
+        step_slice=STEP_SLICE,
         parts={model: list(_parts(kept, model)) for model in MODELS},
         wire=list(wire_lines(kept)), wide=wire.wide_share, sent=wire.sent,
         off=scaling.off_by(kept), checked=scaling.CHECKED, fitted=scaling.FITTED,
@@ -104,14 +113,6 @@ def text(kept: Kept) -> str:
             ", ".join(f"{name} {number}" for name, number in row["versions"].items())
             for row in kept.values()
         }),
-    )
-
-
-def step(kept: Kept, model: str) -> Mapping[str, Any] | None:
-    """Returns the row of a model's step; None if it is not compiled."""
-    return next(
-        (kept[case.key] for case in cases()
-         if case.model == model and not case.method and case.key in kept), None
     )
 
 

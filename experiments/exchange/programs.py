@@ -1,4 +1,4 @@
-"""Compiled programs of exchanges alone, and of the step around them: what rows.json keeps.
+"""Compiled programs of exchanges alone: what rows.json keeps.
 
 An exchange's program sums the gradient of a model, as the step would, and does nothing else. So its
 collectives are the exchange's own, and its cycles are those of casting, packing and adding.
@@ -11,18 +11,19 @@ import math
 import pathlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
+from experiments.plan.rows import Part
 from lamb_tpu import cli
 from lamb_tpu.cost import hlo, traffic
 from lamb_tpu.cost import topology as topology_lib
 from lamb_tpu.cost.traffic import Collective
 from lamb_tpu.parallel.exchange.powersgd import PowerSGD
-from lamb_tpu.plan.making import loader, make_plan
+from lamb_tpu.plan.making import loader
 from lamb_tpu.run.build import prepare
 
 FOLDER = pathlib.Path(__file__).parent
@@ -42,30 +43,28 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Model:
+class Model(NamedTuple):
     """A model of the table.
 
     Attributes:
-      step: the recipe of its step; its batch is `PER_DEVICE` a device.
+      step: the program of its step, of which ../plan/rows.json has the computation.
       exchanged: the recipe whose gradient is exchanged.
-      overrides: of the step, keys of its config.
     """
 
-    step: str
+    step: Part
     exchanged: str
-    overrides: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 MODELS = {
     # With layers in a loop the gradient has 30 arrays in place of 398, and compiles in a tenth of
     # the time. It has the same values.
-    "BERT-Large": Model("bert_pretrain:phase=1,batch={batch}",
+    "BERT-Large": Model(Part("bert_pretrain:batch=32768,phase=1", {}, 1.0),
                         "bert_pretrain:phase=1,scan,batch={batch}"),
-    "ResNet-50": Model("imagenet_resnet:optimizer=lars,recipe=tpu,batch={batch}",
-                       "imagenet_resnet:optimizer=lars,recipe=tpu,batch={batch}",
-                       {"model.group_size": 128}),
+    "ResNet-50": Model(Part("imagenet_resnet:optimizer=lars,recipe=tpu,batch=32768",
+                            {"model.group_size": 128}, 1.0),
+                       "imagenet_resnet:optimizer=lars,recipe=tpu,batch={batch}"),
 }
+STEP_SLICE = "v3-2048"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +73,7 @@ class Case:
 
     Attributes:
       model: a key of `MODELS`.
-      method: a key of `METHODS`; '' is the whole step, with float32.
+      method: a key of `METHODS`.
       topology: the slice.
       inner: devices within which gradients are first summed in float32; 1: none.
     """
@@ -87,19 +86,15 @@ class Case:
     @property
     def key(self) -> str:
         """Name of its row; another recipe or option gives another one."""
-        model, within = MODELS[self.model], f", fsdp={self.inner}" * (self.inner > 1)
-        if not self.method:
-            changes = "".join(f", {key}={value}" for key, value in model.overrides.items())
-            return f"step of {model.step}{changes} on {self.topology}"
+        within = f", fsdp={self.inner}" * (self.inner > 1)
         fields = ", ".join(f"{key}={value}" for key, value in METHODS[self.method].items())
-        return f"{fields} of {model.exchanged} on {self.topology}{within}"
+        return f"{fields} of {MODELS[self.model].exchanged} on {self.topology}{within}"
 
 
 def cases() -> Iterator[Case]:
     """Yields all programs, those first that the page cannot do without."""
     models = ("ResNet-50", "BERT-Large")
     for model in models:
-        yield Case(model, "", "v3-8")
         for topology in ("v3-32", "v3-128"):
             for method in METHODS:
                 yield Case(model, method, topology)
@@ -124,21 +119,8 @@ def measure(case: Case) -> dict[str, Any]:
     Raises:
       UserError: the config is refused.
     """
-    row = _step(case) if not case.method else _exchange(case)
     versions = {name: importlib.metadata.version(name) for name in ("jax", "libtpu")}
-    return dataclasses.asdict(case) | row | {"versions": versions}
-
-
-def _step(case: Case) -> dict[str, Any]:
-    model, count = MODELS[case.model], topology_lib.topology(case.topology).num_devices
-    config = config_of(model.step, count)
-    config.update_from_flattened_dict(dict(model.overrides))
-    plan = make_plan(config, case.topology)
-    return {
-        "devices": count, "batch_size": plan.batch_size, "cycles": plan.cycles,
-        "compile_seconds": plan.compile_seconds,
-        "clock": plan.topology.generation.clock, "needed_bytes": plan.needed,
-    }
+    return dataclasses.asdict(case) | _exchange(case) | {"versions": versions}
 
 
 def _exchange(case: Case) -> dict[str, Any]:

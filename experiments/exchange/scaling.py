@@ -9,7 +9,8 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from experiments.exchange.programs import HOST_DEVICES, METHODS, MODELS, Case
+from experiments.exchange.programs import HOST_DEVICES, METHODS, MODELS, STEP_SLICE, Case
+from experiments.plan.rows import load_kept
 from lamb_tpu.cost.calibrated import CALIBRATED
 from lamb_tpu.cost.hlo import Array
 from lamb_tpu.cost.hosts import HostNetwork
@@ -121,6 +122,13 @@ def sent_bytes(found: Law, devices: int) -> float:
     return total
 
 
+@functools.cache
+def step_seconds(model: str) -> float | None:
+    """Returns the computation of a step by the compiler; None if it is not in ../plan/rows.json."""
+    row = load_kept().get(MODELS[model].step.key(STEP_SLICE))
+    return None if row is None else float(row["compute"])
+
+
 def time(kept: Kept, model: str, method: str, devices: int, gbps: float | None) -> Time | None:
     """Returns the time of a step, with gradients summed within hosts first where it is shorter.
 
@@ -133,7 +141,7 @@ def time(kept: Kept, model: str, method: str, devices: int, gbps: float | None) 
     Returns:
       The time; None if a program is not compiled.
     """
-    step = kept.get(Case(model, "", "v3-8").key)
+    step = step_seconds(model)
     plain = law_of(kept, model, "float32")
     found = []
     for inner in (1, HOST_DEVICES):
@@ -145,7 +153,7 @@ def time(kept: Kept, model: str, method: str, devices: int, gbps: float | None) 
         # As many indices as values: then a sparse exchange sums whole vectors in their place.
         if METHODS[method].get("ratio", 0.0) * count >= 1:
             continue
-        clock = step["clock"] / CONSTANTS.compute_factor
+        clock = topology(FITTED[0]).generation.clock / CONSTANTS.compute_factor
         # The step has the cycles of float32's exchange in it.
         own = each.cycles[0] + each.cycles[1] * count
         packing = max(0.0, own - plain.cycles[0] - plain.cycles[1] * devices) / clock
@@ -157,7 +165,7 @@ def time(kept: Kept, model: str, method: str, devices: int, gbps: float | None) 
             )
             for part in each.parts
         )
-        found.append(Time(step["cycles"] / clock, packing, network, inner > 1))
+        found.append(Time(CONSTANTS.compute_factor * step, packing, network, inner > 1))
     return min(found, key=lambda each: each.seconds, default=None)
 
 

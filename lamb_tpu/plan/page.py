@@ -97,6 +97,7 @@ def _part(name: str, plan: Plan) -> Part:
         facts.append(("a step", f"{1e3 * middle:.3g} ms ({1e3 * low:.3g} to {1e3 * high:.3g})"))
     if total := plan.totals:
         facts.append(("the run", span_text(total.seconds[0], total.seconds[2])))
+    facts += plan.sending
     facts.append(("left out", plan.left_out))
     facts.append(("network", f"a model fitted to {plan.calibration.fitted_to}"))
     pictures, kernels = list[tuple[str, str]](), list[tuple[Operation, float, float]]()
@@ -225,6 +226,8 @@ def _axis_times(plan: Plan) -> tuple[dict[str, float], set[str]]:
     times: dict[str, float] = {}
     rings: set[str] = set()
     for each in plan.collectives or ():
+        if each.route.hosts > 1:  # which takes its time between hosts
+            continue
         for axis in each.route.axes:
             times[axis.name] = times.get(axis.name, 0.0) + each.seconds
             if axis.is_ring:

@@ -367,27 +367,32 @@ class Plan:
                 f"takes {1e3 * middle.seconds:.3g} ms ({1e3 * low.seconds:.3g} to "
                 f"{1e3 * high.seconds:.3g})"
             )
-            lines += self._describe_sending(middle)
+            lines += [f"{name}: {text}" for name, text in self.sending]
         return lines
 
-    def _describe_sending(self, schedule: Timeline) -> list[str]:
-        lines = []
+    @property
+    def sending(self) -> list[tuple[str, str]]:
+        """What is sent, and what takes most of a step, as names and texts; none if unknown."""
+        if self.times is None:
+            return []
+        schedule, facts = self.times[1], list[tuple[str, str]]()
         if isinstance(self.network, HostNetwork):
             carried = sending.link_bytes(schedule, self.network)
-            lines.append(
-                f"hosts: one link of {self.network.gbps:g} Gb/s each way for the "
+            facts.append((
+                "hosts",
+                f"one link of {self.network.gbps:g} Gb/s each way for the "
                 f"{self.network.host_devices} devices of each, which carries {size_text(carried)} "
-                "a step"
-            )
+                "a step",
+            ))
         sent = traffic.sent_by_dtype(event.collective for event in schedule.events)
         if sent:
             each = ", ".join(f"{dtype} {size_text(size)}" for dtype, size in sent.items())
-            lines.append(f"sends: {size_text(sum(sent.values()))} of a device a step: {each}")
+            facts.append(("sends", f"{size_text(sum(sent.values()))} of a device a step: {each}"))
         name, whole = sending.limit(schedule, self.network), schedule.seconds
         part = schedule.compute if name == "computation" else schedule.exposed
         if whole:
-            lines.append(f"limit: the {name}, {part / whole:.0%} of a step")
-        return lines
+            facts.append(("limit", f"the {name}, {part / whole:.0%} of a step"))
+        return facts
 
 
 def decision(plans: Sequence[Plan]) -> str:

@@ -10,6 +10,7 @@ import pytest
 from lamb_tpu.errors import UserError
 from lamb_tpu.plan import page
 from lamb_tpu.plan.page import check_page, write_page
+from tests.cost.test_hosts import fabric
 from tests.plan.test_report import plan
 
 PROGRAM = """HloModule f, is_scheduled=true
@@ -69,6 +70,19 @@ def test_a_page(tmp_path: pathlib.Path) -> None:
     # The same plan makes the same page.
     write_page([("", plan(program=PROGRAM))], tmp_path / "again.html")
     assert (tmp_path / "again.html").read_text() == text
+
+
+def test_hosts_with_slow_links(tmp_path: pathlib.Path) -> None:
+    slow = plan(program=PROGRAM, network=fabric(10), collectives=tuple(
+        each._replace(route=each.route._replace(hosts=4)) for each in plan().collectives or ()
+    ))
+    write_page([("", slow)], tmp_path / "plan.html")
+    text = (tmp_path / "plan.html").read_text()
+    assert "one link of 10 Gb/s each way for the 8 devices of each" in text
+    assert "the computation, 83% of a step" in text
+    assert "x ring of 32, y ring of 32, 4 hosts" in text
+    # The time between hosts is on no axis of the torus.
+    assert "x: not used" in text.replace("<!-- ", "").replace(" -->", "")
 
 
 def test_phases_and_a_step_that_does_not_fit(tmp_path: pathlib.Path) -> None:

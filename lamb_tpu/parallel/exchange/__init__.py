@@ -36,7 +36,6 @@ EXCHANGES: dict[str, type] = {
     "econtrol": EControl,
     "powersgd": PowerSGD,
     "lgreco": LGreCo,
-    "onebit": OneBit,
 }
 
 
@@ -86,4 +85,6 @@ __all__ = [
     "EXCHANGES", "Aps", "BFloat16", "Cast", "Exchange", "Placed", "Residual", "exchange_over",
     "EXCHANGES", "BFloat16", "Cast", "Exchange", "OneBit", "Placed", "Residual", "exchange_over",
     "make_exchange",
+    "EXCHANGES", "Aps", "BFloat16", "Cast", "Exchange", "OneBit", "Placed", "Residual",
+    "exchange_over", "make_exchange",
 ]
