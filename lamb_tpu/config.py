@@ -356,7 +356,7 @@ def renamed(flat: Mapping[str, Any]) -> dict[str, Any]:
 def unflatten(flat: Mapping[str, Any]) -> ConfigDict:
     """Returns the locked config that `flatten` flattened; missing keys get their defaults."""
     nested: dict[str, Any] = {}
-    for path, value in flat.items():
+    for path, value in renamed(flat).items():
         *sections, key = path.split(".")
         section = nested
         for name in sections:

@@ -48,7 +48,7 @@ class Spread(Exchange):
         kept, sent = residual.device, grads
         if self.late:
             side = index - (self.num_devices - 1) / 2
-            back = jax.tree.map(lambda g: jnp.full(g.shape, 0.01 * side, jnp.float32), grads)
+            back = jax.tree.map(lambda g: jnp.full(g.shape, side / 256, jnp.float32), grads)
             sent = jax.tree.map(lambda g, e, b: g + e - b, grads, kept, back)
             kept = back
         sums = lax.psum(sent, self.axes)
@@ -60,8 +60,11 @@ class Spread(Exchange):
         return sums, Residual(kept, residual.split + mine, whole)
 
 
-def momentum(learning_rate: Any, warmup: int = 2, decay: float = 0.9) -> Reducing:
+def momentum(
+    learning_rate: Any, warmup: int = 2, decay: float = 0.9, axis_name: Any = None
+) -> Reducing:
     """SGD with momentum that sends momentum instead of gradients from update `warmup` on."""
+    del axis_name  # it needs no sum over the parts of a tensor
 
     def update(
         grads: Any, state: Any, params: Any = None, *, reduce: Any = None, stage: Any = None,
