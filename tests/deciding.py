@@ -45,8 +45,8 @@ def killing(update: int, seconds: float) -> None:
 
     killer = threading.Thread(target=kill, daemon=True)
 
-    def make(run: Run, loader: data.TrainLoader, compiles: bool = True) -> Updating:
-        each = make_updating(run, loader, compiles)
+    def make(run: Run, loader: data.TrainLoader, *more: Any) -> Updating:
+        each = make_updating(run, loader, *more)
 
         def updated(state: TrainState, step: int) -> tuple[TrainState, Any]:
             if step >= update and killer.ident is None:

@@ -43,7 +43,8 @@ class Layout(NamedTuple):
     def label(self) -> str:
         """The changes as text, without the rules that belong to scanned layers."""
         shown = [
-            f"{key.removesuffix('.name').rpartition('.')[2]}={value}" for key, value in self.changes.items()
+            f"{key.removesuffix('.name').rpartition('.')[2]}={value}"
+            for key, value in self.changes.items()
             if key != "optimizer.rules"
         ]
         return ", ".join(shown) or "as given"

@@ -66,6 +66,18 @@ def test_a_key_that_an_old_config_lacks_has_its_default(tmp_path: pathlib.Path) 
     assert jobs.changes([], now) == ["0 stages there, 1 now"]
 
 
+def test_a_key_of_an_old_config_is_read_by_its_name_of_today(
+    tmp_path: pathlib.Path,
+) -> None:
+    (stage,) = jobs.stages(first(write(tmp_path)))
+    now = jobs.flat_configs([stage.config()])
+    old = [dict(now[0])]
+    old[0]["parallel.gradient_dtype"] = old[0].pop("parallel.exchange.name")
+    assert jobs.changes(old, now) == []
+    old[0]["parallel.gradient_dtype"] = "bfloat16"
+    assert jobs.changes(old, now) == ["parallel.exchange.name: 'bfloat16' there, 'float32' now"]
+
+
 def test_defaults_of_an_optimizer_or_a_model_count_as_those_of_the_whole_config(
     tmp_path: pathlib.Path,
 ) -> None:

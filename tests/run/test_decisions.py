@@ -33,8 +33,8 @@ Statistics = Callable[[int], dict[str, tuple[float, float]]]
 def give(monkeypatch: pytest.MonkeyPatch, statistics: Statistics) -> None:
     """Every update of a run has these metrics too, by its number, from 1."""
 
-    def make(run: Run, loader: data.TrainLoader, compiles: bool = True) -> Updating:
-        update = make_updating(run, loader, compiles)
+    def make(run: Run, loader: data.TrainLoader, *more: Any) -> Updating:
+        update = make_updating(run, loader, *more)
 
         def measured(state: TrainState, step: int) -> tuple[TrainState, Any]:
             state, sums = update(state, step)

@@ -31,6 +31,18 @@ def test_config_comes_back(tmp_path: pathlib.Path) -> None:
     assert folder.parameters.read_text() == "table"
 
 
+def test_config_of_an_older_version_is_read_by_todays_keys(tmp_path: pathlib.Path) -> None:
+    config, folder = tiny.digits(), Workdir(tmp_path)
+    old = flatten(config)
+    old["parallel.gradient_dtype"] = old.pop("parallel.exchange.name")
+    folder.config.write_text(json.dumps(old))
+    assert folder.read_config() == flatten(config)
+    folder.check(config)
+    folder.config.write_text(json.dumps(old | {"parallel.gradient_dtype": "bfloat16"}))
+    with pytest.raises(UserError, match="parallel.exchange.name: 'bfloat16' there, 'float32' now"):
+        folder.check(config)
+
+
 def test_longer_run_is_told_how_and_that_works(
     copy: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from lamb_tpu.optim.reducing import Reducing
 from lamb_tpu.parallel.exchange import Exchange, Residual
 
 NAME = "tests.parallel.exchange.spread:Spread"
@@ -47,7 +48,7 @@ class Spread(Exchange):
         kept, sent = residual.device, grads
         if self.late:
             side = index - (self.num_devices - 1) / 2
-            back = jax.tree.map(lambda g: jnp.full(g.shape, 0.01 * side, jnp.float32), grads)
+            back = jax.tree.map(lambda g: jnp.full(g.shape, side / 256, jnp.float32), grads)
             sent = jax.tree.map(lambda g, e, b: g + e - b, grads, kept, back)
             kept = back
         sums = lax.psum(sent, self.axes)
@@ -57,3 +58,27 @@ class Spread(Exchange):
         mine = lax.dynamic_slice_in_dim(flat, index * length, length)
         whole = {"count": count + 1, "total": residual.whole["total"] + jnp.sum(flat)}
         return sums, Residual(kept, residual.split + mine, whole)
+
+
+def momentum(
+    learning_rate: Any, warmup: int = 2, decay: float = 0.9, axis_name: Any = None
+) -> Reducing:
+    """SGD with momentum that sends momentum instead of gradients from update `warmup` on."""
+    del axis_name  # it needs no sum over the parts of a tensor
+
+    def update(
+        grads: Any, state: Any, params: Any = None, *, reduce: Any = None, stage: Any = None,
+        num_devices: int = 1, **extra: Any,
+    ) -> tuple[Any, Any]:
+        count, trace = state
+        if stage is None:
+            trace = jax.tree.map(lambda m, g: decay * m + g, trace, grads)
+        else:
+            trace = reduce(jax.tree.map(lambda m, g: decay * m / num_devices + g, trace, grads))
+        rate = learning_rate(count)
+        return jax.tree.map(lambda m: -rate * m, trace), (count + 1, trace)
+
+    def init(params: Any) -> Any:
+        return jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params)
+
+    return Reducing(init, update, lambda count: "momentum" if count >= warmup else None)

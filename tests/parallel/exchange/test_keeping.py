@@ -1,0 +1,141 @@
+"""The residual as a part of the state: how it starts, and what a run on other devices resumes."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from lamb_tpu.errors import UserError
+from lamb_tpu.optim import parameters
+from lamb_tpu.parallel.exchange import Residual, make_exchange
+from lamb_tpu.parallel.exchange.keeping import Kept
+from lamb_tpu.parallel.layout import make_layout
+from lamb_tpu.parallel.mesh import make_mesh
+from lamb_tpu.parallel.parts import Update
+from lamb_tpu.parallel.state import with_shardings
+from tests import tiny
+from tests.parallel.exchange.spread import Spread
+
+SHAPES = {"kernel": (4, 6), "bias": (5,)}
+SIZE = 29
+
+
+def part(num_devices: int, fsdp: int = 1) -> Kept:
+    params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in SHAPES.items()}
+    mesh = make_mesh(tiny.digits(mesh__fsdp=fsdp).mesh, jax.devices()[:num_devices])
+    layout = make_layout(params, mesh, parameters.resolve(params, "all"))
+    return Kept(make_exchange(layout, Spread), params)
+
+
+def begun(part: Kept) -> Any:
+    return jax.jit(lambda: part.init(part.params, {}))()
+
+
+def filled(part: Kept) -> Any:
+    """A residual with other values in each place."""
+    rng = np.random.default_rng(1)
+    value = begun(part)
+    places = part.shardings(value, part.exchange.layout)
+
+    def random(leaf: jax.Array) -> np.ndarray:
+        if leaf.dtype == jnp.int32:
+            return np.full(leaf.shape, 3, np.int32)
+        return rng.normal(size=leaf.shape).astype(np.float32)
+
+    kept = jax.tree.map(random, value["kept"])
+    split = kept.split
+    if part.exchange.inner is None:  # one long vector, padded by zeros
+        split = np.pad(split.ravel()[:SIZE], (0, split.size - SIZE)).reshape(split.shape)
+    return jax.device_put({**value, "kept": kept._replace(split=split)}, places)
+
+
+def read(there: Kept, here: Kept, value: Any) -> Any:
+    """A checkpoint of `there`, read and resumed by `here`."""
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), value)
+    shapes = {  # as Orbax tells them
+        "devices": shapes["devices"], "kept": {
+            "device": shapes["kept"].device, "split": shapes["kept"].split,
+            "whole": shapes["kept"].whole,
+        },
+    }
+    own = jax.eval_shape(lambda: here.init(here.params, {}))
+    own = with_shardings(own, here.shardings(own, here.exchange.layout))
+    wanted = here.saved(own, shapes)
+    placed = jax.tree.map(
+        lambda leaf, like: jax.device_put(np.asarray(leaf), like.sharding), value, wanted
+    )
+    assert jax.tree.map(jnp.shape, placed) == jax.tree.map(jnp.shape, value)
+    found = here.resumed(placed)
+    assert jax.tree.map(jnp.shape, found) == jax.tree.map(jnp.shape, own)
+    assert all(jax.tree.leaves(jax.tree.map(
+        lambda leaf, like: leaf.sharding.is_equivalent_to(like.sharding, leaf.ndim), found, own
+    )))
+    return found
+
+
+def test_starts_empty_and_split_over_the_devices() -> None:
+    of_eight = part(8)
+    value = begun(of_eight)
+    assert value["devices"].tolist() == [8, 1]
+    assert value["kept"].device["kernel"].shape == (8, 4, 6) and value["kept"].split.shape == (8, 4)
+    places = of_eight.shardings(value, of_eight.exchange.layout)
+    assert places["kept"].device["bias"].spec == PartitionSpec(("data",))
+    assert places["kept"].whole["count"].spec == PartitionSpec()
+    # Of parts, whose vectors and counts differ within the inner axis.
+    of_two = part(8, fsdp=4)
+    kept = begun(of_two)["kept"]
+    assert kept.device["kernel"].shape == (8, 1, 6) and kept.device["bias"].shape == (8, 2)
+    assert kept.whole["count"].shape == (4,)
+
+
+def test_update_replaces_it_and_whole_leaves_are_compared() -> None:
+    of_eight = part(8)
+    value = begun(of_eight)
+    new = Residual({}, (), {"count": 5})
+    after = of_eight.updated(value, Update(jnp.int32(0), {}, {}, None, {}, new))
+    assert after["kept"] is new and of_eight.copied(after) == {"count": 5}
+
+
+@pytest.mark.parametrize("now", [8, 4, 2, 1, 3])
+@pytest.mark.parametrize("before", [8, 4])
+def test_other_devices_get_the_same_sum(before: int, now: int) -> None:
+    there, here = part(before), part(now)
+    value = filled(there)
+    found = read(there, here, value)
+    tell = here.moved(value)
+    if before == now:
+        assert not tell
+        tiny.assert_equal(found, value)
+        return
+    assert f"of {before} devices" in tell and f"there are {now} now" in tell
+    assert found["devices"].tolist() == [now, 1]
+    for name in SHAPES:
+        leaf, old = found["kept"].device[name], np.float64(value["kept"].device[name])
+        np.testing.assert_allclose(np.sum(leaf, 0), old.sum(0), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(leaf, np.stack([old.sum(0) / now] * now), rtol=1e-5, atol=1e-6)
+    long, new = np.ravel(value["kept"].split), np.ravel(found["kept"].split)
+    assert long[:SIZE].tolist() == new[:SIZE].tolist() and np.all(long[:SIZE])
+    assert not new[SIZE:].any()
+    tiny.assert_equal(found["kept"].whole, value["kept"].whole)
+
+
+def test_inner_axis_stays() -> None:
+    there, here = part(8, fsdp=2), part(4, fsdp=2)
+    value = filled(there)
+    found = read(there, here, value)
+    assert found["devices"].tolist() == [2, 2]
+    for name in SHAPES:
+        # Sums over the outer axis, of each inner device's part.
+        old = np.asarray(value["kept"].device[name])
+        old = old.reshape(4, 2, *old.shape[1:]).sum(0)
+        new = np.asarray(found["kept"].device[name])
+        np.testing.assert_allclose(
+            new.reshape(2, 2, *new.shape[1:]).sum(0), old, rtol=1e-5, atol=1e-6
+        )
+    tiny.assert_equal(found["kept"].whole, value["kept"].whole)
+    with pytest.raises(UserError, match="2 devices of an inner axis, and config.mesh has 4; resum"):
+        other = part(8, fsdp=4)
+        other.resumed(value)
