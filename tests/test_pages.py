@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from experiments.batching import measures
+from experiments.exchange import page as compression
+from experiments.exchange import programs
 from experiments.legw import lipschitz
 from experiments.plan import layouts, rows
 from experiments.plan import page as calibration
@@ -34,6 +36,7 @@ def _kept(name: str) -> list[dict[str, Any]]:
 
 MADE: dict[str, Callable[[], str]] = {
     "legw/lipschitz.md": lambda: lipschitz.page(_kept("legw/lipschitz.json")),
+    "exchange/compression.md": lambda: compression.text(programs.load()),
     "plan/calibration.md": lambda: calibration.text(rows.load_sources(), rows.load_kept()),
     "plan/layouts.md": lambda: layouts.page(layouts.load()),
 }
