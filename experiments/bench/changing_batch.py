@@ -2,13 +2,14 @@
 
   python -m experiments.bench.changing_batch --write
 
-Of each network, an update of k microbatches, all on the device, by three programs: the step that is
-compiled for these k; two programs of which the host calls the first k times, as
-`parallel.changing.ChangingStep` does; and one program whose loop takes k as an argument, and so
-needs an array for the most microbatches that there may be (here twice as many). The two programs
-also measure statistics of gradients: the noise scale, the similarity of halves, and in one update
-of 100 the gradients of examples one by one. The contenders take turns in one process; read the
-ratios.
+Of each network, an update of k microbatches, all on the device, by three contenders: the step that
+is compiled for these k; the two programs of `parallel.changing.ChangingStep`, of which the host
+calls the first one for each microbatch, or on a CPU for up to eight; and one program whose loop
+takes k as an argument, and so needs an array for the most microbatches that there may be (here
+twice as many). The two programs also measure statistics of gradients: the noise scale, the
+similarity of halves, and in one update of 100 the gradients of examples one by one. The contenders
+take turns in one process; read the ratios. Those of processor time, which is that of all threads of
+this process, stay the same beside other work.
 """
 
 import pathlib
@@ -122,68 +123,78 @@ def in_program(run: Run, capacity: int) -> Turn:
 
 
 def measure(network: Network, count: int, rounds: int) -> dict[str, np.ndarray]:
-    """Returns the seconds of an update of each contender, (rounds,)."""
+    """Returns the seconds of updates of each contender, by the clock and of the processor.
+
+    The arrays are (2, rounds).
+    """
     run = run_of(network, count)
     turns = {
-        "one size": of_one_size(run), "host loop": by_host(run),
-        "in the program": in_program(run, 2 * count),
+        "one size": of_one_size(run), "two programs": by_host(run),
+        "one program": in_program(run, 2 * count),
     }
     # An example of a network with BatchNorm has no gradient of its own.
     turns |= {
         name: by_host(run, statistics) for name, statistics in MEASURED.items()
         if not (statistics.per_example and run.abstract_state.model_state)
     }
-    times: dict[str, list[float]] = {name: [] for name in turns}
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in turns}
     for _ in range(rounds + 1):
         for name, turn in turns.items():
-            begun = time.perf_counter()
+            begun, used = time.perf_counter(), time.process_time()
             turn()
-            times[name].append(time.perf_counter() - begun)
-    return {name: np.array(each[1:]) for name, each in times.items()}
+            times[name].append((time.perf_counter() - begun, time.process_time() - used))
+    return {name: np.array(each[1:]).T for name, each in times.items()}
 
 
 def row(name: str, batch: int, count: int, seconds: dict[str, np.ndarray]) -> str:
-    """Returns a row of the table; a contender that there is not has no figure."""
+    """Returns a row of a table; a contender that there is not has no figure."""
 
     def ratio(of: str, to: str) -> float:
         # Round by round: both were then measured under the same load.
         return float(np.median(seconds[of] / seconds[to]))
 
-    cells = [
-        f"{1e3 * np.median(seconds[key]):.1f}"
-        for key in ("one size", "host loop", "in the program")
-    ]
-    cells += [f"{ratio(key, 'one size'):.3f}" for key in ("host loop", "in the program")]
-    cells += [f"{ratio(key, 'host loop'):.3f}" for key in MEASURED if key != "one by one"]
+    others = ("two programs", "one program")
+    cells = [f"{1e3 * np.median(seconds['one size']):.1f}"]
+    cells += [f"{ratio(key, 'one size'):.3f}" for key in others]
+    cells += [f"{ratio(key, 'two programs'):.3f}" for key in MEASURED if key != "one by one"]
     if "one by one" in seconds:
         # One update of the default interval takes longer.
         interval = Statistics().interval
-        cells += [f"{(interval - 1 + ratio('one by one', 'host loop')) / interval:.3f}"]
+        cells += [f"{(interval - 1 + ratio('one by one', 'two programs')) / interval:.3f}"]
     else:
         cells += ["-"]
     return f"| {name} | {batch} | {count} | {' | '.join(cells)} |"
 
 
 def main() -> None:
-    """Measures, prints the table and writes it if asked."""
+    """Measures, prints the tables and writes them if asked."""
     values = flags.FLAGS
+    found = [
+        (name, NETWORKS[name].batch, count, measure(NETWORKS[name], count, values.rounds))
+        for name in values.networks for count in map(int, values.counts)
+    ]
+    given = f"--networks={','.join(values.networks)} --counts={','.join(values.counts)}"
     lines = [
         f"Updates of k microbatches: jax {jax.__version__}, {jax.device_count()} x "
-        f"{jax.devices()[0].device_kind}, {processor()}, {num_cores()} core(s). Medians of "
-        f"{values.rounds} rounds. A ratio above 1 is slower: of the host loop and of the loop in "
-        "the program to the step for one batch size, of statistics to the host loop without. One "
-        f"by one: the gradients of {ROWS} examples in every {Statistics().interval}th update.",
-        f"Command: `python -m experiments.bench.changing_batch --rounds={values.rounds}`",
+        f"{jax.devices()[0].device_kind}, {processor()}, {num_cores()} core(s). {values.note}",
         "",
-        "| network | microbatch | k | one size, ms | host loop, ms | loop in the program, ms | "
-        "host loop / one size | in the program / one size | noise scale | preconditioned too | "
-        "halves | one by one |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
+        f"Medians of {values.rounds} rounds, of ratios in a round. A ratio above 1 is slower: of "
+        "two programs for any k, and of one with a loop over k, to the step for one batch size; of "
+        "statistics to the two programs without. One by one: the gradients of "
+        f"{ROWS} examples in every {Statistics().interval}th update.",
+        f"Command: `python -m experiments.bench.changing_batch --rounds={values.rounds} {given}`",
     ]
-    for name in values.networks:
-        for count in map(int, values.counts):
-            network = NETWORKS[name]
-            lines.append(row(name, network.batch, count, measure(network, count, values.rounds)))
+    for kind, title in enumerate(("By the clock", "Processor time")):
+        lines += [
+            "", f"{title}:", "",
+            "| network | microbatch | k | one size, ms | two programs / one size | "
+            "one program / one size | noise scale | preconditioned too | halves | one by one |",
+            "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
+        ]
+        lines += [
+            row(name, batch, count, {key: each[kind] for key, each in seconds.items()})
+            for name, batch, count, seconds in found
+        ]
     text = "\n".join(lines) + "\n"
     print(text, end="")
     if values.write:
@@ -193,6 +204,7 @@ def main() -> None:
 if __name__ == "__main__":
     flags.DEFINE_list("networks", list(NETWORKS), "Networks to measure.")
     flags.DEFINE_list("counts", ["1", "4"], "Numbers of microbatches.")
+    flags.DEFINE_string("note", "", "What the page says of the machine, such as other work on it.")
     flags.DEFINE_integer("rounds", 9, "Turns of each.", lower_bound=1)
     flags.DEFINE_bool("write", False, "Whether to write changing_batch.md beside this file.")
     cli.run_main(main)

@@ -16,6 +16,7 @@ Programs for other devices are JAX' own. `python -m experiments.bench.convolutio
 import functools
 import itertools
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -26,6 +27,7 @@ from jax import lax
 from lamb_tpu.models import axes
 
 _NHWC = ("NHWC", "HWIO", "NHWC")
+_FAST_ORDER = "[b, 0, 1, f]x[0, 1, i, o]->[b, 0, 1, f]"
 _FEW_PIXELS = 9  # outputs up to this size are sums; from 16 pixels on convolutions are as fast
 _PATCH_BYTES = 2**22  # of patches that are made at once: they stay in the cache
 _Pads = tuple[tuple[int, int], ...]
@@ -68,6 +70,21 @@ def convolve(
         pads = lax.padtype_to_pads(x.shape[1:3], kernel.shape[:2], strides, padding)
     return _convolve(
         x, kernel, tuple(strides), tuple(map(tuple, pads)), feature_group_count
+    )
+
+
+def are_fast_in_loops(program: str) -> bool:
+    """Returns whether a CPU computes all convolutions of a program as fast within a loop.
+
+    Args:
+      program: StableHLO as text, lowered for a CPU. Those of `convolve` are fast, and gradients of
+        `jax.lax` are not.
+    """
+    lines = [line for line in program.splitlines() if "stablehlo.convolution" in line]
+    return all(
+        _FAST_ORDER in line and "feature_group_count = 1 " in line
+        and {*re.findall(r"\d+", " ".join(re.findall(r"_dilate = \[(.*?)\]", line)))} <= {"1"}
+        for line in lines
     )
 
 

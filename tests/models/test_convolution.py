@@ -184,3 +184,18 @@ def test_what_is_not_made_for_it(change: dict[str, Any]) -> None:
 
 def test_examples_in_docstrings() -> None:
     assert doctest.testmod(convolution_lib) == (0, 1)
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+def test_which_are_fast_in_loops(groups: int) -> None:
+    kernel = (3, 3, 1, 4) if groups == 4 else (3, 3, 4, 5)
+
+    def text(convolution: Any) -> str:
+        def loss(*both: Any) -> jax.Array:
+            return jnp.sum(convolution(*both, (2, 2), "SAME", groups) ** 2)
+
+        return jax.jit(jax.grad(loss, (0, 1))).lower(*inputs(kernel)).as_text()
+
+    assert convolution_lib.are_fast_in_loops(text(ours))
+    assert not convolution_lib.are_fast_in_loops(text(theirs))
+    assert convolution_lib.are_fast_in_loops(jax.jit(jnp.dot).lower(1.0, 2.0).as_text())

@@ -13,6 +13,7 @@ from jax.sharding import AxisType
 
 from lamb_tpu import data
 from lamb_tpu.optim import parameters
+from lamb_tpu.parallel import changing as changing_lib
 from lamb_tpu.parallel import mesh as mesh_lib
 from lamb_tpu.parallel import state as state_lib
 from lamb_tpu.parallel.changing import ChangingStep
@@ -93,9 +94,10 @@ def test_as_one_step_for_the_whole_batch(place: str, net: str) -> None:
 
 @pytest.mark.parametrize("backend", some(["jit", "shard_map"], ("shard_map",)))
 def test_any_number_of_microbatches_and_no_program_more(
-    backend: str, caplog: pytest.LogCaptureFixture
+    backend: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each update is that of a step of its own size, and only the first of each kind compiles."""
+    monkeypatch.setattr(changing_lib, "TOGETHER", 2)  # so that 3 take two calls
     counts = 2, 1, 3, 1
     run = prepared(8, 1, model=BATCH_NORM, parallel__backend=backend)
     step, state = changing(run), start(run)
