@@ -348,8 +348,8 @@ def renamed(flat: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a flattened config of any version with the keys of this one."""
     found = {}
     for key, value in flat.items():
-        phase, own = re.match(r"(phases\.[^.]+\.)?(.*)", key, re.DOTALL).groups("")  # type: ignore[union-attr]
-        found[phase + _RENAMED.get(own, own)] = value
+        own = re.sub(r"^phases\.[^.]+\.", "", key)  # within a phase too
+        found[key.removesuffix(own) + _RENAMED.get(own, own)] = value
     return found
 
 
