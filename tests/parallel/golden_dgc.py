@@ -32,16 +32,12 @@ class Recorded(DGC):
 
     starts: tuple[tuple[int, tuple[tuple[int, ...], ...]], ...] = ()
 
-    def sample_start(self, leaf: int, sampling: Sampling, count: jax.Array) -> jax.Array | int:
-        given = dict(self.starts)
-        return jnp.asarray(given[leaf])[count, lax.axis_index(AXES)] if leaf in given else 0
+    def sample_start(self, leaf: int, sampling: Sampling, count: jax.Array) -> jax.Array:
+        return jnp.asarray(dict(self.starts)[leaf])[count, lax.axis_index(AXES)]
 
-    def select(
-        self, magnitudes: jax.Array, sampling: Sampling, start: jax.Array | int
-    ) -> jax.Array:
-        mask = super().select(magnitudes, sampling, start)
-        _masks.append(mask)
-        return mask
+    def masks(self, magnitudes: list[jax.Array], count: jax.Array) -> list[jax.Array]:
+        _masks[:] = super().masks(magnitudes, count)
+        return list(_masks)
 
 
 def repeat(entry: Mapping[str, Any], recorded: Arrays, inputs: Arrays) -> dict[str, np.ndarray]:

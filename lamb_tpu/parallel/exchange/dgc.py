@@ -147,19 +147,23 @@ class DGC(Exchange):
         self, gradients: list[jax.Array], device: Any, count: jax.Array
     ) -> tuple[list[jax.Array], Any]:
         """The sums of what is sent, and the new momentum and accumulated values."""
-        momenta, selected, budgets = [], [], []
-        rows = zip(gradients, device["momentum"], device["accumulated"], strict=True)
-        for leaf, (g, u, v) in enumerate(rows):
+        momenta, accumulated = [], []
+        for g, u, v in zip(gradients, device["momentum"], device["accumulated"], strict=True):
             step, u = self._momentum(self._clipped(g, self.num_devices), u)
-            v += step
-            sampling = self.sampling(v.size)
-            mask = self.select(jnp.abs(v), sampling, self.sample_start(leaf, sampling, count))
-            momenta.append(jnp.where(mask, 0, u) if self.factor_masking else u)
-            selected.append(sparse.Selected(v, mask))
-            budgets.append(sampling.budget)
+            momenta.append(u)
+            accumulated.append(v + step)
+        # NaN is sent, so that every device sees it.
+        masks = self.masks(
+            [jnp.where(jnp.isnan(v), jnp.inf, jnp.abs(v)) for v in accumulated], count
+        )
+        selected = [sparse.Selected(v, mask) for v, mask in zip(accumulated, masks, strict=True)]
+        budgets = [self.sampling(v.size).budget for v in accumulated]
         sums = sparse.total(selected, budgets, self.axes, self.num_devices)
         return sums, {
-            "momentum": tuple(momenta),
+            "momentum": tuple(
+                jnp.where(mask, 0, u) if self.factor_masking else u
+                for u, mask in zip(momenta, masks, strict=True)
+            ),
             "accumulated": tuple(jnp.where(mask, 0, v) for v, mask in selected),
         }
 
@@ -193,7 +197,7 @@ class DGC(Exchange):
             samples = size // stride
         return Sampling(size, budget, stride, math.ceil(samples * self.ratio))
 
-    def sample_start(self, leaf: int, sampling: Sampling, count: jax.Array) -> jax.Array | int:
+    def sample_start(self, leaf: int, sampling: Sampling, count: jax.Array) -> jax.Array:
         """Returns the index of the first sample; it changes from update to update.
 
         Args:
@@ -202,13 +206,33 @@ class DGC(Exchange):
           count: number of updates before.
         """
         if sampling.stride == 1:
-            return 0
+            return jnp.zeros((), jnp.int32)
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self.seed), count), leaf)
         return jax.random.randint(key, (), 0, sampling.stride, jnp.int32)
 
-    def select(
-        self, magnitudes: jax.Array, sampling: Sampling, start: jax.Array | int
-    ) -> jax.Array:
+    def masks(self, magnitudes: list[jax.Array], count: jax.Array) -> list[jax.Array]:
+        """Returns the masks of the values that are sent of each matrix.
+
+        Args:
+          magnitudes: of what is accumulated.
+          count: number of updates before.
+        """
+        of_size: dict[int, list[int]] = {}
+        for leaf, values in enumerate(magnitudes):
+            of_size.setdefault(values.size, []).append(leaf)
+        found: dict[int, jax.Array] = {}
+        # Matrices of one size share the program, whose several loops take long to compile.
+        for size, leaves in of_size.items():
+            sampling = self.sampling(size)
+            rows = (
+                jnp.stack([magnitudes[leaf] for leaf in leaves]),
+                jnp.stack([self.sample_start(leaf, sampling, count) for leaf in leaves]),
+            )
+            masks = lax.map(lambda row, how=sampling: self.select(row[0], how, row[1]), rows)
+            found |= zip(leaves, masks, strict=True)
+        return [found[leaf] for leaf in range(len(magnitudes))]
+
+    def select(self, magnitudes: jax.Array, sampling: Sampling, start: jax.Array) -> jax.Array:
         """Returns the mask of the values that are sent; at most `sampling.budget` of them.
 
         These are the values that are not below a threshold, and of more than the budget allows the
@@ -243,15 +267,16 @@ class DGC(Exchange):
             adapts, adapt, (threshold, number(threshold), jnp.zeros((), jnp.int32))
         )
 
-        def at_threshold() -> jax.Array:
-            return selection.first(magnitudes >= threshold, budget)
-
         if not self.resample:
-            return at_threshold()
-        return lax.cond(
-            (found > too_many) & (step < _ADAPTATIONS),
-            lambda: selection.largest(magnitudes, budget), at_threshold,
+            return selection.first(magnitudes >= threshold, budget)
+        # Too many: the largest ones.
+        exact = (found > too_many) & (step < _ADAPTATIONS)
+        threshold = lax.cond(
+            exact, lambda: selection.kth_largest(magnitudes, budget), lambda: threshold
         )
+        above = exact & (magnitudes > threshold)
+        left = budget - jnp.sum(above, dtype=jnp.int32)
+        return above | selection.first((magnitudes >= threshold) & ~above, left)
 
 
 def _by_rank(leaves: list[Any]) -> tuple[list[Any], list[Any]]:

@@ -77,25 +77,18 @@ def gather(
       values: (devices, sum of the budgets).
       indices: the same shape, int32; the joined length for places that are not used.
     """
-    dtype = jnp.result_type(*[vector.values.dtype for vector in vectors])
-    length, start, indices, values = sum(vector.mask.size for vector in vectors), 0, [], []
-    for vector, budget in zip(vectors, budgets, strict=True):
-        size = vector.mask.size
-        index = selection.places(vector.mask, jnp.arange(budget, dtype=jnp.int32))
-        values.append(vector.values.at[index].get(mode="fill", fill_value=0).astype(dtype))
-        indices.append(jnp.where(index < size, index + start, length))
-        start += size
-    own = jnp.concatenate(values)
+    mask = jnp.concatenate([vector.mask for vector in vectors])
+    joined = jnp.concatenate([vector.values for vector in vectors])
+    indices = selection.places(mask, jnp.arange(sum(budgets), dtype=jnp.int32))
+    own = joined.at[indices].get(mode="fill", fill_value=0)
     # Both in one operation, as words of 32 bits.
     words = lax.bitcast_convert_type(own, jnp.uint32)
-    sent = jnp.concatenate(
-        [words.ravel(), lax.bitcast_convert_type(jnp.concatenate(indices), jnp.uint32)]
-    )
+    sent = jnp.concatenate([words.ravel(), lax.bitcast_convert_type(indices, jnp.uint32)])
     received = lax.all_gather(sent, tuple(axes))
     received = received.reshape(-1, sent.size)
     parts = received[:, : words.size].reshape(-1, *words.shape)
     return (
-        lax.bitcast_convert_type(parts, dtype),
+        lax.bitcast_convert_type(parts, own.dtype),
         lax.bitcast_convert_type(received[:, words.size :], jnp.int32),
     )
 

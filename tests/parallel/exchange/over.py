@@ -50,7 +50,7 @@ def run(
             programs[now] = jit(jax.vmap(now.reduce, axis_name=AXES[0]))
         found, residual = programs[now](grads, residual)
         for leaf in jax.tree.leaves((found, residual.whole)):
-            assert np.array_equal(leaf, np.broadcast_to(leaf[:1], leaf.shape))
+            assert np.array_equal(leaf, np.broadcast_to(leaf[:1], leaf.shape), equal_nan=True)
         sums.append({name: np.asarray(leaf[0]) for name, leaf in found.items()})
         residuals.append(residual)
     return sums, residuals

@@ -165,6 +165,27 @@ def test_selected_from_samples(resample: bool, kind: str) -> None:
         assert set(numbers) <= {0, 200}
 
 
+def test_too_many_above_the_threshold_are_replaced_by_the_largest() -> None:
+    """A few large values that the samples miss, among equal ones: sent wherever they are."""
+    values = np.ones(20_000, np.float32)
+    values[[19_999, 17_003, 5]] = [3, 2, 4]
+    exchange = DGC(over.AXES, 8, ratio=0.01)
+    sampling = exchange.sampling(values.size)
+    mask = np.asarray(jit(lambda x: exchange.select(x, sampling, jnp.int32(1)))(values))
+    assert mask.sum() == 200 and mask[[19_999, 17_003, 5]].all() and mask[:198].all()
+    first = dataclasses.replace(exchange, sample_ratio=1.0)
+    mask = np.asarray(first.select(jnp.asarray(values), first.sampling(20_000), jnp.int32(0)))
+    assert np.flatnonzero(mask).tolist() == list(range(200))  # as the authors do
+
+
+def test_nan_reaches_every_device() -> None:
+    every = over.gradients({"x": (100, 300)}, 1)
+    every[0]["x"][3, 50, 7] = np.nan
+    for sample_ratio in (0.01, 1.0):
+        exchange = DGC(over.AXES, 8, ratio=0.01, sample_ratio=sample_ratio)
+        assert np.isnan(over.run(exchange, every[:1])[0][0]["x"][50, 7])
+
+
 def test_starts_of_samples_change() -> None:
     exchange = DGC(over.AXES, 8)
     sampling = exchange.sampling(1_000_000)

@@ -139,3 +139,14 @@ def test_inner_axis_stays() -> None:
     with pytest.raises(UserError, match="2 devices of an inner axis, and config.mesh has 4; resum"):
         other = part(8, fsdp=4)
         other.resumed(value)
+
+
+def test_values_of_each_device_cannot_be_shared() -> None:
+    """EF21+ has the estimates of every device on every device, and no sum of them."""
+    there, here = (
+        Kept(make_exchange(part(n).exchange.layout, "ef21", {"plus": True}), part(n).params)
+        for n in (8, 4)
+    )
+    tiny.assert_equal(read(there, there, begun(there)), begun(there))
+    with pytest.raises(UserError, match="of each of 8 devices on every device"):
+        read(there, here, begun(there))
