@@ -178,7 +178,8 @@ def table(rows: dict[str, Row]) -> str:
 def main() -> None:
     """Measures or estimates, prints the table and writes it if asked."""
     values = flags.FLAGS
-    size, command = (values.layers, values.width), f"--layers={values.layers} --width={values.width}"
+    size = values.layers, values.width
+    command = f"--layers={values.layers} --width={values.width}"
     if values.topology:
         slice_ = topology.topology(values.topology)
         mesh = Mesh(np.array(topology.devices(slice_)), (_AXIS,))

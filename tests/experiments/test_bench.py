@@ -220,3 +220,20 @@ def test_image_routes_give_the_same_pictures(tmp_path):
                 assert np.abs(width - 210).max() < 8  # 0.875 of 240
             seen += 1
     assert seen >= 4
+
+
+@pytest.mark.long
+def test_exchange():
+    from lamb_tpu.parallel.exchange import EXCHANGES
+
+    done = tiny.command(
+        "experiments.bench.exchange", "--layers=1", "--width=64", "--rounds=1", "--devices=4"
+    )
+    assert done.returncode == 0, done.stderr
+    rows = {
+        cells[0]: [float(cell) for cell in cells[1:]]
+        for cells in (
+            line.strip("| ").split(" | ") for line in done.stdout.splitlines()[5:])
+    }
+    assert set(EXCHANGES) <= set(rows) and rows["float32"][1] == rows["float32"][3] == 1
+    assert 0.25 <= rows["aps"][3] < 0.27 and 0.125 <= rows["aps, e3m0"][3] < 0.14

@@ -39,9 +39,10 @@ class Aps(Exchange):
     github.com/drcut/CPD, commit ddd9a67), which sends float32. So the casts are CPD's: they differ
     from correct rounding just above ties of the smallest values, by a millionth of these, and
     past the largest value, which the shift rules out. A layer is a leaf: stacked layers share one
-    shift. Differences from CPD: a layer without gradient stays zero, where CPD divides zero by zero; a layer with
-    an infinite or NaN value becomes NaN; and without `shift` each device's gradient is cast
-    before it is sent, where CPD sends it wide, and what rounds past the largest value is infinite.
+    shift. Differences from CPD: a layer without gradient stays zero, where CPD divides zero by
+    zero; a layer with an infinite or NaN value becomes NaN; and without `shift` each device's
+    gradient is cast before it is sent, where CPD sends it wide, and what rounds past the largest
+    value is infinite.
 
     Attributes:
       axes: mesh axes to sum over.
