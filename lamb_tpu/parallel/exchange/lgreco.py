@@ -270,11 +270,12 @@ def squared_errors(
         values = jnp.linalg.svd(matrices, compute_uv=False)
         beyond = jnp.zeros(len(matrices))
     else:
-        q = start
-        for _ in range(ITERATIONS):
-            (q,) = lowrank.orthonormalise([q])
+        def iterate(_: Any, factors: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            (q,) = lowrank.orthonormalise([factors[1]])
             (p,) = lowrank.orthonormalise([lowrank.times(matrices, q)])
-            q = lowrank.transposed_times(matrices, p)
+            return p, lowrank.transposed_times(matrices, p)
+
+        p, q = lax.fori_loop(0, ITERATIONS, iterate, (lowrank.times(matrices, start), start))
         values = jnp.linalg.svd(q, compute_uv=False)
         beyond = jnp.sum(jnp.square(matrices - lowrank.outer(p, q)), axis=(1, 2))
     squares = jnp.square(values)

@@ -127,17 +127,19 @@ def _orthonormal(factor: jax.Array) -> jax.Array:
     # Squares of a small gradient would underflow.
     largest = jnp.max(jnp.abs(factor), axis=(1, 2), keepdims=True)
     factor = factor / jnp.where(largest > 0, largest, 1)
-    basis = jnp.zeros((*factor.shape[:2], 0))
-    for index in range(factor.shape[2]):
-        column = factor[:, :, index : index + 1]
+
+    # A loop, as programs of many ranks and shapes would take long to compile.
+    def add(index: jax.Array, basis: jax.Array) -> jax.Array:
+        column = lax.dynamic_slice_in_dim(factor, index, 1, axis=2)
         before = jnp.linalg.norm(column, axis=1, keepdims=True)
-        for _ in range(2 if index else 0):
+        for _ in range(2):
             column = column - times(basis, transposed_times(basis, column))
         norm = jnp.linalg.norm(column, axis=1, keepdims=True)
         kept = norm > _DEPENDENT * before
         column = jnp.where(kept, column / jnp.where(kept, norm, 1), 0)
-        basis = jnp.concatenate([basis, column], axis=2)
-    return basis
+        return lax.dynamic_update_slice_in_dim(basis, column, index, axis=2)
+
+    return lax.fori_loop(0, factor.shape[2], add, jnp.zeros_like(factor))
 
 
 def random_factors(

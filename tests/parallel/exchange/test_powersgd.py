@@ -77,7 +77,8 @@ def test_a_matrix_of_low_rank_is_sent_exactly() -> None:
     grads = {"kernel": (left @ right).astype(np.float32)}
     found, residual = run(powersgd(), [grads])
     np.testing.assert_allclose(found[0]["kernel"][0], total(grads)["kernel"], rtol=1e-3, atol=1e-4)
-    assert np.abs(residual.device["kernel"]).max() < 1e-4
+    assert np.abs(residual.device["kernel"].sum(axis=0)).max() < 1e-3
+    assert np.abs(residual.device["kernel"]).max() > 1  # of opposite signs
 
 
 def test_warm_start_finds_the_leading_directions() -> None:
@@ -86,7 +87,8 @@ def test_warm_start_finds_the_leading_directions() -> None:
     left, values, right = np.linalg.svd(total(grads)["kernel"])
     best = left[:, :2] * values[:2] @ right[:2]
     distances = []
-    for options in ({}, {"warm_start": False}, {"alternate": True}, {"iterations": 20}):
+    for options in ({}, {"warm_start": False}, {"alternate": True},
+                    {"iterations": 20, "min_saving": 0.0}):
         found, residual = run(powersgd(error_feedback=False, **options), [grads] * 40)
         distances.append(np.abs(found[-1]["kernel"][0] - best).max())
         assert residual.device == ()
