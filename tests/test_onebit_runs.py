@@ -128,6 +128,7 @@ def test_killed_is_uninterrupted(whole: pathlib.Path, tmp_path: pathlib.Path) ->
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
+    assert process.returncode == -signal.SIGKILL
     train(twelve(), workdir, quiet=True)
     tiny.assert_equal(tiny.restored(twelve(), workdir)[0], tiny.restored(twelve(), whole)[0])
 

@@ -14,7 +14,7 @@ from lamb_tpu import own
 from lamb_tpu.errors import UserError
 from lamb_tpu.optim import parameters
 from lamb_tpu.optim.reducing import Reducing
-from lamb_tpu.optim.staged import leaves_devices_apart
+from lamb_tpu.optim.staged import Staged, leaves_devices_apart
 from lamb_tpu.parallel import mesh as mesh_lib
 from lamb_tpu.parallel.exchange import (
     EXCHANGES,
@@ -122,10 +122,6 @@ def check_optimizer(config: ConfigDict, tx: optax.GradientTransformation, mesh: 
     several = mesh_lib.num_batch_shards(mesh) > 1
     if config.parallel.backend != "shard_map" and several:
         raise UserError(f"{told}; this needs config.parallel.backend='shard_map'")
-    if several and config.parallel.exchange.name == "float32":
-        raise UserError(
-            f"{told} so that few bits are sent, and {_KEY}.name is 'float32'; set it to 'onebit'"
-        )
     if leaves_devices_apart(tx):
         raise UserError(
             f"{told} at intervals, between which parameters of the devices would differ; "
@@ -145,6 +141,11 @@ def check_optimizer(config: ConfigDict, tx: optax.GradientTransformation, mesh: 
         raise UserError(
             f"{told}, so that there is no gradient of the batch for statistics of its parts; leave "
             "out config.statistics, and a config.batch_rule that needs them"
+        )
+    # An optimizer of a user's own may have other reasons to sum by itself.
+    if several and isinstance(tx, Staged) and config.parallel.exchange.name == "float32":
+        raise UserError(
+            f"{told} so that few bits are sent, and {_KEY}.name is 'float32'; set it to 'onebit'"
         )
 
 
