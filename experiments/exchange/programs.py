@@ -10,7 +10,7 @@ import json
 import math
 import pathlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -195,20 +195,43 @@ def counts(shapes: Sequence[tuple[int, ...]], factors: Mapping[int, int]) -> dic
     }
 
 
-def summed(found: list[Collective], devices: int, inner: int) -> list[list[Any]]:
+def summed(found: Iterable[Collective], devices: int, inner: int) -> list[list[Any]]:
     """Returns [kind, among, dtype, number, operand bytes] of collectives, summed up.
 
-    `among` is 'all', 'inner' (the devices of a host) or 'outer' (one device of each host).
+    `among` is 'all', 'inner' (the devices of a host) or 'outer' (one device of each host). A phase
+    of a collective in several, which is among fewer of them, has the operand with which one phase
+    would send as much.
+
+    Args:
+      found: the collectives; `inner` devices that follow each other are on one host.
+      devices: number of devices.
+      inner: devices within which gradients are summed first; 1: none.
     """
     totals: dict[tuple[str, str, str], list[int]] = {}
     for one in found:
-        among = "all" if one.group_size == devices else (
-            "inner" if one.group_size == inner else "outer"
-        )
+        among, members = "all", devices
+        if inner > 1 and all(len({i // inner for i in group}) == 1 for group in one.groups):
+            among, members = "inner", inner
+        elif inner > 1 and all(len({i % inner for i in group}) == 1 for group in one.groups):
+            among, members = "outer", devices // inner
+        size = one.operand_bytes
+        if one.group_size != members:
+            size = round(one.sent_bytes / sent_share(one.kind, members))
         total = totals.setdefault((one.kind, among, one.dtype), [0, 0])
         total[0] += one.count
-        total[1] += one.count * one.operand_bytes
+        total[1] += one.count * size
     return [[*key, *total] for key, total in sorted(totals.items())]
+
+
+def sent_share(kind: str, members: int) -> float:
+    """Returns what a device sends in a collective as a share of its operand."""
+    others = members - 1
+    if kind == "all-gather":
+        return others
+    if kind == "all-reduce":
+        return 2 * others / members
+    is_cut = kind in ("reduce-scatter", "all-to-all", "ragged-all-to-all")
+    return others / members if is_cut else 1.0
 
 
 def load() -> dict[str, dict[str, Any]]:

@@ -9,7 +9,14 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from experiments.exchange.programs import HOST_DEVICES, METHODS, MODELS, STEP_SLICE, Case
+from experiments.exchange.programs import (
+    HOST_DEVICES,
+    METHODS,
+    MODELS,
+    STEP_SLICE,
+    Case,
+    sent_share,
+)
 from experiments.plan.rows import load_kept
 from lamb_tpu.cost.calibrated import CALIBRATED
 from lamb_tpu.cost.hlo import Array
@@ -114,11 +121,9 @@ def sent_bytes(found: Law, devices: int) -> float:
     """Returns the bytes that a device sends, as `traffic.Collective.sent_bytes` counts them."""
     total = 0.0
     for part in found.parts:
-        size = found.inner if part.among == "inner" else devices // found.inner
-        others, operand = size - 1, part.operand_bytes(devices // found.inner)
-        factor = {"all-reduce": 2 * others / size, "all-gather": others, "reduce-scatter":
-                  others / size, "all-to-all": others / size, "ragged-all-to-all": others / size}
-        total += operand * factor.get(part.kind, 1.0)
+        count = devices // found.inner
+        members = {"inner": found.inner, "outer": count, "all": devices}[part.among]
+        total += part.operand_bytes(count) * sent_share(part.kind, members)
     return total
 
 

@@ -158,14 +158,21 @@ def test_the_least_bytes(method: str, expected: float) -> None:
 
 
 def test_sums_of_collectives() -> None:
-    def one(kind: str, members: int, count: int, size: int) -> Collective:
-        return Collective(kind, (tuple(range(members)),), (Array("u8", (size,)),), count)
+    def one(kind: str, groups: list[range], count: int, size: int) -> Collective:
+        return Collective(kind, tuple(map(tuple, groups)), (Array("u8", (size,)),), count)
 
-    assert programs.summed(
-        [one("all-reduce", 32, 1, 5), one("all-gather", 8, 2, 3), one("all-gather", 4, 1, 7),
-         one("all-reduce", 32, 3, 1)], 32, 8,
-    ) == [["all-gather", "inner", "u8", 2, 6], ["all-gather", "outer", "u8", 1, 7],
-          ["all-reduce", "all", "u8", 4, 8]]
+    every, hosts = [range(32)], [range(first, first + 8) for first in range(0, 32, 8)]
+    across = [range(first, 32, 8) for first in range(8)]
+    found = [one("all-reduce", every, 1, 5), one("all-gather", hosts, 2, 3),
+             one("all-gather", across, 1, 7), one("all-reduce", every, 3, 1)]
+    assert programs.summed(found, 32, 8) == [
+        ["all-gather", "inner", "u8", 2, 6], ["all-gather", "outer", "u8", 1, 7],
+        ["all-reduce", "all", "u8", 4, 8],
+    ]
+    # Two phases send as much as one: 7 x 31 bytes.
+    phases = [one("all-gather", across, 1, 31), one("all-gather", hosts, 1, 124)]
+    assert sum(each.sent_bytes for each in phases) == 31 * 31
+    assert programs.summed(phases, 32, 1) == [["all-gather", "all", "u8", 2, 3 + 28]]
 
 
 def test_kept_rows_make_the_page() -> None:
