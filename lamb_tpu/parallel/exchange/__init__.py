@@ -84,6 +84,4 @@ def make_exchange(
 __all__ = [
     "DGC", "EF14", "EF21", "EXCHANGES", "Aps", "BFloat16", "Cast", "EControl", "Exchange", "LGreCo",
     "OneBit", "Placed", "PowerSGD", "Residual", "TopK", "exchange_over", "make_exchange",
-    "EXCHANGES", "Aps", "BFloat16", "Cast", "Exchange", "OneBit", "Placed", "Residual",
-    "exchange_over", "make_exchange",
 ]
