@@ -31,7 +31,7 @@ class Matrix(NamedTuple):
       layers, rows, columns: the shape of the stack of matrices.
     """
 
-    index: int
+    index: int  # type: ignore[assignment]
     path: str
     layers: int
     rows: int
