@@ -84,7 +84,7 @@ class PowerSGD(Exchange):
         """
         check_matrices(self, params)
         matrices = self.matrices(params)
-        errors = ()
+        errors: Any = ()
         if self.error_feedback:
             leaves = jax.tree.leaves(params)
             errors = {m.path: jnp.zeros(leaves[m.index].shape, jnp.float32) for m in matrices}
