@@ -21,7 +21,6 @@ from lamb_tpu.cost.hosts import HostNetwork, hosts
 from lamb_tpu.cost.network import Network
 from lamb_tpu.cost.timeline import Timeline
 from lamb_tpu.errors import UserError
-from lamb_tpu.parallel.step import Stage
 from lamb_tpu.plan import guard
 from lamb_tpu.plan import stages as stages_lib
 from lamb_tpu.plan.cache import Cache, Compiled, key_of
@@ -72,7 +71,7 @@ def make_plan(
             "size; leave config.batch_rule empty, or plan the run with --topology alone"
         )
     stages = stages_lib.stages_of(run)
-    plans = dict[Stage, Plan]()
+    plans = dict[stages_lib.Stage, Plan]()
     for stage, (first, _) in stages.items():
         plans[stage] = _of_step(run, first, name, devices, waiting, cache, gbps)
         if not plans[stage].fits:

@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 from lamb_tpu import terminal
 from lamb_tpu.cost import traffic
 from lamb_tpu.cost.timeline import Timeline
-from lamb_tpu.parallel.step import Stage
 from lamb_tpu.plan.totals import span_text
 from lamb_tpu.run.build import Run
+
+Stage = Any  # a `lamb_tpu.parallel.step.Stage`, as `Run.stage` returns it
 
 
 class Row(NamedTuple):
