@@ -105,7 +105,7 @@ class LGreCo(Exchange):
         }
         if self.error_feedback:
             device["error"] = {
-                m.path: jnp.zeros(leaves[m.index].shape, jnp.float32) for m in matrices
+                m.path: jnp.zeros(leaves[m.number].shape, jnp.float32) for m in matrices
             }
         return Residual(device=device, whole={
             "count": jnp.zeros((), jnp.int32),
@@ -133,7 +133,7 @@ class LGreCo(Exchange):
         new = {"average": average}
         if self.error_feedback:
             new["error"] = {
-                m.path: (matrix - lowrank.outer(*pair)).reshape(leaves[m.index].shape)
+                m.path: (matrix - lowrank.outer(*pair)).reshape(leaves[m.number].shape)
                 for m, matrix, *pair in zip(matrices, own, p, own_q, strict=True)
             }
         found = [lowrank.outer(*pair) for pair in zip(p, q, strict=True)]

@@ -26,12 +26,12 @@ class Matrix(NamedTuple):
     """A leaf of the gradient that is seen as `layers` matrices of (rows, columns).
 
     Attributes:
-      index: the leaf's place among all leaves.
+      number: the leaf's place among all leaves.
       path: the leaf's path, joined by '/'.
       layers, rows, columns: the shape of the stack of matrices.
     """
 
-    index: int  # type: ignore[assignment]
+    number: int
     path: str
     layers: int
     rows: int
@@ -159,7 +159,7 @@ def random_factors(
     key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), count)
     return [
         jax.random.normal(
-            jax.random.fold_in(key, matrix.index), (matrix.layers, side, rank), jnp.float32
+            jax.random.fold_in(key, matrix.number), (matrix.layers, side, rank), jnp.float32
         )
         for matrix, side, rank in zip(matrices, sides, ranks, strict=True)
     ]

@@ -87,7 +87,7 @@ class PowerSGD(Exchange):
         errors: Any = ()
         if self.error_feedback:
             leaves = jax.tree.leaves(params)
-            errors = {m.path: jnp.zeros(leaves[m.index].shape, jnp.float32) for m in matrices}
+            errors = {m.path: jnp.zeros(leaves[m.number].shape, jnp.float32) for m in matrices}
         whole = {"count": jnp.zeros((), jnp.int32), "q": named(matrices, self._draw(matrices, 0))}
         if self.alternate:
             ranks = [self._rank(m) for m in matrices]
@@ -109,7 +109,7 @@ class PowerSGD(Exchange):
         errors = residual.device
         if self.error_feedback:
             errors = {
-                m.path: value.reshape(leaves[m.index].shape)
+                m.path: value.reshape(leaves[m.number].shape)
                 for m, value in zip(matrices, left, strict=True)
             }
         reduced = merged(leaves, matrices, found, rest)
@@ -231,7 +231,7 @@ def with_errors(
     """Returns the leaves that are sent as factors, as matrices, with the errors added if any."""
     return [
         lowrank.to_matrices(
-            leaves[m.index].astype(jnp.float32) + errors[m.path] if errors else leaves[m.index], m
+            leaves[m.number].astype(jnp.float32) + errors[m.path] if errors else leaves[m.number], m
         )
         for m in matrices
     ]
@@ -239,7 +239,7 @@ def with_errors(
 
 def whole_leaves(leaves: Sequence[jax.Array], matrices: Sequence[Matrix]) -> list[jax.Array]:
     """Returns the leaves that are not among `matrices`."""
-    sent = {m.index for m in matrices}
+    sent = {m.number for m in matrices}
     return [leaf for index, leaf in enumerate(leaves) if index not in sent]
 
 
@@ -249,7 +249,7 @@ def merged(
 ) -> list[jax.Array]:
     """Returns all leaves in their order, from matrices and the other leaves."""
     by_index = {
-        m.index: value.reshape(leaves[m.index].shape)
+        m.number: value.reshape(leaves[m.number].shape)
         for m, value in zip(matrices, found, strict=True)
     }
     others = iter(rest)

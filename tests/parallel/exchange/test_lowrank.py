@@ -22,7 +22,7 @@ def test_matrices(shape, stacked, expected) -> None:
         {"a": jnp.zeros(3), "b": jnp.zeros(shape)}, ("b",) if stacked else (), lambda n, m: True
     )
     assert [m[-3:] for m in found] == ([] if expected is None else [expected])
-    assert all(m.index == 1 and m.path == "b" for m in found)
+    assert all(m.number == 1 and m.path == "b" for m in found)
 
 
 def test_only_matrices_that_are_worth_it() -> None:

@@ -93,7 +93,7 @@ def test_warm_start_finds_the_leading_directions() -> None:
         distances.append(np.abs(found[-1]["kernel"][0] - best).max())
         assert residual.device == ()
     warm, fresh, alternate, many = distances
-    assert max(warm, alternate, many) < 1e-3 < fresh
+    assert max(warm, many) < 1e-4 and alternate < 1e-2 < 0.1 < fresh  # half as many iterations
 
 
 def test_stacked_layers_are_matrices_of_their_own() -> None:
