@@ -26,6 +26,8 @@ _TILES = 8 * _LANES
 _FEW = 4 * _TILES
 # Among so few devices the TPU compiler keeps a small all-gather.
 _ONE_PHASE = 16
+# Rows that it gathers among more than this many are to be of so many values.
+_FEW_DEVICES, _ALIGNED = 8, 128
 
 
 def all_reduce(tree: Any, axes: Sequence[str], dtype: Any = None) -> Any:
@@ -144,7 +146,8 @@ def gather_rows(row: jax.Array, axes: Sequence[str]) -> jax.Array:
     """Gathers each device's row, in the order of the devices.
 
     Over many devices it takes two phases, as `reduce_scatter` does and for the same reason; they
-    send as much as one. The TPU compiler keeps them if 128 divides the length.
+    send as much as one. Of more than a few devices rows are padded to a multiple of 128: the TPU
+    compiler turns other gathers into all-reduces, which send twice as much.
 
     Args:
       row: (length,), on each device.
@@ -153,6 +156,9 @@ def gather_rows(row: jax.Array, axes: Sequence[str]) -> jax.Array:
     Returns:
       (devices, length).
     """
+    length = row.size
+    if math.prod(lax.axis_size(name) for name in axes) > _FEW_DEVICES:
+        row = jnp.pad(row, (0, -length % _ALIGNED))
     rows = row[None]
     for name in reversed(axes):
         size = lax.axis_size(name)
@@ -164,7 +170,7 @@ def gather_rows(row: jax.Array, axes: Sequence[str]) -> jax.Array:
             rows = lax.all_gather(rows, name, axis_index_groups=runs)
             rows = lax.all_gather(rows, name, axis_index_groups=places)
         rows = rows.reshape(-1, row.size)
-    return rows
+    return rows[:, :length]
 
 
 def local_part(leaf: jax.Array, axis: int, name: str) -> jax.Array:

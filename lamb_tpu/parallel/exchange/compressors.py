@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from lamb_tpu.parallel import collectives
 from lamb_tpu.parallel.exchange import selection, sparse
 
 
@@ -49,7 +50,7 @@ class Identity(Compressor):
         return list(lax.psum(list(messages), tuple(axes)))
 
     def each(self, messages: Sequence[jax.Array], axes: Sequence[str]) -> list[jax.Array]:
-        return [_gather(message, axes) for message in messages]
+        return [collectives.gather_rows(message, axes) for message in messages]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +145,10 @@ class Sign(Compressor):
         """Every device's bits of all vectors, (devices, bytes), and scales, (devices, vectors)."""
         joined = jnp.concatenate([message.positive for message in messages])
         scales = jnp.stack([message.scale for message in messages])
-        return _gather(jnp.packbits(joined), axes), _gather(scales, axes)
+        return (
+            collectives.gather_rows(jnp.packbits(joined), axes),
+            collectives.gather_rows(scales, axes),
+        )
 
     def _vectors(
         self, messages: Sequence[Signs], packed: jax.Array, scales: jax.Array
@@ -178,8 +182,3 @@ def check_ratio(name: str, ratio: float) -> None:
     """Raises ValueError where a fraction that is sent is out of (0, 1]."""
     if not 0 < ratio <= 1:
         raise ValueError(f"{name} must be in (0, 1], the fraction of values, not {ratio}")
-
-
-def _gather(x: jax.Array, axes: Sequence[str]) -> jax.Array:
-    """Every device's array, (devices, *shape)."""
-    return lax.all_gather(x, tuple(axes)).reshape(-1, *x.shape)

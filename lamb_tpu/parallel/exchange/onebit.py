@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from lamb_tpu.optim import checks
+from lamb_tpu.parallel import collectives
 from lamb_tpu.parallel.exchange.base import Exchange, Residual
 
 
@@ -90,7 +91,7 @@ class OneBit(Exchange):
         widths = [chunk.shape[1] // 8 for chunk in chunks]
         packed = jnp.concatenate([pack(chunk) for chunk in chunks], 1)
         packed = lax.all_to_all(packed, self.axes, 0, 0, tiled=True)
-        scales = lax.all_gather(scales, self.axes)  # (devices, buffers)
+        scales = collectives.gather_rows(scales, self.axes)  # (devices, buffers)
         summed = [
             jnp.sum(_unpacked(rows, scales[:, index]), 0) + error
             for index, (rows, error) in enumerate(
@@ -101,8 +102,8 @@ class OneBit(Exchange):
             chunk - _signed(chunk, scale) for chunk, scale in zip(summed, scales, strict=True)
         )
         packed = jnp.concatenate([pack(chunk[None]) for chunk in summed], 1)
-        packed = lax.all_gather(packed, self.axes, tiled=True)
-        scales = lax.all_gather(scales, self.axes)
+        packed = collectives.gather_rows(packed[0], self.axes)
+        scales = collectives.gather_rows(scales, self.axes)
         whole = [
             _unpacked(rows, scales[:, index]).ravel()
             for index, rows in enumerate(_split(packed, widths))

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from lamb_tpu.parallel import collectives
 from lamb_tpu.parallel.exchange import selection
 
 # Indices are int32, over all vectors that are sent together.
@@ -84,8 +85,7 @@ def gather(
     # Both in one operation, as words of 32 bits.
     words = lax.bitcast_convert_type(own, jnp.uint32)
     sent = jnp.concatenate([words.ravel(), lax.bitcast_convert_type(indices, jnp.uint32)])
-    received = lax.all_gather(sent, tuple(axes))
-    received = received.reshape(-1, sent.size)
+    received = collectives.gather_rows(sent, axes)
     parts = received[:, : words.size].reshape(-1, *words.shape)
     return (
         lax.bitcast_convert_type(parts, own.dtype),
