@@ -267,7 +267,7 @@ def squared_errors(
       measure: 'svd', for the best approximations, or 'power', for those of power iterations.
     """
     if measure == "svd":
-        values = jnp.linalg.svd(matrices, compute_uv=False)
+        squares = jnp.square(jnp.linalg.svd(matrices, compute_uv=False))
         beyond = jnp.zeros(len(matrices))
     else:
         def iterate(_: Any, factors: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -276,9 +276,10 @@ def squared_errors(
             return p, lowrank.transposed_times(matrices, p)
 
         p, q = lax.fori_loop(0, ITERATIONS, iterate, (lowrank.times(matrices, start), start))
-        values = jnp.linalg.svd(q, compute_uv=False)
+        # The first columns are those of an iteration with so many columns, as one becomes
+        # orthonormal after the other; each takes its square out of what is left.
+        squares = jnp.sum(jnp.square(q), axis=1)
         beyond = jnp.sum(jnp.square(matrices - lowrank.outer(p, q)), axis=(1, 2))
-    squares = jnp.square(values)
     # Sums from the smallest on: the difference of two large sums would be rounding.
     tails = jnp.cumsum(squares[:, ::-1], axis=1)[:, ::-1]
     tails = jnp.pad(tails, ((0, 0), (0, max(0, ranks[-1] + 1 - tails.shape[1]))))
