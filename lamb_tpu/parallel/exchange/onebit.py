@@ -89,9 +89,9 @@ class OneBit(Exchange):
             values - _signed(values, scale) for values, scale in zip(sent, scales, strict=True)
         )
         widths = [chunk.shape[1] // 8 for chunk in chunks]
-        packed = jnp.concatenate([pack(chunk) for chunk in chunks], 1)
+        packed = _with_scales([pack(chunk) for chunk in chunks], scales)
         packed = lax.all_to_all(packed, self.axes, 0, 0, tiled=True)
-        scales = collectives.gather_rows(scales, self.axes)  # (devices, buffers)
+        scales = _scales(packed, sum(widths))  # (devices, buffers)
         summed = [
             jnp.sum(_unpacked(rows, scales[:, index]), 0) + error
             for index, (rows, error) in enumerate(
@@ -101,9 +101,9 @@ class OneBit(Exchange):
         server_errors = tuple(
             chunk - _signed(chunk, scale) for chunk, scale in zip(summed, scales, strict=True)
         )
-        packed = jnp.concatenate([pack(chunk[None]) for chunk in summed], 1)
+        packed = _with_scales([pack(chunk[None]) for chunk in summed], scales)
         packed = collectives.gather_rows(packed[0], self.axes)
-        scales = collectives.gather_rows(scales, self.axes)
+        scales = _scales(packed, sum(widths))
         whole = [
             _unpacked(rows, scales[:, index]).ravel()
             for index, rows in enumerate(_split(packed, widths))
@@ -149,6 +149,18 @@ def unpack(packed: jax.Array) -> jax.Array:
     places = jnp.arange(8, dtype=jnp.uint8)[None, :, None]
     bits = (packed[:, None] >> places) & jnp.uint8(1)
     return bits.reshape(len(packed), -1) != 0
+
+
+def _with_scales(packed: list[jax.Array], scales: jax.Array) -> jax.Array:
+    """Joins packed signs of (rows, bytes), and appends the bytes of the scales to each row."""
+    tail = lax.bitcast_convert_type(scales, jnp.uint8).ravel()
+    return jnp.concatenate([*packed, jnp.tile(tail, (len(packed[0]), 1))], 1)
+
+
+def _scales(packed: jax.Array, width: int) -> jax.Array:
+    """Returns the scales that `_with_scales` put behind `width` bytes, (rows, buffers)."""
+    tail = packed[:, width:].reshape(len(packed), -1, 4)
+    return lax.bitcast_convert_type(tail, jnp.float32)
 
 
 def _unpacked(packed: jax.Array, scales: jax.Array) -> jax.Array:

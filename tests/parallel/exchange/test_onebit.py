@@ -138,9 +138,9 @@ def test_what_is_sent(per_leaf, axes, shape):
     sent = wire_bytes(text)
     dense = 2 * 4 * values * 7 // 8  # an all-reduce in float32
     assert sent["u8"] < 1.05 * dense / 32
-    assert set(sent) == {"u8", "f32"} and sent["f32"] < 0.01 * sent["u8"]
+    assert set(sent) == {"u8"}  # the scales are bytes behind the signs
     kinds = {(one.kind, one.dtype) for one in traffic.collectives(text)}
-    assert kinds == {("all-to-all", "u8"), ("all-gather", "u8"), ("all-gather", "f32")}
+    assert kinds == {("all-to-all", "u8"), ("all-gather", "u8")}
 
 
 def test_devices_of_a_mesh_are_those_of_a_batch_axis():
