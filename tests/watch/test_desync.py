@@ -170,8 +170,8 @@ def corrupt_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     """After that update device 5 has another bit in one parameter."""
     make_train_step = Run.make_train_step
 
-    def made(run: Run, update: int = 0) -> Any:
-        train_step = make_train_step(run, update)
+    def made(run: Run, *more: Any) -> Any:
+        train_step = make_train_step(run, *more)
 
         def stepped(state: Any, batch: Any) -> Any:
             state, metrics = train_step(state, batch)
