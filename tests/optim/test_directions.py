@@ -60,15 +60,24 @@ def trained(tx, dtype="float32", compiled=True):
     return params
 
 
-def assert_same(found, expected):
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
+# Of compiled updates: on some processors XLA contracts the products and sums of two programs of the
+# same operations in different ways.
+ROUNDING = 1e-6
+
+
+def assert_same(found, expected, rounding=0.0):
+    def same(a, b):
+        np.testing.assert_allclose(a, b, rtol=rounding, atol=rounding)
+
+    jax.tree.map(same, found, expected)
 
 
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("arguments", LAMB, ids=str)
 def test_the_links_of_lamb_are_lamb(arguments, compiled):
     expected = trained(optim.lamb(RATE, rules=RULES, **arguments), compiled=compiled)
-    assert_same(trained(lamb_of_links(**arguments), compiled=compiled), expected)
+    found = trained(lamb_of_links(**arguments), compiled=compiled)
+    assert_same(found, expected, ROUNDING if compiled else 0.0)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
@@ -83,7 +92,7 @@ def test_the_links_of_lamb_in_other_dtypes(dtype):
 def test_the_links_of_lamb_with_a_schedule_of_decay_and_bounds():
     bounds = {"phi_bounds": (0.5, 2.0), "ratio_bounds": (0.1, 3.0), "norm": "l1"}
     expected = trained(optim.lamb(RATE, weight_decay=lambda t: 0.1 * t, rules=RULES, **bounds))
-    assert_same(trained(lamb_of_links(lambda t: 0.1 * t, ratio=bounds)), expected)
+    assert_same(trained(lamb_of_links(lambda t: 0.1 * t, ratio=bounds)), expected, ROUNDING)
 
 
 def test_decay_before_the_moments_is_a_link_in_front():
