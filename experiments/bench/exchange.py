@@ -45,7 +45,7 @@ _AXIS = "data"
 
 
 class Row(NamedTuple):
-    """What one exchange costs."""
+    """Cost of one exchange."""
 
     seconds: float  # median of the turns, or the compiler's estimate
     sent_bytes: int  # by one device

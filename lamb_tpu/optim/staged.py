@@ -31,7 +31,7 @@ BY_COUNT = "by count"  # the default of `stage`
 
 
 class Stage(NamedTuple):
-    """What one update does.
+    """Kind of an update.
 
     Attributes:
       name: as 'warm-up' or 'compressed'.

@@ -65,7 +65,7 @@ class JitBackend:
         return lax.with_sharding_constraint(grads, self.layout.moments), residual
 
     def not_finite(self, grads: Any) -> jax.Array | None:
-        """Whether an element of a gradient is NaN or infinite, before it is reduced.
+        """True where an element of a gradient is NaN or infinite, before it is reduced.
 
         None where the sums, and so their norm, are then not finite either.
         """

@@ -1,10 +1,10 @@
-"""What every exchange of gradients has: its residual, and its methods."""
+"""The interface of an exchange of gradients, and the residual that it keeps."""
 
 from typing import Any, NamedTuple, Protocol
 
 
 class Residual(NamedTuple):
-    """What an exchange keeps between updates.
+    """State of an exchange between updates.
 
     Attributes:
       device: pytree whose leaves differ between devices. What counts is their sum over devices,

@@ -29,7 +29,7 @@ _LOWER, _UPPER, _ADAPTATIONS = 0.8, 1.3, 10
 
 
 class Sampling(NamedTuple):
-    """How the threshold of one matrix is found.
+    """Samples from which the threshold of one matrix is found.
 
     Attributes:
       size: number of values.

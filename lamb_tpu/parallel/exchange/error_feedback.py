@@ -31,7 +31,7 @@ Vectors = tuple[jax.Array, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Compressed(Exchange):
-    """What the exchanges with a compressor have in common.
+    """Base class of the exchanges with a compressor.
 
     Attributes:
       axes: the mesh axes to sum over.

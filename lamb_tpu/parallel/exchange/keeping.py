@@ -18,7 +18,7 @@ from lamb_tpu.parallel.parts import RESIDUAL, StatePart, Update
 
 @dataclasses.dataclass(frozen=True)
 class Kept(StatePart):
-    """What an exchange keeps between updates.
+    """Part of the train state: the residual of an exchange.
 
     Its value has `kept`, the residuals of all devices, see `Placed.init`, and `devices`, int32
     (2,), the number of devices over which the exchange sums, and of the inner axis. A run that is

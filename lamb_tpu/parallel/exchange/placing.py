@@ -47,7 +47,7 @@ class Placed:
 
     @property
     def keeps_residual(self) -> bool:
-        """Whether the exchange may keep a residual."""
+        """True for an exchange that may keep a residual."""
         return not isinstance(self.exchange, Cast)
 
     @property

@@ -58,12 +58,12 @@ class Format:
 
     @property
     def bias(self) -> int:
-        """What is added to an exponent before it is stored."""
+        """The exponent bias, which is added to an exponent before it is stored."""
         return 2 ** (self.exponent_bits - 1) - 1
 
     @property
     def reserved(self) -> bool:
-        """Whether the largest stored exponent means infinity and NaN."""
+        """True where the largest stored exponent means infinity and NaN."""
         return self.style in ("ieee", "cpd")
 
     @property
