@@ -61,6 +61,10 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     # Devlin et al., arXiv:1810.04805: 1e-4 at 256, linear decay; the paper's baseline is at 512.
     "adamw": {"name": "adamw", "learning_rate": 1e-4, "b2": 0.999, "eps": 1e-6,
               "weight_decay": 0.01, "clip_global_norm": 1.0},
+    # DeepSpeed's recipe of 1-bit LAMB has bounds, freeze_step and clipping; the rest is LAMB's.
+    "onebit_lamb": {"name": "onebit_lamb", "learning_rate": 5e-3, "b2": 0.999, "eps": 1e-6,
+                    "weight_decay": 0.01, "clip_global_norm": 1.0, "ratio_bounds": (0.01, 0.3),
+                    "freeze_step": 1000},
 }
 # 15,625 updates of 32,768: nine tenths at 128 tokens and one tenth at 512.
 _EXAMPLES = (14_063 * 32_768, 1_562 * 32_768)
@@ -121,8 +125,9 @@ _LAMB: dict[str, dict[str, Any]] = {
 
 
 def get_config(argument: str | None = None) -> ConfigDict:
-    """Arguments: size=large, recipe=paper, batch=32768 (of paper), optimizer=lamb|adamw, phase=0
-    (both) | 1 | 2, scan (layers in a loop: compiles faster, runs slower), smoke.
+    """Arguments: size=large, recipe=paper, batch=32768 (of paper), optimizer=lamb|adamw|
+    onebit_lamb (several devices), phase=0 (both) | 1 | 2, scan (layers in a loop: compiles faster,
+    runs slower), smoke.
     """
     arg = parse_argument(
         argument, size="large", recipe="paper", batch=32_768, optimizer="lamb", phase=0,
@@ -172,7 +177,15 @@ def get_config(argument: str | None = None) -> ConfigDict:
         phases = _untuned((arg.batch, arg.batch), _EXAMPLES)
     else:
         phases = RECIPES[arg.recipe]
-    if arg.optimizer == "lamb":
+    if arg.optimizer == "onebit_lamb":
+        if arg.recipe != "paper":
+            raise UserError(
+                f"the config's argument recipe={arg.recipe} has settings of LAMB alone; with "
+                "optimizer=onebit_lamb it must be paper"
+            )
+        config.optimizer.collect = True
+        config.parallel.exchange = ConfigDict({"name": "onebit"})
+    elif arg.optimizer == "lamb":
         # Trust ratios and norms of every layer stay in the state, to be recorded.
         config.optimizer.collect = True
         config.optimizer.update(_LAMB.get(arg.recipe, {}))
@@ -217,3 +230,5 @@ def _smoke(config: ConfigDict) -> None:
     config.model.update({**SIZES["tiny"], "vocab_size": 2048, "dtype": "float32"})
     config.eval.every = "100 percent"
     config.log.every = "5 steps"
+    if config.optimizer.name == "onebit_lamb":
+        config.optimizer.freeze_step = 6

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jinja2
+from matplotlib.ticker import LogLocator, NullLocator
 
 from experiments.exchange import scaling, wire
 from experiments.exchange.programs import (
@@ -169,7 +170,9 @@ def picture(kept: Kept) -> str:
             axes.set_xscale("log")
             axes.set_yscale("log")
             axes.set_xticks(ticks, [f"{tick:,g}" for tick in ticks])
-            axes.minorticks_off()
+            axes.xaxis.set_minor_locator(NullLocator())
+            axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+            axes.yaxis.set_minor_locator(NullLocator())
             axes.yaxis.set_major_formatter("{x:,g}")
         if shown(kept):
             left.legend(fontsize=8)

@@ -131,6 +131,8 @@ def _exchange(case: Case) -> dict[str, Any]:
     config = config_of(model.exchanged, count)
     config.mesh = ConfigDict({"data": -1} | ({"fsdp": case.inner} if case.inner > 1 else {}))
     config.parallel.exchange = ConfigDict(METHODS[case.method])
+    # The program is the same for every optimizer, and DGC is refused one with momentum.
+    config.optimizer = ConfigDict({"name": "sgd", "learning_rate": 1.0})
     run = prepare(config, None, devices, load=loader(config, None))
     assert run.exchange is not None  # the backend is shard_map
     placed, mesh = run.exchange.at(_LAST_STAGE), run.mesh

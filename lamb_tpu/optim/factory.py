@@ -218,6 +218,25 @@ def own_arguments(name: Any) -> dict[str, inspect.Parameter]:
     return own | {key: value for key, value in _COMMON.items() if key not in own}
 
 
+def arguments_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns all arguments of `make_optimizer`'s config; those left out have their defaults.
+
+    >>> arguments_of({"name": "lars", "preset": "optax", "momentum": 0.8})["denominator"]
+    'decayed'
+    >>> arguments_of({"name": "momentum"})["momentum"]
+    0.9
+
+    Raises:
+      ValueError: as `own_arguments`, or for an unknown preset.
+    """
+    given = dict(config.items())
+    name = given.pop("name", None)
+    found = {key: parameter.default for key, parameter in own_arguments(name).items()}
+    if (preset := given.pop("preset", None)) is not None:
+        found |= presets.preset(name, preset)
+    return found | given
+
+
 def _parameters(build: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     """The function's named parameters, their annotations as types where these can be resolved."""
     try:

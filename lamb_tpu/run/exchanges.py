@@ -12,7 +12,7 @@ from ml_collections import ConfigDict
 
 from lamb_tpu import own
 from lamb_tpu.errors import UserError
-from lamb_tpu.optim import parameters
+from lamb_tpu.optim import factory, parameters
 from lamb_tpu.optim.reducing import Reducing
 from lamb_tpu.optim.staged import Staged, leaves_devices_apart
 from lamb_tpu.parallel import mesh as mesh_lib
@@ -26,6 +26,7 @@ from lamb_tpu.parallel.exchange import (
 )
 from lamb_tpu.parallel.exchange.keeping import Kept
 from lamb_tpu.parallel.layout import Layout
+from lamb_tpu.run.recipe import optimizer_of
 from lamb_tpu.run.statistics import statistics_of
 
 SECTION = "parallel.exchange"
@@ -106,7 +107,7 @@ def _asking(config: ConfigDict, key: str) -> str:
 
 
 def check_optimizer(config: ConfigDict, tx: optax.GradientTransformation, mesh: Mesh) -> None:
-    """Refuses an optimizer that sums over devices where it cannot.
+    """Refuses an optimizer that its exchange, or what it sums over devices itself, rules out.
 
     Args:
       config: of the run.
@@ -114,8 +115,11 @@ def check_optimizer(config: ConfigDict, tx: optax.GradientTransformation, mesh: 
       mesh: over all devices.
 
     Raises:
-      UserError: the backend, or where the state lives, rules it out.
+      UserError: the exchange, the backend, or where the state lives, rules it out.
     """
+    name, options, _ = _read(config)
+    if _make(mesh, name, options).has_momentum:
+        _check_momentum(config, name)
     if not isinstance(tx, Reducing):
         return
     told = f"config.optimizer.name is {config.optimizer.name!r}, which sums over devices by itself"
@@ -147,6 +151,18 @@ def check_optimizer(config: ConfigDict, tx: optax.GradientTransformation, mesh: 
         raise UserError(
             f"{told} so that few bits are sent, and {_KEY}.name is 'float32'; set it to 'onebit'"
         )
+
+
+def _check_momentum(config: ConfigDict, exchange: str) -> None:
+    fields = config.optimizer.to_dict()
+    arguments = factory.arguments_of({**fields, "name": optimizer_of(fields["name"])})
+    for key in ("momentum", "b1", "beta"):
+        if arguments.get(key):
+            raise UserError(
+                f"{_KEY}.name is {exchange!r}, which has the momentum, and config.optimizer.{key} "
+                f"of {fields['name']!r} is {arguments[key]!r}, a second one; it must be 0, or "
+                f"config.optimizer.name 'sgd', or {_KEY}.momentum 0"
+            )
 
 
 def placed(config: ConfigDict, layout: Layout, params: Any) -> Placed | None:

@@ -20,7 +20,6 @@ mlcommons/training_policies, training_rules.adoc ("Run Results", "Hyperparameter
 """
 
 import contextlib
-import inspect
 import json
 import math
 import time
@@ -30,7 +29,7 @@ from typing import Any
 import jax
 
 from lamb_tpu.files import writing
-from lamb_tpu.optim import factory, presets
+from lamb_tpu.optim import factory
 from lamb_tpu.run.build import Run
 from lamb_tpu.run.recipe import optimizer_of
 from lamb_tpu.watch.observer import Observer, Start
@@ -114,12 +113,7 @@ def hyperparameters(run: Run) -> dict[str, Any]:
 def _arguments(run: Run) -> dict[str, Any]:
     """Returns every argument of the optimizer, including those left at their defaults."""
     fields = run.config.optimizer.to_dict()
-    name, preset = fields.pop("name"), fields.pop("preset", None)
-    signature = inspect.signature(factory.OPTIMIZERS.get(name) or optimizer_of(name))
-    arguments = {key: parameter.default for key, parameter in signature.parameters.items()}
-    # A preset takes the place of defaults; fields of the config come last.
-    arguments |= presets.preset(name, preset) if preset else {}
-    arguments |= fields
+    arguments = factory.arguments_of({**fields, "name": optimizer_of(fields["name"])})
     if run.recipe.weight_decay is not None:
         arguments["weight_decay"] = run.recipe.weight_decay
     return arguments

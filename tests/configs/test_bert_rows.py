@@ -3,9 +3,11 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from ml_collections import ConfigDict
 
 from lamb_tpu import config as config_lib
+from lamb_tpu.errors import UserError
 from lamb_tpu.optim import parameters
 from lamb_tpu.run.recipe import resolve, resolve_optimizer
 from tests import tiny
@@ -62,6 +64,14 @@ def test_updates_of_deepspeed() -> None:
             err_msg=key,
         )
         assert np.abs(expected - first).max() > 0
+
+
+def test_onebit_lamb_has_its_exchange() -> None:
+    config = _config("optimizer=onebit_lamb,phase=1")
+    assert config.parallel.exchange.name == "onebit" and config.parallel.backend == "shard_map"
+    assert config.schedule == _config("phase=1").schedule
+    with pytest.raises(UserError, match="recipe=nvidia has settings of LAMB alone"):
+        _config("optimizer=onebit_lamb,recipe=nvidia")
 
 
 def test_who_adapts() -> None:

@@ -115,6 +115,28 @@ def test_optimizers_that_sum_by_themselves_stand_alone() -> None:
     )
 
 
+@pytest.mark.parametrize("optimizer, key", [
+    ({"name": "momentum"}, "momentum of 'momentum' is 0.9"),
+    ({"name": "lars", "preset": "optax"}, "momentum of 'lars' is 0.9"),
+    ({"name": "lamb"}, "b1 of 'lamb' is 0.9"),
+])
+def test_a_second_momentum_is_refused(optimizer: dict[str, Any], key: str) -> None:
+    dgc = {"name": "dgc", "ratio": 0.1}
+    given = ConfigDict({"learning_rate": 0.1, **optimizer})
+    assert refused(optimizer=given, options=dgc) == (
+        "config.parallel.exchange.name is 'dgc', which has the momentum, and "
+        f"config.optimizer.{key}, a second one; it must be 0, or config.optimizer.name 'sgd', or "
+        "config.parallel.exchange.momentum 0"
+    )
+    name = key.split()[0]
+    for changes in ({"optimizer": ConfigDict({**given, name: 0.0}), "options": dgc},
+                    {"optimizer": given, "options": {**dgc, "momentum": 0.0}}):
+        options = ConfigDict(changes.pop("options"))
+        run = prepare(tiny.digits(
+            parallel__backend="shard_map", parallel__exchange=options, **changes), None)
+        assert run.exchange is not None
+
+
 def test_old_name_of_the_dtype() -> None:
     old = flatten(tiny.digits())
     del old["parallel.exchange.name"]

@@ -34,6 +34,11 @@ class Exchange(Protocol):
     axes: tuple[str, ...]
     num_devices: int
 
+    @property
+    def has_momentum(self) -> bool:
+        """Whether the sums contain a momentum, so that the optimizer must have none."""
+        return False
+
     def init(self, params: Any) -> Residual:
         """Returns one device's residual before the first update.
 

@@ -89,6 +89,10 @@ class DGC(Exchange):
         if self.warmup_stages < 1:
             raise ValueError(f"warmup_stages must be at least 1, not {self.warmup_stages}")
 
+    @property
+    def has_momentum(self) -> bool:
+        return self.momentum > 0
+
     def at(self, update: int) -> "DGC":
         ratio = self.ratio
         if update < self.warmup_steps:

@@ -1,0 +1,30 @@
+"""Runs whose exchange keeps what it has not sent, by name of the method; see `tests.killing`."""
+
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from tests import tiny
+
+UPDATES = 40
+ONEBIT_LAMB = {"name": "onebit_lamb", "learning_rate": 0.02, "freeze_step": 15}
+SGD = {"name": "sgd", "learning_rate": 0.3}
+# An optimizer and an exchange; all but PowerSGD have stages.
+METHODS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "onebit_lamb": (ONEBIT_LAMB, {"name": "onebit"}),
+    "dgc": (SGD, {"name": "dgc", "ratio": 0.05, "warmup_steps": 20, "warmup_stages": 2}),
+    "powersgd": (SGD, {"name": "powersgd", "rank": 4}),
+}
+# Completed updates at which the first one of another program follows.
+CHANGES = {"onebit_lamb": [15], "dgc": [10, 20], "powersgd": []}
+
+
+def config(name: str) -> ConfigDict:
+    """40 updates on eight devices."""
+    optimizer, exchange = METHODS[name]
+    return tiny.digits(
+        parallel__backend="shard_map", optimizer=ConfigDict(optimizer),
+        parallel__exchange=ConfigDict(exchange), duration=f"{UPDATES} steps",
+        checkpoint__every="3 steps", checkpoint__keep=3, eval__every="20 steps",
+        log__every="2 steps",
+    )
