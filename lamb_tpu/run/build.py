@@ -162,7 +162,8 @@ class Run:
     @functools.cached_property
     def exchange(self) -> Placed | None:
         """What gradients are sent as; None under jit, where the compiler sends them."""
-        return exchanges.placed(self.config, self.layout, self.abstract_state.params)
+        stacked = self.task.model.stacked
+        return exchanges.placed(self.config, self.layout, self.abstract_state.params, stacked)
 
     def stage(self, update: int, exchange: Placed | None = None) -> step_lib.Stage:
         """Returns the stage of the update after `update` completed ones, as `make_train_step`'s."""
@@ -414,7 +415,8 @@ def prepare(
     # The optimizer, and its state as shapes, dtypes and shardings.
     tx = make_optimizer(config, recipe, params, layout)
     exchanges.check_optimizer(config, tx, mesh)
-    parts = state_parts(config, task, mesh, exchanges.placed(config, layout, params), params)
+    exchange = exchanges.placed(config, layout, params, task.model.stacked)
+    parts = state_parts(config, task, mesh, exchange, params)
     init = state_lib.make_init(task, tx, example, parts, config.prng)
     with naming("config.optimizer"):
         abstract = jax.eval_shape(init, jax.random.key(0))

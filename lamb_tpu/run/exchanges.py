@@ -165,13 +165,17 @@ def _check_momentum(config: ConfigDict, exchange: str) -> None:
             )
 
 
-def placed(config: ConfigDict, layout: Layout, params: Any) -> Placed | None:
+def placed(
+    config: ConfigDict, layout: Layout, params: Any, stacked: str | None = None
+) -> Placed | None:
     """Returns the exchange of a config that has passed `check`; None under jit.
 
     Args:
       config: of the run.
       layout: the shardings of parameters and moments.
       params: the parameters, or their shapes.
+      stacked: regex over the paths of parameters that stack layers along their first axis, for an
+        exchange with an option of this name that the config leaves out.
 
     Raises:
       UserError: `full_precision` or an option of the exchange does not fit the parameters.
@@ -191,6 +195,8 @@ def placed(config: ConfigDict, layout: Layout, params: Any) -> Placed | None:
             f"{_KEY}.{_WIDE} is {patterns!r}, which matches every parameter; take {_KEY}.name="
             "'float32'"
         )
+    if stacked is not None and "stacked" in exchange_fields(name):
+        options.setdefault("stacked", (stacked,))
     found = make_exchange(layout, _class(name), options, patterns)
     try:
         jax.eval_shape(found.init, params)

@@ -163,3 +163,15 @@ def test_table_on_the_page_is_that_of_the_checks() -> None:
     table = exchange_table.table()
     assert table in text, f"the table is now:\n{table}"
     assert "| no" in table and "| yes" in table
+
+
+def test_layers_in_a_loop_are_matrices_of_their_own() -> None:
+    exchange = {"parallel__backend": "shard_map", "parallel__exchange": ConfigDict(
+        {"name": "powersgd", "rank": 2})}
+    made = [prepare(tiny.bert(**exchange, model__scan_layers=scan), None).exchange
+            for scan in (False, True)]
+    assert [each.exchange.stacked for each in made] == [(), ("^encoder/layers/",)]
+    given = ConfigDict({"name": "powersgd", "rank": 2, "stacked": ("kernel$",)})
+    run = prepare(tiny.bert(**{**exchange, "parallel__exchange": given}, model__scan_layers=True),
+                  None)
+    assert run.exchange.exchange.stacked == ("kernel$",)

@@ -48,7 +48,8 @@ class PowerSGD(Exchange):
         as the authors' package does. Each iteration approximates what the one before left.
       seed: seed of the random numbers.
       stacked: regular expressions over the paths of leaves whose first axis stacks layers, as a
-        scan over layers does; each layer is a matrix then.
+        scan over layers does; each layer is a matrix then. A run takes those of its model, if it is
+        left out.
       compressing, turn: the stage, see `at`.
     """
 
