@@ -18,9 +18,10 @@ from lamb_tpu.run.build import Run, prepare
 from lamb_tpu.run.describe import describe
 from lamb_tpu.run.session import Session
 from lamb_tpu.run.updating import make_updating
+from lamb_tpu.store.metrics import read_records
 from lamb_tpu.train import train
 from lamb_tpu.watch.desync import Desync
-from tests import tiny
+from tests import keeping, tiny
 from tests.parallel.exchange import spread
 from tests.parallel.nets import BATCH_NORM, LAMB, difference
 
@@ -224,6 +225,37 @@ def test_resumed_on_fewer_devices_the_sum_stays(
     loader = data.TrainLoader(run.train_set, 64, 0, run.local_rows())
     state, sums = make_updating(run, loader, compiles=False)(state, 8)
     assert np.isfinite(sums["loss"][0]) and int(state.parts["residual"]["kept"].whole["count"]) == 9
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", keeping.METHODS)
+def test_every_method_goes_on_with_half_the_devices(name: str, tmp_path: pathlib.Path) -> None:
+    """From eight to four devices behind the last change of the program."""
+    made, whole = keeping.config(name), tmp_path / "whole"
+    train(made, whole, quiet=True)
+    resumed = cut(whole, tmp_path / "cut", 36)
+    before, _ = tiny.restored(made, resumed)
+    run = prepare(made, resumed, jax.devices()[:4])
+    told: list[str] = []
+    with Session(run, lambda step: False, told.append) as session:
+        state, _ = session.restore()
+    assert "of 8 devices" in told[0] and "there are 4 now" in told[0]
+    old, new = before.parts["residual"]["kept"], state.parts["residual"]["kept"]
+    assert jax.tree.leaves(old.device)
+    for was, leaf in zip(jax.tree.leaves(old.device), jax.tree.leaves(new.device), strict=True):
+        assert (was.shape[0], leaf.shape[0]) == (8, 4)
+        # The vectors of 1 bit are padded to whole bytes of all devices.
+        assert leaf.ndim == 2 or leaf.shape[1:] == was.shape[1:]
+        end = min(leaf.shape[1], was.shape[1])
+        np.testing.assert_allclose(np.sum(leaf, 0)[:end], np.sum(was, 0)[:end], atol=1e-5)
+    process = tiny.start("tests.killing", "tests.keeping", name, str(resumed), devices=4)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    last, expected = (
+        [record["loss"] for record in read_records(folder / "metrics.jsonl", "train")][-2:]
+        for folder in (resumed, whole)
+    )
+    np.testing.assert_allclose(last, expected, rtol=0.1)
 
 
 @pytest.mark.long

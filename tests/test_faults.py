@@ -142,13 +142,14 @@ def test_killed_at_many_moments(tmp_path: pathlib.Path, whole) -> None:
 
 
 def survive(
-    module: str, name: str, moments: list[tuple[int, float]], tmp_path: pathlib.Path
+    module: str, name: str, moments: list[tuple[int, float]], tmp_path: pathlib.Path,
+    devices: int = 1,
 ) -> None:
     """A run that is killed at these moments, updates and seconds behind them, ends as another."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
 
     def start(folder: pathlib.Path, *moment: str) -> int:
-        process = tiny.start("tests.killing", module, name, str(folder), *moment)
+        process = tiny.start("tests.killing", module, name, str(folder), *moment, devices=devices)
         _, err = process.communicate(timeout=120)
         assert "Traceback" not in err, err
         return process.returncode
@@ -158,7 +159,8 @@ def survive(
     for update, seconds in moments:
         assert start(killed, str(update), f"{seconds:.4f}") == -KILL
         metrics = killed / "metrics.jsonl"
-        last = read_records(metrics)[-1]["step"] if metrics.exists() else 0
+        records = read_records(metrics) if metrics.exists() else []
+        last = records[-1]["step"] if records else 0
         there = ", ".join(map(str, sorted(faults.checkpoints(killed))))
         print(f"| {update} | {1000 * seconds:.0f} | {last} | {there} |")
     assert start(killed) == 0
@@ -196,7 +198,7 @@ def test_killed_with_a_residual(name: str, tmp_path: pathlib.Path) -> None:
     updates = [change + more for change in keeping.CHANGES[name] for more in (-1, 0)]
     updates += [generator.randrange(keeping.UPDATES - 1) for _ in range(20 - len(updates))]
     moments = sorted((update, generator.uniform(0, 0.03)) for update in updates)
-    survive("tests.keeping", name, moments, tmp_path)
+    survive("tests.keeping", name, moments, tmp_path, devices=8)
     state, _ = tiny.restored(keeping.config(name), tmp_path / "killed")
     kept = jax.tree.leaves(state.parts["residual"]["kept"].device)
     assert kept and all(np.abs(leaf).max() > 0 for leaf in kept)

@@ -105,8 +105,16 @@ class Kept(StatePart):
 
     def _cut(self, value: dict[str, Any], before: int, inner: int, now: int) -> dict[str, Any]:
         """Returns the part for `now` devices instead of `before`."""
+        # Of the devices that there are now, which may pad vectors otherwise.
+        wanted = jax.eval_shape(self.exchange.init, self.params)
 
-        def shared(leaf: jax.Array) -> jax.Array:
+        def fitted(leaf: jax.Array, length: int) -> jax.Array:
+            """The rows with so many values; what is cut off, or added, is padding."""
+            return jnp.pad(leaf[:, :length], ((0, 0), (0, max(0, length - leaf.shape[1]))))
+
+        def shared(leaf: jax.Array, new: jax.ShapeDtypeStruct) -> jax.Array:
+            if leaf.ndim == 2:
+                leaf = fitted(leaf, new.shape[1])
             total = jnp.sum(leaf.reshape(before, inner, *leaf.shape[1:]), axis=0, dtype=leaf.dtype)
             if jnp.issubdtype(leaf.dtype, jnp.floating):
                 each = jnp.broadcast_to(total / now, (now, *total.shape))
@@ -114,23 +122,18 @@ class Kept(StatePart):
                 each = jnp.zeros((now, *total.shape), leaf.dtype).at[0].set(total)
             return each.reshape(now * inner, *leaf.shape[1:]).astype(leaf.dtype)
 
-        # Lengths of the chunks on the devices that there are now.
-        lengths = jax.tree.map(
-            lambda leaf: leaf.shape[1], jax.eval_shape(self.exchange.init, self.params).split
-        )
-
-        def again(leaf: jax.Array, length: int) -> jax.Array:
+        def again(leaf: jax.Array, new: jax.ShapeDtypeStruct) -> jax.Array:
+            length = new.shape[1]  # of a chunk
             long = leaf.reshape(before, inner, -1).swapaxes(0, 1).reshape(inner, -1)
-            # What is cut off, or added, is padding.
-            long = jnp.pad(long, ((0, 0), (0, max(0, now * length - long.shape[1]))))
-            cut = long[:, : now * length].reshape(inner, now, length)
+            cut = fitted(long, now * length).reshape(inner, now, length)
             return cut.swapaxes(0, 1).reshape(now * inner, length)
 
         kept: Residual = value["kept"]
         return {
             "devices": jnp.asarray((now, inner), jnp.int32),
             "kept": Residual(
-                jax.tree.map(shared, kept.device), jax.tree.map(again, kept.split, lengths),
+                jax.tree.map(shared, kept.device, wanted.device),
+                jax.tree.map(again, kept.split, wanted.split),
                 kept.whole,
             ),
         }

@@ -12,6 +12,7 @@ from lamb_tpu.errors import UserError
 from lamb_tpu.optim import parameters
 from lamb_tpu.parallel.exchange import Residual, make_exchange
 from lamb_tpu.parallel.exchange.keeping import Kept
+from lamb_tpu.parallel.exchange.onebit import OneBit
 from lamb_tpu.parallel.layout import make_layout
 from lamb_tpu.parallel.mesh import make_mesh
 from lamb_tpu.parallel.parts import Update
@@ -23,11 +24,11 @@ SHAPES = {"kernel": (4, 6), "bias": (5,)}
 SIZE = 29
 
 
-def part(num_devices: int, fsdp: int = 1) -> Kept:
+def part(num_devices: int, fsdp: int = 1, exchange: Any = Spread) -> Kept:
     params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in SHAPES.items()}
     mesh = make_mesh(tiny.digits(mesh__fsdp=fsdp).mesh, jax.devices()[:num_devices])
     layout = make_layout(params, mesh, parameters.resolve(params, "all"))
-    return Kept(make_exchange(layout, Spread), params)
+    return Kept(make_exchange(layout, exchange), params)
 
 
 def begun(part: Kept) -> Any:
@@ -97,6 +98,21 @@ def test_update_replaces_it_and_whole_leaves_are_compared() -> None:
     new = Residual({}, (), {"count": 5})
     after = of_eight.updated(value, Update(jnp.int32(0), {}, {}, None, {}, new))
     assert after["kept"] is new and of_eight.copied(after) == {"count": 5}
+
+
+@pytest.mark.parametrize("before, now", [(8, 4), (4, 8), (8, 3)])
+def test_padding_is_that_of_the_devices_there_are_now(before: int, now: int) -> None:
+    """The vectors of 1 bit are padded to whole bytes for each device."""
+    there, here = part(before, exchange=OneBit), part(now, exchange=OneBit)
+    value = begun(there)
+    rng = np.random.default_rng(2)
+    kept = jax.tree.map(
+        lambda leaf: rng.normal(size=leaf.shape).astype(np.float32), value["kept"])
+    old, new = kept.device, read(there, here, {**value, "kept": kept})["kept"].device
+    sizes = [5, 24]  # bias and kernel
+    assert [leaf.shape[1] for leaf in old] != [leaf.shape[1] for leaf in new]
+    for size, was, leaf in zip(sizes, old, new, strict=True):
+        np.testing.assert_allclose(np.sum(leaf, 0)[:size], np.sum(was, 0)[:size], atol=1e-5)
 
 
 @pytest.mark.parametrize("now", [8, 4, 2, 1, 3])
