@@ -1,5 +1,6 @@
 """Eight simulated CPU devices for every test, set before jax is imported; two runs to share."""
 
+import gc
 import importlib.util
 import os
 import pathlib
@@ -31,6 +32,19 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 def pytest_unconfigure() -> None:
     """Removes that folder."""
     shutil.rmtree(COMPILED, ignore_errors=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forgets_programs() -> Iterator[None]:
+    """Drops JAX's programs after each file.
+
+    Each one that lives keeps an MLIR context, and a new context looks through all of them, so that
+    a process of thousands of tests would spend a third of its time on that.
+    """
+    yield
+    if "jax" in sys.modules:
+        sys.modules["jax"].clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(scope="session")
