@@ -86,9 +86,7 @@ def make_optimizer(
     Raises:
       ValueError: an unknown name or argument, or a value that the optimizer refuses.
     """
-    if not hasattr(config, "items"):
-        raise ValueError(f"config must be a mapping with the key 'name', not {config!r}")
-    arguments = dict(config.items())
+    arguments = _entries(config)
     name = arguments.pop("name", None)
     every = own_arguments(name)
     preset = arguments.pop("preset", None)
@@ -218,6 +216,13 @@ def own_arguments(name: Any) -> dict[str, inspect.Parameter]:
     return own | {key: value for key, value in _COMMON.items() if key not in own}
 
 
+def _entries(config: Any) -> dict[str, Any]:
+    """Returns the entries of an optimizer's config."""
+    if not hasattr(config, "items"):
+        raise ValueError(f"config must be a mapping with the key 'name', not {config!r}")
+    return dict(config.items())
+
+
 def arguments_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns all arguments of `make_optimizer`'s config; those left out have their defaults.
 
@@ -229,7 +234,7 @@ def arguments_of(config: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
       ValueError: as `own_arguments`, or for an unknown preset.
     """
-    given = dict(config.items())
+    given = _entries(config)
     name = given.pop("name", None)
     found = {key: parameter.default for key, parameter in own_arguments(name).items()}
     if (preset := given.pop("preset", None)) is not None:

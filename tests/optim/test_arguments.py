@@ -80,6 +80,7 @@ NEEDED = {
     "agvm": dict(inner=optax.sgd(0.1), module_rules=[""]),
     "add_l2": dict(inner=optax.sgd(0.1), l2=0.1, rules="all"),
     "adamw_weight_decay": dict(timescale=0.1, learning_rate=0.1, batch_size=8, data_size=100),
+    "arguments_of": dict(config={"name": "lamb"}),
     "by_examples": dict(schedule=lambda seen: 0.1, batch_size=8),
     "check_rules": dict(rules="all"),
     "clip_global_norm": dict(max_norm=1.0),
