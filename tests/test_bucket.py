@@ -91,6 +91,7 @@ MOMENTS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("moment", [
     pytest.param(name, marks=[] if name == "before a save is complete" else pytest.mark.long)
     for name in MOMENTS
@@ -106,6 +107,7 @@ def test_killed_run_goes_on(
     check(bucket, trained)
 
 
+@pytest.mark.long
 def test_old_checkpoints_are_removed_and_damage_is_found(
     bucket: gcs.Store, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -150,6 +152,7 @@ def test_checkpoints_can_be_copied_to_a_disk_and_back(
     assert checksums.find_damage(tmp_path / "checkpoints" / "12") is not None
 
 
+@pytest.mark.long
 def test_other_commands_read_it(
     bucket: gcs.Store, history: History, trained: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
@@ -221,6 +224,7 @@ def test_mistakes(bucket: gcs.Store) -> None:
     assert not bucket.blobs
 
 
+@pytest.mark.long
 def test_bucket_that_is_lost_ends_the_run(bucket: gcs.Store, trained: pathlib.Path) -> None:
     def refuse(method: str, name: str) -> int:
         return 403 * (method == "POST" and "checkpoints/8/state" in name)
@@ -234,6 +238,7 @@ def test_bucket_that_is_lost_ends_the_run(bucket: gcs.Store, trained: pathlib.Pa
     check(bucket, trained)
 
 
+@pytest.mark.long
 def test_run_that_has_lost_its_lock_ends(
     bucket: gcs.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:

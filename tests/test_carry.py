@@ -70,6 +70,7 @@ MORE_PLACES = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "num_devices, changes",
     [*PLACES, *(pytest.param(*place, marks=pytest.mark.long) for place in MORE_PLACES)],
@@ -85,6 +86,7 @@ def test_any_place_is_one_device(
     assert value.sharding.shard_shape(value.shape) == (8 // num_devices, 2, 2, 8)
 
 
+@pytest.mark.long
 def test_a_row_reads_its_stream_from_the_start_in_every_epoch(folder: pathlib.Path) -> None:
     """With a rate of 0 the carry is that of the whole stream read at once."""
     config = tiny.words(
@@ -109,6 +111,7 @@ def test_a_row_reads_its_stream_from_the_start_in_every_epoch(folder: pathlib.Pa
         )
 
 
+@pytest.mark.long
 def test_a_skipped_update_puts_the_carry_back(folder: pathlib.Path) -> None:
     config = tiny.words(folder, guards__max_skipped=3)
     run = prepare(config, None, jax.devices()[:2])
@@ -161,6 +164,7 @@ def test_resumed(
             assert ours["perplexity"] == pytest.approx(theirs["perplexity"], rel=1e-6)
 
 
+@pytest.mark.long
 def test_perplexity_is_one_number(folder: pathlib.Path) -> None:
     found = {}
     for count in (1, 4, 8):

@@ -56,6 +56,7 @@ def test_mistake_on_the_command_line(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.long
 def test_workdir_missing_and_stray_words() -> None:
     assert "--workdir is missing; see --help" in refused("lamb_tpu.train", RECIPE)
     assert "unexpected argument 'fast'" in refused("lamb_tpu.train", RECIPE, "--workdir=x", "fast")
@@ -79,6 +80,7 @@ def test_mistake_in_a_config_file(tmp_path: pathlib.Path, body: str, message: st
     assert f"the config file {file} fails at {message}" in line
 
 
+@pytest.mark.long
 def test_batch_that_does_not_divide_over_simulated_devices(tmp_path: pathlib.Path) -> None:
     line = refused(
         "lamb_tpu.train", RECIPE, "--config.batch_size=36", f"--workdir={tmp_path}", devices=8
@@ -87,6 +89,7 @@ def test_batch_that_does_not_divide_over_simulated_devices(tmp_path: pathlib.Pat
     assert "32 or 40 would" in line
 
 
+@pytest.mark.long
 def test_diverged_run_exits_with_a_sentence(tmp_path: pathlib.Path) -> None:
     line = refused(
         "lamb_tpu.train", RECIPE + ":optimizer=momentum", f"--workdir={tmp_path}",
@@ -109,6 +112,7 @@ def test_preempted_before_there_is_anything_to_save(tmp_path: pathlib.Path) -> N
     )
 
 
+@pytest.mark.long
 def test_what_a_config_file_leaves_out_is_set_on_the_command_line(tmp_path: pathlib.Path) -> None:
     """From training to evaluation and resuming; a default that is given changes nothing."""
     own = ["--config=digits:smoke,batch=512", f"--workdir={tmp_path}",
@@ -127,6 +131,7 @@ def test_what_a_config_file_leaves_out_is_set_on_the_command_line(tmp_path: path
     assert "(optimizer.b2: 0.98 there, 0.9 now)" in line
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("module", ["train", "evaluate", "plan"])
 def test_config_is_shown_instead_of_run(module: str) -> None:
     done = tiny.command(

@@ -59,6 +59,7 @@ def test_help_comes_at_once(name: str) -> None:
     assert imported == ([] if name != "models" else ["jax", "flax"]), imported
 
 
+@pytest.mark.long
 def test_command_is_the_module() -> None:
     arguments = ("--config=digits", "--print_config", "--config.optimizer.b2=0.98")
     done, module = run("train", *arguments), tiny.command("lamb_tpu.train", *arguments)
@@ -67,6 +68,7 @@ def test_command_is_the_module() -> None:
     assert (done.returncode, done.stderr) == (2, "error: --workdir is missing; see --help\n")
 
 
+@pytest.mark.long
 def test_current_folder_is_searched_for_modules(tmp_path: pathlib.Path) -> None:
     """The module path of `python -m`, although the command is a script in another folder."""
     script = tmp_path / "bin" / "lamb_tpu"

@@ -155,6 +155,7 @@ def test_limit_on_the_size_of_files(tmp_path: pathlib.Path) -> None:
     assert "File too large" in end.errors[0] and not disks.checkpoints(tmp_path)
 
 
+@pytest.mark.long
 def test_read_only_from_the_start(tmp_path: pathlib.Path) -> None:
     with disks.disk(tmp_path / "checkpoints", "ro"):
         end = disks.run(tmp_path).check(2)
@@ -192,6 +193,7 @@ def test_read_only_in_mid_run(tmp_path: pathlib.Path, processes: int) -> None:
         assert run.end().status == os.EX_TEMPFAIL
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name, processes", [
     ("", 1),
     pytest.param("checkpoints", 1, marks=pytest.mark.long),
@@ -227,6 +229,7 @@ def test_deleted_just_before_the_end(tmp_path: pathlib.Path) -> None:
     note("the workdir is deleted, before anything is saved", end, workdir)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("saves, processes", [
     (25, 1), *(pytest.param(300, processes, marks=pytest.mark.long) for processes in (1, 2))
 ])

@@ -48,6 +48,7 @@ def test_loss_is_near_that_of_float32() -> None:
     assert found[-1] < 1.15 * expected[-1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("changes", [{}, pytest.param(
     {"batch_rule": ConfigDict({"name": "ramp", "points": ((0, 64),)})}, marks=pytest.mark.long
 ), pytest.param({"mesh__data": 2, "mesh__fsdp": 4}, marks=pytest.mark.long)], ids=str)

@@ -99,6 +99,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return workdir
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("last", [4, pytest.param(8, marks=pytest.mark.long)])
 def test_resumed_is_uninterrupted(whole: pathlib.Path, tmp_path: pathlib.Path, last: int) -> None:
     """Resumed before the freezing, and after."""
@@ -158,6 +159,7 @@ def test_refused_in_a_sentence(name: str, changes: dict[str, Any], said: str) ->
     assert said in str(error.value)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["jit", "shard_map"])
 def test_one_device_compresses_nothing(backend: str) -> None:
     """Frozen moments alone, as DeepSpeed's with a single worker."""
@@ -169,6 +171,7 @@ def test_one_device_compresses_nothing(backend: str) -> None:
     assert float(state.opt_state.scaling["hidden0"]["kernel"].ravel()[0]) > 0
 
 
+@pytest.mark.long
 def test_plain_gradients_in_one_bit() -> None:
     """Any optimizer takes the exchange, whose errors are kept from the first update on."""
     momentum = ConfigDict({"name": "momentum", "learning_rate": 0.02})

@@ -31,6 +31,7 @@ def all_own(model: str, **changes: Any) -> ConfigDict:
     })
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("model", ["my_linen:TwoLayers", "my_nnx:TwoLayers", "my_jax:two_layers"])
 def test_resumed_run_is_the_uninterrupted_one(
     own_folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch, model: str
@@ -54,6 +55,7 @@ def test_resumed_run_is_the_uninterrupted_one(
     tiny.assert_equal(*states)
 
 
+@pytest.mark.long
 def test_any_number_of_devices_and_microbatches(own_folder: pathlib.Path) -> None:
     """Plain functions see parts of the batch as the whole, under both backends."""
     config = all_own("my_jax:two_layers", duration="4 steps")
@@ -111,6 +113,7 @@ def test_hyperparameters_of_an_optimizer_of_ones_own(own_folder: pathlib.Path) -
     assert found["opt_name"] == "my_optimizers:sign_momentum" and found["opt_weight_decay"] == 0.01
 
 
+@pytest.mark.long
 @pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="no TPU compiler here"
 )

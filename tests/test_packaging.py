@@ -35,6 +35,7 @@ def test_optimizers_need_what_is_always_installed() -> None:
     assert third_party(tiny.ROOT / "lamb_tpu" / "optim") == {"jax", "numpy", "optax"}
 
 
+@pytest.mark.long
 def test_extra_train_has_what_the_package_imports() -> None:
     train = declared(PROJECT["optional-dependencies"]["train"])
     bucket = declared(PROJECT["optional-dependencies"]["gcs"])

@@ -75,6 +75,7 @@ def learned(tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainState, int, 
     return state, int((better < 1).sum()), int((better < 5).sum()), float(losses.mean())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_devices, batch_size", [
     pytest.param(1, 1, marks=pytest.mark.long),
     (1, 7), (1, 64), (1, 400), (3, 64), (8, 64),
@@ -126,6 +127,7 @@ def damaged_run(root: pathlib.Path) -> ConfigDict:
     return config
 
 
+@pytest.mark.long
 def test_what_is_wrong_is_told_at_the_end(
     damaged: pathlib.Path, tmp_path: pathlib.Path, capfd: pytest.CaptureFixture
 ) -> None:

@@ -110,6 +110,7 @@ def _draw(*arguments):
     )
 
 
+@pytest.mark.long
 def test_of_a_run(collected):
     records = read_records(collected / "metrics.jsonl", "layers")
     assert [record["step"] for record in records] == [1, 2, 3, 4]
@@ -121,6 +122,7 @@ def test_of_a_run(collected):
     assert matplotlib.image.imread(collected / "layers.png").std() > 0.05
 
 
+@pytest.mark.long
 def test_a_run_shows_the_layers_that_adapt_in_the_network_s_order(tmp_path):
     sizes = (8,) * 11  # hidden10 comes before hidden2 in the alphabet
     config = tiny.digits(
@@ -157,6 +159,7 @@ def test_help_names_the_flags():
     assert "--workdir: " in told and "--out: " in told
 
 
+@pytest.mark.long
 def test_mistakes_are_one_sentence(collected, trained, tmp_path):
     (tmp_path / "of_phases" / "phase_1").mkdir(parents=True)
     (tmp_path / "of_phases" / "phase_1" / "metrics.jsonl").touch()

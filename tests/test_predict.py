@@ -27,6 +27,7 @@ def edited(pretrained: pathlib.Path, folder: pathlib.Path, **model: Any) -> path
     return copy
 
 
+@pytest.mark.long
 def test_words_and_probabilities(pretrained: pathlib.Path) -> None:
     vocabulary = Vocabulary.read(pretrained / "vocab.txt")
     words = ["[CLS]", "the", "[MASK]", "is", "of", "[MASK]", ".", "[SEP]"]
@@ -72,6 +73,7 @@ def test_table() -> None:
     assert describe("[MASK]", words[1:]).splitlines()[1] == "[MASK]    a  100.0%"
 
 
+@pytest.mark.long
 def test_command_line(pretrained: pathlib.Path) -> None:
     done = tiny.command(
         "lamb_tpu.predict", f"--checkpoint={pretrained}", f"--text={TEXT}", "--top=2", "--json"

@@ -75,6 +75,7 @@ def config(pictures: pathlib.Path, init_from: Any, **changes: Any) -> ConfigDict
     return tiny.digits(**fields | changes)
 
 
+@pytest.mark.long
 def test_a_run_starts_from_them(
     folder: pathlib.Path, pictures: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
@@ -107,6 +108,7 @@ def test_a_file_is_that_of_the_model(
     assert f"first weights: {folder / 'model.safetensors'}; " in run.start.describe()
 
 
+@pytest.mark.long
 def test_another_number_of_classes(
     folder: pathlib.Path, pictures: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
@@ -189,6 +191,7 @@ def broken(folder: pathlib.Path, path: pathlib.Path, **changes: Any) -> pathlib.
     return path
 
 
+@pytest.mark.long
 def test_what_is_refused(
     folder: pathlib.Path, pictures: pathlib.Path, tmp_path: pathlib.Path,
     monkeypatch: pytest.MonkeyPatch,

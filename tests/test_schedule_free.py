@@ -40,6 +40,7 @@ def workdir(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return workdir
 
 
+@pytest.mark.long
 def test_it_is_evaluated_at_the_averages(workdir: pathlib.Path) -> None:
     state, _ = tiny.restored(config(), workdir)
     averages = optim.evaluation_params(state.opt_state, state.params)
@@ -53,6 +54,7 @@ def test_it_is_evaluated_at_the_averages(workdir: pathlib.Path) -> None:
         assert metrics["loss"] == pytest.approx(loss, rel=1e-5)
 
 
+@pytest.mark.long
 def test_its_weights_are_the_averages(workdir: pathlib.Path, tmp_path: pathlib.Path) -> None:
     state, _ = tiny.restored(config(), workdir)
     averages = optim.evaluation_params(state.opt_state, state.params)

@@ -25,6 +25,7 @@ def sweep(folder: pathlib.Path, *arguments: str) -> "subprocess.CompletedProcess
     )
 
 
+@pytest.mark.long
 def test_a_whole_story(tmp_path: pathlib.Path) -> None:
     done = sweep(tmp_path, RATE, "--trials=2")
     assert done.returncode == 0 and "run 2 of 2: trial-001-sweep-seed0" in done.stdout
@@ -51,6 +52,7 @@ def test_a_whole_story(tmp_path: pathlib.Path) -> None:
     assert done.returncode == 2 and "holds a run; give another folder" in done.stderr
 
 
+@pytest.mark.long
 def test_a_mistake_is_one_sentence(tmp_path: pathlib.Path) -> None:
     done = sweep(tmp_path / "x", RATE, "--trials=2", "--time-limit=2")
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1

@@ -106,6 +106,7 @@ def test_second_ctrl_c_ends_a_main_thread_that_is_deaf() -> None:
     assert done.returncode == 128 + signal.SIGINT and done.stdout == "", done
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode, status, told", [
     ("preempt", os.EX_TEMPFAIL, "launch: preempted; start the same command again to resume"),
     ("interrupt", 130, "launch: interrupted; start the same command again to resume"),

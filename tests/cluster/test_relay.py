@@ -91,6 +91,7 @@ def test_lines_pass_at_once_and_signals_do_not_end_it() -> None:
     assert rest == b"the end\n" + SENTENCE and process.returncode == 0
 
 
+@pytest.mark.long
 def test_stopped_process_is_told_in_a_sentence(tmp_path: pathlib.Path) -> None:
     """Without the launcher; JAX would write 45 lines."""
     environment = {

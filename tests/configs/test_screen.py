@@ -48,6 +48,7 @@ def spec_of(config: ConfigDict, inputs: Any) -> dict[str, FieldSpec]:
                    "next_sentence_label": FieldSpec((), _INT)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in TABLES if not name.endswith("_lars")])
 def test_start_of_a_recipe_fits_a_screen(
     name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch

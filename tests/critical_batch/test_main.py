@@ -3,11 +3,14 @@
 import pathlib
 from xml.etree import ElementTree
 
+import pytest
+
 from lamb_tpu.critical_batch.measuring import RECORDS
 from lamb_tpu.store.metrics import read_records
 from tests import tiny
 
 
+@pytest.mark.long
 def test_a_whole_story(copy: pathlib.Path) -> None:
     arguments = (f"--workdir={copy}", "--at=33 percent", "--factors=1,2", "--span=8 steps")
     done = tiny.command("lamb_tpu.critical_batch", *arguments, "--scaling=sqrt")
@@ -26,6 +29,7 @@ def test_a_whole_story(copy: pathlib.Path) -> None:
     assert (again.returncode, again.stdout, again.stderr) == (0, done.stdout, "")
 
 
+@pytest.mark.long
 def test_a_mistake_is_one_sentence(trained: pathlib.Path) -> None:
     done = tiny.command(
         "lamb_tpu.critical_batch", f"--workdir={trained}", "--at=4 steps", "--factors=2"

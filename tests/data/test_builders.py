@@ -20,6 +20,7 @@ def ordered(images: np.ndarray, labels: np.ndarray) -> list[bytes]:
     return sorted(image.tobytes() + bytes([label]) for image, label in zip(images, labels))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "split, prefix, length", [("train", "train", 60000), ("test", "t10k", 10000)]
 )

@@ -15,6 +15,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return root
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name, source", [
     ("arrays", "rings:train,512,0.2"), ("records", "rings:train,512,0.1"),
 ])

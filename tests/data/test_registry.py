@@ -73,6 +73,7 @@ def test_size_decides_what_lies_in_memory(tiny_dir: str, monkeypatch: pytest.Mon
     assert in_memory(0, in_memory=True) and not in_memory(size, in_memory=False)
 
 
+@pytest.mark.long
 def test_slice_of_a_set_on_disk(prepared_dir: str) -> None:
     whole = data.load("mnist", "test", data_dir=prepared_dir).arrays["label"]
     for split in ("test[1000:1100]", "test[10%:11%]"):

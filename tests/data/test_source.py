@@ -57,6 +57,7 @@ def test_title_is_the_name_without_the_digest_of_the_content() -> None:
         assert data.title(data.ArraySource(name, {"label": np.zeros(1)}, 2)) == title
 
 
+@pytest.mark.long
 def test_the_two_kinds_agree(both: tuple[data.Source, data.Source]) -> None:
     in_memory, by_record = both
     assert isinstance(in_memory, data.ArraySource) and isinstance(by_record, data.RecordSource)

@@ -32,6 +32,7 @@ def test_runs_are_of_tables(tmp_path: pathlib.Path, capsys: pytest.CaptureFixtur
     assert [text.partition(":")[0] for text in told] == ["lamb/mnist, paper", "lamb/cifar10, paper"]
 
 
+@pytest.mark.long
 def test_the_benchmark_names_a_platform_that_is_not_there(tmp_path: pathlib.Path) -> None:
     (words,) = (words for words in commands(tmp_path, tmp_path) if "lamb_tpu" not in words[2])
     done = subprocess.run(

@@ -54,6 +54,7 @@ def test_update_tpu():
     assert rows["lamb"][5] < 1.05 < rows["optax.lamb"][5]  # bytes, of the least
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("module", [lstm.Ours, lstm.Flax])
 def test_layers_of_the_lstm_benchmark(module):
     size = lstm.Size("tiny", 5, 3, 4, 6, 2)
@@ -102,6 +103,7 @@ def test_convolution():
         assert min(values[:2] + values[3:5]) > 0
 
 
+@pytest.mark.long
 def test_save_stall():
     done = tiny.command(
         "experiments.bench.save_stall", "--megabytes=12", "--rounds=1", "--steps=2", "--note=Idle."

@@ -22,6 +22,7 @@ def test_a_row_has_ratios_round_by_round() -> None:
     assert changing_batch.row("LeNet", 64, 4, seconds) == f"| LeNet | 64 | 4 | {figures} | - |"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("batch_norm", [pytest.param(False, marks=pytest.mark.long), True])
 def test_contenders_make_updates(batch_norm: bool) -> None:
     model = {

@@ -28,6 +28,7 @@ def chosen(table: Table, cell: Cell) -> float:
     return factor
 
 
+@pytest.mark.long
 def test_commands_of_make_demo(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,6 +10,7 @@ from lamb_tpu.plan.cache import Cache
 from tests.plan import planned
 
 
+@pytest.mark.long
 def test_a_search_and_its_page(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def outcome(config, _):
         if config.model.remat == "dots":

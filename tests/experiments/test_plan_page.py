@@ -77,6 +77,7 @@ def test_kept_rows_are_of_these_configs() -> None:
     assert set(rows.load_kept()) <= keys
 
 
+@pytest.mark.long
 def test_page(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sources = rows.load_sources()
     kept = kept_for(sources)

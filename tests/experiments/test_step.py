@@ -48,6 +48,7 @@ def test_random_examples_are_the_same_in_each_run() -> None:
     assert all(np.array_equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.long
 def test_profile_has_every_operation_of_an_update() -> None:
     model = {"name": "mlp", "hidden_sizes": (512,), "num_classes": 10}
     update = step.ours(NETWORKS["LeNet-5"]._replace(model=model, batch=256))

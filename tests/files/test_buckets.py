@@ -108,6 +108,7 @@ def test_missing_credentials_are_told(
         buckets.check(folder(), "--workdir")
 
 
+@pytest.mark.long
 def test_request_that_fails_is_tried_again(bucket: gcs.Store) -> None:
     failed = set()
 

@@ -133,6 +133,7 @@ def test_signal_goes_to_all_and_is_waited_for(tmp_path: pathlib.Path, number: in
     assert not alive(tmp_path)
 
 
+@pytest.mark.long
 def test_preempted_processes_may_save(tmp_path: pathlib.Path) -> None:
     """Longer than the others of one that fails may live on."""
     done = finish(start(mode="preempted", folder=tmp_path))
@@ -187,6 +188,7 @@ def test_killed_launcher_leaves_no_process(tmp_path: pathlib.Path) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.long
 def test_process_that_leaves_does_not_wait_for_the_others(tmp_path: pathlib.Path) -> None:
     """Its status is the launcher's; an ordinary exit would hang and be aborted."""
     done = finish(start(mode="leave", folder=tmp_path))
@@ -194,6 +196,7 @@ def test_process_that_leaves_does_not_wait_for_the_others(tmp_path: pathlib.Path
     assert not alive(tmp_path)
 
 
+@pytest.mark.long
 def test_stopped_process_ends_the_others(tmp_path: pathlib.Path) -> None:
     done = finish(start(mode="stop", folder=tmp_path))
     assert done.status == 128 + signal.SIGABRT
@@ -285,6 +288,7 @@ def test_training_by_two_processes_is_that_of_one(tmp_path: pathlib.Path) -> Non
         assert difference < 5e-6, name
 
 
+@pytest.mark.long
 def test_mistake_in_a_config_is_told_once(tmp_path: pathlib.Path) -> None:
     """Also one that is found when the processes have met: no process waits for the others."""
     done = tiny.command(

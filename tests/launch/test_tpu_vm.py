@@ -242,6 +242,7 @@ def test_data_of_a_bucket(cloud: Cloud) -> None:
         planned(data="text")
 
 
+@pytest.mark.long
 def test_mistake_in_the_config_is_found_before_anything_is_created(
     cloud: Cloud, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> None:

@@ -52,6 +52,7 @@ def sentences(row: int, alpha: float, beta: float) -> dict[tuple[int, ...], floa
     return scores
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("alpha, beta", [(0.0, 0.0), (0.6, 0.1), (1.0, 0.5)])
 def test_a_beam_as_wide_as_the_language_finds_the_best(alpha: float, beta: float) -> None:
     result = found(beam=WORDS ** (LENGTH - 1), length_penalty=alpha, coverage_penalty=beta)
@@ -64,6 +65,7 @@ def test_a_beam_as_wide_as_the_language_finds_the_best(alpha: float, beta: float
         assert float(result.scores[row].max()) == pytest.approx(scores[expected], abs=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("beam", [1, 2, 3, 8])
 def test_every_sentence_of_a_beam_has_its_own_score(beam: int) -> None:
     result = found(beam=beam, length_penalty=0.6, coverage_penalty=0.3)
@@ -88,6 +90,7 @@ def test_one_beam_takes_the_likeliest_word() -> None:
         assert texts[row].tolist() == text + [0] * (LENGTH - len(text))
 
 
+@pytest.mark.long
 def test_rows_do_not_influence_each_other() -> None:
     whole = found(beam=3)
     for rows in ([2], [3, 0]):
@@ -97,6 +100,7 @@ def test_rows_do_not_influence_each_other() -> None:
         np.testing.assert_array_equal(best(part, END), best(whole, END)[index])
 
 
+@pytest.mark.long
 def test_published_scores_differ_where_sentences_move() -> None:
     ours, theirs = found(beam=3), found(beam=3, published=True)
     np.testing.assert_array_equal(ours.tokens, theirs.tokens)

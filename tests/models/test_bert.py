@@ -83,6 +83,7 @@ def test_numbers_of_parameters(size: str, published: int, heads: int, scan_layer
     assert len(jax.tree.leaves(shapes)) == (16 if scan_layers else 16 * layers) + 14
 
 
+@pytest.mark.long
 def test_embeddings_and_heads_are_their_formulas() -> None:
     outputs = run()
     p = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), VARIABLES["params"])
@@ -194,6 +195,7 @@ def test_first_values() -> None:
             assert abs(np.std(leaf) / 0.02 - 0.8796) < 0.06, path
 
 
+@pytest.mark.long
 def test_as_the_trainer_sees_it() -> None:
     model = models.linen(dataclasses.replace(CONFIG, dropout_rate=0.5).module())
     shapes = jax.eval_shape(model.init, KEY, INPUTS)

@@ -106,6 +106,7 @@ def loss(config: BertConfig, params: Any, batch: Any) -> jax.Array:
     return -jnp.mean(words) - jnp.mean(jax.nn.log_softmax(outputs["nsp_logits"])[:, 1])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scan_layers", [False, True])
 def test_split_over_devices_the_loss_and_gradients_are_those_of_one(scan_layers: bool) -> None:
     config = SCANNED if scan_layers else CONFIG

@@ -67,6 +67,7 @@ def gradients(convolution: Any, x: Any, kernel: Any, *how: Any) -> Any:
     return jax.grad(value, (0, 1), has_aux=True)(x, kernel)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kernel, strides, padding, groups", CASES)
 def test_values_and_gradients(kernel: Any, strides: Any, padding: Any, groups: int) -> None:
     with jax.enable_x64(True):
@@ -106,6 +107,7 @@ def test_rows_of_eight_devices_stay_where_they_are(
     np.testing.assert_allclose(compiled(x, weights), expected, rtol=2e-5, atol=1e-4)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kernel", [(3, 3, 4, 5), (3, 3, 1, 4), (1, 1, 4, 5), (9, 8, 4, 5)])
 def test_sums_of_bfloat16_are_of_float32(kernel: Any) -> None:
     x, weights = (jnp.asarray(a, jnp.bfloat16) for a in inputs(kernel))

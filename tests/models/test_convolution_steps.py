@@ -65,6 +65,7 @@ def trained(devices: int, backend: str, microbatches: int, dtype: str) -> tuple[
     return start, jax.device_get(state.params)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype, room", [("float32", 2e-4), ("bfloat16", 0.1)])
 @pytest.mark.parametrize("placement", some(PLACEMENTS, PLACEMENTS[1:4:2]))
 def test_placement_makes_no_difference(

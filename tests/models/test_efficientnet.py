@@ -155,6 +155,7 @@ def test_rates_of_stochastic_depth() -> None:
     assert list(given.values()) == pytest.approx([0.2 * index / 16 for index in given])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name, counts, channels", [
     # Tables of published checkpoints: blocks and channels of each stage.
     ("efficientnet_b2", (2, 3, 3, 4, 4, 5, 2), (16, 24, 48, 88, 120, 208, 352)),
@@ -221,6 +222,7 @@ def test_a_dropped_branch_leaves_the_shortcut() -> None:
     assert 20 <= kept.sum() <= 38  # 30 are expected, and no other number
 
 
+@pytest.mark.long
 def test_training_is_the_same_on_devices_and_in_one() -> None:
     """BatchNorm in groups of devices, stochastic depth and dropout, all by the example's place."""
     # Few blocks compile fast; the second of each stage has a shortcut.

@@ -41,6 +41,7 @@ def variables() -> Any:
     return jax.tree.map(lambda x: 10 * x, network().init(jax.random.key(0), batch()))
 
 
+@pytest.mark.long
 def test_padding_changes_nothing() -> None:
     logits = network().apply(variables(), batch(), train=False)[0]["logits"]
     assert logits.shape == (ROWS, 4, VOCAB) and logits.dtype == jnp.float32

@@ -21,6 +21,7 @@ def test_count_of_the_docstring(module: type[nn.Module], count: int) -> None:
     assert sum(leaf.size for leaf in jax.tree.leaves(variables)) == count
 
 
+@pytest.mark.long
 def test_dropout_only_in_training() -> None:
     model = models.build("lenet")
     images = jax.random.uniform(KEY, (4, 8, 8, 1))
@@ -54,6 +55,7 @@ def test_what_does_not_fit(name: str, shape: tuple, fields: dict, message: str) 
         jax.eval_shape(model.init, KEY, jax.ShapeDtypeStruct(shape, jnp.float32))
 
 
+@pytest.mark.long
 def test_kernels_begin_as_in_keras() -> None:
     variables = models.build("lenet5").init(KEY, jnp.zeros((1, 28, 28, 1)))
     kernel = variables["params"]["dense1"]["kernel"]

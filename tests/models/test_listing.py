@@ -41,6 +41,7 @@ PAPERS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", some(PUBLISHED, ("efficientnet_b0", "efficientnet_b3", "resnet50"))
 )

@@ -32,6 +32,7 @@ def test_is_dense_layers_with_relu_between() -> None:
     np.testing.assert_allclose(logits, hidden @ layer["kernel"] + layer["bias"], atol=1e-6)
 
 
+@pytest.mark.long
 def test_batch_norm_comes_before_the_relu_in_groups() -> None:
     fields = {"hidden_sizes": (5, 4), "batch_norm": True}
     model = models.build("mlp", group_size=3, **fields)
@@ -128,6 +129,7 @@ def placed(placement: str, fields: dict[str, Any]) -> Callable[..., Any]:
     return split
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", some(FIELDS, ("batch_norm, whole", "both, groups of 8")))
 def test_the_same_outputs_and_gradients_in_every_placement(kind: str) -> None:
     x = 3 + 2 * jax.random.normal(KEY, (BATCH, 12))

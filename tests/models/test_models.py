@@ -76,6 +76,7 @@ def test_a_model_that_writes_tells_how() -> None:
     assert models.build("bert").decode is models.build("mlp").decode is None
 
 
+@pytest.mark.long
 def test_batch_norm_inside_shard_map_needs_the_axes() -> None:
     x = jax.random.normal(jax.random.key(0), (8, 4))
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))

@@ -139,6 +139,7 @@ def apart(one: Trained, two: Trained, collection: str) -> float:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", some(CASES, MAIN_CASES))
 def test_statistics_are_those_of_numpy(case: tuple[str, str, int]) -> None:
     network, backend, shared = case
@@ -152,6 +153,7 @@ def test_statistics_are_those_of_numpy(case: tuple[str, str, int]) -> None:
     assert difference(expected(network, found, other), of_groups) > 1e-3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("network", some(NETWORKS, ("resnet",)))
 def test_training_depends_on_the_groups_and_not_on_the_placement(network: str) -> None:
     for shared in SHARED[network, "jit"]:

@@ -40,6 +40,7 @@ def test_values_and_gradients(ours: Pool, theirs: Pool, height: int, width: int)
     np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ours, theirs", [
     (max_pool_2x2, windows_2x2), (max_pool_3x3, windows_3x3)
 ])
@@ -52,6 +53,7 @@ def test_zeros_of_a_relu_pass_no_gradient(ours: Pool, theirs: Pool) -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
+@pytest.mark.long
 def test_gradient_of_equal_pixels_is_that_of_pairs_of_maxima() -> None:
     """Pixels of few values: most windows have several largest."""
     x = jax.random.randint(jax.random.key(0), (2, 8, 6, 16), 0, 3).astype(jnp.float32)

@@ -21,6 +21,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return root
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["linen", "nnx", "jax"])
 def test_network_learns(folder: pathlib.Path, name: str) -> None:
     lines = (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()

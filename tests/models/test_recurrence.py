@@ -52,6 +52,7 @@ def plain(inputs: jax.Array, kernels: Kernels, carry: Carry, valid: jax.Array) -
     return loss(jnp.stack(outputs), carry)
 
 
+@pytest.mark.long
 def test_values_and_gradients() -> None:
     expected = jax.jit(jax.value_and_grad(plain, (0, 1, 2)))(*arguments())
     found = jax.jit(jax.value_and_grad(ours, (0, 1, 2)))(*arguments())
@@ -59,6 +60,7 @@ def test_values_and_gradients() -> None:
                  found, expected)
 
 
+@pytest.mark.long
 def test_a_product_of_the_hessian() -> None:
     inputs, kernels, carry, valid = arguments()
     vector = jax.tree.map(lambda x: jax.random.normal(jax.random.key(1), x.shape), kernels)

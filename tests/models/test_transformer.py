@@ -109,6 +109,7 @@ def assert_close(one: Any, other: Any, tolerance: float = 1e-5) -> None:
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.long
 def test_unrolled_equals_scanned() -> None:
     variables = init(stack())
     stacked = {"params": stack_layers(variables["params"])}
@@ -143,6 +144,7 @@ def test_scanned_layers_begin_with_different_values() -> None:
     assert np.unique(kernel).size > 0.99 * kernel.size
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scan_layers", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_remat_changes_no_number(scan_layers: bool) -> None:
     plain = stack(config=DROPPING, num_layers=1 + scan_layers, scan_layers=scan_layers)
@@ -203,6 +205,7 @@ def test_padding_says_nothing_to_the_tokens() -> None:
         assert np.max(np.abs(one[~MASK] - two[~MASK])) > 0.1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sizes, fields", [
     ({"data": 2, "sequence": 4}, {}),
     ({"data": 2, "model": 2, "sequence": 2}, {"scan_layers": True, "num_layers": 2}),
@@ -253,6 +256,7 @@ def equations(jaxpr: Any) -> Iterator[Any]:
                 yield from equations(inner)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("config", [CONFIG, DROPPING])
 def test_bfloat16_keeps_softmax_and_statistics_in_float32(config: LayerConfig) -> None:
     module = EncoderLayer(dataclasses.replace(config, dtype="bfloat16"))

@@ -23,6 +23,7 @@ def test_the_page_lists_every_notebook():
     assert listed == [path.name for path in NOTEBOOKS]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("path", some(NOTEBOOKS, QUICK), ids=lambda path: path.stem)
 def test_runs(path):
     needed = NEEDS.get(path.stem)

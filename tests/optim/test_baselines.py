@@ -26,6 +26,7 @@ def trained(tx, params=FLOAT32):
     return runs.after(tx, params, jax.tree.map(np.float32, GRADS))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("config, reference", [
     ({"name": "lion", "b2": 0.98, "weight_decay": 0.3},
      optax.lion(RATE, b2=0.98, weight_decay=0.3, mask=MASK)),

@@ -90,6 +90,7 @@ def test_of_l2_norms_are_zero_at_zero_and_values_are_those_of_sqrt():
     assert jnp.isnan(jax.grad(trust_ratio.root)(jnp.nan))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["lamb", "lars", "novograd"])
 def test_inside_shard_map_are_those_of_one_device(name):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))

@@ -56,6 +56,7 @@ def rules_of(fact, factors):
     return [(f"^{leaf}$", {fact: factor}) for leaf, factor in factors.items()]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("form", some(FORMS, [(name, None) for name in MAIN]))
 def test_a_rate_factor_is_another_rate(form):
     """A table of rules does what one transform a rate does, with no clip over all of them."""
@@ -77,6 +78,7 @@ def test_a_rate_factor_of_0_freezes(name):
     assert not np.allclose(found["bias"], PARAMS["bias"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", some(OPTIMIZERS))
 def test_a_decay_factor_is_another_decay(name):
     factors = {"kernel": 0.25, "bias": 3.0, "zero": 0.0}

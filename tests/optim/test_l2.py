@@ -35,6 +35,7 @@ def steps(tx: optax.GradientTransformation, l2: float) -> optax.Params:
     return params
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name not in REDUCING])
 def test_is_the_gradient_of_the_term(name: str) -> None:
     config = {"name": name, "rules": "no_bias_no_norm", "clip_global_norm": 1.5}

@@ -98,6 +98,7 @@ MATRICES = {
 NORMS = ("norm", "bn", "gn", "rms", "ln_")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("library", NETS)
 @pytest.mark.parametrize("rules", parameters.RULES)
 def test_biases_and_norms_of_each_library_are_found(library, rules):

@@ -133,6 +133,7 @@ def test_leaves_that_do_not_adapt_take_momentum_sgd():
     assert jax.tree.leaves(state.nu) == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("arguments", [
     {"amsgrad": True}, {"norm": "linf"}, preset("novograd", "apex"),
 ], ids=str)

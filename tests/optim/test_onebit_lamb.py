@@ -60,6 +60,7 @@ def test_a_stack_is_its_layers():
     assert state.readings.ratios["bias"] == 1.0
 
 
+@pytest.mark.long
 def test_momentum_is_sent_in_one_size():
     tx, params = optim.onebit_lamb(0.01, freeze_step=2, rules=RULES), case(0)
     _, state = trained(tx, params, [case(1), case(1)])

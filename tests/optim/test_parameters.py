@@ -230,6 +230,7 @@ def test_matrix_axes_have_to_be_all_that_stack_no_layers():
             resolve({"w": jnp.ones((2, 3, 4))}, [("", facts)])
 
 
+@pytest.mark.long
 def test_rows_and_columns_of_linens_kernels():
     """The axes that the documentation gives make of each kernel the matrix of its linear map."""
     conv, attention = nn.Conv(5, (3, 2), use_bias=False), nn.MultiHeadDotProductAttention(4)

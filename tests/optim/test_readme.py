@@ -74,6 +74,7 @@ def test_fairseq_without_a_weight_decay_is_adam():
         assert jnp.allclose(found, expected, rtol=2e-5)  # rounding of 1 - b2 ** t
 
 
+@pytest.mark.long
 def test_optimizer_of_a_users_own(tmp_path: pathlib.Path) -> None:
     """From a folder outside, by a function of one's own and by one of Optax's."""
     lines = own_pages.run_page("optim", tmp_path)

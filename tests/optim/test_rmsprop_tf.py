@@ -135,6 +135,7 @@ def test_zeros():
     assert state.readings.ratios == {"zero": 1.0, "still": 1.0}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("arguments", [
     {"cautious": True}, {"clip_global_norm": 1.0}, {"centered": True},
 ], ids=str)

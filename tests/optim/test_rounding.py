@@ -246,6 +246,7 @@ def test_sharded_weights_round_as_whole_ones(axis_type):
         jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
+@pytest.mark.long
 def test_replicas_round_alike():
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
     params, grads = _tree()

@@ -97,6 +97,7 @@ def named(mesh, specs):
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", some(PLAIN))
 def test_under_jit(name):
     tx, shardings = build(name), named(mesh_of(AxisType.Auto), SPECS)
@@ -115,6 +116,7 @@ def _equivalent(array, sharding):
     assert array.sharding.is_equivalent_to(sharding, array.ndim), (array.sharding, sharding)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", some(SPLITTING))
 def test_inside_shard_map(name):
     mesh = mesh_of(AxisType.Auto, (8,), ("data",))

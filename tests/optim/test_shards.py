@@ -144,6 +144,7 @@ def assert_replicas_are_equal(tree):
                 shard.data, first.setdefault(str(shard.index), shard.data))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", some(BUILDS, (*MAIN, "novograd", "lars, larc")))
 def test_five_updates_equal_those_of_one_device(name):
     found = sharded(name)
@@ -151,6 +152,7 @@ def test_five_updates_equal_those_of_one_device(name):
     assert_replicas_are_equal(found)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("specs", [SPECS, LAYERS_SPLIT], ids=["layers whole", "layers split"])
 @pytest.mark.parametrize("name", some([
     "lamb", "lamb, cautious", "lars", "novograd, linf", "rmsprop_tf, cautious", "adagrad_norm",
@@ -173,6 +175,7 @@ def test_specs_tell_which_axes_of_a_leaf_are_split(name, specs):
     assert_replicas_are_equal(found)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["sgd", "novograd", "adagrad_norm"])
 def test_a_name_for_all_leaves_counts_whole_ones_once_a_device(name):
     with pytest.raises(AssertionError, match="Not equal to tolerance"):

@@ -54,6 +54,7 @@ def test_the_stage_by_the_count_is_the_one_that_is_given(name, discard_first):
     assert all((first[key] == PARAMS[key]).all() == discard_first for key in PARAMS)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", REDUCING)
 def test_exact_sums_over_devices_are_one_device(name):
     """Each of four devices gives a share, and `reduce` sums: what is sent is linear in them."""

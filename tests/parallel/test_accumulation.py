@@ -83,6 +83,7 @@ def test_rows_stay_on_their_device() -> None:
     assert sorted(seen) == [[0, 1, 4, 5, 8, 9], [2, 3, 6, 7, 10, 11]]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_devices, place", PLACES)
 def test_dropout_and_ghost_batches_are_those_of_one_batch(
     num_devices: int, place: dict[str, Any]
@@ -97,6 +98,7 @@ def test_dropout_and_ghost_batches_are_those_of_one_batch(
         np.testing.assert_allclose(sums[-1][name], (total, weight), rtol=1e-5, err_msg=name)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_devices, place", PLACES)
 @pytest.mark.parametrize("group_size", some([None, 8], (8,)))
 def test_groups_are_those_of_a_microbatch_on_any_devices(

@@ -54,6 +54,7 @@ def seen(params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(kept, params)
 
 
+@pytest.mark.long
 def test_masked_words_are_unequal(whole: Any) -> None:
     _, _, run = whole
     loader = data.TrainLoader(run.train_set, 32, run.config.seed, run.local_rows())

@@ -75,6 +75,7 @@ def whole(run: Run, steps: int, before: int) -> tuple[TrainState, list[Any]]:
     return state, sums
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("net", NETS)
 @pytest.mark.parametrize("place", some(PLACES, ("jit", "shard_map zero1")))
 def test_as_one_step_for_the_whole_batch(place: str, net: str) -> None:
@@ -92,6 +93,7 @@ def test_as_one_step_for_the_whole_batch(place: str, net: str) -> None:
     assert difference(state.params, start(run).params) > 0.01
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", some(["jit", "shard_map"], ("shard_map",)))
 def test_any_number_of_microbatches_and_no_program_more(
     backend: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
@@ -155,6 +157,7 @@ def test_weights_are_those_of_the_whole_batch() -> None:
         np.testing.assert_allclose(p - np.asarray(after.params["p"]), expected, rtol=1e-5)
 
 
+@pytest.mark.long
 def test_what_an_update_left_does_not_reach_the_next() -> None:
     run = prepared(1, 1, model=DROPOUT)
     step = changing(run)

@@ -46,6 +46,7 @@ def test_two_terms_with_weights_as_numpy() -> None:
     assert float(estimate(state({"p": jnp.asarray(params)}), flat)) == 0.0
 
 
+@pytest.mark.long
 def test_lstm_as_differences_of_its_gradient() -> None:
     """In float64, beside which the differences are exact to eight digits."""
     with jax.enable_x64(True):
@@ -77,6 +78,7 @@ def test_lstm_as_differences_of_its_gradient() -> None:
         assert float(found) == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["jit", "shard_map"])
 @pytest.mark.parametrize("net", [BATCH_NORM, DROPOUT], ids=["batch_norm", "dropout"])
 def test_eight_devices_give_what_one_gives(net: ConfigDict, backend: str) -> None:

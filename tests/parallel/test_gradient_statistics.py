@@ -73,6 +73,7 @@ def second(run: Run, counts: tuple[int, int], **options: Any) -> tuple[Any, Trai
     return jax.device_get(sums), kept, then, after
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("place", some(PLACES, ("jit zero1", "shard_map zero1")))
 def test_each_equals_its_reference(place: str) -> None:
     devices, changes = PLACES[place]
@@ -111,6 +112,7 @@ def test_each_equals_its_reference(place: str) -> None:
     assert difference(after, plain) < 1e-6
 
 
+@pytest.mark.long
 def test_weights_that_depend_on_examples() -> None:
     random = np.random.default_rng(0)
     rows, count = 8, 4
@@ -158,6 +160,7 @@ def test_weights_that_depend_on_examples() -> None:
         assert values["grad_sq"] == pytest.approx(np.square(each.mean(0)).sum(), rel=1e-4)
 
 
+@pytest.mark.long
 def test_updates_that_measure_nothing_have_no_weight() -> None:
     """One part, an odd number of microbatches, no second moments yet."""
     run = prepared(1, 1, model=DROPOUT)
@@ -175,6 +178,7 @@ def test_updates_that_measure_nothing_have_no_weight() -> None:
     ]
 
 
+@pytest.mark.long
 def test_a_skipped_update_has_none() -> None:
     run = prepared(1, 1, model=DROPOUT)
     statistics = Statistics(noise_scale=True, halves=True, per_example=8)
@@ -187,6 +191,7 @@ def test_a_skipped_update_has_none() -> None:
     assert set(pairs.values()) == {(0.0, 0.0)} and len(pairs) > 8
 
 
+@pytest.mark.long
 def test_with_batch_norm() -> None:
     """Groups of BatchNorm lie within a part, so parts are those of the step either way."""
     values = []

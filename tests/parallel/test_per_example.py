@@ -31,6 +31,7 @@ def expected(each: Any, rows: int) -> dict[str, float]:
     }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("place", some(PLACES, ("one", "shard_map zero1")))
 def test_each_equals_its_reference(place: str) -> None:
     devices, changes = PLACES[place]
@@ -48,6 +49,7 @@ def test_each_equals_its_reference(place: str) -> None:
     assert {tuple(map(float, sums[name])) for name in values} == {(0.0, 0.0)}
 
 
+@pytest.mark.long
 def test_chunks_change_nothing() -> None:
     run = prepared(8, 1, model=DROPOUT)
     state = start(run)

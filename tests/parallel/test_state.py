@@ -37,6 +37,7 @@ def held(tree: Any) -> int:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_devices", [1, 2, 8])
 def test_zero1_holds_what_was_computed(num_devices: int) -> None:
     run = run_of(num_devices, **ZERO1)
@@ -104,6 +105,7 @@ def test_optimizer_that_needs_whole_matrices() -> None:
         run_of(8, optimizer=optimizer, parallel__backend="shard_map", **ZERO1)
 
 
+@pytest.mark.long
 def test_given_values_take_the_place_of_drawn_ones() -> None:
     run = run_of(1, ema__decay=0.9)
     drawn, kernel = run.first_state(), jnp.full((64, 64), 0.5)

@@ -97,6 +97,7 @@ def test_state_that_nobody_combines_is_refused() -> None:
     assert prepare(tiny.digits(model=model("flax"), **MICROBATCHES), None, training=False)
 
 
+@pytest.mark.long
 def test_what_would_have_come_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under shard_map the layer of Flax gives other weights, silently; ours the same."""
     monkeypatch.setattr(statistics, "check_statistics", lambda *_, **__: None)

@@ -100,6 +100,7 @@ def test_whole_batch_norm_is_another_run() -> None:
     assert difference(found.params, expected.params) > 1e-3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("net", NETS)
 def test_the_same_function_runs_under_pmap(net: str) -> None:
     expected, _, run = on_one(net, "lamb")
@@ -125,6 +126,7 @@ def test_the_same_function_runs_under_pmap(net: str) -> None:
         assert difference(found, expected.params) < 1e-6
 
 
+@pytest.mark.long
 def test_gradient_is_that_of_a_step_by_hand() -> None:
     sgd = ConfigDict({"name": "sgd", "learning_rate": 1.0})
     changes = dict(optimizer=sgd, schedule__warmup="0 steps", schedule__decay="constant")
@@ -163,6 +165,7 @@ def test_gradients_may_be_sent_in_bfloat16() -> None:
         assert 1e-6 < difference(narrow.params, exact.params) < 1e-2
 
 
+@pytest.mark.long
 def test_abstract_state_is_that_of_the_state() -> None:
     _, _, run = trained(8, 0, ema__decay=0.9, parallel__optimizer_state="zero1")
     step, batch = run.make_train_step(), next(data.TrainLoader(run.train_set, 64, 0))
@@ -173,6 +176,7 @@ def test_abstract_state_is_that_of_the_state() -> None:
         )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("place", ["jit", "shard_map zero1"])
 def test_average_of_the_weights(place: str) -> None:
     run = prepare(tiny.digits(model=BATCH_NORM, ema__decay=0.2, **PLACES[place]), None)
@@ -188,6 +192,7 @@ def test_average_of_the_weights(place: str) -> None:
     assert difference(state.ema[0], state.params) > 1e-4
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("place", ["jit", "shard_map zero1"])
 def test_update_that_is_not_finite_is_left_out(place: str) -> None:
     run = prepare(
@@ -246,6 +251,7 @@ def test_average_of_narrow_weights_moves() -> None:
     assert abs(expected[0] - weights[0]) > 1e-4
 
 
+@pytest.mark.long
 def test_whole_batch_norm_over_two_batch_axes() -> None:
     model = ConfigDict({**BATCH_NORM.to_dict(), "group_size": None})
     whole, _, _ = trained(1, 5, model=model)

@@ -43,6 +43,7 @@ def run(num_devices: int, name: str, **changes: Any) -> tuple[Any, Any]:
 SPLITTING = [name for name in factory.OPTIMIZERS if name not in REDUCING]  # the others say so
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", some(SPLITTING, ("lamb", "lars")))
 def test_every_optimizer(name: str) -> None:
     whole, _ = run(1, name)

@@ -35,6 +35,7 @@ def test_examples_of_the_docstrings() -> None:
     assert result.failed == 0 and result.attempted >= 1
 
 
+@pytest.mark.long
 @needs_compiler
 def test_the_time_along_a_ramp() -> None:
     """Each batch takes the time of its own step, and the run the sum over its updates."""

@@ -30,6 +30,7 @@ def points(monkeypatch: pytest.MonkeyPatch, measured: dict[str, float]) -> list[
         return curves.plan([("", tiny.digits())], SLICES, measured, trials)
 
 
+@pytest.mark.long
 def test_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     answer = curves.answer(points(monkeypatch, {"v3-32": 1200.0, "v3-128": 600.0}))
     lines = answer.text.splitlines()
@@ -56,6 +57,7 @@ def test_phases_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     assert point.cells()[2] == "64 + 32"
 
 
+@pytest.mark.long
 def test_the_page(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     found = points(monkeypatch, {"v3-32": 1200.0})
     pages = []

@@ -71,6 +71,7 @@ def test_microbatches_change_no_groups(changes: dict[str, Any], is_tried: bool) 
     assert ({"accumulation_steps"} in keys(of)) == is_tried
 
 
+@pytest.mark.long
 def test_descent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each dimension starts from the best so far; what is refused or does not fit is a row."""
 
@@ -108,6 +109,7 @@ def test_descent(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
+@pytest.mark.long
 def test_the_config_is_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
     planned.instead(monkeypatch, lambda *_: (1, 100))
     answer = found(variants("digits.py:batch=1024"))
@@ -117,6 +119,7 @@ def test_the_config_is_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.mark.long
 def test_a_gain_inside_the_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     planned.instead(
         monkeypatch, lambda config, _: (1, 98 if config.parallel.backend == "shard_map" else 100)
@@ -127,6 +130,7 @@ def test_a_gain_inside_the_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     ) in tiny.unbroken(found(variants("digits.py:batch=1024")).text)
 
 
+@pytest.mark.long
 def test_a_config_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     planned.instead(
         monkeypatch, lambda config, _: (20 / config.accumulation_steps, config.accumulation_steps)

@@ -51,6 +51,7 @@ def test_doubling_and_bisection(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
+@pytest.mark.long
 def test_halving(monkeypatch: pytest.MonkeyPatch) -> None:
     made = planned.instead(monkeypatch, lambda config, _: (config.batch_size / 10, 1))
     answer = found(variants(1024))
@@ -68,6 +69,7 @@ def test_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.mark.long
 def test_everything_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     made = planned.instead(monkeypatch, lambda *_: (1, 1))
     answer = found(variants(8))
@@ -92,6 +94,7 @@ def test_the_config_itself_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         found(variants(128))
 
 
+@pytest.mark.long
 def test_what_devices_microbatches_and_groups_allow(monkeypatch: pytest.MonkeyPatch) -> None:
     """The batch is rounded to what divides, and groups of BatchNorm stay whole."""
     planned.instead(monkeypatch, lambda *_: (1, 1))

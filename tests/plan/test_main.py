@@ -31,6 +31,7 @@ def planned(*arguments: str) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
+@pytest.mark.long
 @needs_compiler
 @pytest.mark.parametrize("name, num_devices, hosts", [("v3-8", 8, 1), ("v5e-16", 16, 4)])
 def test_the_digits_step(name: str, num_devices: int, hosts: int) -> None:
@@ -87,6 +88,7 @@ def test_the_digits_step(name: str, num_devices: int, hosts: int) -> None:
     assert run["chip_hours"] == pytest.approx(hours * found["chips"])
 
 
+@pytest.mark.long
 @needs_compiler
 def test_hosts_with_ethernet(tmp_path: pathlib.Path) -> None:
     """One program, between hosts with the torus and with 10 Gb/s."""
@@ -117,6 +119,7 @@ def test_hosts_with_ethernet(tmp_path: pathlib.Path) -> None:
     assert point["phases"][0]["step_milliseconds"] == pytest.approx(slow["step_milliseconds"])
 
 
+@pytest.mark.long
 @needs_compiler
 def test_a_step_that_does_not_fit() -> None:
     arguments = (DIGITS, "--topology=v5e-4", "--config.model.hidden_sizes=(65536,65536)")
@@ -131,6 +134,7 @@ def test_a_step_that_does_not_fit() -> None:
     assert line.endswith(" GiB, a device has 15.75 GiB")
 
 
+@pytest.mark.long
 @needs_compiler
 def test_the_same_plan_again(tmp_path: pathlib.Path) -> None:
     """The second takes the program that the first has kept, and gives the same numbers."""
@@ -176,6 +180,7 @@ def test_the_largest_batch(tmp_path: pathlib.Path) -> None:
         assert trial["fits"] == (trial["share_of_memory"] < 1)
 
 
+@pytest.mark.long
 @needs_compiler
 def test_accumulation_counts_as_often_as_it_runs() -> None:
     arguments = (DIGITS, "--topology=v2-8", "--config.accumulation_steps=4")
@@ -235,6 +240,7 @@ def test_a_batch_that_does_not_divide() -> None:
     )
 
 
+@pytest.mark.long
 def test_without_the_compiler() -> None:
     code = (
         "import runpy, sys; sys.modules['libtpu'] = None; "

@@ -13,6 +13,7 @@ from lamb_tpu.run.build import prepare
 from tests import tiny
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recipe, changes, examples", [
     ("imagenet_efficientnet.py:size=b0", {"batch_size": 256, "model.group_size": 32}, 1_281_167),
     ("bert_pretrain.py:size=tiny,phase=2", {"batch_size": 64}, None),

@@ -52,6 +52,7 @@ def test_sums_over_stages() -> None:
     ]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler")
 def test_a_plan_of_several_stages() -> None:
     """DGC with a warm-up of one sparsity, between hosts with 10 Gb/s."""

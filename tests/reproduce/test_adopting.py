@@ -27,6 +27,7 @@ def test_adopt(tmp_path: pathlib.Path) -> None:
     assert Results(table).holds(finished.job)
 
 
+@pytest.mark.long
 def test_stages_are_followed(tmp_path: pathlib.Path) -> None:
     table = write(tmp_path, TABLE.replace(
         'config = "digits:batch=128"', 'stages = ["digits:batch=64", "digits:batch=128"]'

@@ -64,6 +64,7 @@ def test_speed_is_a_metric(tmp_path: pathlib.Path) -> None:
     assert min(rates) <= finished.record["values"]["examples_per_second"] <= max(rates)
 
 
+@pytest.mark.long
 def test_runs_share_their_programs(tmp_path: pathlib.Path) -> None:
     table = write(tmp_path)
     before = jax.config.jax_compilation_cache_dir
@@ -94,6 +95,7 @@ def test_diverged_is_a_result(tmp_path: pathlib.Path) -> None:
     assert Results(table).holds(job)
 
 
+@pytest.mark.long
 def test_stages(tmp_path: pathlib.Path) -> None:
     table = write(tmp_path, TABLE.replace(
         'config = "digits:batch=128"',

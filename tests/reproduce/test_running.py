@@ -31,6 +31,7 @@ def call(tmp_path: pathlib.Path, *arguments: str) -> str:
     return out.getvalue()
 
 
+@pytest.mark.long
 def test_a_whole_story(tmp_path: pathlib.Path) -> None:
     table = write(tmp_path)
     runs = f"--runs={tmp_path / 'runs'}"
@@ -107,6 +108,7 @@ def test_tables_with_other_numbers_of_devices(tmp_path: pathlib.Path) -> None:
     assert [json.loads(line)["devices"] for line in records] == [8]
 
 
+@pytest.mark.long
 def test_tuned_form(tmp_path: pathlib.Path) -> None:
     table = write(tmp_path)
     runs = f"--runs={tmp_path / 'runs'}"
@@ -129,6 +131,7 @@ def test_tuned_form(tmp_path: pathlib.Path) -> None:
         call(tmp_path, "run", "small", runs, "--tune=3")
 
 
+@pytest.mark.long
 def test_budget_and_carry(tmp_path: pathlib.Path) -> None:
     text = TABLE.replace("seeds = 2", "seeds = 2\nminutes = {cpu = 40}")
     table = write(tmp_path, text)
@@ -170,6 +173,7 @@ def wait_for(process: "subprocess.Popen[str]", text: str) -> bool:
 LONG = TABLE.replace("4 steps", "2500 steps").replace("seeds = 2", "seeds = 1")
 
 
+@pytest.mark.long
 def test_two_at_once_and_a_time_limit(tmp_path: pathlib.Path) -> None:
     write(tmp_path, LONG.replace("2500", "500000"))
     first = start(tmp_path, "--time-limit=20s")

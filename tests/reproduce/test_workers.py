@@ -19,6 +19,7 @@ def jobs_of(table: Table) -> list[Job]:
     return engine.due(table, scale, table.cells.values(), 2, Results(table))
 
 
+@pytest.mark.long
 def test_side_by_side(tmp_path: pathlib.Path) -> None:
     table = write(tmp_path)
     jobs, found, begun = jobs_of(table), list[Finished](), list[Job]()
@@ -31,6 +32,7 @@ def test_side_by_side(tmp_path: pathlib.Path) -> None:
     assert one.record == alone.record
 
 
+@pytest.mark.long
 def test_a_mistake_ends_all(tmp_path: pathlib.Path) -> None:
     table = write(tmp_path, TABLE.replace(
         '"accuracy", label', '"acuracy", label'

@@ -39,6 +39,7 @@ def config(agvm: Any = AGVM, **changes: Any) -> ConfigDict:
     return found if agvm is None else tiny.change(found, {"optimizer.agvm": agvm})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("second_moment", [False, True])
 @pytest.mark.parametrize("place", some(PLACES, ("jit zero1", "shard_map zero1")))
 def test_an_update_is_that_of_the_wrapper_by_hand(place: str, second_moment: bool) -> None:
@@ -90,6 +91,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return workdir
 
 
+@pytest.mark.long
 def test_factors_are_in_the_records(whole: pathlib.Path) -> None:
     records = read_records(whole / "metrics.jsonl", "train")
     found = [[record[f"agvm/{name}"] for name, _ in MODULES] for record in records]
@@ -103,6 +105,7 @@ def test_factors_are_in_the_records(whole: pathlib.Path) -> None:
     np.testing.assert_array_equal(np.float32(found[-1]), state.opt_state.factors)
 
 
+@pytest.mark.long
 def test_resumed_bit_for_bit(
     whole: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -255,6 +255,7 @@ def test_the_largest_batch_must_fit_into_memory(monkeypatch: pytest.MonkeyPatch)
         prepare(grown, None, jax.devices()[:1])
 
 
+@pytest.mark.long
 def test_a_phase_may_have_a_rule(tmp_path: pathlib.Path) -> None:
     rule = ConfigDict({"name": "ramp", "points": ((0, 16), (64, 32))})
     config = tiny.digits(accumulation_steps=4, duration="2 steps", phases=ConfigDict({

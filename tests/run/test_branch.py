@@ -97,6 +97,7 @@ def test_at_the_runs_own_batch_a_branch_is_the_run(trained: pathlib.Path) -> Non
     assert losses == [record["loss"] for record in records[-2:]]
 
 
+@pytest.mark.long
 def test_larger_batches_by_hand(tmp_path: pathlib.Path) -> None:
     settings = tiny.digits(
         optimizer=ConfigDict({"name": "sgd", "learning_rate": 0.1, "rules": "all"}),

@@ -238,6 +238,7 @@ def test_unwritable_workdir(tmp_path: pathlib.Path, path: str, reason: str) -> N
     assert (tmp_path / "file").read_text() == "kept"
 
 
+@pytest.mark.long
 def test_workdir_of_another_config(copy: pathlib.Path) -> None:
     before = tiny.fingerprint(copy)
     config = tiny.digits(optimizer__learning_rate=0.5, seed=7)

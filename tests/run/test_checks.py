@@ -11,6 +11,7 @@ from lamb_tpu.run.build import prepare
 from tests import tiny
 
 
+@pytest.mark.long
 def test_stacked_layers_need_rules_that_say_so() -> None:
     def by_override(rules: Any) -> ConfigDict:
         changes = {"model.scan_layers": True, "optimizer.rules": rules}

@@ -108,6 +108,7 @@ def compare(folder: pathlib.Path, whole: pathlib.Path) -> None:
     assert without_seconds(folder) == without_seconds(whole)
 
 
+@pytest.mark.long
 def test_the_batches_are_those_of_the_rule(whole: pathlib.Path) -> None:
     assert len(set(SIZES)) > 4 and len(SIZES) > 20 and SIZES[-1] not in SIZES[-3:-1]
     position = tiny.restored(config(NOISE), whole)[1]
@@ -121,6 +122,7 @@ def test_the_batches_are_those_of_the_rule(whole: pathlib.Path) -> None:
     assert sum(record["updates"] for record in records) == len(SIZES) == records[-1]["step"]
 
 
+@pytest.mark.long
 def test_the_run_is_that_of_the_same_path_known_before(
     whole: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
@@ -198,6 +200,7 @@ def test_from_every_checkpoint(
         compare(folder, whole)
 
 
+@pytest.mark.long
 def test_nothing_compiles_after_the_first_update(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -235,6 +238,7 @@ def test_what_is_printed(
     assert f", of {average} examples on average: " in told
 
 
+@pytest.mark.long
 def test_a_phase_is_complete_after_its_examples(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -261,6 +265,7 @@ MEASURED = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["jit", pytest.param("shard_map", marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", MEASURED)
 def test_a_rule_turns_on_what_it_needs(

@@ -63,6 +63,7 @@ def test_first_state(
         tiny.assert_equal(random.params, there.params)
 
 
+@pytest.mark.long
 def test_kept_counts_go_on_while_the_schedule_starts_anew(
     trained: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
@@ -98,6 +99,7 @@ def test_kept_counts_go_on_while_the_schedule_starts_anew(
     ), tmp_path / "again").recipe.updates_before == 14
 
 
+@pytest.mark.long
 def test_resumed_without_the_other_folder(trained: pathlib.Path, tmp_path: pathlib.Path) -> None:
     source, whole, cut = (tmp_path / name for name in ("source", "whole", "cut"))
     shutil.copytree(trained, source)
@@ -139,6 +141,7 @@ def test_workdir_of_a_run_that_began_at_random(copy: pathlib.Path, trained: path
         prepare(tiny.digits(init_from=str(trained)), copy)
 
 
+@pytest.mark.long
 def test_new_and_left_parameters_are_told(trained: pathlib.Path, tmp_path: pathlib.Path) -> None:
     config = tiny.digits(
         model__hidden_sizes=(16, 12), init_from=str(trained),
@@ -264,6 +267,7 @@ BERT_MISTAKES = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("changes, message", BERT_MISTAKES, ids=[str(c) for c, _ in BERT_MISTAKES])
 def test_another_bert(
     pretrained: pathlib.Path, tmp_path: pathlib.Path, changes: dict[str, Any], message: str

@@ -66,6 +66,7 @@ def assert_same(workdir: pathlib.Path, whole: pathlib.Path) -> None:
     assert records(workdir) == records(whole)
 
 
+@pytest.mark.long
 def test_are_two_runs_of_their_own(whole: pathlib.Path, tmp_path: pathlib.Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     common = {"checkpoint__every": "2 steps", "eval__every": "3 steps", "ema__decay": 0.5}
@@ -125,6 +126,7 @@ def kill_at(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     monkeypatch.setattr(MetricsWriter, "write", killed)
 
 
+@pytest.mark.long
 def test_ended_again_and_again(
     whole: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,6 +163,7 @@ def test_last_checkpoint_of_the_phase_before_is_damaged(
     assert_same(workdir, whole)
 
 
+@pytest.mark.long
 def test_first_phase_starts_as_the_config_says(
     trained: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:

@@ -41,6 +41,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return workdir
 
 
+@pytest.mark.long
 def test_records(measured: pathlib.Path) -> None:
     records = read_records(measured / "metrics.jsonl", "train")
     assert len(records) == 12
@@ -65,6 +66,7 @@ def test_training_is_that_without_statistics(
     assert difference(found.params, expected.params) < 1e-5
 
 
+@pytest.mark.long
 def test_resumed_bit_for_bit(
     measured: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

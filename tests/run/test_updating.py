@@ -70,6 +70,7 @@ def config(**changes: Any) -> Any:
     return ramp(**values | changes)
 
 
+@pytest.mark.long
 def test_a_run_is_that_of_steps_of_one_size(whole: pathlib.Path) -> None:
     found, position = tiny.restored(config(), whole)
     expected = by_hand(config().model, len(SIZES))
@@ -90,6 +91,7 @@ def test_records_have_batch_and_examples(whole: pathlib.Path) -> None:
     assert {path.name for path in (whole / "checkpoints").iterdir()} == {"9", "11", "13"}
 
 
+@pytest.mark.long
 def test_resumed_before_at_and_after_a_change(
     whole: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,6 +123,7 @@ PLACES: dict[str, tuple[int, dict[str, Any]]] = {
 NETS = {"batch_norm": BATCH_NORM, "dropout": DROPOUT}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("net", some(NETS, ("dropout",)))
 def test_devices_agree_and_nothing_compiles_again(
     net: str, caplog: pytest.LogCaptureFixture

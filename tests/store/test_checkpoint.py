@@ -242,6 +242,7 @@ def test_shapes_and_some_of_the_arrays(folder: pathlib.Path) -> None:
             checkpoints.shapes(5)
 
 
+@pytest.mark.long
 def test_saves_leave_nothing_behind(tmp_path: pathlib.Path) -> None:
     """In Orbax each save has a thread and descriptors that live on if nobody asks for its end."""
     found = []

@@ -20,6 +20,7 @@ def environment() -> dict[str, str]:
     return kept | {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
 
 
+@pytest.mark.long
 def test_a_resumed_run_compiles_nothing(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,6 +43,7 @@ def test_config_of_an_older_version_is_read_by_todays_keys(tmp_path: pathlib.Pat
         folder.check(config)
 
 
+@pytest.mark.long
 def test_longer_run_is_told_how_and_that_works(
     copy: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:

@@ -94,6 +94,7 @@ def test_padding_of_the_last_window() -> None:
     assert found(last) != found(spoilt)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("streams", [1, 3, 40])
 def test_evaluation_is_of_whole_streams(streams: int) -> None:
     learning = task()

@@ -223,6 +223,7 @@ def on_one() -> Any:
     return trained(1, 6, task=BOTH)[:2]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "place", some(PLACES, ("one, 4 microbatches", "shard_map, 2 microbatches, zero1"))
 )

@@ -173,6 +173,7 @@ def test_mistakes(fields: dict[str, Any], message: str) -> None:
         build("question_answering", models.build(**TINY), **fields)
 
 
+@pytest.mark.long
 def test_a_run_learns_its_questions(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,9 +3,12 @@
 import json
 import pathlib
 
+import pytest
+
 from tests import own_pages
 
 
+@pytest.mark.long
 def test_task_trains_and_is_evaluated(tmp_path: pathlib.Path) -> None:
     lines = own_pages.run_page("tasks", tmp_path)
     assert [line[0] for line in lines] == ["lamb_tpu.train", "lamb_tpu.evaluate"]

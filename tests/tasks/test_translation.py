@@ -65,6 +65,7 @@ def test_one_score_whatever_the_batch_and_the_devices() -> None:
         assert found["perplexity"] == pytest.approx(expected["perplexity"], rel=1e-6)
 
 
+@pytest.mark.long
 def test_perplexity_is_that_of_all_tokens() -> None:
     batch = source().gather(np.arange(len(source())))
     logits = model().apply({"params": params()}, batch, train=False)[0]["logits"]
@@ -101,6 +102,7 @@ def test_bleu_is_sacrebleus() -> None:
     assert report["bleu"] == expected.score and report["beam"] == 2
 
 
+@pytest.mark.long
 def test_losses_and_weights_of_parts_add_up() -> None:
     train = source("train[:12]", True)
     batch = train.gather(np.arange(12))

@@ -191,6 +191,7 @@ def corrupt_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     monkeypatch.setattr(Run, "make_train_step", made)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "every, backend, found", [("100 steps", "jit", 8), ("3 steps", "shard_map", 6)]
 )
@@ -208,6 +209,7 @@ def test_run_ends_before_it_saves_what_came_apart(
     train(config, tmp_path, quiet=True)  # from the checkpoint of update 4, with no fault
 
 
+@pytest.mark.long
 def test_two_processes_name_the_parameter(tmp_path: pathlib.Path) -> None:
     launched = tiny.command(
         "lamb_tpu.launch", "local", "--processes=2", "--devices-per-process=2",

@@ -211,6 +211,7 @@ def bad_example(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     return {place // 64 + 1 for place in np.flatnonzero(order == BAD_EXAMPLE)}
 
 
+@pytest.mark.long
 def test_bad_example_costs_its_updates_alone(
     tmp_path: pathlib.Path, bad_example: set[int], capsys: pytest.CaptureFixture
 ) -> None:
@@ -241,6 +242,7 @@ def test_bad_example_costs_its_updates_alone(
     tiny.assert_equal(tiny.restored(config, tmp_path)[0], state)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("max_skipped", [0, 2])
 def test_one_update_too_many_ends_the_run(
     tmp_path: pathlib.Path, bad_example: set[int], max_skipped: int
@@ -256,6 +258,7 @@ def test_one_update_too_many_ends_the_run(
     assert int(tiny.restored(config, tmp_path)[0].step) == last - 1
 
 
+@pytest.mark.long
 def test_spike_of_a_run_is_written_down(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

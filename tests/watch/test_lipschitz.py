@@ -56,6 +56,7 @@ def test_mistakes(rows: int, message: str) -> None:
         observed(rows)
 
 
+@pytest.mark.long
 def test_training_has_the_same_bits_with_it(tmp_path: pathlib.Path) -> None:
     found = {}
     for name, rows in {"without": 0, "with": 32}.items():

@@ -125,6 +125,7 @@ def stopped(
     return settings, workdir
 
 
+@pytest.mark.long
 def test_run_ends_at_its_target(
     stopped: tuple[ConfigDict, pathlib.Path], whole: pathlib.Path
 ) -> None:
@@ -187,6 +188,7 @@ def slowed(function: Any, seconds: float) -> Any:
     return slow
 
 
+@pytest.mark.long
 def test_preempted_in_the_evaluation_that_reaches_it(
     whole: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -158,6 +158,7 @@ def test_a_complete_output_that_is_damaged(folder: pathlib.Path) -> None:
         prepare(folder, "out")
 
 
+@pytest.mark.long
 def test_killed_and_started_again(folder: pathlib.Path) -> None:
     for path in (folder / "in").rglob("*.txt"):
         path.write_text(path.read_text() * 300)
@@ -275,6 +276,7 @@ def test_mistakes_in_other_processes_arrive(folder: pathlib.Path) -> None:
         prepare(folder, "out", processes=2)
 
 
+@pytest.mark.long
 def test_a_process_that_is_killed_is_told(folder: pathlib.Path) -> None:
     for path in (folder / "in").rglob("*.txt"):
         path.write_text(path.read_text() * 300)

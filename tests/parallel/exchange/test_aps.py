@@ -210,6 +210,7 @@ def check_wire(report: dict[str, Any], num_devices: int, share: float) -> None:
     assert not any("all-reduce u32" in row for row in report["collectives"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name, share, kahan", [
     ("e4m3", 1 / 4, False), ("e4m3", 1 / 4, True), ("e3m0", 1 / 8, False),
     ("e5m10", 1 / 2, False), ("e3m2", 6 / 32, False),

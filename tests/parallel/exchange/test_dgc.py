@@ -60,6 +60,7 @@ class Reference:
         return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [
     {"ratio": 0.1}, {"ratio": 0.1, "nesterov": True, "clip_norm": 2.0},
     {"ratio": 0.3, "factor_masking": False, "momentum": 0.5}, {"ratio": 0.02, "momentum": 0.0},
@@ -95,6 +96,7 @@ def test_dense_stage_before_a_sparse_one() -> None:
             np.testing.assert_allclose(found[name], values, atol=2e-6, err_msg=name)
 
 
+@pytest.mark.long
 def test_everything_is_sent_in_the_end() -> None:
     """Without momentum, the sums sent and those accumulated are those of the gradients."""
     exchange = DGC(over.AXES, 4, ratio=0.1, momentum=0.0)

@@ -53,6 +53,7 @@ def run(exchange: LGreCo, updates: int) -> tuple[LGreCo, Residual, list[Any]]:
     return exchange, residual, found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("measure", ["power", "svd"])
 def test_errors_are_those_of_the_best_approximations(measure: str) -> None:
     rng = np.random.default_rng(0)
@@ -73,6 +74,7 @@ def test_errors_of_ranks_above_the_side_are_those_of_the_side() -> None:
     assert found.shape == (6,) and not found[2:].any() and found[1] > 0
 
 
+@pytest.mark.long
 def test_ranks_follow_the_measured_errors() -> None:
     exchange, residual, found = run(lgreco(), 4)
     assert exchange.ranks == exchange.chosen(PARAMS, whole(residual)).ranks
@@ -89,6 +91,7 @@ def test_ranks_follow_the_measured_errors() -> None:
     assert np.linalg.matrix_rank(found[3]["a"][0], tol=1e-3) == exchange.ranks[0]
 
 
+@pytest.mark.long
 def test_measured_errors_are_over_all_devices() -> None:
     _, residual, _ = run(lgreco(measure="svd", error_feedback=False), 3)
     squares = np.zeros((2, 4))

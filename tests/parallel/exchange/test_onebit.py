@@ -91,6 +91,7 @@ def test_nothing_is_lost():
     np.testing.assert_allclose(received + kept[:45].reshape(9, 5), given, atol=1e-4)
 
 
+@pytest.mark.long
 def test_narrow_leaves_keep_their_dtype_and_a_nan_shows():
     exchange = OneBit(("d",), 4)
     grads = {"a": jnp.ones((4, 32), jnp.bfloat16), "b": jnp.ones((4, 3)).at[1, 2].set(jnp.nan)}
@@ -143,6 +144,7 @@ def test_what_is_sent(per_leaf, axes, shape):
     assert kinds == {("all-to-all", "u8"), ("all-gather", "u8")}
 
 
+@pytest.mark.long
 def test_devices_of_a_mesh_are_those_of_a_batch_axis():
     """Chunks of the servers are in the order of the devices on any axes."""
     config = tiny.digits(mesh__data=2, mesh__fsdp=2)

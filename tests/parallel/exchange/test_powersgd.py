@@ -50,6 +50,7 @@ def total(grads: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {name: leaf.sum(axis=0, dtype=np.float64) for name, leaf in grads.items()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [
     {}, {"iterations": 2}, {"alternate": True}, {"alternate": True, "iterations": 3},
     {"warm_start": False}, {"rank": 1},
@@ -81,6 +82,7 @@ def test_a_matrix_of_low_rank_is_sent_exactly() -> None:
     assert np.abs(residual.device["kernel"]).max() > 1  # of opposite signs
 
 
+@pytest.mark.long
 def test_warm_start_finds_the_leading_directions() -> None:
     """With the same gradient each time and no error feedback, the result nears the best one."""
     (grads,) = gradients(1, kernel=(12, 20))
@@ -96,6 +98,7 @@ def test_warm_start_finds_the_leading_directions() -> None:
     assert max(warm, many) < 1e-4 and alternate < 1e-2 < 0.1 < fresh  # half as many iterations
 
 
+@pytest.mark.long
 def test_stacked_layers_are_matrices_of_their_own() -> None:
     updates = gradients(3, layers=(5, 12, 20))
     found, _ = run(powersgd(stacked=("layers",)), updates)
@@ -106,6 +109,7 @@ def test_stacked_layers_are_matrices_of_their_own() -> None:
             assert np.linalg.matrix_rank(sums, tol=1e-4) == 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("alternate", [False, True])
 def test_a_gradient_that_was_zero_is_sent_when_it_comes(alternate) -> None:
     updates = gradients(4, kernel=(12, 20))
@@ -166,6 +170,7 @@ def test_parameters_that_do_not_fit(options, shape, message) -> None:
         powersgd(**options).init({"a": jax.ShapeDtypeStruct(shape, jnp.float32)})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("alternate", [False, True])
 def test_only_factors_and_vectors_are_on_the_wire(alternate) -> None:
     shapes = {"a": (512, 1024), "b": (3, 3, 64, 256), "c": (600, 500), "bias": (1000,)}
