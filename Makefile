@@ -1,11 +1,11 @@
 # Each target does its own set-up on a machine with only Python >= 3.11: `make setup` builds .venv
 # once and again only when the pinned requirements, the package's metadata or the interpreter change.
 #   make demo            the batch-scaling study on handwritten digits (under 3 minutes on 2 cores)
-#   make test            the tests but the long ones                   (29 minutes on 2 cores)
+#   make test            the tests but the long ones                   (under half an hour on 2 cores)
 #   make lint            what ruff finds, and mypy in lamb_tpu
 #   make test-long       the tests marked long
 #   make test-all        both
-#   make test-faults     runs killed at 20 random moments, and around decisions of the batch; tables
+#   make test-faults     runs killed at 20 moments: random, around decisions, with residuals; tables
 #   make test-storage    runs on disks that are full, read-only, lost; killed in a save; with a table
 #   make test-interchange  BERT beside transformers, image networks beside timm and torchvision;
 #                        installs them and PyTorch
@@ -17,7 +17,7 @@
 #   make test PYTHON=python3.12          another interpreter
 
 PYTHON ?= python3
-# Processes that run the tests; each takes up to 5 GB.
+# Processes that run the tests; each takes up to 3 GB.
 JOBS ?= 2
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -49,7 +49,7 @@ test: setup
 	$(RUN) -m pytest -q -m "not long" -n $(JOBS) --dist loadfile
 
 test-long: setup
-	$(RUN) -m pytest -q -m long -n $(JOBS) --dist loadfile
+	$(RUN) -m pytest -q -m long -n $(JOBS) --dist loadfile $(FILES)
 
 test-all: test test-long
 
