@@ -54,7 +54,7 @@ test-long: setup
 test-all: test test-long
 
 test-faults: setup
-	$(RUN) -m pytest -q -s tests/test_faults.py -m long
+	$(RUN) -m pytest -q -s tests/test_faults.py tests/test_killing.py -m long
 
 test-storage: setup
 	$(RUN) -m pytest -q -s tests/test_disks.py

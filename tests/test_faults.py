@@ -1,6 +1,5 @@
-"""Runs that are killed, at random moments or around decisions, end as those left alone."""
+"""Runs that are killed at random moments end as those left alone."""
 
-import importlib
 import itertools
 import os
 import pathlib
@@ -9,15 +8,11 @@ import signal
 import sys
 from collections.abc import Iterator
 
-import jax
-import numpy as np
 import pytest
 
 from lamb_tpu.store.metrics import read_records
-from lamb_tpu.train import train
-from tests import deciding, faults, keeping, tiny
+from tests import faults, tiny
 from tests.faults import Kill, Start
-from tests.test_train import without_seconds
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="the launcher's processes are found in /proc"
@@ -139,66 +134,3 @@ def test_killed_at_a_few_moments(tmp_path: pathlib.Path, whole) -> None:
 @pytest.mark.long
 def test_killed_at_many_moments(tmp_path: pathlib.Path, whole) -> None:
     ordeal(20, 2, tmp_path, whole)
-
-
-def survive(
-    module: str, name: str, moments: list[tuple[int, float]], tmp_path: pathlib.Path,
-    devices: int = 1,
-) -> None:
-    """A run that is killed at these moments, updates and seconds behind them, ends as another."""
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-
-    def start(folder: pathlib.Path, *moment: str) -> int:
-        process = tiny.start("tests.killing", module, name, str(folder), *moment, devices=devices)
-        _, err = process.communicate(timeout=120)
-        assert "Traceback" not in err, err
-        return process.returncode
-
-    assert start(whole) == 0
-    print("\n| killed behind update | after, ms | last record | checkpoints |\n|--:|--:|--:|---|")
-    for update, seconds in moments:
-        assert start(killed, str(update), f"{seconds:.4f}") == -KILL
-        metrics = killed / "metrics.jsonl"
-        records = read_records(metrics) if metrics.exists() else []
-        last = records[-1]["step"] if records else 0
-        there = ", ".join(map(str, sorted(faults.checkpoints(killed))))
-        print(f"| {update} | {1000 * seconds:.0f} | {last} | {there} |")
-    assert start(killed) == 0
-    config = importlib.import_module(module).config(name)
-    (expected, position), (found, position_found) = (
-        tiny.restored(config, folder) for folder in (whole, killed)
-    )
-    tiny.assert_equal(found, expected)
-    assert position_found["batches"] == position["batches"]
-    assert position_found["loader"] == position["loader"]
-    assert without_seconds(killed) == without_seconds(whole)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("rule", deciding.RULES)
-def test_killed_around_changes_of_the_batch(rule: str, tmp_path: pathlib.Path) -> None:
-    """20 kills, each within 30 ms of an update at or beside a change, in one run of one process."""
-    generator, decided = random.Random(3), tmp_path / "decided"
-    train(deciding.config(rule), decided, quiet=True)
-    _, position = tiny.restored(deciding.config(rule), decided)
-    changes = [first for first, _ in position["batches"]["pieces"][1:]]
-    print(f"\n{rule}: the batch changes after updates {changes}")
-    survive("tests.deciding", rule, sorted(
-        (max(0, generator.choice(changes[:-2]) + generator.choice((-1, 0, 1))),
-         generator.uniform(0, 0.03))
-        for _ in range(20)
-    ), tmp_path)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", keeping.METHODS)
-def test_killed_with_a_residual(name: str, tmp_path: pathlib.Path) -> None:
-    """20 kills anywhere, one of them beside each change of the program."""
-    generator = random.Random(4)
-    updates = [change + more for change in keeping.CHANGES[name] for more in (-1, 0)]
-    updates += [generator.randrange(keeping.UPDATES - 1) for _ in range(20 - len(updates))]
-    moments = sorted((update, generator.uniform(0, 0.03)) for update in updates)
-    survive("tests.keeping", name, moments, tmp_path, devices=8)
-    state, _ = tiny.restored(keeping.config(name), tmp_path / "killed")
-    kept = jax.tree.leaves(state.parts["residual"]["kept"].device)
-    assert kept and all(np.abs(leaf).max() > 0 for leaf in kept)
