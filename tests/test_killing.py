@@ -67,7 +67,7 @@ def test_killed_around_changes_of_the_batch(rule: str, tmp_path: pathlib.Path) -
 @pytest.mark.long
 @pytest.mark.parametrize("name", keeping.METHODS)
 def test_killed_with_a_residual(name: str, tmp_path: pathlib.Path) -> None:
-    """20 kills anywhere, one of them beside each change of the program."""
+    """20 kills anywhere, two of them around each change of the program."""
     generator = random.Random(4)
     updates = [change + more for change in keeping.CHANGES[name] for more in (-1, 0)]
     updates += [generator.randrange(keeping.UPDATES - 1) for _ in range(20 - len(updates))]

@@ -36,7 +36,7 @@ class Exchange(Protocol):
 
     @property
     def has_momentum(self) -> bool:
-        """Whether the sums contain a momentum, so that the optimizer must have none."""
+        """Returns True if the sums contain a momentum; the optimizer must then have none."""
         return False
 
     def init(self, params: Any) -> Residual:
