@@ -57,6 +57,7 @@ def test_another_checkpoint_does_not_take_the_place_of_the_first(
         tiny.assert_equal(found, newest)
 
 
+@pytest.mark.long
 def test_stacked_layers_and_a_cased_vocabulary(tmp_path: pathlib.Path) -> None:
     tiny.save(tiny.bert(model__scan_layers=True), tmp_path / "run")
     (tmp_path / "run" / "text.json").write_text('{"cased": true}')

@@ -41,6 +41,7 @@ def losses(config: ConfigDict, updates: int) -> tuple[np.ndarray, list[str], obj
     return np.array(found), told, state
 
 
+@pytest.mark.long
 def test_loss_is_near_that_of_float32() -> None:
     expected, _, _ = losses(config("float32", duration="40 steps"), 40)
     found, told, _ = losses(config("powersgd", duration="40 steps"), 40)

@@ -127,6 +127,7 @@ def test_plan(own_folder: pathlib.Path) -> None:
     assert plan["fits"] and plan["model_flops"] == 3 * 2 * 128 * (2 * 64 + 64 * 2) / 8
 
 
+@pytest.mark.long
 def test_commands(own_folder: pathlib.Path) -> None:
     """From the folder of the modules: every command, resuming, and errors in their code."""
     run = ["lamb_tpu.train", "--config=mine.py", "--workdir=run", "--config.model.width=16"]

@@ -131,6 +131,7 @@ def test_another_number_of_classes(
         evaluate_weights(other)
 
 
+@pytest.mark.long
 def test_they_are_evaluated_where_no_run_is(
     folder: pathlib.Path, pictures: pathlib.Path, capsys: pytest.CaptureFixture
 ) -> None:

@@ -1,5 +1,6 @@
 """`make demo`, and what is told of the study on handwritten digits."""
 
+import functools
 import pathlib
 import re
 import shlex
@@ -11,13 +12,20 @@ from lamb_tpu.reproduce import __main__ as command
 from lamb_tpu.reproduce import engine
 from lamb_tpu.reproduce.loading import folder, load_all
 from lamb_tpu.reproduce.results import Results
-from lamb_tpu.reproduce.summary import shown, summaries
+from lamb_tpu.reproduce.summary import Summary, shown, summaries
 from lamb_tpu.reproduce.tables import Cell, Table
 from tests.shared import ROOT
 
 TABLES = {key: table for key, table in load_all(folder()).items() if table.paper.key == "demo"}
 RATE = "optimizer.learning_rate"
 SEARCHED = [key for key, table in TABLES.items() if table.tuning is not None]
+
+
+@functools.cache
+def measured(key: str) -> list[Summary]:
+    """Returns what the committed records say of each cell of a table."""
+    table = TABLES[key]
+    return summaries(table, table.scales["small"], Results(table))
 
 
 def chosen(table: Table, cell: Cell) -> float:
@@ -50,9 +58,7 @@ def test_commands_of_make_demo(
 
 @pytest.mark.parametrize("key", TABLES)
 def test_every_cell_is_measured(key: str) -> None:
-    scale = TABLES[key].scales["small"]
-    found = summaries(TABLES[key], scale, Results(TABLES[key]))
-    assert {summary.status for summary in found} == {"measured"}
+    assert {summary.status for summary in measured(key)} == {"measured"}
 
 
 @pytest.mark.parametrize("key", SEARCHED)
@@ -68,7 +74,7 @@ def test_no_chosen_rate_lies_at_the_edge_of_its_grid(key: str) -> None:
 def test_readme_has_the_numbers_of_the_records(key: str) -> None:
     scale = TABLES[key].scales["small"]
     rows: dict[str, list[str]] = {}
-    for summary in summaries(TABLES[key], scale, Results(TABLES[key])):
+    for summary in measured(key):
         rows.setdefault(summary.cell.row, []).append(shown(summary.mean, scale.metric))
     text = (ROOT / "README.md").read_text()
     for row, means in rows.items():

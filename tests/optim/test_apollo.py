@@ -76,6 +76,7 @@ def _normal(shape, num_steps, seed=0):
     return rng.standard_normal(shape), grads
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [
     {},
     {"decay": 0.1, "gap": 2},
@@ -389,6 +390,7 @@ def test_no_matrix_takes_adamw():
     assert state.mu["table"].shape == (4, 7) and state.mu["kernel"].shape == (2, 7)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("arguments", some([{"rank": 2}, MINI], ({"rank": 2},)))
 @pytest.mark.parametrize("shape, spec, facts", [
     ((16, 24), PartitionSpec("x"), {}),  # the side that is projected

@@ -63,6 +63,7 @@ def test_masked_words_are_unequal(whole: Any) -> None:
         assert counts.max() >= 3 * counts.min()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("place", some(PLACES, ("shard_map",)))
 def test_eight_devices_zero1_and_accumulation_give_the_big_batch(place: str, whole: Any) -> None:
     expected, sums_whole, run = whole

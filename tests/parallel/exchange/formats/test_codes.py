@@ -82,7 +82,7 @@ def test_nan_stays_nan_whatever_its_payload() -> None:
         assert np.isnan(decode(encode(jnp.asarray(quiet), fmt), fmt)).all()
 
 
-@pytest.mark.parametrize("bits", range(1, 33))
+@pytest.mark.parametrize("bits", some(range(1, 33), (1, 3, 4, 8, 31, 32)))
 def test_words_are_dense(bits: int) -> None:
     size = group_size(bits)
     rng = np.random.default_rng(bits)
