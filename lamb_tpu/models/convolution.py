@@ -10,6 +10,8 @@ forward and backward. So programs for CPUs are written in another way:
 - The kernel's gradient is a matrix product of patches, a few images at a time.
 - If the kernel is depthwise or has one place, or the output has few pixels, the convolution is a
   sum of products over the kernel's places.
+- If a picture of up to three channels has few outputs, four pixels of a row are the channels of one
+  wide pixel, and the kernel has a copy for each of the four: XLA's vectors lie along the channels.
 Programs for other devices are JAX' own. `python -m experiments.bench.convolution` measures this.
 """
 
@@ -29,6 +31,7 @@ from lamb_tpu.models import axes
 _NHWC = ("NHWC", "HWIO", "NHWC")
 _FAST_ORDER = "[b, 0, 1, f]x[0, 1, i, o]->[b, 0, 1, f]"
 _FEW_PIXELS = 9  # outputs up to this size are sums; from 16 pixels on convolutions are as fast
+_PICTURE, _FEW_OUTPUTS, _WIDE = 3, 16, 4  # channels, outputs, and pixels that become one
 _PATCH_BYTES = 2**22  # of patches that are made at once: they stay in the cache
 _Pads = tuple[tuple[int, int], ...]
 
@@ -94,6 +97,8 @@ def _convolve(
 ) -> jax.Array:
     how = strides, pads, groups
     on_cpu = _sums if _has_sums(x, kernel, *how) else _lax
+    if _is_widened(x, kernel, strides, groups):
+        on_cpu = _widened
     return lax.platform_dependent(
         x, kernel,
         cpu=lambda x, kernel: on_cpu(x, kernel, *how),
@@ -123,6 +128,8 @@ def _backward(
     def on_cpu(
         x: jax.Array, kernel: jax.Array, gradient: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
+        if _is_widened(x, kernel, strides, groups):
+            return derived(_widened, x, kernel, gradient)
         if groups == 1 and _has_sums(x, kernel, strides, pads, groups):
             return derived(_sums, x, kernel, gradient)
         if groups > 1 and not _is_depthwise(x, kernel, groups):  # no network here has them
@@ -192,6 +199,38 @@ def _sums(
         else:
             total += pixels * place.astype(dtype)
     return jnp.asarray(total, x.dtype)
+
+
+def _is_widened(
+    x: jax.Array, kernel: jax.Array, strides: tuple[int, ...], groups: int
+) -> bool:
+    """Returns whether a CPU computes this convolution on wide pixels."""
+    return (
+        groups == 1 and strides == (1, 1) and kernel.shape[1] > 1
+        and x.shape[3] <= _PICTURE and kernel.shape[3] <= _FEW_OUTPUTS
+        and x.dtype.itemsize >= 4  # the copies' gradients are added in this dtype
+    )
+
+
+def _widened(
+    x: jax.Array, kernel: jax.Array, strides: tuple[int, ...], pads: _Pads, groups: int
+) -> jax.Array:
+    """Computes a convolution with `_WIDE` pixels of a row as the channels of one."""
+    (height, width, channels, outputs), (rows, (left, right)) = kernel.shape, pads
+    columns = x.shape[2] + left + right - width + 1
+    turns, reach = -(-columns // _WIDE), -(-(width - 1) // _WIDE) + 1
+    size = (turns + reach - 1) * _WIDE
+    ends = (left, size - left - x.shape[2], 0)  # the end may be cut: no output reads it
+    wide = lax.pad(x, jnp.zeros((), x.dtype), ((0, 0, 0), (*rows, 0), ends, (0, 0, 0)))
+    wide = wide.reshape(*wide.shape[:2], -1, _WIDE * channels)
+    # The copy for a wide pixel's second output lies one pixel further right, and so on.
+    copies = [
+        jnp.pad(kernel, ((0, 0), (shift, reach * _WIDE - width - shift), (0, 0), (0, 0)))
+        for shift in range(_WIDE)
+    ]
+    places = jnp.stack(copies, 3).reshape(height, reach, _WIDE * channels, _WIDE * outputs)
+    found = _convolve(wide, places, strides, ((0, 0), (0, 0)), groups)
+    return found.reshape(*found.shape[:2], -1, outputs)[:, :, :columns]
 
 
 class _Kind(NamedTuple):
