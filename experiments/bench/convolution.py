@@ -40,6 +40,7 @@ class Layer(NamedTuple):
 
 
 LAYERS = (
+    Layer("LeNet-5, first", 28, 1, 6, 5, 1),
     Layer("LeNet, second", 14, 32, 64, 5, 1),
     Layer("DavidNet, second", 32, 64, 128, 3, 1),
     Layer("ResNet-50, 3x3 of stage 2", 9, 128, 128, 3, 1),
