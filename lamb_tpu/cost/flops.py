@@ -47,8 +47,9 @@ def training_flops(loss: Callable[..., Any], *args: Any) -> int:
 def matrix_flops(jaxpr: Jaxpr) -> int:
     """FLOPs of the matrix products and convolutions of a traced function.
 
-    A scan counts as often as it runs; of a conditional's branches the largest counts. Padding and
-    dilation of a convolution count too. Operations inside hand-written kernels are not seen.
+    A scan counts as often as it runs; of a conditional's branches the largest counts, and of
+    `lax.platform_dependent` the default. Padding and dilation of a convolution count too.
+    Operations inside hand-written kernels are not seen.
 
     Raises:
       ValueError: a matrix product is in a while loop, whose number of iterations is unknown.
@@ -78,5 +79,7 @@ def _flops(equation: JaxprEqn) -> int:
     if name == "while" and any(inner):
         raise ValueError("a matrix product is in a while loop, whose length is not known before")
     if name == "cond":
-        return max(inner)
+        # A form for one platform may do more than the model asks for; the default's entry is None.
+        by_platform = params.get("branches_platforms") or ()
+        return inner[by_platform.index(None)] if None in by_platform else max(inner)
     return sum(inner) * (params["length"] if name == "scan" else 1)

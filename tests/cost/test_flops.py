@@ -47,6 +47,9 @@ def test_control_flow() -> None:
     assert counted(
         lambda x, w: lax.cond(x[0, 0] > 0, twice, lambda x, w: x @ w, x, w), X, W
     ) == 2 * PRODUCT
+    assert counted(
+        lambda x, w: lax.platform_dependent(x, w, cpu=twice, default=lambda x, w: x @ w), X, W
+    ) == PRODUCT
     product = jax.custom_vjp(lambda x, w: x @ w)
     product.defvjp(lambda x, w: (x @ w, (x, w)), lambda kept, g: (g @ kept[1].T, kept[0].T @ g))
     assert counted(product, X, W) == PRODUCT
