@@ -65,9 +65,15 @@ def figure(width: float, height: float) -> Figure:
 
 
 def numbered(number: int) -> dict[str, Any]:
-    """Returns arguments of `Axes.plot` for the lines of a plot whose lines are no optimizers."""
+    """Returns arguments of `Axes.plot` for the lines of a plot whose lines are no optimizers.
+
+    There are ten colours, which dashed lines have again.
+    """
     color = matplotlib.colormaps["tab10"](number % 10)
-    return {"color": matplotlib.colors.to_hex(color), "marker": _MARKERS[number % len(_MARKERS)]}
+    return {
+        "color": matplotlib.colors.to_hex(color), "marker": _MARKERS[number % len(_MARKERS)],
+        "linestyle": "--" if number // 10 % 2 else "-",
+    }
 
 
 def check_picture(path: pathlib.Path, flag: str, suffix: str = ".png") -> None:

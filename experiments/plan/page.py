@@ -185,7 +185,8 @@ def picture(lines: Sequence[Line]) -> str:
             (line.run.seconds, line.without_run * (line.run.seconds or 1.0)) for line in lines
             if line.run.source == source and line.without_run is not None
         ]
-        axes.plot(*zip(*points, strict=True), linestyle="", label=source, **style.numbered(number))
+        look = {**style.numbered(number), "linestyle": ""}
+        axes.plot(*zip(*points, strict=True), label=source, **look)
     axes.set_xscale("log")
     axes.set_yscale("log")
     style.dress(axes, "Published runs, each predicted from the others", "measured time (s)",

@@ -212,7 +212,8 @@ def further(summary: Summary, key: str) -> str:
     return f"{statistics.fmean(values):,.0f}" if values else ""
 
 
-def _average_batch(record: Record) -> float:
+def average_batch(record: Record) -> float:
+    """Returns the examples of a run's updates over their number."""
     # Older records have no examples: their batches were constant.
     updates = record["updates"]
     return float(record.get("examples", updates * record["batch"]) / updates)
@@ -220,7 +221,7 @@ def _average_batch(record: Record) -> float:
 
 # A run on one device sends nothing and has no such number.
 _COLUMNS: dict[str, Callable[[Record], float | None]] = {
-    "updates": lambda record: record["updates"], "average_batch": _average_batch,
+    "updates": lambda record: record["updates"], "average_batch": average_batch,
     "sent_bytes": lambda record: record.get("sent_bytes"),
 }
 

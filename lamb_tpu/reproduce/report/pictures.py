@@ -11,13 +11,14 @@ from matplotlib.figure import Figure
 
 from lamb_tpu import style
 from lamb_tpu.reproduce.results import Record
-from lamb_tpu.reproduce.summary import Summary, half_width, shown
+from lamb_tpu.reproduce.summary import Summary, average_batch, half_width, shown
 from lamb_tpu.reproduce.tables import Metric, Scale
 
 # The text below each picture.
 CAPTIONS = {
     "batches": "Mean over the seeds with its 95 % interval (Student's t); a small point is a seed. "
-    "An interval wider than the picture is cut; a mean far below or above is named at the edge.",
+    "An interval wider than the picture is cut; a mean far below or above is named at the edge. "
+    "Where cells of an optimizer share a batch, each is a point of its own, at its average batch.",
     "training": "A line for each seed.",
     "ratios": "Trust ratio of each layer that adapts, of the first seed, from the first layer to "
     "the last; grey where there is none. Each optimizer has its smallest and its largest batch.",
@@ -48,17 +49,22 @@ def batches(measured: Sequence[Summary], metric: Metric) -> Figure:
     """Plots the metric against the batch, a line for each row of the table, or optimizer.
 
     A small point is a seed; a large one is the mean, with its 95 % interval (Student's t). A run
-    that diverged has no point.
+    that diverged has no point. If cells of a line have the same batch, as those that start with it
+    and change it, every cell has a point of its own, at its average batch.
     """
-    figure = style.figure(7.5, 4.6)
+    apart = _share_a_point(measured)
+    figure = style.figure(7.5, 6.0 if apart else 4.6)
     axes = figure.subplots()
     lines: dict[str, dict[int, list[float]]] = {}
     optimizers: dict[str, str] = {}
     for summary in measured:
+        # Of all seeds: where gradients decide, each seed has another one.
+        average = round(statistics.fmean(map(average_batch, summary.records))) if apart else None
         for record, value in zip(summary.records, summary.values):
-            name = summary.cell.row or optimizer_name(record["optimizer"])
+            name = summary.cell.name if apart else _line_of(summary)
             optimizers.setdefault(name, record["optimizer"])
-            points = lines.setdefault(name, {}).setdefault(record["batch"], [])
+            batch = average or record["batch"]
+            points = lines.setdefault(name, {}).setdefault(batch, [])
             points += [] if value is None else [value]
     styles = looks(optimizers)
     at_batch: dict[int, list[float]] = {}
@@ -69,7 +75,7 @@ def batches(measured: Sequence[Summary], metric: Metric) -> Figure:
     outside: Counter[int] = Counter()
     for number, (name, seeds) in enumerate(lines.items()):
         # Side by side, because intervals in one place would hide each other.
-        shift = 2 ** (_STEP * (number - (len(lines) - 1) / 2))
+        shift = 1 if apart else 2 ** (_STEP * (number - (len(lines) - 1) / 2))
         at = [batch for batch in sorted(seeds) if seeds[batch]]
         means = [statistics.fmean(seeds[batch]) for batch in at]
         widths = [half_width(seeds[batch]) or 0.0 for batch in at]
@@ -91,12 +97,35 @@ def batches(measured: Sequence[Summary], metric: Metric) -> Figure:
                     textcoords="offset points", ha="center", va="bottom" if below else "top",
                     color=look["color"], fontsize=8,
                 )
-    every = sorted(at_batch)
-    style.dress(axes, "", "batch size (examples)", metric.label, metric.better)
+    every = sorted({record["batch"] for summary in measured for record in summary.records})
+    of_batch = "average batch (examples)" if apart else "batch size (examples)"
+    style.dress(axes, "", of_batch, metric.label, metric.better)
     style.batch_axis(axes, every)
     axes.set_ylim(low, high)
-    axes.legend(frameon=False, fontsize=8)
+    if apart:
+        _legend_below(figure, list(lines))
+    else:
+        axes.legend(frameon=False, fontsize=8)
     return figure
+
+
+def _line_of(summary: Summary) -> str:
+    return summary.cell.row or optimizer_name(summary.records[0]["optimizer"])
+
+
+def _share_a_point(measured: Sequence[Summary]) -> bool:
+    """Returns whether two cells of a line have the same batch."""
+    places = [(_line_of(summary), summary.records[0]["batch"]) for summary in measured]
+    return len(set(places)) < len(places)
+
+
+def _legend_below(figure: Figure, names: Sequence[str]) -> None:
+    """Puts a legend below the axes, with as many columns as the longest name leaves room for."""
+    room = figure.get_figwidth() / (0.6 + 0.075 * max(map(len, names)))  # inches
+    figure.legend(
+        loc="outside lower center", ncols=max(1, min(len(names), 6, int(room))), frameon=False,
+        fontsize=8,
+    )
 
 
 def _limits(columns: Sequence[Sequence[float]], better: str) -> tuple[float, float]:
@@ -160,7 +189,7 @@ def training(measured: Sequence[Summary], metric: Metric) -> Figure:
     if all(value > 0 for s in measured for record in s.records for _, value in record["losses"]):
         for top in axes[0]:
             top.set_yscale("log")
-    figure.legend(loc="outside lower center", ncols=min(len(known), 6), frameon=False, fontsize=8)
+    _legend_below(figure, sorted(known))
     return figure
 
 

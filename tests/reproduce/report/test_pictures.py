@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from matplotlib.axes import Axes
 
+from lamb_tpu import style
 from lamb_tpu.reproduce.report import pictures
 from lamb_tpu.reproduce.results import Results
 from lamb_tpu.reproduce.summary import Summary, summaries
@@ -66,6 +67,40 @@ def test_rows_of_one_optimizer_are_lines_of_their_own(tmp_path: pathlib.Path) ->
     panels = drawn["training"].axes
     assert [axis.get_title() for axis in panels] == ["32", "64", "", ""]
     assert [len(axis.lines) for axis in panels] == [2, 2, 2, 1]
+
+
+def test_cells_of_one_optimizer_and_batch_are_points_of_their_own(tmp_path: pathlib.Path) -> None:
+    table, found = measured(tmp_path, optimizer="lamb")
+    # AdamW's cell is now LAMB's too, starts at 32 as well, and grows.
+    of_batch = {"lamb": (32, 3200, 100), "adamw": (32, 3200, 50)}
+    found = [
+        summary._replace(records=[
+            record | dict(zip(("batch", "examples", "updates"), of_batch[summary.cell.name]))
+            for record in summary.records
+        ])
+        for summary in found if summary.records
+    ]
+    figure = pictures.batches(found, table.scales["small"].metric)
+    (axes,) = figure.axes
+    assert axes.get_xlabel() == "average batch (examples)"
+    points = {(float(x), round(float(y), 3)) for line in axes.lines for x, y in line.get_xydata()}
+    assert {(32.0, 91.0), (64.0, 80.0)} <= points
+    (legend,) = figure.legends
+    assert {text.get_text() for text in legend.get_texts()} == {"lamb", "adamw"}
+
+
+@pytest.mark.parametrize("length, columns", [(4, 6), (10, 5), (30, 2), (200, 1)])
+def test_a_legend_below_is_no_wider_than_its_figure(length: int, columns: int) -> None:
+    figure = style.figure(7.5, 5)
+    names = ["n" * length for _ in range(8)]
+    for name in names:
+        figure.subplots().plot([1, 2], label=name)
+    pictures._legend_below(figure, names)
+    (legend,) = figure.legends
+    assert legend._ncols == columns
+    figure.draw_without_rendering()
+    if columns > 1:
+        assert legend.get_window_extent().width <= figure.bbox.width
 
 
 def test_one_batch_has_no_picture_of_batches(tmp_path: pathlib.Path) -> None:
