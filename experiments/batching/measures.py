@@ -4,8 +4,8 @@
 
 A small BERT is trained on the text that comes with Python, so nothing is downloaded. The run
 records the noise scale and SimiGrad's cosine of two half gradients. From its checkpoints branches
-at several batches then measure the critical batch. That takes about 20 minutes on two cores, by an
-estimate from 100 updates. A command that was broken off goes on where it stopped.
+at several batches then measure the critical batch. That takes about 20 minutes on two cores. A
+command that was broken off goes on where it stopped.
 
 With --write the record, the picture and the page beside this file are made from the run; without
 --workdir they are made again from the record.
@@ -53,7 +53,7 @@ SCALES = {
         {**_OVERRIDES, "duration": "2000 steps", "log.every": "10 steps",
          "checkpoint.keep_every": "5 percent"},
         Request("5, 20, 50, 85 percent", factors="1,2,4,8", span="8 percent", tolerance=0.02,
-                seeds=2, split="train", metric="mlm_loss"),
+                seeds=2, split="train", metric="mlm_loss", scaling="sqrt"),
     ),
     "smoke": Scale(
         {**_OVERRIDES, "duration": "24 steps", "log.every": "2 steps",
