@@ -10,7 +10,6 @@ from ml_collections import ConfigDict
 
 from lamb_tpu import data, models, tasks
 from lamb_tpu.models.transformer import stack_layers
-from tests.marks import some
 from tests.parallel.nets import difference, trained
 from tests.quick import jit
 from tests.tasks.berts import TINY, examples
@@ -64,7 +63,7 @@ def test_masked_words_are_unequal(whole: Any) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("place", some(PLACES, ("shard_map",)))
+@pytest.mark.parametrize("place", PLACES)
 def test_eight_devices_zero1_and_accumulation_give_the_big_batch(place: str, whole: Any) -> None:
     expected, sums_whole, run = whole
     found, sums, _ = trained(8, NUM_UPDATES, **CHANGES, **PLACES[place])
