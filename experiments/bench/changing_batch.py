@@ -8,8 +8,9 @@ calls the first one for each microbatch, or on a CPU for up to eight; and one pr
 takes k as an argument, and so needs an array for the most microbatches that there may be (here
 twice as many). The two programs also measure statistics of gradients: the noise scale, the
 similarity of halves, and in one update of 100 the gradients of examples one by one. The contenders
-take turns in one process; read the ratios. Those of processor time, which is that of all threads of
-this process, stay the same beside other work.
+take turns in one process, in another order in each round, because what ran before leaves caches and
+memory as it does; read the ratios. Those of processor time, which is that of all threads of this
+process, stay the same beside other work.
 """
 
 import pathlib
@@ -122,10 +123,12 @@ def in_program(run: Run, capacity: int) -> Turn:
     return turn
 
 
-def measure(network: Network, count: int, rounds: int) -> dict[str, np.ndarray]:
+def measure(
+    network: Network, count: int, rounds: int, seconds: float
+) -> dict[str, np.ndarray]:
     """Returns the seconds of updates of each contender, by the clock and of the processor.
 
-    The arrays are (2, rounds).
+    The arrays are (2, n), of so many `rounds` or of those within these `seconds`, if they are more.
     """
     run = run_of(network, count)
     turns = {
@@ -138,11 +141,14 @@ def measure(network: Network, count: int, rounds: int) -> dict[str, np.ndarray]:
         if not (statistics.per_example and run.abstract_state.model_state)
     }
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in turns}
-    for _ in range(rounds + 1):
-        for name, turn in turns.items():
+    order, draw = list(turns), np.random.default_rng(0)
+    start = time.perf_counter()
+    while len(times[order[0]]) <= rounds or time.perf_counter() - start < seconds:
+        for name in order:
             begun, used = time.perf_counter(), time.process_time()
-            turn()
+            turns[name]()
             times[name].append((time.perf_counter() - begun, time.process_time() - used))
+        draw.shuffle(order)
     return {name: np.array(each[1:]).T for name, each in times.items()}
 
 
@@ -170,7 +176,7 @@ def main() -> None:
     """Measures, prints the tables and writes them if asked."""
     values = flags.FLAGS
     found = [
-        (name, NETWORKS[name].batch, count, measure(NETWORKS[name], count, values.rounds))
+        (name, NETWORKS[name].batch, count, measure(NETWORKS[name], count, values.rounds, values.seconds))
         for name in values.networks for count in map(int, values.counts)
     ]
     given = f"--networks={','.join(values.networks)} --counts={','.join(values.counts)}"
@@ -178,11 +184,13 @@ def main() -> None:
         f"Updates of k microbatches: jax {jax.__version__}, {jax.device_count()} x "
         f"{jax.devices()[0].device_kind}, {processor()}, {num_cores()} core(s). {values.note}",
         "",
-        f"Medians of {values.rounds} rounds, of ratios in a round. A ratio above 1 is slower: of "
+        f"Medians of {values.rounds} rounds, or of those within {values.seconds:g} seconds if they "
+        "are more, of ratios in a round. A ratio above 1 is slower: of "
         "two programs for any k, and of one with a loop over k, to the step for one batch size; of "
         "statistics to the two programs without. One by one: the gradients of "
         f"{ROWS} examples in every {Statistics().interval}th update.",
-        f"Command: `python -m experiments.bench.changing_batch --rounds={values.rounds} {given}`",
+        f"Command: `python -m experiments.bench.changing_batch --rounds={values.rounds} "
+        f"--seconds={values.seconds:g} {given}`",
     ]
     for kind, title in enumerate(("By the clock", "Processor time")):
         lines += [
@@ -205,6 +213,7 @@ if __name__ == "__main__":
     flags.DEFINE_list("networks", list(NETWORKS), "Networks to measure.")
     flags.DEFINE_list("counts", ["1", "4"], "Numbers of microbatches.")
     flags.DEFINE_string("note", "", "What the page says of the machine, such as other work on it.")
-    flags.DEFINE_integer("rounds", 9, "Turns of each.", lower_bound=1)
+    flags.DEFINE_integer("rounds", 9, "Least number of turns of each.", lower_bound=1)
+    flags.DEFINE_float("seconds", 0.0, "Least time for each row, if more turns fit into it.")
     flags.DEFINE_bool("write", False, "Whether to write changing_batch.md beside this file.")
     cli.run_main(main)

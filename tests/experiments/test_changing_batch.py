@@ -29,7 +29,7 @@ def test_contenders_make_updates(batch_norm: bool) -> None:
         "name": "mlp", "hidden_sizes": (8,), "num_classes": 10, "batch_norm": batch_norm,
     }
     network = NETWORKS["LeNet-5"]._replace(model=model, batch=16)
-    seconds = changing_batch.measure(network, 2, 1)
+    seconds = changing_batch.measure(network, 2, 1, 0.0)
     known = {"one size", "two programs", "one program", *changing_batch.MEASURED}
     assert set(seconds) == known - ({"one by one"} if batch_norm else set())
     assert all(each.shape == (2, 1) and (each > 0).all() for each in seconds.values())
