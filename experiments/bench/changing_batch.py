@@ -175,10 +175,13 @@ def row(name: str, batch: int, count: int, seconds: dict[str, np.ndarray]) -> st
 def main() -> None:
     """Measures, prints the tables and writes them if asked."""
     values = flags.FLAGS
-    found = [
-        (name, NETWORKS[name].batch, count, measure(NETWORKS[name], count, values.rounds, values.seconds))
-        for name in values.networks for count in map(int, values.counts)
-    ]
+    found = []
+    for name in values.networks:
+        network = NETWORKS[name]
+        found += [
+            (name, network.batch, count, measure(network, count, values.rounds, values.seconds))
+            for count in map(int, values.counts)
+        ]
     given = f"--networks={','.join(values.networks)} --counts={','.join(values.counts)}"
     lines = [
         f"Updates of k microbatches: jax {jax.__version__}, {jax.device_count()} x "
