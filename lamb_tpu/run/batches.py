@@ -59,9 +59,15 @@ def check_rule(config: ConfigDict) -> tuple[Rule | None, str]:
             )
     if RULES[name] is Constant:
         return None, "identity"
-    for key, (_, default) in known.items():
-        if default is inspect.Parameter.empty and key not in fields:
-            raise UserError(f"config.batch_rule.{key} is missing; the rule {name!r} needs it")
+    missing = [
+        f"config.batch_rule.{key}" for key, (_, default) in known.items()
+        if default is inspect.Parameter.empty and key not in fields
+    ]
+    if missing:
+        them = ("are", "them") if len(missing) > 1 else ("is", "it")
+        raise UserError(
+            f"{' and '.join(missing)} {them[0]} missing; the rule {name!r} needs {them[1]}"
+        )
     scaling = fields.get("scaling", "identity")
     if scaling not in _SCALINGS:
         raise UserError(

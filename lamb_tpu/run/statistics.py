@@ -13,6 +13,10 @@ from lamb_tpu.run import batches
 from lamb_tpu.run.recipe import naming
 
 _SWITCHES = ("noise_scale", "preconditioned", "halves")
+_NAMES = {
+    "noise_scale": "the noise scale", "halves": "the gradients of two halves of the batch",
+    "per_example": "gradients of single examples",
+}
 
 
 def settings_of(config: ConfigDict) -> ConfigDict:
@@ -86,16 +90,16 @@ def check(
             "is 1; it must be at least 2, or config.parallel.backend be 'shard_map' on several "
             "devices"
         )
-    halves = "config.optimizer.agvm" if asked.to_optimizer else "config.statistics.halves"
+    halves = _title(config, None if asked.to_optimizer else "halves") if asked.halves else ""
     if asked.halves and devices > 1 and devices % 2:
         raise UserError(
-            f"{halves} compares devices of even and of odd index under "
+            f"{halves}, which compares devices of even and of odd index under "
             f"config.parallel.backend='shard_map', and config.mesh splits the batch over {devices};"
             " it must be an even number, or the backend 'jit'"
         )
     if asked.halves and devices == 1 and not changes and steps % 2:
         raise UserError(
-            f"{halves} compares even and odd microbatches, and config.accumulation_steps is "
+            f"{halves}, which compares even and odd microbatches, and config.accumulation_steps is "
             f"{steps}; it must be an even number, such as {steps + 1}"
         )
     # AGVM's halves are allowed: detectors, which it is for, often have BatchNorm over devices.
@@ -114,15 +118,16 @@ def check(
         _check_rows(config, mesh, task, shards)
 
 
-def _title(config: ConfigDict) -> str:
-    """The first statistic that is asked for, as the beginning of a sentence."""
-    if batches.has_agvm(config):
-        return "config.optimizer.agvm is given"
+def _title(config: ConfigDict, key: str | None = None) -> str:
+    """What asks for a statistic, or for the first there is, as the beginning of a sentence."""
     section = settings_of(config)
-    on = [key for key in _SWITCHES if section[key]]
-    if on:
-        return f"config.statistics.{on[0]} is True"
-    return f"config.statistics.per_example is {section.per_example}"
+    if key is None:
+        if batches.has_agvm(config):
+            return "config.optimizer.agvm is given"
+        key = next((each for each in _SWITCHES if section[each]), "per_example")
+    if not config.statistics[key]:
+        return f"config.batch_rule.name is {config.batch_rule.name!r}, which needs {_NAMES[key]}"
+    return f"config.statistics.{key} is {section[key]}"
 
 
 def _check_rows(config: ConfigDict, mesh: Mesh, task: tasks.Task, shards: int) -> None:
@@ -139,14 +144,14 @@ def _check_rows(config: ConfigDict, mesh: Mesh, task: tasks.Task, shards: int) -
     mixed = getattr(task, "mixed_by", ())
     if mixed:
         raise UserError(
-            f"{key} is {rows}, and config.task.{mixed[0]} mixes pairs of examples, which have no "
-            "gradient each; it must be 0"
+            f"{_title(config, 'per_example')}, and config.task.{mixed[0]} mixes pairs of examples, "
+            "which have no gradient each; leave it out"
         )
     others = sorted(set(mesh.shape) - set(mesh_lib.BATCH_AXES))
     if others:
         raise UserError(
-            f"{key} is {rows}, which needs whole examples on a device, and config.mesh."
-            f"{others[0]} is {mesh.shape[others[0]]}; it must be 0"
+            f"{_title(config, 'per_example')}, for which a device has whole examples, and "
+            f"config.mesh.{others[0]} is {mesh.shape[others[0]]}; leave it out"
         )
 
 
@@ -177,9 +182,9 @@ def check_state(config: ConfigDict, abstract: TrainState, train_set: data.Source
     if asked.per_example and layers:
         layer = layers[0].rpartition("/")[0].partition("/")[2] or layers[0]
         raise UserError(
-            f"config.statistics.per_example is {asked.per_example}, and the model's layer "
-            f"{layer!r} keeps statistics of the batch, as BatchNorm, by which the gradient of one "
-            "example depends on the others; it must be 0"
+            f"{_title(config, 'per_example')}, and the model's layer {layer!r} keeps statistics of "
+            "the batch, as BatchNorm, by which the gradient of one example depends on the others; "
+            "leave it out"
         )
 
 

@@ -113,6 +113,8 @@ def test_the_optimizer_reads_the_rate_that_the_step_is_given() -> None:
     ({"name": "ramp", "points": 3}, r"config\.batch_rule: points must be pairs"),
     ({"name": "simigrad", "upper": 128},
      r"config\.batch_rule\.target is missing; the rule 'simigrad' needs it"),
+    ({"name": "simigrad"},
+     r"upper and config\.batch_rule\.target are missing; the rule 'simigrad' needs them"),
     ({"name": "simigrad", "target": 0.9, "upper": 144},
      r"config\.batch_rule: upper must be a whole number of quanta of 32 examples, as 128 or 160, "
      r"not 144; a quantum is two microbatches of config\.batch_size / config\.accumulation_steps$"),

@@ -170,7 +170,11 @@ def grouped(size: int | None) -> ConfigDict:
      "group_size=16 the examples of 2 devices share a group .*; it must be at most the 8 of one"),
     (2, on(halves=True) | {"model": grouped(None), "parallel__backend": "shard_map"},
      r"halves is True, which compares the devices .*group_size=None .* the 32 of one device$"),
-    (2, on(per_example=8) | {"mesh__model": 2}, r"and config\.mesh\.model is 2; it must be 0"),
+    (2, on(per_example=8) | {"mesh__model": 2}, r"and config\.mesh\.model is 2; leave it out"),
+    (1, {"model": BATCH_NORM,
+         "batch_rule": ConfigDict({"name": "norm_test", "upper": 128, "eta": 0.1})},
+     "^config.batch_rule.name is 'norm_test', which needs gradients of single examples, and the "
+     "model's layer 'norm0' keeps statistics of the batch"),
 ])
 def test_mistakes(devices: int, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message) as error:
