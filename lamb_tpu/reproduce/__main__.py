@@ -120,6 +120,8 @@ def main(options: argparse.Namespace) -> None:
         written = site.write(
             {table.key: table for table in chosen}, output, html, records,
             papers if is_whole else None,
+            # The list beside the tables is of all of them.
+            index=not options.tables or options.output is not None,
         )
         if options.tables:  # they are what the reader wants to open
             print("\n".join(map(str, written)))

@@ -52,6 +52,10 @@ def test_a_whole_story(tmp_path: pathlib.Path) -> None:
     assert printed.count("python -m lamb_tpu.train --config=digits:batch=128,optimizer=") == 2
     told = call(tmp_path, "report", f"--html={tmp_path / 'site'}")
     assert told.split() == [str(tmp_path / "report/README.md"), str(tmp_path / "site/index.html")]
+    # The list of all tables stays when one is named.
+    (tmp_path / "report/README.md").write_text("all")
+    assert str(tmp_path / "report/small-digits.md") in call(tmp_path, "report", "small").split()
+    assert (tmp_path / "report/README.md").read_text() == "all"
     # Records of one's own, away from those of the checkout.
     mine = f"--records={tmp_path / 'mine'}"
     before = table.records.read_text()

@@ -98,7 +98,11 @@ def batches(measured: Sequence[Summary], metric: Metric) -> Figure:
                     color=look["color"], fontsize=8,
                 )
     every = sorted({record["batch"] for summary in measured for record in summary.records})
-    of_batch = "average batch (examples)" if apart else "batch size (examples)"
+    of_batch = "batch size (examples)"
+    if apart:
+        of_batch = "average batch (examples)"
+        # Averages lie anywhere between the batches, which may be few.
+        every = [every[0] * 2**n for n in range((every[-1] // every[0]).bit_length())]
     style.dress(axes, "", of_batch, metric.label, metric.better)
     style.batch_axis(axes, every)
     axes.set_ylim(low, high)

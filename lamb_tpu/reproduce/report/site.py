@@ -24,17 +24,19 @@ _TEMPLATES = pathlib.Path(__file__).parent / "templates"
 def write(
     tables: Mapping[str, Table], output: pathlib.Path, html: pathlib.Path | None,
     records: pathlib.Path | None = None, overview: pathlib.Path | None = None,
+    index: bool = True,
 ) -> list[pathlib.Path]:
     """Writes the report and prints where it lies.
 
     Args:
-      tables: every table.
+      tables: every table, or those of which pages are wanted.
       output: folder of the Markdown pages and of the pictures.
       html: folder of the same as a site; None for none.
       records: folder of records of one's own; None: those beside the tables.
       overview: folder with a template README.md.j2, from which its README.md is made; None, or a
         folder without the template, for none. The template may include rows.md.j2, the table of
         all cells, and missing.md.j2.
+      index: whether `output` receives a README.md, the list of `tables`.
 
     Returns:
       The pages of the tables and their pictures.
@@ -60,15 +62,16 @@ def write(
                 for folder in folders:
                     written.append(folder / f"{page.slug}-{part.name}-{kind}.svg")
                     writing.replace(written[-1], text)
-    for folder, kind, index in zip(folders, ("md", "html"), ("README.md", "index.html")):
+    for folder, kind, name in zip(folders, ("md", "html"), ("README.md", "index.html")):
         environment = _environment(kind == "html")
-        template = environment.get_template(f"index.{kind}.j2")
-        writing.replace(folder / index, template.render(pages=pages))
         for page in pages:
             template = environment.get_template(f"table.{kind}.j2")
             written.append(folder / f"{page.slug}.{kind}")
             writing.replace(written[-1], template.render(page=page))
-        print(folder / index)
+        if index or folder != output:
+            template = environment.get_template(f"index.{kind}.j2")
+            writing.replace(folder / name, template.render(pages=pages))
+            print(folder / name)
     return written
 
 
