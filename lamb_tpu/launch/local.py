@@ -153,9 +153,12 @@ def _start(
 ) -> _Process:
     with contextlib.ExitStack() as stack:
         output: TextIO | None = None
+        log_start = 0
         if log is not None:
-            # Logs of earlier starts are kept; `log_start` is where this start's begins.
+            # Logs of earlier starts are kept; `log_start` is where this start's begins. The
+            # process shares the file's position, so it is asked for before there is a process.
             output = stack.enter_context(log.open("a"))
+            log_start = output.tell()
         popen = subprocess.Popen(
             [sys.executable, "-m", *command],
             env=environment,
@@ -165,7 +168,7 @@ def _start(
             start_new_session=True,  # the launcher forwards Ctrl-C; the terminal must not send it
             preexec_fn=_end_with_parent(),
         )
-        return _Process(index, popen, log, output.tell() if output else 0)
+        return _Process(index, popen, log, log_start)
 
 
 def _end_with_parent() -> Callable[[], None] | None:

@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -94,6 +95,23 @@ def test_failure_of_one_ends_all_and_is_shown(tmp_path: pathlib.Path) -> None:
     assert "| line 10\n" not in done.err  # the last 20 lines
     assert len(list(tmp_path.iterdir())) == 6 and not alive(tmp_path)
     assert "killing" not in done.err and done.seconds < 10  # SIGTERM was enough
+
+
+def test_what_a_process_writes_at_once_is_of_this_start(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Late(subprocess.Popen):
+        """A process that has ended before its parent goes on."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.wait()
+
+    log = tmp_path / "log"
+    log.write_text("earlier\n")
+    monkeypatch.setattr(local.subprocess, "Popen", Late)
+    process = local._start(1, ["platform"], os.environ, log)
+    assert process.log_start == len("earlier\n") < log.stat().st_size
 
 
 def test_abort_of_another_is_not_the_cause(tmp_path: pathlib.Path) -> None:
