@@ -99,7 +99,22 @@ def choose_metric(
     shared = set.intersection(*names)
     if not shared:
         raise UserError("RUN: the runs have no metric of their evaluations in common")
-    return metric_lib.choose(found[0].files.config, shared, metric, better)
+    try:
+        return metric_lib.choose(found[0].files.config, shared, metric, better)
+    except UserError as error:
+        recorded = _of_training(found)
+        if not recorded:
+            raise
+        raise UserError(f"{error}; those of the training records: {', '.join(recorded)}") from None
+
+
+def _of_training(found: Sequence[Run]) -> list[str]:
+    """Returns the metrics that only training records have, those of every run, sorted."""
+    names = set.intersection(*(
+        {key for record in run.trained for key, value in record.items() if isinstance(value, float)}
+        for run in found
+    ))
+    return sorted(name for name in names if is_recorded(found, name))
 
 
 def differing(found: Sequence[Run]) -> dict[str, list[str]]:

@@ -135,6 +135,8 @@ def test_a_metric_of_the_training_records(tmp_path: pathlib.Path) -> None:
     folders = [run.files.folder.path for run in found]
     told = call(*folders, "--metric=noise_scale", f"--output={tmp_path / 'x.png'}")
     assert "best accuracy" in told
+    with pytest.raises(UserError, match="accuracy, loss; those of the training records: noise_sca"):
+        call(*folders, "--metric=noise", f"--output={tmp_path / 'x.png'}")
     assert matplotlib.image.imread(tmp_path / "x.png").std() > 0.05
 
 
@@ -149,7 +151,7 @@ def test_command(found: list[Run], tmp_path: pathlib.Path) -> None:
 @pytest.mark.parametrize("arguments, message", [
     (["{0}", "{0}"], "RUN .*first is given 2 times; give it once"),
     (["{0}", "/nowhere"], "RUN /nowhere holds no run: config.json is missing"),
-    (["{0}", "--metric=f1"], "--metric is 'f1'; the evaluation's metrics are: accuracy, loss"),
+    (["{0}", "--metric=f1"], "--metric is 'f1'; the evaluation's metrics are: accuracy, loss$"),
     (["{0}", "--output=x.jpg"], "--output x.jpg must be a .png file in a folder that exists"),
     (["{0}", "--output="], "--output is empty"),
 ])
