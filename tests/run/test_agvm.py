@@ -151,10 +151,11 @@ def test_an_odd_number_of_microbatches_has_no_halves() -> None:
 
 @pytest.mark.parametrize("devices, agvm, changes, message", [
     (1, {}, {"accumulation_steps": 1},
-     r"^config\.optimizer\.agvm compares even and odd microbatches, and config\.accumulation_st"
-     r"eps is 1; it must be an even number, such as 2$"),
+     r"^config\.optimizer\.agvm is given, which compares even and odd microbatches, and config\.a"
+     r"ccumulation_steps is 1; it must be an even number, such as 2$"),
     (3, {}, {"batch_size": 60, "accumulation_steps": 1, "parallel__backend": "shard_map"},
-     r"^config\.optimizer\.agvm compares devices of even and of odd index under .* over 3; it mu"),
+     r"^config\.optimizer\.agvm is given, which compares devices of even and of odd index under "
+     ".* over 3; it must be an even number"),
     (1, {}, {"accumulation_steps": 1, "parallel__backend": "shard_map"}, "must be an even number"),
     (1, {"anchor": "neck"}, {},
      r"^config\.optimizer: agvm\.anchor is 'neck'; the modules are: first, head, rest$"),
