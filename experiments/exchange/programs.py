@@ -107,10 +107,17 @@ def cases() -> Iterator[Case]:
             yield Case(model, method, "v5e-16")
 
 
-def config_of(recipe: str, devices: int) -> ConfigDict:
-    """Returns the config of a recipe with the batch of so many devices."""
-    config = cli.load_recipe(recipe.format(batch=PER_DEVICE * devices))
+def config_of(case: Case, devices: int) -> ConfigDict:
+    """Returns the config whose exchange a program is, with the batch of so many devices."""
+    recipe = MODELS[case.model].exchanged.format(batch=PER_DEVICE * devices)
+    config = cli.load_recipe(recipe)
     config.parallel.backend = "shard_map"
+    config.mesh = ConfigDict({"data": -1} | ({"fsdp": case.inner} if case.inner > 1 else {}))
+    config.parallel.exchange = ConfigDict(METHODS[case.method])
+    # The program is the same for every optimizer, and DGC is refused one with momentum.
+    config.optimizer = ConfigDict(
+        {"name": "sgd", "learning_rate": 1.0, "rules": config.optimizer.rules}
+    )
     return config
 
 
@@ -127,12 +134,8 @@ def measure(case: Case) -> dict[str, Any]:
 def _exchange(case: Case) -> dict[str, Any]:
     slice_ = topology_lib.topology(case.topology)
     devices = topology_lib.devices(slice_)
-    model, count = MODELS[case.model], len(devices)
-    config = config_of(model.exchanged, count)
-    config.mesh = ConfigDict({"data": -1} | ({"fsdp": case.inner} if case.inner > 1 else {}))
-    config.parallel.exchange = ConfigDict(METHODS[case.method])
-    # The program is the same for every optimizer, and DGC is refused one with momentum.
-    config.optimizer = ConfigDict({"name": "sgd", "learning_rate": 1.0})
+    count = len(devices)
+    config = config_of(case, count)
     run = prepare(config, None, devices, load=loader(config, None))
     assert run.exchange is not None  # the backend is shard_map
     placed, mesh = run.exchange.at(_LAST_STAGE), run.mesh

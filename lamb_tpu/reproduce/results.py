@@ -88,7 +88,8 @@ class Results:
         record = self.of(job)
         if record is None:
             return []
-        key = (*job.key, job.chosen, record["config"])
+        # Runs that differ by their seed alone have one config.
+        key = (job.scale.name, job.cell.name, job.factor, job.chosen, record["config"])
         if key not in self._changes:
             flat = jobs_lib.flat_configs([stage.config() for stage in jobs_lib.stages(job)])
             same = record["config"] == jobs_lib.config_hash(flat)

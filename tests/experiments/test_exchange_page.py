@@ -4,14 +4,18 @@ import doctest
 import pathlib
 from typing import Any
 
+import jax
 import pytest
 
 from experiments.exchange import page, programs, scaling, wire
 from experiments.exchange.programs import HOST_DEVICES, METHODS, MODELS, Case
 from experiments.exchange.scaling import CONSTANTS
 from lamb_tpu.cost.hlo import Array
+from lamb_tpu.cost.topology import devices as topology_devices
 from lamb_tpu.cost.topology import topology
 from lamb_tpu.cost.traffic import Collective
+from lamb_tpu.plan.making import loader
+from lamb_tpu.run.build import prepare
 
 V = 4_000_000  # bytes of a gradient in float32
 SHAPES = [(1000, 999), (1000,)]
@@ -57,6 +61,15 @@ def test_every_program_has_a_name() -> None:
     keys = [case.key for case in programs.cases()]
     assert len(set(keys)) == len(keys) == 2 * (2 * 7 + 2 * 5 + 7)
     assert set(programs.load()) <= set(keys)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_config_of_a_program_is_accepted(model: str) -> None:
+    devices = topology_devices(topology("v3-32"))
+    config = programs.config_of(Case(model, "dgc 0.1 %", "v3-32", HOST_DEVICES), len(devices))
+    run = prepare(config, None, devices, load=loader(config, None))
+    assert run.exchange is not None and run.mesh.shape["fsdp"] == HOST_DEVICES
+    assert sum(leaf.size for leaf in jax.tree.leaves(run.abstract_state.params)) > 25e6
 
 
 def test_the_page(
