@@ -41,7 +41,7 @@ def resumed_at_4(config: ConfigDict, workdir: pathlib.Path) -> pathlib.Path:
 
 
 @pytest.mark.parametrize("name", [
-    pytest.param(name, marks=() if name in ("dgc", "econtrol") else pytest.mark.long)
+    pytest.param(name, marks=() if name == "econtrol" else pytest.mark.long)
     for name in EXCHANGES
 ])
 def test_learns_and_resumes_bit_for_bit(name: str, tmp_path: pathlib.Path) -> None:
