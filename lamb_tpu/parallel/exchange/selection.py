@@ -9,6 +9,9 @@ import jax.numpy as jnp
 from jax import lax
 
 _WORD = 32  # bits of a mask that are counted together
+# A word has every 128th entry and not 32 neighbours: a TPU's registers are 128 wide, to which it
+# would pad an axis of 32, so that a mask of 100 MB would need 2 GB.
+_LANES = 128
 
 
 def kth_largest(values: jax.Array, k: int | jax.Array) -> jax.Array:
@@ -44,7 +47,7 @@ def kth_largest(values: jax.Array, k: int | jax.Array) -> jax.Array:
 
 
 def places(mask: jax.Array, ranks: jax.Array) -> jax.Array:
-    """Returns where a mask is set for the first time (rank 0), the second, and so on.
+    """Returns places where a mask is set: for each rank another one, ascending up to 128 entries.
 
     >>> places(jnp.array([False, True, False, True]), jnp.arange(3)).tolist()
     [1, 3, 4]
@@ -56,8 +59,9 @@ def places(mask: jax.Array, ranks: jax.Array) -> jax.Array:
     Returns:
       int32 of the shape of `ranks`; n for a rank that is not below the number of set entries.
     """
-    bits = jnp.pad(mask, (0, -mask.size % _WORD)).reshape(-1, _WORD).astype(jnp.uint32)
-    words = jnp.sum(bits << jnp.arange(_WORD, dtype=jnp.uint32), axis=1, dtype=jnp.uint32)
+    bits = jnp.pad(mask, (0, -mask.size % (_WORD * _LANES))).reshape(-1, _WORD, _LANES)
+    shifts = jnp.arange(_WORD, dtype=jnp.uint32)[:, None]
+    words = jnp.sum(bits.astype(jnp.uint32) << shifts, axis=1, dtype=jnp.uint32).ravel()
     counts = lax.population_count(words).astype(jnp.int32)
     ends = jnp.cumsum(counts)
     ranks = ranks.astype(jnp.int32)
@@ -65,15 +69,16 @@ def places(mask: jax.Array, ranks: jax.Array) -> jax.Array:
     index = jnp.minimum(index, words.size - 1)
     word, left = words[index], ranks - (ends[index] - counts[index])
     # The set bit of the rank `left` within the word: in its lower half, or in its upper half.
-    place = jnp.zeros_like(left)
+    bit = jnp.zeros_like(left)
     for half in (16, 8, 4, 2, 1):
         lower = word & jnp.uint32((1 << half) - 1)
         count = lax.population_count(lower).astype(jnp.int32)
         above = left >= count
-        place += jnp.where(above, half, 0)
+        bit += jnp.where(above, half, 0)
         left -= jnp.where(above, count, 0)
         word = jnp.where(above, word >> half, lower)
-    return jnp.where(ranks < ends[-1], index * _WORD + place, mask.size)
+    place = (index // _LANES * _WORD + bit) * _LANES + index % _LANES
+    return jnp.where(ranks < ends[-1], place, mask.size)
 
 
 def first(mask: jax.Array, count: int | jax.Array) -> jax.Array:
@@ -82,7 +87,14 @@ def first(mask: jax.Array, count: int | jax.Array) -> jax.Array:
     >>> first(jnp.array([True, False, True, True]), 2).tolist()
     [True, False, True, False]
     """
-    last = places(mask, jnp.asarray(count, jnp.int32) - 1)
+    blocks = jnp.pad(mask, (0, -mask.size % _LANES)).reshape(-1, _LANES)
+    ends = jnp.cumsum(jnp.sum(blocks, axis=1, dtype=jnp.int32))
+    # The block in which the last one lies, and how many of its set entries are among the first.
+    index = jnp.minimum(jnp.searchsorted(ends, jnp.asarray(count, jnp.int32)), len(ends) - 1)
+    block = blocks[index]
+    left = count - (ends[index] - jnp.sum(block, dtype=jnp.int32))
+    in_block = jnp.sum(jnp.cumsum(block, dtype=jnp.int32) < left, dtype=jnp.int32)
+    last = index * _LANES + in_block
     return mask & (jnp.arange(mask.size, dtype=jnp.int32) <= last) & (jnp.asarray(count) > 0)
 
 
