@@ -14,6 +14,7 @@ from jax import lax
 
 from lamb_tpu.parallel import collectives
 from lamb_tpu.parallel.exchange import selection, sparse
+from lamb_tpu.parallel.exchange.joined import split
 
 
 class Compressor(Protocol):
@@ -156,7 +157,7 @@ class Sign(Compressor):
         """The vectors of one device, from its bits and scales."""
         sizes = [message.positive.size for message in messages]
         bits = jnp.unpackbits(packed, count=sum(sizes)).astype(bool)
-        parts = zip(sparse.split(bits, sizes), scales, strict=True)
+        parts = zip(split(bits, sizes), scales, strict=True)
         return [self.decompress(Signs(part, scale)) for part, scale in parts]
 
 

@@ -25,6 +25,7 @@ from jax import lax
 from lamb_tpu.parallel.exchange import sparse
 from lamb_tpu.parallel.exchange.base import Exchange, Residual
 from lamb_tpu.parallel.exchange.compressors import Compressor, Identity, make_compressor
+from lamb_tpu.parallel.exchange.joined import split
 
 Vectors = tuple[jax.Array, ...]
 
@@ -69,7 +70,7 @@ class Compressed(Exchange):
         """The leaves of such vectors, in the shapes and dtypes of `like`."""
         leaves, treedef = jax.tree.flatten(like)
         if not self.layerwise:
-            vectors = sparse.split(vectors[0], [leaf.size for leaf in leaves])
+            vectors = split(vectors[0], [leaf.size for leaf in leaves])
         return treedef.unflatten(
             vector.reshape(leaf.shape).astype(leaf.dtype)
             for vector, leaf in zip(vectors, leaves, strict=True)

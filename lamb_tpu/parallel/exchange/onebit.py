@@ -7,7 +7,6 @@ What a compression loses is added before the next one: by the device, and by the
 
 import dataclasses
 import functools
-import itertools
 import math
 import operator
 from typing import Any
@@ -19,6 +18,7 @@ from jax import lax
 from lamb_tpu.optim import checks
 from lamb_tpu.parallel import collectives
 from lamb_tpu.parallel.exchange.base import Exchange, Residual
+from lamb_tpu.parallel.exchange.joined import split
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +95,7 @@ class OneBit(Exchange):
         summed = [
             jnp.sum(_unpacked(rows, scales[:, index]), 0) + error
             for index, (rows, error) in enumerate(
-                zip(_split(packed, widths), residual.split, strict=True))
+                zip(split(packed, widths), residual.split, strict=True))
         ]
         scales = jnp.stack([_root_mean_square(chunk) for chunk in summed])
         server_errors = tuple(
@@ -106,11 +106,11 @@ class OneBit(Exchange):
         scales = _scales(packed, sum(widths))
         whole = [
             _unpacked(rows, scales[:, index]).ravel()
-            for index, rows in enumerate(_split(packed, widths))
+            for index, rows in enumerate(split(packed, widths))
         ]
         pieces = [
             piece for values, sizes in zip(whole, buffers, strict=True)
-            for piece in _split(values, sizes)  # without the padding
+            for piece in split(values, sizes)  # without the padding
         ]
         sums = [
             piece.reshape(leaf.shape).astype(leaf.dtype)
@@ -166,11 +166,6 @@ def _scales(packed: jax.Array, width: int) -> jax.Array:
 def _unpacked(packed: jax.Array, scales: jax.Array) -> jax.Array:
     """The values that signs and one scale a row stand for, (rows, 8 w)."""
     return jnp.where(unpack(packed), scales[:, None], -scales[:, None])
-
-
-def _split(values: jax.Array, widths: list[int]) -> list[jax.Array]:
-    """Cuts the last axis into pieces of these widths; what is left over is dropped."""
-    return jnp.split(values, list(itertools.accumulate(widths)), -1)[:-1]
 
 
 def _root_mean_square(values: jax.Array) -> jax.Array:

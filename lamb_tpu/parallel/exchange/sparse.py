@@ -9,6 +9,7 @@ from jax import lax
 
 from lamb_tpu.parallel import collectives
 from lamb_tpu.parallel.exchange import selection
+from lamb_tpu.parallel.exchange.joined import split
 
 # Indices are int32, over all vectors that are sent together.
 LARGEST = 2**31 - 1
@@ -99,9 +100,3 @@ def check_length(num_values: int) -> None:
         raise ValueError(
             f"{num_values} values are too many for indices of 32 bits; at most {LARGEST}"
         )
-
-
-def split(joined: jax.Array, sizes: Sequence[int]) -> list[jax.Array]:
-    """Cuts the last axis into vectors of the given sizes."""
-    ends = [sum(sizes[: place + 1]) for place in range(len(sizes))]
-    return [joined[..., end - size : end] for end, size in zip(ends, sizes, strict=True)]
