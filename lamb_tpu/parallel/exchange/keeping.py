@@ -108,25 +108,26 @@ class Kept(StatePart):
         # Of the devices that there are now, which may pad vectors otherwise.
         wanted = jax.eval_shape(self.exchange.init, self.params)
 
-        def fitted(leaf: jax.Array, length: int) -> jax.Array:
+        def fitted(rows: jax.Array, length: int) -> jax.Array:
             """The rows with so many values; what is cut off, or added, is padding."""
-            return jnp.pad(leaf[:, :length], ((0, 0), (0, max(0, length - leaf.shape[1]))))
+            return jnp.pad(rows[:, :length], ((0, 0), (0, max(0, length - rows.shape[1]))))
 
         def shared(leaf: jax.Array, new: jax.ShapeDtypeStruct) -> jax.Array:
-            if leaf.ndim == 2:
-                leaf = fitted(leaf, new.shape[1])
-            total = jnp.sum(leaf.reshape(before, inner, *leaf.shape[1:]), axis=0, dtype=leaf.dtype)
+            parts = leaf.reshape(before, inner, -1, *leaf.shape[1:])
+            total = jnp.sum(parts, axis=0, dtype=leaf.dtype)
+            if leaf.ndim == 1:
+                total = fitted(total, new.shape[0] // (now * inner))
             if jnp.issubdtype(leaf.dtype, jnp.floating):
                 each = jnp.broadcast_to(total / now, (now, *total.shape))
             else:  # which is not divided: the first device has it all
                 each = jnp.zeros((now, *total.shape), leaf.dtype).at[0].set(total)
-            return each.reshape(now * inner, *leaf.shape[1:]).astype(leaf.dtype)
+            return each.reshape(new.shape).astype(leaf.dtype)
 
         def again(leaf: jax.Array, new: jax.ShapeDtypeStruct) -> jax.Array:
-            length = new.shape[1]  # of a chunk
+            length = new.shape[0] // (now * inner)  # of a chunk
             long = leaf.reshape(before, inner, -1).swapaxes(0, 1).reshape(inner, -1)
             cut = fitted(long, now * length).reshape(inner, now, length)
-            return cut.swapaxes(0, 1).reshape(now * inner, length)
+            return cut.swapaxes(0, 1).ravel()
 
         kept: Residual = value["kept"]
         return {

@@ -68,8 +68,10 @@ class Placed:
     def init(self, params: Any) -> Residual:
         """Returns the residuals of all devices before the first update, as the state keeps them.
 
-        Leaves of `device` and `split` have a leading axis of all devices of the batch. Those of
-        `whole` have one of the devices of the inner axis, if there is one.
+        Leaves of `device` and `split` are those of all devices of the batch, joined along their
+        first axis: with an axis of the devices in front, a device's vector would be a row, which a
+        TPU pads to two. Those of `whole` have an axis of the devices of the inner axis in front, if
+        there is one.
 
         Args:
           params: arrays or `jax.ShapeDtypeStruct`s, whole.
@@ -80,8 +82,13 @@ class Placed:
         def copies(tree: Any, count: int) -> Any:
             return jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *jnp.shape(x))), tree)
 
+        def joined(tree: Any) -> Any:
+            return jax.tree.map(
+                lambda x: x.reshape(-1, *x.shape[2:]), copies(tree, outer * inner)
+            )
+
         return Residual(
-            copies(one.device, outer * inner), copies(one.split, outer * inner),
+            joined(one.device), joined(one.split),
             copies(one.whole, inner) if self.inner else jax.tree.map(jnp.asarray, one.whole),
         )
 
@@ -213,22 +220,24 @@ class Placed:
         return collectives.reduce_scatter(whole, [max(axis, 0) for axis in cuts], self.inner)
 
     def _exchanged(self, parts: Any, residual: Residual) -> tuple[Any, Residual]:
-        """Calls the exchange with one device's residual, from which it takes the leading axes."""
+        """Calls the exchange with one device's residual, from what `init` returns."""
+        shapes = jax.eval_shape(self.exchange.init, parts)
 
-        def first(tree: Any) -> Any:
-            return jax.tree.map(lambda leaf: leaf[0], tree)
+        def own(tree: Any, like: Any) -> Any:
+            # A number has become a vector of one.
+            return jax.tree.map(lambda leaf, one: leaf.reshape(one.shape), tree, like)
 
-        def lead(tree: Any) -> Any:
-            return jax.tree.map(lambda leaf: leaf[None], tree)
-
-        own = Residual(
-            first(residual.device), first(residual.split),
-            first(residual.whole) if self.inner else residual.whole,
-        )
-        sums, own = self.exchange.reduce(parts, own)
-        return sums, Residual(
-            lead(own.device), lead(own.split), lead(own.whole) if self.inner else own.whole
-        )
+        whole = residual.whole
+        if self.inner:
+            whole = jax.tree.map(lambda leaf: leaf[0], whole)
+        sums, found = self.exchange.reduce(parts, Residual(
+            own(residual.device, shapes.device), own(residual.split, shapes.split), whole
+        ))
+        whole = found.whole
+        if self.inner:
+            whole = jax.tree.map(lambda leaf: leaf[None], whole)
+        device, split = jax.tree.map(jnp.atleast_1d, (found.device, found.split))
+        return sums, Residual(device, split, whole)
 
     def _place(
         self, sums: list[Any], shapes: list[tuple[int, ...]], cuts: list[int], places: list[int]

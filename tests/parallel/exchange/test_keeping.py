@@ -81,14 +81,15 @@ def test_starts_empty_and_split_over_the_devices() -> None:
     of_eight = part(8)
     value = begun(of_eight)
     assert value["devices"].tolist() == [8, 1]
-    assert value["kept"].device["kernel"].shape == (8, 4, 6) and value["kept"].split.shape == (8, 4)
+    assert value["kept"].device["kernel"].shape == (8 * 4, 6)
+    assert value["kept"].device["bias"].shape == (8 * 5,) and value["kept"].split.shape == (8 * 4,)
     places = of_eight.shardings(value, of_eight.exchange.layout)
     assert places["kept"].device["bias"].spec == PartitionSpec(("data",))
     assert places["kept"].whole["count"].spec == PartitionSpec()
     # Of parts, whose vectors and counts differ within the inner axis.
     of_two = part(8, fsdp=4)
     kept = begun(of_two)["kept"]
-    assert kept.device["kernel"].shape == (8, 1, 6) and kept.device["bias"].shape == (8, 2)
+    assert kept.device["kernel"].shape == (8 * 1, 6) and kept.device["bias"].shape == (8 * 2,)
     assert kept.whole["count"].shape == (4,)
 
 
@@ -110,8 +111,9 @@ def test_padding_is_that_of_the_devices_there_are_now(before: int, now: int) -> 
         lambda leaf: rng.normal(size=leaf.shape).astype(np.float32), value["kept"])
     old, new = kept.device, read(there, here, {**value, "kept": kept})["kept"].device
     sizes = [5, 24]  # bias and kernel
-    assert [leaf.shape[1] for leaf in old] != [leaf.shape[1] for leaf in new]
     for size, was, leaf in zip(sizes, old, new, strict=True):
+        was, leaf = was.reshape(before, -1), leaf.reshape(now, -1)
+        assert was.shape[1] != leaf.shape[1]
         np.testing.assert_allclose(np.sum(leaf, 0)[:size], np.sum(was, 0)[:size], atol=1e-5)
 
 
@@ -129,7 +131,8 @@ def test_other_devices_get_the_same_sum(before: int, now: int) -> None:
     assert f"of {before} devices" in tell and f"there are {now} now" in tell
     assert found["devices"].tolist() == [now, 1]
     for name in SHAPES:
-        leaf, old = found["kept"].device[name], np.float64(value["kept"].device[name])
+        old = np.float64(value["kept"].device[name]).reshape(before, *SHAPES[name])
+        leaf = found["kept"].device[name].reshape(now, *SHAPES[name])
         np.testing.assert_allclose(np.sum(leaf, 0), old.sum(0), rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose(leaf, np.stack([old.sum(0) / now] * now), rtol=1e-5, atol=1e-6)
     long, new = np.ravel(value["kept"].split), np.ravel(found["kept"].split)
@@ -146,10 +149,10 @@ def test_inner_axis_stays() -> None:
     for name in SHAPES:
         # Sums over the outer axis, of each inner device's part.
         old = np.asarray(value["kept"].device[name])
-        old = old.reshape(4, 2, *old.shape[1:]).sum(0)
+        old = old.reshape(4, 2, -1, *old.shape[1:]).sum(0)
         new = np.asarray(found["kept"].device[name])
         np.testing.assert_allclose(
-            new.reshape(2, 2, *new.shape[1:]).sum(0), old, rtol=1e-5, atol=1e-6
+            new.reshape(2, 2, -1, *new.shape[1:]).sum(0), old, rtol=1e-5, atol=1e-6
         )
     tiny.assert_equal(found["kept"].whole, value["kept"].whole)
     with pytest.raises(UserError, match="2 devices of an inner axis, and config.mesh has 4; resum"):
