@@ -93,7 +93,7 @@ class OneBit(Exchange):
         packed = lax.all_to_all(packed, self.axes, 0, 0, tiled=True)
         scales = _scales(packed, sum(widths))  # (devices, buffers)
         summed = [
-            jnp.sum(_unpacked(rows, scales[:, index]), 0) + error
+            jnp.sum(unpack(rows, scales[:, index]), 0) + error
             for index, (rows, error) in enumerate(
                 zip(split(packed, widths), residual.split, strict=True))
         ]
@@ -105,7 +105,7 @@ class OneBit(Exchange):
         packed = collectives.gather_rows(packed[0], self.axes)
         scales = _scales(packed, sum(widths))
         whole = [
-            _unpacked(rows, scales[:, index]).ravel()
+            unpack(rows, scales[:, index]).ravel()
             for index, rows in enumerate(split(packed, widths))
         ]
         pieces = [
@@ -140,15 +140,26 @@ def pack(values: jax.Array) -> jax.Array:
     Bit i of byte j is that of the value i w + j: eight long slices, not eight neighbours, which a
     TPU would have to shuffle.
     """
-    bits = (values >= 0).astype(jnp.uint8).reshape(len(values), 8, -1)
-    return functools.reduce(operator.or_, (bits[:, i] << i for i in range(8)))
+    rows, width = values.shape
+    bits = (values.reshape(rows, 8, *_lanes(width // 8)) >= 0).astype(jnp.uint8)
+    packed = functools.reduce(operator.or_, (bits[:, i] << i for i in range(8)))
+    return packed.reshape(rows, -1)
 
 
-def unpack(packed: jax.Array) -> jax.Array:
-    """Returns the signs as bits, True for +1: (rows, w) to (rows, 8 w), see `pack`."""
-    places = jnp.arange(8, dtype=jnp.uint8)[None, :, None]
-    bits = (packed[:, None] >> places) & jnp.uint8(1)
-    return bits.reshape(len(packed), -1) != 0
+def unpack(packed: jax.Array, scales: jax.Array) -> jax.Array:
+    """Returns scale or -scale for each sign: (rows, w) and (rows,) to (rows, 8 w), see `pack`."""
+    rows, width = packed.shape
+    shape = _lanes(width)
+    ones = (1,) * len(shape)
+    places = jnp.arange(8, dtype=jnp.uint8).reshape(1, 8, *ones)
+    bits = (packed.reshape(rows, 1, *shape) >> places) & jnp.uint8(1)
+    scales = scales.reshape(rows, 1, *ones)
+    return jnp.where(bits != 0, scales, -scales).reshape(rows, -1)
+
+
+def _lanes(width: int) -> tuple[int, ...]:
+    """Returns the shape of a row on a TPU, whose registers are 128 wide: then it is not copied."""
+    return (width // 128, 128) if width % 128 == 0 else (width,)
 
 
 def _with_scales(packed: list[jax.Array], scales: jax.Array) -> jax.Array:
@@ -161,11 +172,6 @@ def _scales(packed: jax.Array, width: int) -> jax.Array:
     """Returns the scales that `_with_scales` put behind `width` bytes, (rows, buffers)."""
     tail = packed[:, width:].reshape(len(packed), -1, 4)
     return lax.bitcast_convert_type(tail, jnp.float32)
-
-
-def _unpacked(packed: jax.Array, scales: jax.Array) -> jax.Array:
-    """The values that signs and one scale a row stand for, (rows, 8 w)."""
-    return jnp.where(unpack(packed), scales[:, None], -scales[:, None])
 
 
 def _root_mean_square(values: jax.Array) -> jax.Array:

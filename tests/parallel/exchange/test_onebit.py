@@ -40,13 +40,15 @@ def by_hand(flat, errors, server):
     return np.concatenate(found), np.stack(errors), np.stack(server)
 
 
-@pytest.mark.parametrize("rows, width", [(1, 8), (3, 64)])
+@pytest.mark.parametrize("rows, width", [(1, 8), (3, 64), (2, 2048)])
 def test_packing(rows, width):
     values = np.random.default_rng(0).standard_normal((rows, width))
     values[0, :3] = 0.0, -0.0, np.inf
     packed = pack(jnp.asarray(values))
     assert packed.dtype == jnp.uint8 and packed.shape == (rows, width // 8)
-    np.testing.assert_array_equal(unpack(packed), values >= 0)
+    scales = np.arange(1.0, rows + 1)
+    expected = np.where(values >= 0, scales[:, None], -scales[:, None])
+    np.testing.assert_array_equal(unpack(packed, jnp.asarray(scales)), expected)
     assert len(np.unique(pack(jnp.asarray([[1.0] * i + [-1.0] * (8 - i) for i in range(9)])))) == 9
 
 
