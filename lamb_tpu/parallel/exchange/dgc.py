@@ -19,13 +19,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lamb_tpu.parallel.exchange import selection, sparse
+from lamb_tpu.parallel.exchange import cutting, selection, sparse
 from lamb_tpu.parallel.exchange.base import Exchange, Residual
 from lamb_tpu.parallel.exchange.compressors import check_ratio
 
-# A threshold from samples is adapted until it selects this many times the budget, at most ten
-# times; the same factors change it.
-_LOWER, _UPPER, _ADAPTATIONS = 0.8, 1.3, 10
+_LANES = 128
 
 
 class Sampling(NamedTuple):
@@ -225,19 +223,23 @@ class DGC(Exchange):
         for leaf, values in enumerate(magnitudes):
             of_size.setdefault(values.size, []).append(leaf)
         found: dict[int, jax.Array] = {}
-        # Matrices of one size share the program, whose several loops take long to compile.
+        # Matrices of one size share the program, whose several loops take long to compile. Only
+        # numbers leave it, as masks would be written and read once more.
         for size, leaves in of_size.items():
             sampling = self.sampling(size)
             rows = (
-                jnp.stack([magnitudes[leaf] for leaf in leaves]),
+                jnp.stack([_in_lanes(magnitudes[leaf]) for leaf in leaves]),
                 jnp.stack([self.sample_start(leaf, sampling, count) for leaf in leaves]),
             )
-            masks = lax.map(lambda row, how=sampling: self.select(row[0], how, row[1]), rows)
-            found |= zip(leaves, masks, strict=True)
+            cuts = lax.map(
+                lambda row, how=sampling: self.cut(row[0].ravel()[: how.size], how, row[1]), rows
+            )
+            for place, leaf in enumerate(leaves):
+                found[leaf] = cutting.Cut(*(each[place] for each in cuts)).mask(magnitudes[leaf])
         return [found[leaf] for leaf in range(len(magnitudes))]
 
-    def select(self, magnitudes: jax.Array, sampling: Sampling, start: jax.Array) -> jax.Array:
-        """Returns the mask of the values that are sent; at most `sampling.budget` of them.
+    def cut(self, magnitudes: jax.Array, sampling: Sampling, start: jax.Array) -> cutting.Cut:
+        """Returns what is sent, at most `sampling.budget` values.
 
         These are the values that are not below a threshold, and of more than the budget allows the
         first, as the authors do.
@@ -245,42 +247,28 @@ class DGC(Exchange):
         budget = sampling.budget
         if sampling.stride == 1:
             threshold = selection.kth_largest(magnitudes, sampling.rank)
-            return selection.first(magnitudes >= threshold, budget)
+            return cutting.first(magnitudes, threshold, budget)
         places = start + sampling.stride * jnp.arange(-(-sampling.size // sampling.stride))
         # Beyond the end there is none; there are `rank` samples without it, and 0 is the smallest.
         samples = magnitudes.at[places].get(mode="fill", fill_value=0)
         threshold = selection.kth_largest(samples, sampling.rank)
-        too_few, too_many = math.ceil(_LOWER * budget), math.floor(_UPPER * budget)
-
-        def number(threshold: jax.Array) -> jax.Array:
-            return jnp.sum(magnitudes >= threshold, dtype=jnp.int32)
-
-        def adapts(state: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
-            _, found, step = state
-            outside = (found < too_few) | ((found > too_many) & (not self.resample))
-            return outside & (step < _ADAPTATIONS)
-
-        def adapt(
-            state: tuple[jax.Array, jax.Array, jax.Array]
-        ) -> tuple[jax.Array, jax.Array, jax.Array]:
-            threshold, found, step = state
-            threshold *= jnp.where(found > too_many, _UPPER, _LOWER).astype(threshold.dtype)
-            return threshold, number(threshold), step + 1
-
-        threshold, found, step = lax.while_loop(
-            adapts, adapt, (threshold, number(threshold), jnp.zeros((), jnp.int32))
-        )
-
         if not self.resample:
-            return selection.first(magnitudes >= threshold, budget)
+            threshold = cutting.adapted(magnitudes, threshold, budget)
+            return cutting.first(magnitudes, threshold, budget)
+        threshold, exact = cutting.lowered(magnitudes, threshold, budget)
         # Too many: the largest ones.
-        exact = (found > too_many) & (step < _ADAPTATIONS)
         threshold = lax.cond(
             exact, lambda: selection.kth_largest(magnitudes, budget), lambda: threshold
         )
         above = exact & (magnitudes > threshold)
         left = budget - jnp.sum(above, dtype=jnp.int32)
-        return above | selection.first((magnitudes >= threshold) & ~above, left)
+        last = selection.last_of_first((magnitudes >= threshold) & ~above, left)
+        return cutting.Cut(threshold, last, exact)
+
+
+def _in_lanes(values: jax.Array) -> jax.Array:
+    """Returns a vector, padded, in rows of 128, a TPU's lanes: as it lies in memory there."""
+    return jnp.pad(values, (0, -values.size % _LANES)).reshape(-1, _LANES)
 
 
 def _by_rank(leaves: list[Any]) -> tuple[list[Any], list[Any]]:

@@ -4,6 +4,8 @@ A sort of a whole gradient takes a hundred times as long as reading it, and a sc
 serialises on a TPU. Here a threshold is found by counting, and places by counts of set bits.
 """
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -34,16 +36,22 @@ def kth_largest(values: jax.Array, k: int | jax.Array) -> jax.Array:
 
     def settle(step: jax.Array, found: jax.Array) -> jax.Array:
         shift = (width - 2 * (step + 1)).astype(integer)
-        larger = [bits >= (found | (integer(pair) << shift)) for pair in (1, 2, 3)]
-        # One reduction of three operands: on a CPU several times as fast as three sums.
-        counts = lax.reduce(
-            [mask.astype(jnp.int32) for mask in larger], [jnp.int32(0)] * 3,
-            lambda a, b: [x + y for x, y in zip(a, b, strict=True)], (0,),
-        )
+        counts = numbers([bits >= (found | (integer(pair) << shift)) for pair in (1, 2, 3)])
         return found | (sum((count >= k).astype(integer) for count in counts) << shift)
 
     found = lax.fori_loop(0, width // 2, settle, jnp.zeros((), integer))
     return lax.bitcast_convert_type(found, values.dtype)
+
+
+def numbers(masks: Sequence[jax.Array]) -> list[jax.Array]:
+    """Returns the number of set entries of each of several masks of one length, int32.
+
+    One reduction of all of them: on a CPU several times as fast as a sum of each.
+    """
+    return lax.reduce(
+        [mask.astype(jnp.int32) for mask in masks], [jnp.int32(0)] * len(masks),
+        lambda a, b: [x + y for x, y in zip(a, b, strict=True)], (0,),
+    )
 
 
 def places(mask: jax.Array, ranks: jax.Array) -> jax.Array:
@@ -87,6 +95,17 @@ def first(mask: jax.Array, count: int | jax.Array) -> jax.Array:
     >>> first(jnp.array([True, False, True, True]), 2).tolist()
     [True, False, True, False]
     """
+    return mask & (jnp.arange(mask.size, dtype=jnp.int32) <= last_of_first(mask, count))
+
+
+def last_of_first(mask: jax.Array, count: int | jax.Array) -> jax.Array:
+    """Returns the place of the last of the first `count` set entries of a mask, int32.
+
+    >>> int(last_of_first(jnp.array([True, False, True, True]), 2))
+    2
+
+    It is -1 for none, and not before the last set entry if there are fewer than `count`.
+    """
     blocks = jnp.pad(mask, (0, -mask.size % _LANES)).reshape(-1, _LANES)
     ends = jnp.cumsum(jnp.sum(blocks, axis=1, dtype=jnp.int32))
     # The block in which the last one lies, and how many of its set entries are among the first.
@@ -94,8 +113,7 @@ def first(mask: jax.Array, count: int | jax.Array) -> jax.Array:
     block = blocks[index]
     left = count - (ends[index] - jnp.sum(block, dtype=jnp.int32))
     in_block = jnp.sum(jnp.cumsum(block, dtype=jnp.int32) < left, dtype=jnp.int32)
-    last = index * _LANES + in_block
-    return mask & (jnp.arange(mask.size, dtype=jnp.int32) <= last) & (jnp.asarray(count) > 0)
+    return jnp.where(jnp.asarray(count) > 0, index * _LANES + in_block, -1).astype(jnp.int32)
 
 
 def largest(values: jax.Array, k: int) -> jax.Array:

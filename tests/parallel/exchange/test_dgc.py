@@ -153,7 +153,7 @@ def test_selected_from_samples(resample: bool, kind: str) -> None:
     exchange = DGC(over.AXES, 8, ratio=0.01, resample=resample)
     sampling = exchange.sampling(size)
     assert sampling.stride > 1 and sampling.budget == 200
-    select = jit(lambda x, start: exchange.select(x, sampling, start))
+    select = jit(lambda x, start: exchange.cut(x, sampling, start).mask(x))
     numbers = []
     for start in range(0, sampling.stride, 7):
         mask = np.asarray(select(values, start))
@@ -173,10 +173,11 @@ def test_too_many_above_the_threshold_are_replaced_by_the_largest() -> None:
     values[[19_999, 17_003, 5]] = [3, 2, 4]
     exchange = DGC(over.AXES, 8, ratio=0.01)
     sampling = exchange.sampling(values.size)
-    mask = np.asarray(jit(lambda x: exchange.select(x, sampling, jnp.int32(1)))(values))
+    mask = np.asarray(jit(lambda x: exchange.cut(x, sampling, jnp.int32(1)).mask(x))(values))
     assert mask.sum() == 200 and mask[[19_999, 17_003, 5]].all() and mask[:198].all()
     first = dataclasses.replace(exchange, sample_ratio=1.0)
-    mask = np.asarray(first.select(jnp.asarray(values), first.sampling(20_000), jnp.int32(0)))
+    given = jnp.asarray(values)
+    mask = np.asarray(first.cut(given, first.sampling(20_000), jnp.int32(0)).mask(given))
     assert np.flatnonzero(mask).tolist() == list(range(200))  # as the authors do
 
 

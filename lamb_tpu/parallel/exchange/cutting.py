@@ -1,0 +1,93 @@
+"""Which values of a matrix Deep Gradient Compression sends: a threshold, and the first above it.
+
+A threshold that is estimated from samples selects more or fewer values than the budget. It is
+changed by the same factors as in the authors' synxlin/deep-gradient-compression.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from lamb_tpu.parallel.exchange import selection
+
+# A threshold is adapted until it selects this many times the budget, at most ten times.
+_LOWER, _UPPER, _ADAPTATIONS = 0.8, 1.3, 10
+_State = tuple[jax.Array, jax.Array, jax.Array]
+
+
+class Cut(NamedTuple):
+    """What is sent of one matrix: values from a threshold up, the first of them.
+
+    Attributes:
+      threshold: the smallest magnitude that is sent.
+      last: the place after which none is sent, int32.
+      all_above: whether values above the threshold are sent after `last` too.
+    """
+
+    threshold: jax.Array
+    last: jax.Array
+    all_above: jax.Array
+
+    def mask(self, magnitudes: jax.Array) -> jax.Array:
+        """Returns the mask of the magnitudes that are sent."""
+        places = jnp.arange(magnitudes.size, dtype=jnp.int32)
+        first = (magnitudes >= self.threshold) & (places <= self.last)
+        return first | (self.all_above & (magnitudes > self.threshold))
+
+
+def first(magnitudes: jax.Array, threshold: jax.Array, budget: int) -> Cut:
+    """Returns the cut of the first values that are not below a threshold."""
+    last = selection.last_of_first(magnitudes >= threshold, budget)
+    return Cut(threshold, last, jnp.bool_(False))
+
+
+def _bounds(budget: int) -> tuple[int, int]:
+    """Returns the numbers of selected values between which a threshold is not adapted."""
+    return math.ceil(_LOWER * budget), math.floor(_UPPER * budget)
+
+
+def lowered(
+    magnitudes: jax.Array, threshold: jax.Array, budget: int
+) -> tuple[jax.Array, jax.Array]:
+    """Returns a threshold that selects enough values, and whether it selects too many.
+
+    The lower thresholds are known before, so that one pass counts for all of them.
+    """
+    too_few, too_many = _bounds(budget)
+    thresholds = [threshold]
+    for _ in range(_ADAPTATIONS):
+        lower = thresholds[-1] * jnp.asarray(_LOWER, threshold.dtype)
+        thresholds.append(lax.optimization_barrier(lower))  # rounded each time, as by a loop
+    found = jnp.sum(magnitudes >= threshold, dtype=jnp.int32)
+    counts = lax.cond(
+        found < too_few,
+        lambda: jnp.stack([
+            found, *selection.numbers([magnitudes >= each for each in thresholds[1:]])]),
+        lambda: jnp.full(len(thresholds), found),
+    )
+    step = jnp.argmax((counts >= too_few).at[-1].set(True))  # the first that is enough
+    exact = (counts[step] > too_many) & (step < _ADAPTATIONS)
+    return jnp.stack(thresholds)[step], exact
+
+
+def adapted(magnitudes: jax.Array, threshold: jax.Array, budget: int) -> jax.Array:
+    """Returns a threshold that was lowered and raised until it selects about the budget."""
+    too_few, too_many = _bounds(budget)
+
+    def number(threshold: jax.Array) -> jax.Array:
+        return jnp.sum(magnitudes >= threshold, dtype=jnp.int32)
+
+    def adapts(state: _State) -> jax.Array:
+        _, found, step = state
+        return ((found < too_few) | (found > too_many)) & (step < _ADAPTATIONS)
+
+    def adapt(state: _State) -> _State:
+        threshold, found, step = state
+        threshold *= jnp.where(found > too_many, _UPPER, _LOWER).astype(threshold.dtype)
+        return threshold, number(threshold), step + 1
+
+    start = threshold, number(threshold), jnp.zeros((), jnp.int32)
+    return lax.while_loop(adapts, adapt, start)[0]
