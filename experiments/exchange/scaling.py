@@ -6,6 +6,7 @@ do the cycles of the exchange, as c + d n, because some exchanges add up what n 
 """
 
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -164,7 +165,7 @@ def time(kept: Kept, model: str, method: str, devices: int, gbps: float | None) 
         packing = max(0.0, own - plain.cycles[0] - plain.cycles[1] * devices) / clock
         network = sum(
             part.number * _fabric(devices, gbps).seconds(
-                Collective(part.kind, groups(devices, part.among), (Array("u8", (
+                Collective(part.kind, groups(devices, part.among, part.kind), (Array("u8", (
                     round(part.operand_bytes(count) / part.number),
                 )),), 1), CONSTANTS,
             )
@@ -206,12 +207,18 @@ def places(devices: int) -> tuple[tuple[int, int, int, int], ...]:
 
 
 @functools.cache
-def groups(devices: int, among: str) -> Groups:
-    """Returns the groups of a collective, see `programs.summed`."""
-    if among == "all":
-        return (tuple(range(devices)),)
-    hosts = [range(first, first + HOST_DEVICES) for first in range(0, devices, HOST_DEVICES)]
-    return tuple(map(tuple, hosts if among == "inner" else zip(*hosts, strict=True)))
+def groups(devices: int, among: str, kind: str = "") -> Groups:
+    """Returns the groups of a collective, see `programs.summed`.
+
+    Those of a permutation are pairs: each device sends to the next one of its group.
+    """
+    found: list[tuple[int, ...]] = [tuple(range(devices))]
+    if among != "all":
+        hosts = [range(first, first + HOST_DEVICES) for first in range(0, devices, HOST_DEVICES)]
+        found = list(map(tuple, hosts if among == "inner" else zip(*hosts, strict=True)))
+    if kind == "collective-permute":
+        return tuple(pair for group in found for pair in itertools.pairwise((*group, group[0])))
+    return tuple(found)
 
 
 @functools.cache

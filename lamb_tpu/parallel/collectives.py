@@ -142,6 +142,15 @@ def all_gather(leaves: Sequence[jax.Array], axes: Sequence[int], name: str) -> l
     return _in_buckets(run, leaves, axes, parts)
 
 
+def lanes(length: int) -> tuple[int, ...]:
+    """Returns the shape of a row of a vector in rows of 128, if they divide it.
+
+    These are a TPU's lanes. A vector that is cut into long rows is copied there, and is not if
+    its rows are in this form.
+    """
+    return (length // 128, 128) if length % 128 == 0 else (length,)
+
+
 def gather_rows(row: jax.Array, axes: Sequence[str]) -> jax.Array:
     """Gathers each device's row, in the order of the devices.
 
@@ -159,7 +168,8 @@ def gather_rows(row: jax.Array, axes: Sequence[str]) -> jax.Array:
     length = row.size
     if math.prod(lax.axis_size(name) for name in axes) > _FEW_DEVICES:
         row = jnp.pad(row, (0, -length % _ALIGNED))
-    rows = row[None]
+    shape = lanes(row.size)
+    rows = row.reshape(1, *shape)
     for name in reversed(axes):
         size = lax.axis_size(name)
         near = _near(size)
@@ -169,8 +179,8 @@ def gather_rows(row: jax.Array, axes: Sequence[str]) -> jax.Array:
             runs, places = _runs(near, size // near)
             rows = lax.all_gather(rows, name, axis_index_groups=runs)
             rows = lax.all_gather(rows, name, axis_index_groups=places)
-        rows = rows.reshape(-1, row.size)
-    return rows[:, :length]
+        rows = rows.reshape(-1, *shape)
+    return rows.reshape(-1, row.size)[:, :length]
 
 
 def local_part(leaf: jax.Array, axis: int, name: str) -> jax.Array:

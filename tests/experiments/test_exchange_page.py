@@ -155,6 +155,8 @@ def test_places_of_hosts() -> None:
         assert len(xs) == len(ys) == 2 and min(xs) % 2 == min(ys) % 2 == 0
     assert scaling.groups(16, "outer")[1] == (1, 9)
     assert scaling.groups(16, "inner") == (tuple(range(8)), tuple(range(8, 16)))
+    pairs = scaling.groups(16, "inner", "collective-permute")
+    assert pairs[0] == (0, 1) and pairs[7:9] == ((7, 0), (8, 9)) and len(pairs) == 16
 
 
 @pytest.mark.parametrize("method, expected", [

@@ -108,16 +108,16 @@ class Aps(Exchange):
         columns = _num_columns(size, self.num_devices, group)
         padding = self.num_devices * group * columns - size
         values = jnp.concatenate([*flat, jnp.zeros(padding, jnp.float32)])
-        # A chunk for each device: groups of codes are columns, as `pack` takes them.
-        chunks = values.reshape(self.num_devices, group, columns)
-        words = formats.pack(formats.encode(formats.cast(chunks, fmt), fmt), bits)
+        # A chunk for each device, and in it a row for each code of a group, as `pack` takes them.
+        chunks = values.reshape(self.num_devices, group, *collectives.lanes(columns))
+        words = formats.pack(formats.encode(formats.cast(chunks, fmt), fmt), bits, 1)
         # Row i goes to device i, which gets that of every device, in the order of the devices.
         words = lax.all_to_all(words, self.axes, 0, 0, tiled=True)
         add = formats.kahan_sum if self.kahan else formats.sequential_sum
-        total = add(words, fmt, lambda row: formats.decode(formats.unpack(row, bits), fmt))
-        own = formats.pack(formats.encode(total, fmt), bits)
+        total = add(words, fmt, lambda row: formats.decode(formats.unpack(row, bits, 0), fmt))
+        own = formats.pack(formats.encode(total, fmt), bits, 0)
         words = collectives.gather_rows(own.ravel(), self.axes).reshape(-1, *own.shape)
-        return formats.decode(formats.unpack(words, bits), fmt).ravel()[:size]
+        return formats.decode(formats.unpack(words, bits, 1), fmt).ravel()[:size]
 
 
 def _exponent(leaf: jax.Array, num_devices: int) -> jax.Array:

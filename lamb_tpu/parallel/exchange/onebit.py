@@ -141,7 +141,7 @@ def pack(values: jax.Array) -> jax.Array:
     TPU would have to shuffle.
     """
     rows, width = values.shape
-    bits = (values.reshape(rows, 8, *_lanes(width // 8)) >= 0).astype(jnp.uint8)
+    bits = (values.reshape(rows, 8, *collectives.lanes(width // 8)) >= 0).astype(jnp.uint8)
     packed = functools.reduce(operator.or_, (bits[:, i] << i for i in range(8)))
     return packed.reshape(rows, -1)
 
@@ -149,17 +149,12 @@ def pack(values: jax.Array) -> jax.Array:
 def unpack(packed: jax.Array, scales: jax.Array) -> jax.Array:
     """Returns scale or -scale for each sign: (rows, w) and (rows,) to (rows, 8 w), see `pack`."""
     rows, width = packed.shape
-    shape = _lanes(width)
+    shape = collectives.lanes(width)
     ones = (1,) * len(shape)
     places = jnp.arange(8, dtype=jnp.uint8).reshape(1, 8, *ones)
     bits = (packed.reshape(rows, 1, *shape) >> places) & jnp.uint8(1)
     scales = scales.reshape(rows, 1, *ones)
     return jnp.where(bits != 0, scales, -scales).reshape(rows, -1)
-
-
-def _lanes(width: int) -> tuple[int, ...]:
-    """Returns the shape of a row on a TPU, whose registers are 128 wide: then it is not copied."""
-    return (width // 128, 128) if width % 128 == 0 else (width,)
 
 
 def _with_scales(packed: list[jax.Array], scales: jax.Array) -> jax.Array:

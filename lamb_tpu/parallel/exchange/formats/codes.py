@@ -92,47 +92,51 @@ def group_size(bits: int) -> int:
     return _WORD // math.gcd(bits, _WORD)
 
 
-@functools.partial(jax.jit, static_argnames="bits")
-def pack(codes: jax.Array, bits: int) -> jax.Array:
+@functools.partial(jax.jit, static_argnames=("bits", "axis"))
+def pack(codes: jax.Array, bits: int, axis: int = -2) -> jax.Array:
     """Packs codes densely, whole rows at a time.
 
-    Groups of `group_size(bits)` codes, G, fill W = G * bits / 32 words. The codes of a group are a
-    column of the last two axes, so that only contiguous rows are shifted and joined.
+    Groups of `group_size(bits)` codes, G, fill W = G * bits / 32 words. A group lies along an axis
+    that is not the last, so that only contiguous rows are shifted and joined.
 
     Args:
-      codes: uint32, (..., G, n), each below 2^bits.
+      codes: uint32, (..., G, ..., n), each below 2^bits.
       bits: 1 to 32.
+      axis: the axis of G.
 
     Returns:
-      uint32 words, (..., W, n).
+      uint32 words, (..., W, ..., n).
     """
     size = group_size(bits)
     packed = []
     for word in range(size * bits // _WORD):
         parts = []
         for place in range(size):
-            shift, row = place * bits - word * _WORD, codes[..., place, :]
+            shift = place * bits - word * _WORD
+            row = lax.index_in_dim(codes, place, axis, keepdims=False)
             if 0 <= shift < _WORD:
                 parts.append(row << shift)
             elif -bits < shift < 0:  # begun in the word before
                 parts.append(row >> -shift)
         packed.append(functools.reduce(operator.or_, parts))
-    return jnp.stack(packed, axis=-2)
+    return jnp.stack(packed, axis)
 
 
-@functools.partial(jax.jit, static_argnames="bits")
-def unpack(words: jax.Array, bits: int) -> jax.Array:
-    """Returns the codes that `pack` packed: uint32, (..., G, n) of words (..., W, n)."""
+@functools.partial(jax.jit, static_argnames=("bits", "axis"))
+def unpack(words: jax.Array, bits: int, axis: int = -2) -> jax.Array:
+    """Returns the codes that `pack` packed: uint32, (..., G, ..., n) of words (..., W, ..., n)."""
     size, mask = group_size(bits), jnp.uint32((1 << bits) - 1)
     if size * bits == _WORD:
         # No code spans two words: one operation on all rows.
-        shifts = np.arange(size, dtype=np.uint32)[:, None] * np.uint32(bits)
-        return words >> shifts & mask
+        shifts = np.arange(size, dtype=np.uint32) * np.uint32(bits)
+        return words >> jnp.expand_dims(shifts, range(1, words.ndim - axis % words.ndim)) & mask
+    rows = [
+        lax.index_in_dim(words, word, axis, keepdims=False) for word in range(words.shape[axis])]
     codes = []
     for place in range(size):
         word, shift = divmod(place * bits, _WORD)
-        code = words[..., word, :] >> shift
+        code = rows[word] >> shift
         if shift + bits > _WORD:
-            code |= words[..., word + 1, :] << _WORD - shift
+            code |= rows[word + 1] << _WORD - shift
         codes.append(code & mask)
-    return jnp.stack(codes, axis=-2)
+    return jnp.stack(codes, axis)

@@ -90,6 +90,9 @@ def test_words_are_dense(bits: int) -> None:
     words = pack(jnp.asarray(codes), bits)
     assert words.dtype == jnp.uint32 and words.shape == (3, size * bits // 32, 5)
     np.testing.assert_array_equal(unpack(words, bits), codes)
+    first = pack(jnp.asarray(np.moveaxis(codes, -2, 0)), bits, 0)
+    np.testing.assert_array_equal(first, np.moveaxis(words, -2, 0))
+    np.testing.assert_array_equal(unpack(first, bits, 0), np.moveaxis(codes, -2, 0))
 
 
 def test_words_by_hand() -> None:
