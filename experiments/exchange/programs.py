@@ -166,17 +166,17 @@ def _exchange(case: Case) -> dict[str, Any]:
         "clock": slice_.generation.clock,
         "compile_seconds": round(time.monotonic() - start, 1),
         "needed_bytes": sizes.peak_memory_in_bytes,
-        **counts(shapes, _factors(placed.exchange, params)),
+        **counts(shapes, factors(placed.exchange, params)),
         "sent": traffic.sent_by_dtype(found), "collectives": summed(found, count, case.inner),
     }
 
 
-def _factors(exchange: Any, params: Any) -> dict[int, int]:
+def factors(exchange: Any, params: Any) -> dict[int, int]:
     """Returns the values of both factors of the leaves that PowerSGD sends so, by their place."""
     if not isinstance(exchange, PowerSGD):
         return {}
     return {
-        m.index: m.layers * min(exchange.rank, m.rows, m.columns) * (m.rows + m.columns)
+        m.number: m.layers * min(exchange.rank, m.rows, m.columns) * (m.rows + m.columns)
         for m in exchange.matrices(params)
     }
 

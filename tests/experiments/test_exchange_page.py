@@ -5,6 +5,7 @@ import pathlib
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from experiments.exchange import page, programs, scaling, wire
@@ -14,6 +15,7 @@ from lamb_tpu.cost.hlo import Array
 from lamb_tpu.cost.topology import devices as topology_devices
 from lamb_tpu.cost.topology import topology
 from lamb_tpu.cost.traffic import Collective
+from lamb_tpu.parallel.exchange.powersgd import PowerSGD
 from lamb_tpu.plan.making import loader
 from lamb_tpu.run.build import prepare
 
@@ -170,6 +172,14 @@ def test_places_of_hosts() -> None:
 ])
 def test_the_least_bytes(method: str, expected: float) -> None:
     assert wire.least(row(Case("ResNet-50", method, "v3-128"))) == pytest.approx(expected)
+
+
+def test_factors_are_those_of_the_matrices_that_are_sent_so() -> None:
+    params = {"bias": jnp.zeros(512), "kernel": jnp.zeros((512, 256)), "small": jnp.zeros((4, 2))}
+    factors = programs.factors(PowerSGD(("data",), 8, rank=4), params)
+    assert factors == {1: 4 * (512 + 256)}
+    found = programs.counts([(512,), (512, 256), (4, 2)], factors)
+    assert (found["factor_values"], found["unfactored_values"]) == (3072, 520)
 
 
 def test_sums_of_collectives() -> None:
