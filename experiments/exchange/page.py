@@ -174,6 +174,7 @@ def picture(kept: Kept) -> str:
             axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
             axes.yaxis.set_minor_locator(NullLocator())
             axes.yaxis.set_major_formatter("{x:,g}")
-        if shown(kept):
-            left.legend(fontsize=8)
+    if shown(kept):  # one legend below, as the lines fill the axes
+        lines, names = rows[0, 0].get_legend_handles_labels()
+        figure.legend(lines, names, loc="outside lower center", ncols=len(names), fontsize=9)
     return style.svg(figure)
