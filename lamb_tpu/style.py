@@ -67,12 +67,12 @@ def figure(width: float, height: float) -> Figure:
 def numbered(number: int) -> dict[str, Any]:
     """Returns arguments of `Axes.plot` for the lines of a plot whose lines are no optimizers.
 
-    There are ten colours, which dashed lines have again.
+    There are ten colours, which dashed and then dotted lines have again.
     """
     color = matplotlib.colormaps["tab10"](number % 10)
     return {
         "color": matplotlib.colors.to_hex(color), "marker": _MARKERS[number % len(_MARKERS)],
-        "linestyle": "--" if number // 10 % 2 else "-",
+        "linestyle": ("-", "--", ":")[number // 10 % 3],
     }
 
 

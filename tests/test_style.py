@@ -75,3 +75,8 @@ def test_svg_is_readable_in_dark_and_light() -> None:
     _, _, body = text.partition("</style>")
     named = set(re.findall(r"(?:fill|stroke): (#[0-9a-f]{6})", body))
     assert named == {style.OPTIMIZERS["lamb"].color.lower(), "#b0b0b0"}
+
+
+def test_thirty_lines_without_an_optimizer_look_different() -> None:
+    looks = {(look["color"], look["linestyle"]) for look in map(style.numbered, range(30))}
+    assert len(looks) == 30
