@@ -142,13 +142,13 @@ def all_gather(leaves: Sequence[jax.Array], axes: Sequence[int], name: str) -> l
     return _in_buckets(run, leaves, axes, parts)
 
 
-def lanes(length: int) -> tuple[int, ...]:
-    """Returns the shape of a row of a vector in rows of 128, if they divide it.
+def lane_shape(length: int) -> tuple[int, ...]:
+    """Returns the shape (length // 128, 128), or (length,) where 128 does not divide the length.
 
-    These are a TPU's lanes. A vector that is cut into long rows is copied there, and is not if
-    its rows are in this form.
+    A TPU has 128 lanes. It copies a vector that is cut into long rows, unless each row has this
+    shape.
     """
-    return (length // 128, 128) if length % 128 == 0 else (length,)
+    return (length // _ALIGNED, _ALIGNED) if length % _ALIGNED == 0 else (length,)
 
 
 def gather_rows(row: jax.Array, axes: Sequence[str]) -> jax.Array:
@@ -168,7 +168,7 @@ def gather_rows(row: jax.Array, axes: Sequence[str]) -> jax.Array:
     length = row.size
     if math.prod(lax.axis_size(name) for name in axes) > _FEW_DEVICES:
         row = jnp.pad(row, (0, -length % _ALIGNED))
-    shape = lanes(row.size)
+    shape = lane_shape(row.size)
     rows = row.reshape(1, *shape)
     for name in reversed(axes):
         size = lax.axis_size(name)

@@ -71,14 +71,16 @@ def test_gather_undoes_cutting(num_devices: int) -> None:
     ((8,), ("data",)), ((3,), ("data",)), ((2, 4), ("data", "fsdp")),
 ])
 @pytest.mark.parametrize("one_phase", [16, 1])
+@pytest.mark.parametrize("length", [5, 256])
 def test_rows_are_in_the_order_of_the_devices(
-    shape: tuple[int, ...], axes: tuple[str, ...], one_phase: int, monkeypatch: pytest.MonkeyPatch
+    shape: tuple[int, ...], axes: tuple[str, ...], one_phase: int, length: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Also in two phases, which take more devices than there are here."""
     monkeypatch.setattr(collectives, "_ONE_PHASE", one_phase)
     size = math.prod(shape)
     mesh = Mesh(np.array(jax.devices()[:size]).reshape(shape), axes)
-    rows = np.random.default_rng(0).integers(0, 2**32, (size, 5), dtype=np.uint32)
+    rows = np.random.default_rng(0).integers(0, 2**32, (size, length), dtype=np.uint32)
     gathered = jax.jit(jax.shard_map(
         lambda row: collectives.gather_rows(row[0], axes), mesh=mesh, in_specs=PartitionSpec(axes),
         out_specs=PartitionSpec(), check_vma=False,

@@ -109,7 +109,7 @@ class Aps(Exchange):
         padding = self.num_devices * group * columns - size
         values = jnp.concatenate([*flat, jnp.zeros(padding, jnp.float32)])
         # A chunk for each device, and in it a row for each code of a group, as `pack` takes them.
-        chunks = values.reshape(self.num_devices, group, *collectives.lanes(columns))
+        chunks = values.reshape(self.num_devices, group, *collectives.lane_shape(columns))
         words = formats.pack(formats.encode(formats.cast(chunks, fmt), fmt), bits, 1)
         # Row i goes to device i, which gets that of every device, in the order of the devices.
         words = lax.all_to_all(words, self.axes, 0, 0, tiled=True)

@@ -1,4 +1,4 @@
-"""Which values of a matrix Deep Gradient Compression sends: a threshold, and the first above it.
+"""Selection of the values that Deep Gradient Compression sends, by an adapted threshold.
 
 A threshold that is estimated from samples selects more or fewer values than the budget. It is
 changed by the same factors as in the authors' synxlin/deep-gradient-compression.
@@ -19,7 +19,7 @@ _State = tuple[jax.Array, jax.Array, jax.Array]
 
 
 class Cut(NamedTuple):
-    """What is sent of one matrix: values from a threshold up, the first of them.
+    """Selection of the values of one matrix: a threshold, and a place after which none is taken.
 
     Attributes:
       threshold: the smallest magnitude that is sent.

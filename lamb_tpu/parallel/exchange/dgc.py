@@ -19,11 +19,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from lamb_tpu.parallel import collectives
 from lamb_tpu.parallel.exchange import cutting, selection, sparse
 from lamb_tpu.parallel.exchange.base import Exchange, Residual
 from lamb_tpu.parallel.exchange.compressors import check_ratio
-
-_LANES = 128
 
 
 class Sampling(NamedTuple):
@@ -226,20 +225,20 @@ class DGC(Exchange):
         # Matrices of one size share the program, whose several loops take long to compile. Only
         # numbers leave it, as masks would be written and read once more.
         for size, leaves in of_size.items():
-            sampling = self.sampling(size)
+            sampling, shape = self.sampling(size), collectives.lane_shape(size)
             rows = (
-                jnp.stack([_in_lanes(magnitudes[leaf]) for leaf in leaves]),
+                jnp.stack([magnitudes[leaf].reshape(shape) for leaf in leaves]),
                 jnp.stack([self.sample_start(leaf, sampling, count) for leaf in leaves]),
             )
             cuts = lax.map(
-                lambda row, how=sampling: self.cut(row[0].ravel()[: how.size], how, row[1]), rows
+                lambda row, how=sampling: self.cut(row[0].ravel(), how, row[1]), rows
             )
             for place, leaf in enumerate(leaves):
                 found[leaf] = cutting.Cut(*(each[place] for each in cuts)).mask(magnitudes[leaf])
         return [found[leaf] for leaf in range(len(magnitudes))]
 
     def cut(self, magnitudes: jax.Array, sampling: Sampling, start: jax.Array) -> cutting.Cut:
-        """Returns what is sent, at most `sampling.budget` values.
+        """Returns the selection of a matrix' values, of at most `sampling.budget`.
 
         These are the values that are not below a threshold, and of more than the budget allows the
         first, as the authors do.
@@ -264,11 +263,6 @@ class DGC(Exchange):
         left = budget - jnp.sum(above, dtype=jnp.int32)
         last = selection.last_of_first((magnitudes >= threshold) & ~above, left)
         return cutting.Cut(threshold, last, exact)
-
-
-def _in_lanes(values: jax.Array) -> jax.Array:
-    """Returns a vector, padded, in rows of 128, a TPU's lanes: as it lies in memory there."""
-    return jnp.pad(values, (0, -values.size % _LANES)).reshape(-1, _LANES)
 
 
 def _by_rank(leaves: list[Any]) -> tuple[list[Any], list[Any]]:

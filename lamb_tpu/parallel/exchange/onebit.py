@@ -141,7 +141,7 @@ def pack(values: jax.Array) -> jax.Array:
     TPU would have to shuffle.
     """
     rows, width = values.shape
-    bits = (values.reshape(rows, 8, *collectives.lanes(width // 8)) >= 0).astype(jnp.uint8)
+    bits = (values.reshape(rows, 8, *collectives.lane_shape(width // 8)) >= 0).astype(jnp.uint8)
     packed = functools.reduce(operator.or_, (bits[:, i] << i for i in range(8)))
     return packed.reshape(rows, -1)
 
@@ -149,7 +149,7 @@ def pack(values: jax.Array) -> jax.Array:
 def unpack(packed: jax.Array, scales: jax.Array) -> jax.Array:
     """Returns scale or -scale for each sign: (rows, w) and (rows,) to (rows, 8 w), see `pack`."""
     rows, width = packed.shape
-    shape = collectives.lanes(width)
+    shape = collectives.lane_shape(width)
     ones = (1,) * len(shape)
     places = jnp.arange(8, dtype=jnp.uint8).reshape(1, 8, *ones)
     bits = (packed.reshape(rows, 1, *shape) >> places) & jnp.uint8(1)
