@@ -21,6 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from rich.console import Console
+from rich.progress import track
 
 from experiments.bench import bert
 from experiments.bench.text_throughput import processor
@@ -42,6 +44,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
 }
 BASELINE = "float32"
 _AXIS = "data"
+_PROGRESS = Console(stderr=True)
 
 
 class Row(NamedTuple):
@@ -97,16 +100,17 @@ def sent(program: Any) -> int:
 def measure(mesh: Mesh, num_layers: int, width: int, rounds: int) -> dict[str, Row]:
     """Times every exchange on the devices of the mesh."""
     programs, grads = {}, None
-    for name, exchange in contenders(mesh.size).items():
+    exchanges = contenders(mesh.size)
+    for name, exchange in track(exchanges.items(), "Compiling", console=_PROGRESS):
         programs[name], arguments = compiled(exchange, mesh, num_layers, width)
         if grads is None:
             grads = _random(arguments[0])
     residuals: dict[str, Any] = {}
     seconds: dict[str, list[float]] = {name: [] for name in programs}
-    for turn in range(rounds + 1):
+    for turn in track(range(rounds + 1), "Measuring", console=_PROGRESS):
         for name, program in programs.items():
             # A turn of its own for each, with its residual made anew, so that one is held at most.
-            residuals = {name: _start(contenders(mesh.size)[name], mesh, grads)}
+            residuals = {name: _start(exchanges[name], mesh, grads)}
             jax.block_until_ready(residuals)
             begun = time.perf_counter()
             jax.block_until_ready(program(grads, residuals[name]))
@@ -124,7 +128,8 @@ def measure(mesh: Mesh, num_layers: int, width: int, rounds: int) -> dict[str, R
 def estimate(mesh: Mesh, clock: float, num_layers: int, width: int) -> dict[str, Row]:
     """Returns the TPU compiler's estimates; `clock` is the core's, in Hz."""
     rows = {}
-    for name, exchange in contenders(mesh.size).items():
+    exchanges = contenders(mesh.size)
+    for name, exchange in track(exchanges.items(), "Compiling", console=_PROGRESS):
         program, _ = compiled(exchange, mesh, num_layers, width)
         cycles = program_cost(program.as_text()).cycles
         temporary = program.memory_analysis().temp_size_in_bytes
