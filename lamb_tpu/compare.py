@@ -235,7 +235,7 @@ def history(found: Sequence[Run], metric: str, against: str) -> "Figure":
     style.dress(left, metric, _AXES[against], metric)
     style.dress(right, "batch size", _AXES[against], "batch size (examples)")
     if all((line.get_ydata() > 0).all() for line in left.lines):
-        left.set_yscale("log")
+        style.log_axis(left)
     right.set_yscale("log", base=2)
     right.yaxis.set_major_formatter("{x:,g}")
     figure.legend(loc="outside lower center", ncols=min(len(found), 3), frameon=False, fontsize=8)
@@ -281,7 +281,7 @@ def picture(found: Sequence[Run], metric: tuple[str, str] | None, against: str) 
     label = _AXES[against]
     style.dress(panels[0], "training loss", label, "loss", "lower")
     if any(line.get_ydata().size for line in panels[0].lines):
-        panels[0].set_yscale("log")
+        style.log_axis(panels[0])
     if metric:
         style.dress(panels[1], metric[0], label, metric[0], metric[1])
     figure.legend(loc="outside lower center", ncols=min(len(found), 3), frameon=False, fontsize=8)

@@ -128,7 +128,7 @@ def _lines(
             middle = np.ma.median(_positive(values), axis=0)
         axes.plot(steps, middle, color="k", linewidth=2, label=f"median of {len(values)} layers")
     style.dress(axes, name, "", name)
-    axes.set_yscale("log")
+    style.log_axis(axes)
 
 
 def _adapting(layers: Sequence[str], table: str) -> list[str]:

@@ -13,6 +13,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from lamb_tpu.errors import UserError
 
@@ -108,6 +109,19 @@ def batch_axis(axes: Axes, batches: Sequence[int]) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xticks(batches, [f"{batch:,}" for batch in batches])
     axes.minorticks_off()
+
+
+def log_axis(axes: Axes) -> None:
+    """Makes the y axis, whose lines are drawn, logarithmic.
+
+    Ticks within two decades have plain numbers, such as 120, where Matplotlib has 1.2 x 10^2.
+    """
+    axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    if high < 100 * low:
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:,g}")
+        axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def heat_map(axes: Axes, name: str, steps: Sequence[int], values: np.ndarray) -> None:

@@ -51,6 +51,29 @@ def test_axis_of_batches_has_a_tick_at_each() -> None:
     assert [label.get_text() for label in axes.get_xticklabels()] == ["64", "4,096"]
 
 
+@pytest.mark.parametrize("values, labels", [
+    ((105, 172), ["110", "120", "130", "140", "150", "160", "170"]), ((0.4, 3), ["0.5", "1", "2"]),
+])
+def test_short_logarithmic_axis_has_plain_numbers(
+    values: tuple[float, float], labels: list[str]
+) -> None:
+    figure = style.figure(4, 3)
+    axes = figure.subplots()
+    axes.plot([0, 1], values)
+    style.log_axis(axes)
+    figure.canvas.draw()
+    low, high = axes.get_ylim()
+    ticks = zip(axes.get_yticks(), axes.get_yticklabels(), strict=True)
+    assert [label.get_text() for tick, label in ticks if low <= tick <= high] == labels
+
+
+def test_long_logarithmic_axis_has_powers_of_ten() -> None:
+    axes = style.figure(4, 3).subplots()
+    axes.plot([0, 1], [1e-5, 1.0])
+    style.log_axis(axes)
+    assert axes.yaxis.get_major_formatter()(1e-3) == r"$\mathdefault{10^{-3}}$"
+
+
 def test_heat_map_is_grey_where_there_is_no_value() -> None:
     axes = style.figure(4, 3).subplots()
     style.heat_map(axes, "ratio", [2, 4], np.array([[0.1, 1.0], [np.nan, 0.0]]))

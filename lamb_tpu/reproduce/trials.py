@@ -123,7 +123,7 @@ def picture(sweep: Sweep, found: Sequence[Summary]) -> Figure:
             axes.set_xscale("log")
         # Losses of good and bad trials lie far apart.
         if metric.better == "lower" and means and 0 < min(means) < max(means) / 10:
-            axes.set_yscale("log")
+            style.log_axis(axes)
     if len(_optimizers(found)) > 1:
         figure.axes[0].legend(frameon=False, fontsize=8)
     return figure

@@ -192,7 +192,7 @@ def training(measured: Sequence[Summary], metric: Metric) -> Figure:
         axis.set_ylabel("")
     if all(value > 0 for s in measured for record in s.records for _, value in record["losses"]):
         for top in axes[0]:
-            top.set_yscale("log")
+            style.log_axis(top)
     _legend_below(figure, sorted(known))
     return figure
 
