@@ -18,6 +18,7 @@ from lamb_tpu.reproduce.tables import Scale, Table
 from lamb_tpu.run import phases, recipe
 
 _POINTS = 300
+Points = tuple[tuple[float, float], ...]
 
 
 class Plan(NamedTuple):
@@ -31,7 +32,7 @@ class Plan(NamedTuple):
 
     cell: str
     optimizer: str
-    points: tuple[tuple[float, float], ...]
+    points: Points
 
 
 def plans(table: Table, scale: Scale, found: Sequence[Summary]) -> list[Plan]:
@@ -55,10 +56,13 @@ def plans(table: Table, scale: Scale, found: Sequence[Summary]) -> list[Plan]:
 
 
 def draw(made: Sequence[Plan]) -> Figure:
-    """Plots the plans: axes for each optimizer, since their rates differ by orders of magnitude."""
-    groups: dict[str, list[Plan]] = {}
+    """Plots the plans: axes for each optimizer, since their rates differ by orders of magnitude.
+
+    Cells with the same plan share a line. A line without a name is of all cells of its optimizer.
+    """
+    groups: dict[str, dict[Points, list[str]]] = {}
     for plan in made:
-        groups.setdefault(plan.optimizer, []).append(plan)
+        groups.setdefault(plan.optimizer, {}).setdefault(plan.points, []).append(plan.cell)
     columns = len(groups) if len(groups) < 4 else 2 if len(groups) == 4 else 3
     rows = -(-len(groups) // columns)
     figure = style.figure(7.5 if columns == 1 else 3.9 * columns, 3.4 * rows)
@@ -66,14 +70,15 @@ def draw(made: Sequence[Plan]) -> Figure:
     for axes, (optimizer, lines) in zip(panels, groups.items()):
         # Neither end of the colour map: one is hard to see on black, the other on white.
         colors = matplotlib.colormaps[style.SEQUENCE](np.linspace(0.35, 0.8, len(lines)))
-        for color, plan in zip(colors, lines, strict=True):
+        for color, (points, cells) in zip(colors, lines.items(), strict=True):
             look = pictures.looks({"": optimizer})[""] if len(lines) == 1 else {"color": color}
-            axes.plot(*zip(*plan.points), **{**look, "marker": ""}, label=plan.cell)
+            label = cells[0] if len(cells) == 1 else f"{cells[0]} and {len(cells) - 1} more"
+            axes.plot(*zip(*points), **{**look, "marker": ""}, label=label)
         style.dress(
             axes, pictures.optimizer_name(optimizer), "updates (% of the run)", "learning rate"
         )
         axes.set_ylim(bottom=0)
-        if len(made) > len(groups):
+        if len(lines) > 1:
             axes.legend(frameon=False, fontsize=7)
     for axes in panels[len(groups):]:
         axes.remove()
@@ -85,7 +90,7 @@ def _has_epochs(config: ConfigDict) -> bool:
     return any(isinstance(text, str) and "epoch" in text for text in texts)
 
 
-def _points(configs: Sequence[ConfigDict], examples: int) -> tuple[tuple[float, float], ...]:
+def _points(configs: Sequence[ConfigDict], examples: int) -> Points:
     recipes = [recipe.resolve(config, examples) for config in configs]
     whole = sum(part.total_steps for part in recipes)
     found, before = list[tuple[float, float]](), 0

@@ -57,3 +57,12 @@ def test_draw() -> None:
     assert [text.get_text() for text in first.get_legend().get_texts()] == ["lamb-512", "lamb-1k"]
     assert list(first.lines[1].get_ydata()) == [0.0, 2.0]
     assert len(plans.draw([plan._replace(optimizer=plan.cell) for plan in lines] * 2).axes) == 3
+
+
+def test_equal_plans_are_one_line() -> None:
+    up, down = ((0.0, 0.0), (50.0, 1.0)), ((0.0, 1.0), (50.0, 0.0))
+    lines = [Plan(f"lamb-{n}", "lamb", up) for n in range(3)] + [Plan("down", "lamb", down)]
+    (axes,) = plans.draw(lines).axes
+    assert [line.get_label() for line in axes.lines] == ["lamb-0 and 2 more", "down"]
+    (axes,) = plans.draw(lines[:3]).axes
+    assert len(axes.lines) == 1 and axes.get_legend() is None
