@@ -11,9 +11,10 @@ ENTRIES = [entry for entry in goldens.entries() if entry["family"] in ("powersgd
 # Of the hook's runs, which compile a measurement for each choice, one.
 SHORT = [entry for entry in ENTRIES if entry["setting"] not in ("svd_rank4", "power_rank2")]
 # Power iterations amplify float32's rounding from update to update. A program in float64 is 7e-6
-# from the first of these records, see its entry.
+# from the first of these records, see its entry, and float32 programs whose gradients are half a
+# unit in the last place off are up to 4e-5 from it, so what a processor rounds otherwise shows.
 ROUNDING = {
-    "basic_r2_w1": 1e-5, "wrapper_r2_start5_w2": 2e-6, "rankk_r2_fresh_w2": 2e-6,
+    "basic_r2_w1": 1e-4, "wrapper_r2_start5_w2": 2e-6, "rankk_r2_fresh_w2": 2e-6,
     # As much as from gradients that are half a unit in the last place off: up to 1e-4.
     "svd_rank4": 1e-3, "power_rank2": 1e-3,
 }
