@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jinja2
-from matplotlib.ticker import LogLocator, NullLocator
+from matplotlib.ticker import NullLocator
 
 from experiments.exchange import scaling, wire
 from experiments.exchange.programs import (
@@ -167,13 +167,10 @@ def picture(kept: Kept) -> str:
             (right, f"{model}, {IN_PICTURE} devices", "network of a host (Gb/s)", rates),
         ):
             style.dress(axes, title, label, "predicted time of a step (ms)", "lower")
+            style.log_axis(axes)
             axes.set_xscale("log")
-            axes.set_yscale("log")
             axes.set_xticks(ticks, [f"{tick:,g}" for tick in ticks])
             axes.xaxis.set_minor_locator(NullLocator())
-            axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-            axes.yaxis.set_minor_locator(NullLocator())
-            axes.yaxis.set_major_formatter("{x:,g}")
     if shown(kept):  # one legend below, as the lines fill the axes
         lines, names = rows[0, 0].get_legend_handles_labels()
         figure.legend(lines, names, loc="outside lower center", ncols=len(names), fontsize=9)

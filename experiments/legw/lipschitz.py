@@ -116,7 +116,7 @@ def picture(found: Sequence[Mapping[str, Any]]) -> Figure:
     style.dress(panels[1], "by updates", "completed updates", "")
     for axes in panels:
         axes.set_xscale("log")
-        axes.set_yscale("log")
+        style.log_axis(axes)
         axes.xaxis.set_major_formatter("{x:,g}")
     figure.legend(
         loc="outside lower center", ncols=len(found), frameon=False,

@@ -188,7 +188,7 @@ def picture(lines: Sequence[Line]) -> str:
         look = {**style.numbered(number), "linestyle": ""}
         axes.plot(*zip(*points, strict=True), label=source, **look)
     axes.set_xscale("log")
-    axes.set_yscale("log")
+    style.log_axis(axes)
     style.dress(axes, "Published runs, each predicted from the others", "measured time (s)",
                 "predicted time (s)")
     axes.legend(fontsize=8, loc="upper left")

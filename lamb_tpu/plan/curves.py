@@ -164,8 +164,7 @@ def picture(points: Sequence[Point]) -> Figure:
                      label="measured")
     style.dress(axes, "Time of the run", "devices", "time (min)", better="lower")
     style.batch_axis(axes, sorted({point.devices for point in points}))
-    axes.set_yscale("log")
-    axes.yaxis.set_major_formatter("{x:,.3g}")
+    style.log_axis(axes)
     if known or measured:
         axes.legend(frameon=False)
     return figure
