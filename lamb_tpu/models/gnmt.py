@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from lamb_tpu.errors import UserError
 from lamb_tpu.models.dropout import Dropout
 from lamb_tpu.models.lstm import LSTM
+from lamb_tpu.models.product import dot_general
 from lamb_tpu.models.recurrence import Carry
 
 # Score of padding, below every score of a token: the vector's length bounds those.
@@ -278,7 +278,7 @@ def _dense(
     init, dtype = _uniform(module.init_scale), jnp.dtype(module.dtype)
     # By default a product of bfloat16 is rounded to it.
     product = functools.partial(
-        lax.dot_general, preferred_element_type=jnp.promote_types(dtype, jnp.float32)
+        dot_general, preferred_element_type=jnp.promote_types(dtype, jnp.float32)
     )
     return nn.Dense(
         features, use_bias=use_bias, kernel_init=init, bias_init=init, dtype=dtype,

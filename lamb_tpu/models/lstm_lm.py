@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from lamb_tpu.models.dropout import Dropout
 from lamb_tpu.models.lstm import LSTM, uniform_within
+from lamb_tpu.models.product import dot_general
 from lamb_tpu.models.recurrence import Carry
 
 DROPOUTS = ("plain", "variational")
@@ -114,7 +115,8 @@ class LSTMLanguageModel(nn.Module):
             logits = embed.attend(x) + bias
         else:
             dense = nn.Dense(
-                self.vocab_size, kernel_init=uniform, bias_init=uniform, dtype=dtype, name="output"
+                self.vocab_size, kernel_init=uniform, bias_init=uniform, dtype=dtype,
+                dot_general=dot_general, name="output",
             )
             logits = dense(x)
         return {

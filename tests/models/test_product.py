@@ -1,0 +1,122 @@
+"""The product for CPUs is that of `jax.lax`, and other devices get its gradients themselves."""
+
+import functools
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from lamb_tpu.models.product import dot_general
+
+SHAPES = [(5,), (3, 5), (4, 3, 5), (2, 4, 3, 5)]
+
+
+def theirs(x: Any, kernel: Any, dtype: Any = None) -> jax.Array:
+    return lax.dot_general(x, kernel, (((x.ndim - 1,), (0,)), ((), ())),
+                           preferred_element_type=dtype)
+
+
+def ours(x: Any, kernel: Any, dtype: Any = None) -> jax.Array:
+    return dot_general(x, kernel, preferred_element_type=dtype)
+
+
+def inputs(shape: tuple[int, ...], dtype: Any = np.float32) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(0)
+    return rng.normal(size=shape).astype(dtype), rng.normal(size=(5, 6)).astype(dtype)
+
+
+def gradients(product: Any, x: Any, kernel: Any, dtype: Any = None) -> Any:
+    def loss(x: Any, kernel: Any) -> jax.Array:
+        return jnp.sum(jnp.sin(product(x, kernel, dtype).astype(jnp.float32)))
+
+    return jax.grad(loss, (0, 1))(x, kernel)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_values_and_gradients(shape: tuple[int, ...]) -> None:
+    given = inputs(shape)
+    np.testing.assert_array_equal(ours(*given), theirs(*given))
+    found, expected = (jax.jit(functools.partial(gradients, f))(*given) for f in (ours, theirs))
+    for a, b in zip(found, expected, strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_second_derivatives() -> None:
+    given = inputs((4, 3, 5))
+    direction = jax.tree.map(np.cos, given)
+    found, expected = (
+        jax.jvp(functools.partial(gradients, f), given, direction)[1] for f in (ours, theirs)
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
+                 found, expected)
+
+
+def test_sums_of_bfloat16_are_of_float32() -> None:
+    given = [jnp.asarray(leaf, jnp.bfloat16) for leaf in inputs((4, 3, 5))]
+    assert ours(*given, jnp.float32).dtype == jnp.float32 and ours(*given).dtype == jnp.bfloat16
+    found, expected = (gradients(f, *given, jnp.float32) for f in (ours, theirs))
+    for a, b in zip(found, expected, strict=True):
+        assert a.dtype == b.dtype == jnp.bfloat16
+        np.testing.assert_allclose(a.astype(np.float32), b.astype(np.float32), rtol=2**-7)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_kernel_that_all_devices_share(check_vma: bool) -> None:
+    """Under check_vma its gradient is summed over the devices, otherwise each has its own."""
+    x, kernel = inputs((4, 3, 5))
+
+    def run(product: Any) -> Any:
+        def part(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, jax.Array]:
+            of_x, of_kernel = gradients(product, x, kernel)
+            return of_x, of_kernel[None]
+
+        return jax.jit(jax.shard_map(
+            part, mesh=Mesh(jax.devices()[:2], "data"), in_specs=(P("data"), P()),
+            out_specs=(P("data"), P() if check_vma else P("data")), check_vma=check_vma,
+        ))(x, kernel)
+
+    found, expected = run(ours), run(theirs)
+    assert found[1].shape == (1 if check_vma else 2, *kernel.shape)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
+                 found, expected)
+
+
+def test_programs_for_tpus_are_those_of_jax() -> None:
+    """In the same products; on a CPU the kernel's is not transposed."""
+
+    def operations(product: Any, platform: str) -> list[str]:
+        traced = jax.jit(functools.partial(gradients, product)).trace(*inputs((4, 3, 5)))
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+        return sorted(
+            line.split(" = ", 1)[1].split("%")[0] + line[line.find("contracting") :]
+            for line in text.splitlines() if "dot_general" in line or "transpose" in line
+        )
+
+    assert operations(ours, "tpu") == operations(theirs, "tpu")
+    assert any("transpose" in line for line in operations(theirs, "cpu"))
+    assert not any("transpose" in line for line in operations(ours, "cpu"))
+
+
+def test_in_flax() -> None:
+    x = inputs((4, 3, 5))[0]
+    layers = [nn.Dense(6, dot_general=product) for product in (dot_general, None)]
+    variables = layers[0].init(jax.random.key(0), x)
+    np.testing.assert_array_equal(*(layer.apply(variables, x) for layer in layers))
+
+
+def test_what_is_not_made_for_it() -> None:
+    x, kernel = inputs((4, 3, 5))
+    expected = "takes (..., inputs), (inputs, outputs) and no precision"
+    for change in ({"precision": "highest"}, {"dimension_numbers": (((1,), (0,)), ((), ()))}):
+        with pytest.raises(ValueError) as error:
+            dot_general(x, kernel, **change)  # type: ignore[arg-type]
+        assert expected in str(error.value)
+    with pytest.raises(ValueError):
+        dot_general(x, kernel[None])
