@@ -13,7 +13,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullFormatter
+from matplotlib.ticker import AutoLocator, LogLocator, NullFormatter
 
 from lamb_tpu.errors import UserError
 
@@ -119,7 +119,8 @@ def log_axis(axes: Axes) -> None:
     axes.set_yscale("log")
     low, high = axes.get_ylim()
     if high < 100 * low:
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        few = high < 5 * low  # then 1, 2 and 5 in each decade are one tick or two
+        axes.yaxis.set_major_locator(AutoLocator() if few else LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter("{x:,g}")
         axes.yaxis.set_minor_formatter(NullFormatter())
 

@@ -188,6 +188,8 @@ def training(measured: Sequence[Summary], metric: Metric) -> Figure:
     for column, (top, bottom) in zip(columns, axes.T, strict=True):
         style.dress(top, column, "completed updates", "training loss")
         style.dress(bottom, "", "epochs", metric.label)
+        for axis in (top, bottom):
+            axis.locator_params("x", nbins=4)  # more numbers touch in a narrow column
     for axis in axes[:, 1:].flat:
         axis.set_ylabel("")
     if all(value > 0 for s in measured for record in s.records for _, value in record["losses"]):
@@ -266,4 +268,5 @@ def _curve(
 ) -> None:
     if drawn := list(points):
         x, y = zip(*drawn)
-        axes.plot(x, y, **{**look, "marker": "", "linewidth": 1.2}, label=label)
+        marker = look["marker"] if len(drawn) == 1 else ""  # a line of one point cannot be seen
+        axes.plot(x, y, **{**look, "marker": marker, "linewidth": 1.2}, label=label)

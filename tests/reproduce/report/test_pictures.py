@@ -116,6 +116,8 @@ def test_training(tmp_path: pathlib.Path) -> None:
     left, right = pictures.all_of(table.scales["small"], found)["training"].axes
     assert len(left.lines) == len(right.lines) == 4 and left.get_yscale() == "log"
     assert [list(line.get_ydata()) for line in right.lines] == [[50.0]] * 4
+    assert all(line.get_marker() for line in right.lines)  # of one point each
+    assert not any(line.get_marker() for line in left.lines)
 
 
 def test_ratios(tmp_path: pathlib.Path) -> None:
