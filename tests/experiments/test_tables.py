@@ -43,6 +43,16 @@ def test_warm_up_ends_within_the_run(key: str) -> None:
             assert recipe.warmup_steps < recipe.total_steps, job.name
 
 
+@pytest.mark.parametrize("key", TABLES)
+def test_microbatches_divide_the_batch(key: str) -> None:
+    """A scale may change the batch, such as smoke, and a cell's accumulation_steps stays."""
+    for job in all_jobs(TABLES[key]):
+        for stage in jobs.stages(job):
+            for phase in phases.split(stage.config()):
+                config = phase.config
+                assert config.batch_size % config.accumulation_steps == 0, job.name
+
+
 @pytest.mark.parametrize("key", [key for key in TABLES if TABLES[key].tuning is not None])
 def test_runs_that_search_have_the_schedule_of_those_that_measure(key: str) -> None:
     """Shorter runs have a shorter warm-up, so that the rate found is one of the same schedule."""
