@@ -1,5 +1,6 @@
 """A language model of LSTM layers, which hands its state from one window to the next."""
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -116,7 +117,8 @@ class LSTMLanguageModel(nn.Module):
         else:
             dense = nn.Dense(
                 self.vocab_size, kernel_init=uniform, bias_init=uniform, dtype=dtype,
-                dot_general=dot_general, name="output",
+                dot_general=functools.partial(dot_general, preferred_element_type=jnp.float32),
+                name="output",
             )
             logits = dense(x)
         return {
