@@ -7,7 +7,8 @@ dropout, at the sizes of the LEGW paper's applications. Flax's is nn.RNN of Opti
 PyTorch's nn.LSTM, which the extra `bench` installs. The contenders take turns in one process, so
 that what else the machine does falls on all of them; read the ratios and not the milliseconds. A
 turn is several calls, as in training, after one that is not timed: threads of PyTorch spin for a
-while after its last call, and caches hold another's arrays.
+while after its last call, and caches hold another's arrays. A fourth contender has the matrix
+products of ours and next to nothing else: no program of XLA with these products can be faster.
 """
 
 import functools
@@ -28,6 +29,7 @@ from experiments.bench.text_throughput import processor
 from lamb_tpu import cli
 from lamb_tpu.cluster.host import num_cores
 from lamb_tpu.models.lstm import LSTM
+from lamb_tpu.models.recurrence import GATES
 from lamb_tpu.parallel.compiling import compiler_options
 
 
@@ -86,9 +88,41 @@ def of_jax(module: nn.Module, size: Size) -> Turn:
     def gradients(variables: Any, x: jax.Array) -> jax.Array:
         return jnp.sum(jnp.square(module.apply(variables, x)))
 
+    return _compiled(gradients, variables, x)
+
+
+def of_products(size: Size) -> Turn:
+    """Returns a turn of the matrix products alone that forward and backward of our layers have."""
+    keys = iter(jax.random.split(jax.random.key(0), 4 * size.layers))
+    rows, width = (size.steps, size.batch), GATES * size.features
+    layers = []
+    for layer in range(size.layers):
+        inputs = size.features if layer else size.inputs
+        shapes = (*rows, inputs), (*rows, size.features), (inputs, width), (size.features, width)
+        layers.append([jax.random.normal(next(keys), shape) for shape in shapes])
+
+    def recurrent(first: jax.Array, kernel: jax.Array) -> jax.Array:
+        # One number of each product is added, so that a step waits for the one before.
+        step = lambda x, _: (x + jnp.dot(x, kernel)[:1, :1], None)  # noqa: E731
+        return jax.lax.scan(step, first, length=size.steps)[0]
+
+    def products(layers: list[list[jax.Array]]) -> list[jax.Array]:
+        done: list[jax.Array] = []
+        for x, outputs, of_inputs, of_hidden in layers:
+            gates = jnp.dot(x, of_inputs)
+            done += recurrent(outputs[0], of_hidden), recurrent(gates[0], of_hidden.T)
+            done.append(jnp.dot(gates, of_inputs.T))
+            for factor in (x, outputs):
+                done.append(jax.lax.dot_general(factor, gates, (((0, 1), (0, 1)), ((), ()))))
+        return done
+
+    return _compiled(products, layers)
+
+
+def _compiled(function: Callable[..., Any], *arguments: Any) -> Turn:
     options = compiler_options(jax.make_mesh((1,), ("data",)))
-    compiled = jax.jit(gradients, compiler_options=options).lower(variables, x).compile()
-    return lambda: jax.block_until_ready(compiled(variables, x))
+    compiled = jax.jit(function, compiler_options=options).lower(*arguments).compile()
+    return lambda: jax.block_until_ready(compiled(*arguments))
 
 
 def of_torch(size: Size) -> Turn | None:
@@ -116,6 +150,7 @@ def measure(size: Size, rounds: int) -> dict[str, float]:
         "ours": of_jax(Ours(size.features, size.layers), size),
         "flax": of_jax(Flax(size.features, size.layers), size),
         "torch": of_torch(size),
+        "products": of_products(size),
     }
     seconds: dict[str, list[float]] = {name: [] for name, turn in turns.items() if turn}
     for _ in range(rounds):
@@ -133,15 +168,15 @@ def measure(size: Size, rounds: int) -> dict[str, float]:
 def table(measured: dict[Size, dict[str, float]]) -> str:
     """Returns the measurements as Markdown."""
     lines = [
-        "| size | steps, batch, layers | ours, ms | Flax's, ms | PyTorch's, ms | ours / Flax's | "
-        "ours / PyTorch's |",
-        "|---|---|--:|--:|--:|--:|--:|",
+        "| size | steps, batch, layers | ours, ms | its products alone, ms | Flax's, ms | "
+        "PyTorch's, ms | ours / Flax's | ours / PyTorch's |",
+        "|---|---|--:|--:|--:|--:|--:|--:|",
     ]
     for size, seconds in measured.items():
         ours = seconds["ours"]
         shown = [
             f"{1e3 * seconds[name]:.2f}" if name in seconds else "not installed"
-            for name in ("ours", "flax", "torch")
+            for name in ("ours", "products", "flax", "torch")
         ]
         ratios = [
             f"{ours / seconds[name]:.2f}" if name in seconds else "-" for name in ("flax", "torch")

@@ -65,10 +65,19 @@ def test_layers_of_the_lstm_benchmark(module):
     assert inputs.shape == (5, 3, 4) and np.abs(inputs).max() > 0
 
 
+@pytest.mark.long
+def test_products_of_the_lstm_benchmark():
+    """Those of a layer have the shapes of hidden state, gates, inputs and both kernels."""
+    done = lstm.of_products(lstm.Size("tiny", 5, 3, 4, 6, 2))()
+    shapes = [(3, 6), (3, 24), (5, 3, 4), (4, 24), (6, 24)]
+    shapes += [(3, 6), (3, 24), (5, 3, 6), (6, 24), (6, 24)]
+    assert [leaf.shape for leaf in done] == shapes
+
+
 def test_table_of_the_lstm_benchmark():
     size = lstm.SIZES[1]
-    text = lstm.table({size: {"ours": 0.002, "flax": 0.004}})
-    assert "| PTB small | 20, 20, 2 x 200 | 2.00 | 4.00 | not installed | 0.50 | - |" in text
+    text = lstm.table({size: {"ours": 0.002, "flax": 0.004, "products": 0.001}})
+    assert "| PTB small | 20, 20, 2 x 200 | 2.00 | 1.00 | 4.00 | not installed | 0.50 | - |" in text
 
 
 @pytest.mark.long
@@ -77,7 +86,7 @@ def test_lstm():
     assert done.returncode == 0, done.stderr
     rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines()[5:]]
     assert [row[0] for row in rows] == ["MNIST by rows", "PTB small"]
-    assert all(float(row[2]) > 0 and float(row[5]) > 0 for row in rows)
+    assert all(float(row[2]) > 0 and float(row[6]) > 0 for row in rows)
 
 
 @pytest.mark.long
