@@ -67,7 +67,7 @@ def test_layers_of_the_lstm_benchmark(module):
 
 @pytest.mark.long
 def test_products_of_the_lstm_benchmark():
-    """Those of a layer have the shapes of hidden state, gates, inputs and both kernels."""
+    """Products of a layer: hidden state, gates, gradients of the inputs and of both kernels."""
     done = lstm.of_products(lstm.Size("tiny", 5, 3, 4, 6, 2))()
     shapes = [(3, 6), (3, 24), (5, 3, 4), (4, 24), (6, 24)]
     shapes += [(3, 6), (3, 24), (5, 3, 6), (6, 24), (6, 24)]
