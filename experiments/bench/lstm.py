@@ -8,7 +8,7 @@ PyTorch's nn.LSTM, which the extra `bench` installs. The contenders take turns i
 that what else the machine does falls on all of them; read the ratios and not the milliseconds. A
 turn is several calls, as in training, after one that is not timed: threads of PyTorch spin for a
 while after its last call, and caches hold another's arrays. A fourth contender has the matrix
-products of ours and next to nothing else, compiled alike: what ours takes beyond it is all the rest.
+products of ours and next to nothing else, compiled alike; what ours takes beyond it is the rest.
 """
 
 import functools
