@@ -25,6 +25,8 @@ CAPTIONS = {
     "plans": "Learning rate over the run, as the config plans it.",
 }
 _STEP = 0.08  # between lines at one batch, in octaves
+_IN_AXES = 4  # with more lines the legend is below the axes
+_EDGE = 0.1  # height of a name at the edge, as a share of the axes'
 _LABELS = 40  # beyond, only every n-th layer has its name
 
 
@@ -53,8 +55,6 @@ def batches(measured: Sequence[Summary], metric: Metric) -> Figure:
     and change it, every cell has a point of its own, at its average batch.
     """
     apart = _share_a_point(measured)
-    figure = style.figure(7.5, 6.0 if apart else 4.6)
-    axes = figure.subplots()
     lines: dict[str, dict[int, list[float]]] = {}
     optimizers: dict[str, str] = {}
     for summary in measured:
@@ -66,13 +66,16 @@ def batches(measured: Sequence[Summary], metric: Metric) -> Figure:
             batch = average or record["batch"]
             points = lines.setdefault(name, {}).setdefault(batch, [])
             points += [] if value is None else [value]
+    many = apart or len(lines) > _IN_AXES
+    figure = style.figure(7.5, 6.0 if apart else 5.2 if many else 4.6)
+    axes = figure.subplots()
     styles = looks(optimizers)
     at_batch: dict[int, list[float]] = {}
     for seeds in lines.values():
         for batch, values in seeds.items():
             at_batch.setdefault(batch, []).extend(values)
     low, high = _limits(list(at_batch.values()), metric.better)
-    outside: Counter[int] = Counter()
+    outside: list[tuple[float, int, float, str]] = []  # place, batch, mean and colour
     for number, (name, seeds) in enumerate(lines.items()):
         # Side by side, because intervals in one place would hide each other.
         shift = 1 if apart else 2 ** (_STEP * (number - (len(lines) - 1) / 2))
@@ -86,17 +89,11 @@ def batches(measured: Sequence[Summary], metric: Metric) -> Figure:
                 [place] * len(seeds[batch]), seeds[batch], linestyle="", alpha=0.5, markersize=3,
                 color=look["color"], marker=look["marker"],
             )
-        for place, batch, mean in zip(places, at, means, strict=True):
-            if not low <= mean <= high:
-                text, below = shown(mean, metric), mean < low
-                offset = 4 + 24 * outside[batch]  # points; several stand above each other
-                outside[batch] += 1
-                axes.annotate(
-                    f"{text}\n\u2193" if below else f"\u2191\n{text}",
-                    (place, low if below else high), xytext=(0, offset if below else -offset),
-                    textcoords="offset points", ha="center", va="bottom" if below else "top",
-                    color=look["color"], fontsize=8,
-                )
+        outside += [
+            (place, batch, mean, look["color"])
+            for place, batch, mean in zip(places, at, means, strict=True)
+            if not low <= mean <= high
+        ]
     every = sorted({record["batch"] for summary in measured for record in summary.records})
     of_batch = "batch size (examples)"
     if apart:
@@ -106,11 +103,42 @@ def batches(measured: Sequence[Summary], metric: Metric) -> Figure:
     style.dress(axes, "", of_batch, metric.label, metric.better)
     style.batch_axis(axes, every)
     axes.set_ylim(low, high)
-    if apart:
+    _name_at_edges(axes, outside, metric)
+    if many:
         _legend_below(figure, list(lines))
     else:
         axes.legend(frameon=False, fontsize=8)
     return figure
+
+
+def _name_at_edges(
+    axes: Axes, outside: Sequence[tuple[float, int, float, str]], metric: Metric
+) -> None:
+    """Names the means outside of the axes' limits at their edges, in room that it adds there.
+
+    Args:
+      axes: the axes, with the limits of what is drawn within.
+      outside: place on the x axis, batch, mean and colour of each.
+      metric: what the axes show.
+    """
+    low, high = axes.get_ylim()
+    most_below = max(Counter(at for _, at, mean, _ in outside if mean < low).values(), default=0)
+    most_above = max(Counter(at for _, at, mean, _ in outside if mean > high).values(), default=0)
+    room = _EDGE * (high - low)
+    bottom, top = low - room * most_below, high + room * most_above
+    axes.set_ylim(bottom, top)
+    drawn: Counter[tuple[int, bool]] = Counter()
+    for place, batch, mean, color in outside:
+        text, is_below = shown(mean, metric), mean < low
+        offset = 4 + 24 * drawn[batch, is_below]  # points; several stand above each other
+        drawn[batch, is_below] += 1
+        axes.annotate(
+            f"{text}\n\u2193" if is_below else f"\u2191\n{text}",
+            (place, bottom if is_below else top), xytext=(0, offset if is_below else -offset),
+            textcoords="offset points", ha="center", va="bottom" if is_below else "top",
+            color=color, fontsize=8,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},  # lines pass behind it
+        )
 
 
 def _line_of(summary: Summary) -> str:
@@ -125,7 +153,7 @@ def _share_a_point(measured: Sequence[Summary]) -> bool:
 
 def _legend_below(figure: Figure, names: Sequence[str]) -> None:
     """Puts a legend below the axes, with as many columns as the longest name leaves room for."""
-    room = figure.get_figwidth() / (0.6 + 0.075 * max(map(len, names)))  # inches
+    room = figure.get_figwidth() / (0.5 + 0.065 * max(map(len, names)))  # inches
     figure.legend(
         loc="outside lower center", ncols=max(1, min(len(names), 6, int(room))), frameon=False,
         fontsize=8,
