@@ -105,7 +105,7 @@ def batches(measured: Sequence[Summary], metric: Metric) -> Figure:
     axes.set_ylim(low, high)
     _name_at_edges(axes, outside, metric)
     if many:
-        _legend_below(figure, list(lines))
+        _legend_below(figure, len(lines))
     else:
         axes.legend(frameon=False, fontsize=8)
     return figure
@@ -151,13 +151,15 @@ def _share_a_point(measured: Sequence[Summary]) -> bool:
     return len(set(places)) < len(places)
 
 
-def _legend_below(figure: Figure, names: Sequence[str]) -> None:
-    """Puts a legend below the axes, with as many columns as the longest name leaves room for."""
-    room = figure.get_figwidth() / (0.5 + 0.065 * max(map(len, names)))  # inches
-    figure.legend(
-        loc="outside lower center", ncols=max(1, min(len(names), 6, int(room))), frameon=False,
-        fontsize=8,
-    )
+def _legend_below(figure: Figure, count: int) -> None:
+    """Puts a legend of `count` names below the axes, with as many columns as have room, up to 6."""
+    for columns in range(max(1, min(count, 6)), 0, -1):
+        legend = figure.legend(
+            loc="outside lower center", ncols=columns, frameon=False, fontsize=8
+        )
+        if columns == 1 or legend.get_window_extent().width <= figure.bbox.width:
+            return
+        legend.remove()
 
 
 def _limits(columns: Sequence[Sequence[float]], better: str) -> tuple[float, float]:
@@ -223,7 +225,7 @@ def training(measured: Sequence[Summary], metric: Metric) -> Figure:
     if all(value > 0 for s in measured for record in s.records for _, value in record["losses"]):
         for top in axes[0]:
             style.log_axis(top)
-    _legend_below(figure, sorted(known))
+    _legend_below(figure, len(known))
     return figure
 
 
