@@ -30,7 +30,7 @@ def test_there_are_recipes() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", some(NAMES, ("digits", "mnist_lenet"))
+    "name", some([*NAMES, "translation:data=wmt16"], ("digits", "mnist_lenet"))
 )
 def test_smoke_trains_and_the_loss_falls(
     name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
@@ -38,8 +38,9 @@ def test_smoke_trains_and_the_loss_falls(
     # One device, as a CPU has for a user; each of eight would make the whole update.
     devices = jax.devices()[:1]
     monkeypatch.setattr(jax, "devices", lambda: devices)
-    path = RECIPES[NAMES.index(name)]
-    config = tiny.recipe_file(path).get_config("smoke")
+    file, _, argument = name.partition(":")
+    path = RECIPES[NAMES.index(file)]
+    config = tiny.recipe_file(path).get_config(f"{argument},smoke" if argument else "smoke")
     config.log.tensorboard = False
     embedded = (
         "digits", "python_docs", "python_docs_cloze", "python_docs_words", "grammar_de_en",
