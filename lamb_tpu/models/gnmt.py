@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from lamb_tpu.errors import UserError
 from lamb_tpu.models.dropout import Dropout
-from lamb_tpu.models.lstm import LSTM
+from lamb_tpu.models.lstm import LSTM, uniform_within
 from lamb_tpu.models.product import dot_general
 from lamb_tpu.models.recurrence import Carry
 
@@ -89,7 +89,7 @@ class GNMT(nn.Module):
                     f"{least}"
                 )
         self.embedding = self.param(
-            "embedding", _uniform(self.init_scale), (self.vocab_size, self.features)
+            "embedding", uniform_within(self.init_scale), (self.vocab_size, self.features)
         )
         shared = {
             name: getattr(self, name)
@@ -214,7 +214,7 @@ class Attention(nn.Module):
     def __call__(self, queries: jax.Array, memory: Memory) -> tuple[jax.Array, jax.Array]:
         """Returns contexts (batch, steps, features) and weights (batch, steps, source steps)."""
         queries = _dense(self, self.features, "queries", use_bias=False)(queries)
-        vector = self.param("vector", _uniform(self.init_scale), (self.features,))
+        vector = self.param("vector", uniform_within(self.init_scale), (self.features,))
         scale = self.param("scale", nn.initializers.constant(self.features**-0.5), (1,))
         bias = self.param("bias", nn.initializers.zeros, (self.features,))
         direction = scale * vector / jnp.linalg.norm(vector)
@@ -275,7 +275,7 @@ def _layers(module: Encoder | Decoder, train: bool) -> Callable[..., tuple[jax.A
 def _dense(
     module: Encoder | Decoder | Attention, features: int, name: str, use_bias: bool = True
 ) -> nn.Dense:
-    init, dtype = _uniform(module.init_scale), jnp.dtype(module.dtype)
+    init, dtype = uniform_within(module.init_scale), jnp.dtype(module.dtype)
     # By default a product of bfloat16 is rounded to it.
     product = functools.partial(
         dot_general, preferred_element_type=jnp.promote_types(dtype, jnp.float32)
@@ -284,10 +284,3 @@ def _dense(
         features, use_bias=use_bias, kernel_init=init, bias_init=init, dtype=dtype,
         dot_general=product, name=name,
     )
-
-
-def _uniform(scale: float) -> nn.initializers.Initializer:
-    def init(key: jax.Array, shape: Any, dtype: Any = jnp.float32) -> jax.Array:
-        return jax.random.uniform(key, shape, dtype, -scale, scale)
-
-    return init

@@ -1,6 +1,7 @@
 """LSTM layers, and a network of one that reads an image row by row."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -82,7 +83,7 @@ class LSTM(nn.Module):
 def uniform_within(scale: float) -> nn.initializers.Initializer:
     """Returns an initializer that draws uniformly from (-scale, scale)."""
 
-    def init(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+    def init(key: jax.Array, shape: Any, dtype: Any = jnp.float32) -> jax.Array:
         return jax.random.uniform(key, shape, dtype, -scale, scale)
 
     return init
