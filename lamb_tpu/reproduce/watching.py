@@ -60,7 +60,7 @@ class Watch:
             for path in sorted(folder.glob("**/metrics.jsonl")):
                 with contextlib.suppress(UserError):  # it may be just being replaced
                     records += read_records(path, "train")
-            how_far = "preparing"
+            how_far = "nothing recorded yet"
             if records:
                 last = records[-1]
                 names = ("epoch", "loss")

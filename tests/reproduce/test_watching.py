@@ -17,7 +17,7 @@ def test_lines(tmp_path: pathlib.Path) -> None:
     assert watch.lines() == []
     watch.begun(job)
     (line,) = watch.lines()
-    assert re.fullmatch(r"  lamb-small-seed0: preparing, 0:0\d so far", line)
+    assert re.fullmatch(r"  lamb-small-seed0: nothing recorded yet, 0:0\d so far", line)
     engine.execute(job, where)
     (line,) = watch.lines()
     assert re.fullmatch(
@@ -33,7 +33,7 @@ def test_they_are_printed_while_runs_go_on(
     monkeypatch.setattr(watching, "_SECONDS_BETWEEN_LINES", 0.01)
     with watching.Watch(place(tmp_path), 2) as watch:
         watch.begun(job_of(write(tmp_path)))
-        while "preparing" not in capsys.readouterr().out:
+        while "nothing recorded yet" not in capsys.readouterr().out:
             pass
     watch._thread.join(timeout=10)
     assert not watch._thread.is_alive()
