@@ -5,7 +5,6 @@ import pathlib
 import numpy as np
 import pytest
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from lamb_tpu import style
 from lamb_tpu.reproduce.report import pictures
@@ -190,6 +189,6 @@ def test_a_mean_beyond_the_axis_is_named(tmp_path: pathlib.Path) -> None:
     (axes,) = figure.axes
     assert axes.get_ylim()[0] > 89
     assert [text.get_text() for text in axes.texts] == ["10.0\n\u2193"]
-    FigureCanvasAgg(figure).draw()
+    figure.draw_without_rendering()
     lowest = axes.transData.transform((32, 90.0))[1]
     assert axes.texts[0].get_window_extent().y1 < lowest  # it lies on no point
