@@ -96,8 +96,8 @@ class DGC(Exchange):
                 check_ratio("each ratio of warmup_coeff", coeff)
             if len(self.warmup_coeff) < self.warmup_stages:
                 raise ValueError(
-                    f"warmup_coeff has {len(self.warmup_coeff)} ratios for the {self.warmup_stages} "
-                    "stages of warmup_stages; give one for each stage"
+                    f"warmup_coeff has {len(self.warmup_coeff)} ratios, and warmup_stages is "
+                    f"{self.warmup_stages}; give a ratio for each stage"
                 )
         elif self.warmup_coeff is not None:
             check_ratio("warmup_coeff", self.warmup_coeff)

@@ -234,7 +234,7 @@ def test_bytes_at_a_thousandth() -> None:
     ({"warmup_stages": 0}, "warmup_stages must be at least 1, not 0"),
     ({"warmup_coeff": 2.0}, r"warmup_coeff must be in \(0, 1\]"),
     ({"warmup_coeff": (0.5, 0.0, 0.1, 0.1, 0.1)}, "each ratio of warmup_coeff must be in"),
-    ({"warmup_coeff": (0.5, 0.1)}, "warmup_coeff has 2 ratios for the 5 stages"),
+    ({"warmup_coeff": (0.5, 0.1)}, "warmup_coeff has 2 ratios, and warmup_stages is 5"),
 ])
 def test_options_out_of_range(options, message) -> None:
     with pytest.raises(ValueError, match=message):
