@@ -2,8 +2,8 @@
 
 A rule is a pair `(regex, facts)`. The regex is searched (`re.search`) in a leaf's path, its keys
 joined by '/', as in 'encoder/layer_0/bias'; the first rule that matches decides. The '/value' at
-the end of NNX's paths may be in a rule or not (`matches`). Rules are given as a name in `RULES`, or as a sequence of pairs whose second element is a
-`ParameterFacts` or a mapping of its fields:
+the end of NNX's paths may be in a rule or not, see `matches`. Rules are given as a name in `RULES`,
+or as a sequence of pairs whose second element is a `ParameterFacts` or a mapping of its fields:
 
 >>> import jax, jax.numpy as jnp
 >>> params = {'layers': {'kernel': jnp.ones((4, 8, 8)), 'bias': jnp.ones((4, 8))}}
