@@ -36,6 +36,16 @@ from lamb_tpu.optim import (
 from lamb_tpu.optim.adagrad_norm import AdagradNormState, adagrad_norm
 from lamb_tpu.optim.agvm import AgvmState, agvm
 from lamb_tpu.optim.apollo import ApolloState, apollo
+from lamb_tpu.optim.baselines import (
+    adafactor,
+    adagrad,
+    adam,
+    adamw,
+    lion,
+    momentum,
+    nesterov,
+    sgd,
+)
 from lamb_tpu.optim.chains import add_decayed_weights, in_float32, scale_by_rate_factors
 from lamb_tpu.optim.clipping import clip_global_norm
 from lamb_tpu.optim.diffgrad import DiffgradState, diffgrad
@@ -50,6 +60,7 @@ from lamb_tpu.optim.factory import make_optimizer
 from lamb_tpu.optim.l2 import add_l2
 from lamb_tpu.optim.lamb import LambState, lamb
 from lamb_tpu.optim.lars import LarsState, lars
+from lamb_tpu.optim.muon import muon
 from lamb_tpu.optim.novograd import NovogradState, novograd
 from lamb_tpu.optim.onebit_adam import OnebitAdamState, onebit_adam
 from lamb_tpu.optim.onebit_lamb import OnebitLambState, onebit_lamb
@@ -60,7 +71,7 @@ from lamb_tpu.optim.refinement import refined_schedule
 from lamb_tpu.optim.rmsprop_tf import RmspropTfState, rmsprop_tf
 from lamb_tpu.optim.rounding import StochasticRoundingState, stochastic_rounding
 from lamb_tpu.optim.scaling import legw, scale_learning_rate
-from lamb_tpu.optim.schedule_free import evaluation_params
+from lamb_tpu.optim.schedule_free import evaluation_params, schedule_free_adamw
 from lamb_tpu.optim.schedules import by_examples, exponential_decay, phases, step_decay, warmup
 from lamb_tpu.optim.sharding import state_sharding
 from lamb_tpu.optim.trust_ratio import TrustRatioState, scale_by_trust_ratio
@@ -74,12 +85,14 @@ __all__ = [
     "AdagradNormState", "AgvmState", "ApolloState", "DiffgradState", "Duration", "LambState",
     "LarsState", "NovogradState", "OnebitAdamState", "OnebitLambState", "ParameterFacts",
     "RmspropTfState", "ScaleByLambState", "ScaleByLarsState", "StochasticRoundingState",
-    "TrustRatioState", "ZeroOneAdamState", "adagrad_norm", "add_decayed_weights", "add_l2", "agvm",
-    "apollo", "by_examples", "chains", "clip_global_norm", "clipping", "diffgrad", "directions",
-    "durations", "evaluation_params", "exponential_decay", "factory", "in_float32", "lamb", "lars",
-    "leafwise", "legw", "make_optimizer", "modules", "novograd", "onebit_adam", "onebit_lamb",
+    "TrustRatioState", "ZeroOneAdamState", "adafactor", "adagrad", "adagrad_norm", "adam", "adamw",
+    "add_decayed_weights", "add_l2", "agvm", "apollo", "by_examples", "chains", "clip_global_norm",
+    "clipping", "diffgrad", "directions", "durations", "evaluation_params", "exponential_decay",
+    "factory", "in_float32", "lamb", "lars", "leafwise", "legw", "lion", "make_optimizer",
+    "modules", "momentum", "muon", "nesterov", "novograd", "onebit_adam", "onebit_lamb",
     "parameters", "phases", "placement", "preset", "presets", "readings", "refined_schedule",
     "rmsprop_tf", "scale_by_lamb", "scale_by_lars", "scale_by_rate_factors", "scale_by_trust_ratio",
-    "scale_learning_rate", "scaling", "schedules", "sharding", "splits", "staged", "state_sharding",
-    "step_decay", "stochastic_rounding", "trust_ratio", "warmup", "zero_one_adam",
+    "scale_learning_rate", "scaling", "schedule_free_adamw", "schedules", "sgd", "sharding",
+    "splits", "staged", "state_sharding", "step_decay", "stochastic_rounding", "trust_ratio",
+    "warmup", "zero_one_adam",
 ]

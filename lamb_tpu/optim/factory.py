@@ -79,6 +79,7 @@ def make_optimizer(
           term and before clipping.
         'stochastic_rounding': a seed, or True for 0, for bfloat16 parameters, see `rounding`.
         'preset': the name of arguments in `presets.PRESETS` to begin with; others override them.
+          None or '' for none.
       learning_rate: a number, or a schedule of the count of completed updates.
       params: arrays or `jax.ShapeDtypeStruct`s; with them, rules that do not fit fail here and not
         in `init`.
@@ -90,7 +91,7 @@ def make_optimizer(
     name = arguments.pop("name", None)
     every = own_arguments(name)
     preset = arguments.pop("preset", None)
-    if preset is not None:
+    if preset not in (None, ""):
         # Given arguments override those of the preset.
         arguments = presets.preset(name, preset) | arguments
     build = name if callable(name) else OPTIMIZERS[name]
@@ -237,7 +238,7 @@ def arguments_of(config: Mapping[str, Any]) -> dict[str, Any]:
     given = _entries(config)
     name = given.pop("name", None)
     found = {key: parameter.default for key, parameter in own_arguments(name).items()}
-    if (preset := given.pop("preset", None)) is not None:
+    if (preset := given.pop("preset", None)) not in (None, ""):
         found |= presets.preset(name, preset)
     return found | given
 

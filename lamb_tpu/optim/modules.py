@@ -72,7 +72,9 @@ def assign(params: Any, modules: Sequence[str]) -> list[int]:
     check("modules", modules)
     found = []
     for path in parameters.leaf_paths(params):
-        index = next((i for i, pattern in enumerate(modules) if re.search(pattern, path)), None)
+        index = next(
+            (i for i, pattern in enumerate(modules) if parameters.matches(pattern, path)), None
+        )
         if index is None:
             raise ValueError(
                 f"no module matches the parameter {path!r}: add a pattern for it to modules"

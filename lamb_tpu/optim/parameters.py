@@ -1,9 +1,9 @@
 """Parameter facts: which leaves decay, which adapt, which axes stack layers, in one table.
 
 A rule is a pair `(regex, facts)`. The regex is searched (`re.search`) in a leaf's path, its keys
-joined by '/', as in 'encoder/layer_0/bias'; the first rule that matches decides. Rules are given
-as a name in `RULES`, or as a sequence of pairs whose second element is a
-`ParameterFacts` or a mapping of its fields:
+joined by '/', as in 'encoder/layer_0/bias'; the first rule that matches decides. The '/value' at
+the end of NNX's paths may be in a rule or not, see `matches`. Rules are given as a name in `RULES`,
+or as a sequence of pairs whose second element is a `ParameterFacts` or a mapping of its fields:
 
 >>> import jax, jax.numpy as jnp
 >>> params = {'layers': {'kernel': jnp.ones((4, 8, 8)), 'bias': jnp.ones((4, 8))}}
@@ -198,7 +198,7 @@ def resolve(params: Any, rules: Rules) -> Any:
     paths = leaf_paths(params)
     facts = []
     for path, leaf in zip(paths, leaves, strict=True):
-        taker = next((i for i, (regex, _) in enumerate(compiled) if regex.search(path)), None)
+        taker = next((i for i, (regex, _) in enumerate(compiled) if matches(regex, path)), None)
         if taker is None:
             raise ValueError(f"no rule matches the parameter {path!r}: add a rule for it to rules")
         match = compiled[taker][1]
@@ -243,9 +243,11 @@ def _hidden_paths(params: Any) -> list[str]:
 
 def _idle_rules(regexes: list[re.Pattern], paths: list[str]) -> Iterator[str]:
     """Yields a sentence for each rule that decides no path."""
-    takers = [next((i for i, regex in enumerate(regexes) if regex.search(p)), None) for p in paths]
+    takers = [
+        next((i for i, regex in enumerate(regexes) if matches(regex, path)), None) for path in paths
+    ]
     for index, regex in enumerate(regexes):
-        matched = [i for i, path in enumerate(paths) if regex.search(path)]
+        matched = [i for i, path in enumerate(paths) if matches(regex, path)]
         if not matched:
             yield (
                 f"the rule {regex.pattern!r} matches no parameter; the paths are "
@@ -277,6 +279,27 @@ def leaf_paths(params: Any) -> list[str]:
 
 def _joined(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def matches(regex: str | re.Pattern, path: str) -> bool:
+    """Returns whether a regex finds a leaf's path, with or without NNX's '/value' at its end.
+
+    `nnx.Optimizer` calls `init` with the paths of variables, 'dense/bias/value', and `update` with
+    the paths of their arrays, 'dense/bias'. One rule has to fit both, and a Linen model of the same
+    names.
+
+    >>> [matches('bias$', path) for path in ('dense/bias/value', 'dense/bias', 'bias/kernel')]
+    [True, True, False]
+    >>> [matches('bias/value$', path) for path in ('dense/bias/value', 'dense/bias')]
+    [True, True]
+    """
+    regex = re.compile(regex)
+    if regex.search(path) or regex.search(path.removesuffix("/value")):
+        return True
+    # Without this condition 'value$' would find every leaf of every model.
+    return regex.pattern[:-7] != "" and regex.pattern.endswith("/value$") and bool(
+        regex.search(f"{path}/value")
+    )
 
 
 def table(params: Any, rules: Rules) -> str:

@@ -139,7 +139,8 @@ def preset(optimizer: str, name: str) -> dict[str, Any]:
     """
     if not isinstance(optimizer, str) or optimizer not in PRESETS:
         raise ValueError(
-            f"optimizer {optimizer!r} has no presets; known: {', '.join(PRESETS)}"
+            f"optimizer {optimizer!r} has no presets; known: {', '.join(PRESETS)}; leave the "
+            f"preset {name!r} out, as by preset=''"
         )
     if not isinstance(name, str) or name not in PRESETS[optimizer]:
         known = ", ".join(PRESETS[optimizer])

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from optax.contrib import ScheduleFreeState, schedule_free
 
@@ -20,6 +21,7 @@ def schedule_free_adamw(
     weight_decay: optax.ScalarOrSchedule = 0.0,
     weight_lr_power: float = 2.0,
     rules: Rules = parameters.DEFAULT_RULES,
+    weight_step_power: float = 0.0,
 ) -> optax.GradientTransformationExtraArgs:
     """AdamW without a schedule: steps from one point, gradients near their average.
 
@@ -29,9 +31,10 @@ def schedule_free_adamw(
     checkpoints, does. Give a warm-up and no decay of the rate. Running averages of BatchNorm are
     those of y and not of x; the authors compute them anew at x before an evaluation.
 
-    An update counts in the average by its own rate to the power of `weight_lr_power`, as in the
-    authors' code; `optax.contrib.schedule_free_adamw` takes the next update's, which differs in a
-    warm-up.
+    Update t, counted from 1, has the weight :math:`t^r m_t^p` in the average, as in the authors'
+    code: r is `weight_step_power`, p is `weight_lr_power`, and m_t is the largest rate up to this
+    update. `optax.contrib.schedule_free_adamw` has r = 0 and takes the next update's rate, which
+    differs in a warm-up.
 
     Args:
       learning_rate: a number, or a schedule of the count of completed updates.
@@ -39,8 +42,9 @@ def schedule_free_adamw(
       b2: of the second moments.
       eps: added to their root.
       weight_decay: of y, times the learning rate; a number, or a schedule.
-      weight_lr_power: see above; 0 counts all updates alike.
+      weight_lr_power: p above; if both powers are 0, all updates count alike.
       rules: which leaves decay, see `parameters.resolve`.
+      weight_step_power: r above, which the authors call `r`; above 0, later updates count more.
 
     Raises:
       ValueError: for an argument that is out of range, naming it.
@@ -49,7 +53,8 @@ def schedule_free_adamw(
       Defazio et al., The Road Less Scheduled, arXiv:2405.15682.
     """
     check_numbers(
-        learning_rate, weight_decay, {"b1": b1, "b2": b2}, eps=eps, weight_lr_power=weight_lr_power
+        learning_rate, weight_decay, {"b1": b1, "b2": b2}, eps=eps,
+        weight_lr_power=weight_lr_power, weight_step_power=weight_step_power,
     )
     if not isinstance(b1, jax.core.Tracer) and b1 == 0:
         raise ValueError("b1 must be above 0, or the average is lost, not 0")
@@ -66,7 +71,26 @@ def schedule_free_adamw(
     )
     # The factors of rules belong inside, where z takes its step. Optax keeps z in the parameters'
     # dtypes, and b1 and the sum of weights in the narrowest of them, hence float32 around it all.
-    averaged = schedule_free(under_rules(base, rules), rate, b1, weight_lr_power)
+    inner = under_rules(base, rules)
+    averaged = schedule_free(inner, rate, b1, weight_lr_power)
+    if isinstance(weight_step_power, jax.core.Tracer) or weight_step_power != 0:
+
+        def update_fn(
+            updates: optax.Updates, state: ScheduleFreeState, params: optax.Params = None,
+            **extra: Any,
+        ) -> tuple[optax.Updates, ScheduleFreeState]:
+            # Optax's weight is the largest rate to a power. Here the "rate" is the weight itself,
+            # the power is 1, and the largest rate is kept by this function.
+            now = jnp.asarray(rate(state.step_count) if callable(rate) else rate)
+            largest = jnp.maximum(state.max_lr, now.astype(state.max_lr.dtype))
+            step = state.step_count.astype(largest.dtype)
+            weight = step**weight_step_power * largest**weight_lr_power
+            weighted = schedule_free(inner, weight, b1, weight_lr_power=1.0)
+            unweighted = state._replace(max_lr=jnp.zeros_like(largest))
+            updates, state = weighted.update(updates, unweighted, params, **extra)
+            return updates, state._replace(max_lr=largest)
+
+        averaged = optax.GradientTransformationExtraArgs(averaged.init, update_fn)
     return in_float32(averaged)
 
 

@@ -87,8 +87,8 @@ def warmup(
     Args:
       peak: the rate at the end of warm-up.
       total_steps: T, in updates; need not be whole.
-      warmup_steps: W, in updates; need not be whole, and may exceed T, where the run ends in its
-        warm-up.
+      warmup_steps: W, in updates; need not be whole, and at most T. At W = T the whole run is
+        warm-up: its rate approaches the peak, and `first_step=1` reaches it in the last update.
       decay: 'polynomial', 'cosine', 'constant', or a function from the updates since S to the part
         of the peak that is left, which is followed past T too.
       power: p, of the polynomial only. 1 in the LAMB paper, 2 for LARS.
@@ -131,6 +131,11 @@ def warmup(
     if decay == "constant" and end_value != 0.0:
         raise ValueError(f"end_value {end_value!r} has no meaning for decay {shown}; leave it out")
     peak_ends = warmup_steps + hold_steps
+    if warmup_steps > total_steps:
+        raise ValueError(
+            f"warmup_steps {warmup_steps!r} is longer than total_steps {total_steps!r}, so the "
+            f"rate would never reach its peak; give at most {total_steps!r} warmup_steps"
+        )
     if hold_steps and peak_ends > total_steps:
         raise ValueError(
             f"hold_steps {hold_steps!r} after warmup_steps {warmup_steps!r} must end by "

@@ -14,7 +14,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
@@ -104,12 +104,16 @@ def apply(config: ConfigDict, overrides: Sequence[Override]) -> None:
     # Of several flags for one key the last one counts, as in absl.
     last = {override[:3]: override for override in overrides}.values()
     # First names, which decide what the other fields are; then presets, which decide the defaults.
-    for override in sorted(last, key=lambda o: (o.field != "name", o.field != "preset")):
+    first = [o for o in last if o.field == "name"] + [o for o in last if _is_preset(o)]
+    for override in first:
         _apply(config, override)
     # A new name on the command line keeps the file's fields, which must all be fields of it.
     for override in last:
         if override.field == "name":
-            _check_file_fits(config, override)
+            _check_file_fits(config, override, {other.key for other in last})
+    for override in last:
+        if override not in first:
+            _apply(config, override)
 
 
 def kind_of(config: ConfigDict, key: str) -> Any:
@@ -199,12 +203,16 @@ def name_of(section: str, fields: Mapping[str, Any]) -> Any:
 def defaults(section: str, fields: Mapping[str, Any], name: Any) -> dict[str, Any]:
     """Returns the defaults of all arguments that `fields`, a section of a config, leaves out."""
     found = {key: field.default for key, field in own_fields(section, name).items()}
-    if section == "optimizer" and fields.get("preset") is not None:
+    if section == "optimizer" and fields.get("preset"):
         # A preset takes the place of the optimizer's own defaults.
         with naming("config.optimizer"):
             found |= presets.preset(name, fields["preset"])
     missing = inspect.Parameter.empty
     return {k: v for k, v in found.items() if k not in fields and v is not missing}
+
+
+def _is_preset(override: Override) -> bool:
+    return override.section == "optimizer" and override.field == "preset"
 
 
 def _apply(config: ConfigDict, override: Override) -> None:
@@ -213,7 +221,11 @@ def _apply(config: ConfigDict, override: Override) -> None:
     value = convert(key, override.text, kind, default)
     # The value in force without this flag. Giving the same one must add no key. Types are compared
     # too, because 1 == 1.0 == True.
-    before = (defaults(section, fields, name) | fields).get(field, _UNFIT)
+    if section == "optimizer" and field in ("name", "preset"):
+        # The two may not fit each other yet, so that there are no defaults of a preset.
+        before = fields.get(field, default)
+    else:
+        before = (defaults(section, fields, name) | fields).get(field, _UNFIT)
     if type(value) is type(before) and value == before:
         return
     # A value may replace one of another type, such as a number None.
@@ -272,14 +284,32 @@ def _section(config: ConfigDict | None, section: str) -> dict[str, Any]:
     return dict(node.items()) if isinstance(node, ConfigDict) else {}
 
 
-def _check_file_fits(config: ConfigDict, override: Override) -> None:
-    """Refuses a name from the command line that does not have all fields of the file's section."""
+def _check_file_fits(config: ConfigDict, override: Override, given: Collection[str]) -> None:
+    """Rejects a name from the command line that does not have all fields of the file's section.
+
+    Args:
+      config: with the name and the preset of the command line in place.
+      override: of the name.
+      given: every key of the command line.
+    """
     phase = _phase(config, override.phase)
     fields = _section(config if phase is None else phase, override.section)
     name = name_of(override.section, fields)
     known = own_fields(override.section, name)
     strange = [key for key in fields if key not in known and key != "name"]
+    other = ", ".join(presets.PRESETS.get(name, {}))
+    preset = fields.get("preset") if override.section == "optimizer" else None
+    # A wrong preset on the command line has a message of its own.
+    misfit = f"{override.where}.preset" not in given and preset and preset not in other.split(", ")
+    if misfit and not strange:
+        raise UserError(
+            f"{override.key} is {name!r} on the command line, and the config file sets "
+            f"{override.where}.preset={preset!r}, a preset of another optimizer; add "
+            f"--{override.where}.preset=''" + (f", or one of {name}'s: {other}" if other else "")
+        )
     if strange:
+        if misfit:
+            strange.append("preset")
         kept = {key: value for key, value in fields.items() if key not in strange}
         raise UserError(
             f"{override.key} is {name!r} on the command line, and the config file sets "

@@ -192,7 +192,7 @@ class Recipe:
         return self.is_due(self.checkpoint_every, step) or self.is_due(self.keep_every, step)
 
     def describe(self) -> str:
-        """Returns two lines for the terminal; three where the batch changes."""
+        """Returns lines for the terminal: two, and one for a batch that changes, and warnings."""
         epochs = self.epoch(self.total_steps)
         warmup_epochs = self.warmup_steps * self.batch_size / self.num_examples
         size, path = f"{self.batch_size:,}", ""
@@ -216,6 +216,17 @@ class Recipe:
             f"updates = {warmup_epochs:.4g} epochs; update 0: {self.rate(0):.4g}, "
             f"last: {self.rate(self.total_steps - 1):.4g}"
             + ("" if self.weight_decay is None else f"; weight decay {self.weight_decay:.6g}")
+            + self._unreached_peak()
+        )
+
+    def _unreached_peak(self) -> str:
+        """Returns a further line if the run ends within its warm-up; '' if it does not."""
+        if self.warmup_steps <= self.base_steps:
+            return ""
+        return (
+            f"\nwarning: the warm-up of {self.warmup_steps:.6g} updates is longer than the run of "
+            f"{self.base_steps:,}, so the learning rate never reaches its peak; lengthen "
+            "config.duration or shorten config.schedule.warmup, e.g. to '10 percent'"
         )
 
 
@@ -256,7 +267,8 @@ def resolve(config: ConfigDict, num_examples: int, updates_before: int = 0) -> R
     with naming("config.schedule"):
         learning_rate = schedules.warmup(
             peak,
-            total_steps,
+            # A short trial of a recipe may end in its warm-up: `describe` says so.
+            max(total_steps, warmup_steps),
             warmup_steps,
             decay_from=schedule.decay_from,
             start_value=schedule.start_factor * peak,

@@ -14,7 +14,6 @@ from tests.optim.golden_common import Settings, leaf_rules, rate
 OTHERS: dict[tuple[str, str | None], str] = {
     ("author_muon", None): "it iterates in bfloat16",
     ("author_muon_f32", None): "it does not correct the momentum, and its matrices are transposed",
-    ("author_adamw_schedulefree_reference", "r1_power0"): "updates count by their number too",
     ("author_sgd_schedulefree", None): "schedule-free SGD is not among the baselines",
     ("author_sgd_schedulefree_reference", None): "schedule-free SGD is not among the baselines",
     ("optax_sgd", None): "schedule-free SGD is not among the baselines",
@@ -44,8 +43,11 @@ def why_not(entry: Mapping[str, Any]) -> str:
 
 def _lion(settings: Settings, params: Any) -> optax.GradientTransformation:
     peak, schedule = settings["lr"], rate(settings)
-    b1, b2 = settings.take("betas")
-    strength = settings.take("weight_decay")
+    b1, b2 = settings.take("betas", (0.9, 0.99))
+    strength = settings.take("weight_decay", 0.0)
+    settings.take("use_triton")  # the same numbers, another way to compute them
+    if settings.take("cautious_factor", 1.0) != 1.0:
+        raise NotImplementedError("cautious_factor is no option of optax.scale_by_lion")
     if settings.take("decoupled_weight_decay", False):
         strength /= peak  # the author's class does this to its argument
     config = {"name": "lion", "b1": b1, "b2": b2, "weight_decay": strength}
@@ -53,27 +55,31 @@ def _lion(settings: Settings, params: Any) -> optax.GradientTransformation:
 
 
 def _muon(settings: Settings, params: Any) -> optax.GradientTransformation:
-    assert not settings.take("adaptive")
+    if settings.take("adaptive", False):
+        raise NotImplementedError("adaptive is no option of muon here")
     # Adam's decay is an argument of its own in Optax, 0 where it is not given.
     matrices = {name for name, leaf in params.items() if leaf.ndim == 2}
     return optim.make_optimizer({
-        "name": "muon", "beta": settings.take("beta"), "nesterov": settings.take("nesterov"),
-        "consistent_rms": settings.take("consistent_rms"),
-        "weight_decay": settings.take("weight_decay"),
+        "name": "muon", "beta": settings.take("beta", 0.95),
+        "nesterov": settings.take("nesterov", True), "ns_steps": settings.take("ns_steps", 5),
+        "eps": settings.take("eps", 1e-8), "consistent_rms": settings.take("consistent_rms"),
+        "weight_decay": settings.take("weight_decay", 0.0),
         "rules": leaf_rules(params, decay=matrices.__contains__),
     }, rate(settings))
 
 
 def _schedule_free(settings: Settings, params: Any) -> optax.GradientTransformation:
     # Every 20 rates in float64, as in `golden_common.rate`.
-    share = np.minimum((np.arange(20) + 1) / settings.take("warmup_steps"), 1.0)
-    table = settings.take("lr") * share
-    b1, b2 = settings.take("betas")
-    return optim.make_optimizer(
-        {"name": "schedule_free_adamw", "b1": b1, "b2": b2,
-         "weight_decay": settings.take("weight_decay")},
-        lambda count: jnp.asarray(table)[count],
-    )
+    warmup_steps = max(settings.take("warmup_steps", 0), 1)
+    table = settings.take("lr") * np.minimum((np.arange(20) + 1) / warmup_steps, 1.0)
+    b1, b2 = settings.take("betas", (0.9, 0.999))
+    settings.take("foreach")  # the same numbers, another way to compute them
+    return optim.make_optimizer({
+        "name": "schedule_free_adamw", "b1": b1, "b2": b2, "eps": settings.take("eps", 1e-8),
+        "weight_decay": settings.take("weight_decay", 0.0),
+        "weight_step_power": settings.take("r", 0.0),
+        "weight_lr_power": settings.take("weight_lr_power", 2.0),
+    }, lambda count: jnp.asarray(table)[count])
 
 
 FAMILIES: dict[str, Callable[[Settings, Any], optax.GradientTransformation]] = {

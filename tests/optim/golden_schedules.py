@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from lamb_tpu.optim import exponential_decay, legw, warmup
+from lamb_tpu.optim import exponential_decay, legw, schedules
 from tests.optim.golden_common import Settings
 
 
@@ -38,6 +38,13 @@ def curves_for(entry: dict[str, Any], record: Record) -> list[Curve]:
     curves = IMPLEMENTATIONS[entry["implementation"]](settings, record)
     settings.check_empty(entry["implementation"])
     return curves
+
+
+def warmup(
+    peak: float, total_steps: float, warmup_steps: float = 0.0, **options: Any
+) -> optax.Schedule:
+    """`schedules.warmup`, also for a run that ends within its warm-up, as some recorded runs do."""
+    return schedules.warmup(peak, max(total_steps, warmup_steps), warmup_steps, **options)
 
 
 def _init2winit(settings: Settings, record: Record) -> list[Curve]:

@@ -138,6 +138,26 @@ def test_the_average_counts_each_update_by_its_own_rate():
         optim.evaluation_params(state, params)["w"][0], expected, rtol=1e-5)
 
 
+@pytest.mark.parametrize("powers", [(1.0, 2.0), (2.0, 0.0), (0.5, 1.0)])
+def test_the_average_counts_each_update_by_its_number_to_a_power(powers):
+    step_power, rate_power = powers
+    rates = [0.1, 0.5, 0.3]  # of a rate that falls, the largest so far counts
+    params = {"w": jnp.zeros(1)}
+    tx = make_optimizer(
+        {"name": "schedule_free_adamw", "weight_step_power": step_power,
+         "weight_lr_power": rate_power}, lambda t: jnp.array(rates)[t])
+    state, points = tx.init(params), []
+    for _ in range(3):
+        updates, state = jax.jit(tx.update)({"w": jnp.ones(1)}, state, params)
+        params = optax.apply_updates(params, updates)
+        points.append(float(state.z["w"][0]))
+    weights = np.arange(1, 4) ** step_power * np.maximum.accumulate(rates) ** rate_power
+    np.testing.assert_allclose(
+        optim.evaluation_params(state, params)["w"][0], np.average(points, weights=weights),
+        rtol=1e-5)
+    np.testing.assert_allclose(state.max_lr, 0.5)
+
+
 @pytest.mark.parametrize("wrap", [
     lambda tx: optax.chain(optim.clip_global_norm(1e6), tx),
     lambda tx: optax.partition({"a": tx, "b": optax.sgd(0.1)},

@@ -52,6 +52,14 @@ def test_by_name(config, reference):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_name_is_a_function_of_the_package(name):
+    assert callable(getattr(optim, name)) and name in optim.__all__
+    tx = getattr(optim, name)(0.1)
+    assert isinstance(tx, optax.GradientTransformation)
+    assert_same(tx, make_optimizer({"name": name}, 0.1))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_one_table_of_rules_serves_all(name):
     rules = [["bias", {"decay": False, "adapt": False}], ["", {"layer_axes": []}]]
     config = {"name": name, "rules": rules}

@@ -1,13 +1,19 @@
 """Named rules find the biases and norms of small networks of each library."""
 
+import re
+
 import equinox as eqx
 import haiku as hk
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
-from flax import nnx
+from flax import linen, nnx
 
+from lamb_tpu import optim
 from lamb_tpu.optim import parameters
+from tests.shared import ROOT
 
 KEY = jax.random.key(0)
 
@@ -122,3 +128,77 @@ def test_a_norm_that_a_list_holds_has_no_name():
     facts = parameters.resolve(params, "no_bias_no_norm")
     paths = dict(zip(parameters.leaf_paths(params), jax.tree.leaves(facts), strict=True))
     assert paths["layers/1/weight"].decay and not paths["layers/1/bias"].decay
+
+
+# Two updates of one linear layer: each returns {'kernel': ..., 'bias': ...}.
+def linen_updates(tx, kernel):
+    layer = linen.Dense(2)
+    params = {"params": {"kernel": kernel, "bias": jnp.zeros(2)}}
+    state = tx.init(params)
+    for _ in range(2):
+        grads = jax.grad(lambda params: jnp.sum(layer.apply(params, INPUTS) ** 3))(params)
+        updates, state = tx.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    return params["params"]
+
+
+def nnx_updates(tx, kernel):
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    model.kernel[...] = kernel
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    for _ in range(2):
+        optimizer.update(model, nnx.grad(lambda model: jnp.sum(model(INPUTS) ** 3))(model))
+    return {"kernel": model.kernel[...], "bias": model.bias[...]}
+
+
+def equinox_updates(tx, kernel):
+    model = eqx.nn.Linear(3, 2, key=KEY)
+    model = eqx.tree_at(lambda m: (m.weight, m.bias), model, (kernel.T, jnp.zeros(2)))
+    state = tx.init(model)
+    for _ in range(2):
+        grads = eqx.filter_grad(lambda model: jnp.sum(jax.vmap(model)(INPUTS) ** 3))(model)
+        updates, state = tx.update(grads, state, model)
+        model = eqx.apply_updates(model, updates)
+    return {"kernel": model.weight.T, "bias": model.bias}
+
+
+def haiku_updates(tx, kernel):
+    net = hk.without_apply_rng(hk.transform(lambda x: hk.Linear(2)(x)))
+    params = {"linear": {"w": kernel, "b": jnp.zeros(2)}}
+    state = tx.init(params)
+    for _ in range(2):
+        grads = jax.grad(lambda params: jnp.sum(net.apply(params, INPUTS) ** 3))(params)
+        updates, state = tx.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    return {"kernel": params["linear"]["w"], "bias": params["linear"]["b"]}
+
+
+INPUTS = jnp.arange(12.0).reshape(4, 3) / 12
+UPDATES = [linen_updates, nnx_updates, equinox_updates, haiku_updates]
+
+
+@pytest.mark.parametrize("updated", UPDATES)
+def test_the_readme_example_in_each_library(updated):
+    block = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
+    names = {}
+    exec(compile(block, "README.md", "exec"), names)
+    kernel = jnp.array([[0.3, -0.2], [0.5, 0.1], [-0.4, 0.6]])
+    found, expected = updated(names["tx"], kernel), linen_updates(names["tx"], kernel)
+    assert not np.allclose(expected["kernel"], kernel)
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("rule", ["bias$", "bias/value$", "^bias", "bias(/value)?$"])
+def test_a_rule_of_a_bias_under_nnx(rule):
+    kernel = jnp.array([[0.3, -0.2], [0.5, 0.1], [-0.4, 0.6]])
+    tx = optim.lamb(0.1, weight_decay=0.5, rules=[(rule, {"adapt": False}), ("", {})])
+    expected = linen_updates(
+        optim.lamb(0.1, weight_decay=0.5, rules=[("bias", {"adapt": False}), ("", {})]), kernel)
+    for name, value in nnx_updates(tx, kernel).items():
+        np.testing.assert_allclose(value, expected[name], rtol=1e-5, atol=1e-7)
+
+
+def test_modules_of_agvm_under_nnx():
+    tx = optim.agvm(optim.lamb(0.1), ["^kernel$", "^bias$"], interval=1, start=0)
+    assert tx.init(nnx.state(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), nnx.Param)) is not None

@@ -47,9 +47,11 @@ def test_a_fractional_warm_up():
     np.testing.assert_allclose(values, [0, 0.4, 0.8, 7.5 / 8, 0.5 / 8, 0], rtol=1e-6)
 
 
-def test_a_warm_up_longer_than_the_run_never_ends():
-    values = _values(warmup(1.0, 10, 40), [0, 5, 9])
-    np.testing.assert_allclose(values, [0.0, 5 / 40, 9 / 40], rtol=1e-6)
+def test_a_warm_up_as_long_as_the_run_approaches_the_peak():
+    np.testing.assert_allclose(_values(warmup(1.0, 10, 10), [0, 5, 9]), [0, 0.5, 0.9], rtol=1e-6)
+    # With a clock that starts at 1 the last update has the peak.
+    late = warmup(1.0, 10, 10, end_value=1.0, first_step=1)
+    np.testing.assert_allclose(_values(late, [0, 9]), [0.1, 1.0], rtol=1e-6)
 
 
 def test_rates_stay_accurate_near_the_end_of_a_long_run():
@@ -204,6 +206,9 @@ def test_rates_are_float32_scalars_and_float64_where_enabled():
     (lambda: warmup(1, 0), "total_steps must be above 0, not 0"),
     (lambda: warmup(-1, 1), "peak must be at least 0, not -1"),
     (lambda: warmup(1, 1, -1), "warmup_steps must be at least 0, not -1"),
+    (lambda: warmup(0.1, total_steps=10, warmup_steps=20),
+     "warmup_steps 20 is longer than total_steps 10, so the rate would never reach its peak; give"),
+    (lambda: warmup(1, 10, 10.5, hold_steps=1), "warmup_steps 10.5 is longer than total_steps 10"),
     (lambda: warmup(1, 1, power=0), "power must be above 0, not 0"),
     (lambda: warmup(1, 1, decay="linear"), "'linear' is unknown; known: polynomial, cosine, c"),
     (lambda: warmup(1, 1, decay=0.1), "decay 0.1 is unknown; known: .* or a function such as"),

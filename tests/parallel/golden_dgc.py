@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +19,11 @@ from tests.quick import jit
 
 Arrays = Mapping[str, np.ndarray]
 AXES = ("data",)
+# Arguments of the authors' compressor whose value is fixed here, with that value.
+FIXED = {
+    "strided_sample": True, "compress_upper_bound": 1.3, "compress_lower_bound": 0.8,
+    "max_adaptation_iters": 10, "fp16_values": False,
+}
 # The masks of the update that is being traced, in the order of the leaves.
 _masks: list[jax.Array] = []
 
@@ -43,18 +49,30 @@ class Recorded(DGC):
 def repeat(entry: Mapping[str, Any], recorded: Arrays, inputs: Arrays) -> dict[str, np.ndarray]:
     """Returns our arrays under the recorded keys."""
     settings = Settings(entry["hyper"])
-    for name in ("gradients", "sent_bits", "seed", "epochs"):  # as the arrays say
+    # The layout in words, the seed of starts that are recorded, and the dtype of indices, which no
+    # value depends on.
+    for name in ("gradients", "sent_bits", "seed", "int32_indices"):
         settings.take(name)
+    for name, default in FIXED.items():
+        if settings.take(name, default) != default:
+            raise NotImplementedError(f"{name} is {default!r} in the exchange, and no option of it")
     world, compressed = settings.take("world"), settings.take("compressed")
-    ratio = settings.take("compress_ratio")
+    ratio, clip = settings.take("compress_ratio"), settings.take("clip")
+    if not isinstance(clip, (int, float, type(None))):
+        raise NotImplementedError(f"the exchange clips norms of leaves only, and clip is {clip!r}")
+    stages = max(settings.take("warmup_epochs", -1), 0)
+    coeff, epochs = settings.take("warmup_coeff"), settings.take("epochs")
     sgd = Settings(settings.take("sgd"))
     exchange = Recorded(
         AXES, world, ratio if ratio <= 1 else 1 / ratio,
         momentum=settings.take("momentum"), nesterov=settings.take("nesterov"),
-        factor_masking=settings.take("momentum_masking"), clip_norm=settings.take("clip"),
+        factor_masking=settings.take("momentum_masking"), clip_norm=clip,
         # The authors take at least 1 %.
         sample_ratio=min(max(settings.take("sample_ratio", 0.01), 0.01), 1.0),
         resample=settings.take("resample", True),
+        # Here an update is an epoch of the warm-up, so that `at` takes epochs.
+        warmup_steps=stages, warmup_stages=max(stages, 1),
+        warmup_coeff=(tuple(coeff) if isinstance(coeff, list) else coeff) if stages else None,
     )
     decay = _decay(sgd)
     settings.check_empty(entry["implementation"])
@@ -72,7 +90,10 @@ def repeat(entry: Mapping[str, Any], recorded: Arrays, inputs: Arrays) -> dict[s
         lambda leaf: jnp.broadcast_to(leaf, (world, *leaf.shape)),
         exchange.init({name: jnp.zeros(shape) for name, shape in seen.items()}),
     )
-    rates, ratios = recorded["lr"], recorded["compress_ratio"]
+    rates = recorded["lr"]
+    ratios = np.array([
+        exchange.at(epoch).ratio for epoch in _epochs(exchange, epochs, recorded["compress_ratio"])
+    ])
     decay_state = decay.init(params)
     exchange = dataclasses.replace(exchange, starts=_starts(
         exchange, ratios, {name: params[name].size for name in names if name in compressed},
@@ -117,6 +138,28 @@ def _decay(sgd: Settings) -> optax.GradientTransformation:
     if dampening:
         raise NotImplementedError("dampening of the weight decay is no option of optax.trace")
     return optax.chain(weight, optax.trace(momentum, nesterov))
+
+
+def _epochs(exchange: DGC, epochs: Any, ratios: np.ndarray) -> list[int]:
+    """Returns the epoch of each update, counted from 0.
+
+    Args:
+      exchange: with one update for each epoch of the warm-up.
+      epochs: the setting: a list of these epochs, or anything else, which does not say at which
+        updates they begin; the recorded ratios show that.
+      ratios: those that were recorded, one for each update. A ratio that no later epoch has leaves
+        the epoch as it is, so that it differs from ours.
+    """
+    if isinstance(epochs, list):
+        if len(epochs) != len(ratios):
+            raise ValueError(f"{len(epochs)} epochs are given for {len(ratios)} updates")
+        return epochs
+    found, epoch = [], 0
+    for ratio in ratios:
+        later = range(epoch, exchange.warmup_steps + 1)
+        epoch = next((e for e in later if math.isclose(exchange.at(e).ratio, ratio)), epoch)
+        found.append(epoch)
+    return found
 
 
 def _starts(

@@ -170,6 +170,49 @@ def test_name_decides_whatever_the_order() -> None:
         applied(config, "--config.optimizer.name=adam")
 
 
+def with_preset() -> ConfigDict:
+    """Returns a recipe of LAMB with a preset."""
+    optimizer = {"name": "lamb", "preset": "author", "learning_rate": 0.01}
+    return tiny.digits(optimizer=ConfigDict(optimizer))
+
+
+def test_a_preset_of_another_optimizer_names_the_remedy() -> None:
+    with pytest.raises(UserError) as caught:
+        applied(with_preset(), "--config.optimizer.name=adamw", "--config.optimizer.b1=0.8")
+    assert str(caught.value) == (
+        "config.optimizer.name is 'adamw' on the command line, and the config file sets "
+        "config.optimizer.preset='author', a preset of another optimizer; add "
+        "--config.optimizer.preset=''"
+    )
+    with pytest.raises(UserError, match="preset='', or one of novograd's: paper, jasper, optax"):
+        applied(with_preset(), "--config.optimizer.name=novograd")
+    # With another field that does not fit, one message has both.
+    config = with_preset()
+    with config.unlocked():
+        config.optimizer.collect = True
+    with pytest.raises(UserError, match="the config file sets collect, preset; .* replace them"):
+        applied(config, "--config.optimizer.name=adamw")
+
+
+@pytest.mark.parametrize("preset", ["", "none"])
+def test_a_preset_can_be_taken_back(preset: str) -> None:
+    config = applied(
+        with_preset(), "--config.optimizer.b1=0.8", f"--config.optimizer.preset={preset}",
+        "--config.optimizer.name=adamw")
+    recipe = resolve(config, 1000)
+    assert resolve_optimizer(config, recipe)[0] is not None
+    assert config.optimizer.b1 == 0.8
+    # The default of AdamW, not that of a preset, so the flag adds no key.
+    before = config.to_dict()
+    assert applied(config, "--config.optimizer.eps=1e-8").to_dict() == before
+
+
+def test_a_preset_of_the_new_optimizer() -> None:
+    config = applied(
+        with_preset(), "--config.optimizer.preset=larc", "--config.optimizer.name=lars")
+    assert (config.optimizer.name, config.optimizer.preset) == ("lars", "larc")
+
+
 def test_what_changes_nothing_adds_no_key() -> None:
     before = config_lib.flatten(tiny.digits())
     flags = ("--config.optimizer.b2=0.999", "--config.optimizer.weight_decay=0.01",

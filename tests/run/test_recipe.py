@@ -202,6 +202,23 @@ def test_summary() -> None:
     text = mnist().describe()
     assert "1,758 updates of 1,024 examples = 30 epochs of 60,000" in text
     assert "peak 0.1, warm-up 58.5938 updates = 1 epochs; update 0: 0, last: 5.884e-05" in text
+    assert "warning" not in text
+
+
+def test_a_run_that_ends_in_its_warm_up_says_so() -> None:
+    recipe = mnist(duration="12 steps")
+    np.testing.assert_allclose(recipe.rate(11), 0.1 * 11 * 1024 / 60_000, rtol=1e-6)
+    assert recipe.describe().endswith(
+        "\nwarning: the warm-up of 58.5938 updates is longer than the run of 12, so the learning "
+        "rate never reaches its peak; lengthen config.duration or shorten config.schedule.warmup, "
+        "e.g. to '10 percent'"
+    )
+    # LEGW keeps the number of warm-up updates, which the shorter run of a large batch may not have.
+    legw = {"schedule__scaling": "legw", "schedule__base_batch_size": 256,
+            "schedule__warmup": "10 epochs"}
+    assert "warning" in mnist(batch_size=8192, **legw).describe()
+    assert "warning" not in mnist(batch_size=256, **legw).describe()
+    assert "warning" not in mnist(duration="12 steps", schedule__warmup="12 steps").describe()
 
 
 @pytest.mark.parametrize(

@@ -56,8 +56,11 @@ class DGC(Exchange):
         None: any.
       sample_ratio: the fraction of values from which the threshold is estimated, in (0, 1].
       resample: whether a threshold that selects too much is replaced by the exact one.
-      warmup_steps: number of updates in which the ratio falls exponentially from near 1.
+      warmup_steps: number of updates in which the ratio falls from near 1.
       warmup_stages: number of ratios in these updates.
+      warmup_coeff: a number c: stage k, counted from 1, has the ratio c**k, but at least `ratio`; a
+        tuple: the ratio of each stage. None: c = ratio**(1 / (stages + 1)), which falls
+        exponentially to `ratio`. The authors' wm5 is (0.25, 0.063, 0.015, 0.004, 0.001).
       seed: of the places of the samples.
     """
 
@@ -72,6 +75,7 @@ class DGC(Exchange):
     resample: bool = True
     warmup_steps: int = 0
     warmup_stages: int = 5
+    warmup_coeff: float | tuple[float, ...] | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -85,6 +89,18 @@ class DGC(Exchange):
             raise ValueError(f"warmup_steps must not be negative, not {self.warmup_steps}")
         if self.warmup_stages < 1:
             raise ValueError(f"warmup_stages must be at least 1, not {self.warmup_stages}")
+        if isinstance(self.warmup_coeff, (tuple, list)):
+            # A tuple, because an exchange is hashed.
+            object.__setattr__(self, "warmup_coeff", tuple(self.warmup_coeff))
+            for coeff in self.warmup_coeff:
+                check_ratio("each ratio of warmup_coeff", coeff)
+            if len(self.warmup_coeff) < self.warmup_stages:
+                raise ValueError(
+                    f"warmup_coeff has {len(self.warmup_coeff)} ratios, and warmup_stages is "
+                    f"{self.warmup_stages}; give a ratio for each stage"
+                )
+        elif self.warmup_coeff is not None:
+            check_ratio("warmup_coeff", self.warmup_coeff)
 
     @property
     def has_momentum(self) -> bool:
@@ -94,7 +110,12 @@ class DGC(Exchange):
         ratio = self.ratio
         if update < self.warmup_steps:
             stage = update * self.warmup_stages // self.warmup_steps
-            ratio = max(ratio ** ((stage + 1) / (self.warmup_stages + 1)), ratio)
+            coeff = self.warmup_coeff
+            if coeff is None:
+                coeff = ratio ** (1 / (self.warmup_stages + 1))
+            # A power of a rounded root, as in the authors' class: at a small matrix the last bit of
+            # the ratio may decide how many values are sent.
+            ratio = coeff[stage] if isinstance(coeff, tuple) else max(coeff ** (stage + 1), ratio)
         return dataclasses.replace(self, ratio=ratio, warmup_steps=0)
 
     def init(self, params: Any) -> Residual:

@@ -128,6 +128,19 @@ def test_warmup_stages() -> None:
     assert len(shapes) == 1
 
 
+@pytest.mark.parametrize("coeff, expected", [
+    (0.3, [0.3, 0.09, 0.027, 0.02]),  # the powers of a number, not below the ratio
+    ([0.25, 0.01, 0.063], [0.25, 0.01, 0.063, 0.02]),  # in any order, also below the ratio
+    (None, [0.02 ** (k / 4) for k in range(1, 5)]),
+])
+def test_warmup_coefficients(coeff, expected) -> None:
+    exchange = DGC(
+        over.AXES, 8, ratio=0.02, warmup_steps=6, warmup_stages=3, warmup_coeff=coeff)
+    ratios = [exchange.at(update).ratio for update in range(8)]
+    np.testing.assert_allclose(ratios, np.repeat(expected, 2), rtol=1e-12)
+    assert hash(exchange)
+
+
 @pytest.mark.parametrize("size, ratio, sample_ratio, expected", [
     (256, 0.1, 0.05, (256, 26, 9, 3)),  # as in the recorded run
     (128, 0.1, 0.05, (128, 13, 1, 13)),
@@ -219,6 +232,9 @@ def test_bytes_at_a_thousandth() -> None:
     ({"clip_norm": 0.0}, "clip_norm must be positive, not 0.0"),
     ({"warmup_steps": -1}, "warmup_steps must not be negative, not -1"),
     ({"warmup_stages": 0}, "warmup_stages must be at least 1, not 0"),
+    ({"warmup_coeff": 2.0}, r"warmup_coeff must be in \(0, 1\]"),
+    ({"warmup_coeff": (0.5, 0.0, 0.1, 0.1, 0.1)}, "each ratio of warmup_coeff must be in"),
+    ({"warmup_coeff": (0.5, 0.1)}, "warmup_coeff has 2 ratios, and warmup_stages is 5"),
 ])
 def test_options_out_of_range(options, message) -> None:
     with pytest.raises(ValueError, match=message):
