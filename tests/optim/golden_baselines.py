@@ -60,7 +60,11 @@ def _muon(settings: Settings, params: Any) -> optax.GradientTransformation:
         "name": "muon", "beta": settings.take("beta"), "nesterov": settings.take("nesterov"),
         "consistent_rms": settings.take("consistent_rms"),
         "weight_decay": settings.take("weight_decay"),
-        "rules": leaf_rules(params, decay=matrices.__contains__),
+        # Optax takes every leaf with two axes for a matrix, tables too.
+        "rules": leaf_rules(
+            params, decay=matrices.__contains__,
+            matrix_axes=lambda name: ((0,), (1,)) if name in matrices else (),
+        ),
     }, rate(settings))
 
 
