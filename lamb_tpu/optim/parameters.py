@@ -305,25 +305,41 @@ def _joined(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def table(params: Any, rules: Rules) -> str:
+def table(
+    params: Any, rules: Rules, by_name: bool = False,
+    columns: Mapping[str, Sequence[str]] | None = None,
+) -> str:
     """The facts of every leaf as text: to log, to keep as a golden file, to compare on resume.
 
     Rows are sorted by path. Depends on paths, shapes, dtypes and facts only.
+
+    Args:
+      params: arrays or `jax.ShapeDtypeStruct`s.
+      rules: see `resolve`.
+      by_name: for an optimizer that goes by names: also show matrix axes that a leaf has by its
+        name, where they are others than by the number of its axes.
+      columns: titles of further columns, and their cells in the order of `jax.tree.leaves(params)`.
     """
+    columns = columns or {}
     facts = jax.tree.leaves(resolve(params, rules))
     factors = [  # most tables have none, and those of older runs know none
         name for name in ("rate_factor", "decay_factor")
         if any(getattr(fact, name) != 1.0 for fact in facts)
     ]
-    matrices = any(fact.matrix_axes is not None for fact in facts)
+    leaves = jax.tree.leaves(params)
+    axes = [
+        _shown_axes(fact, np.ndim(leaf), by_name) for leaf, fact in zip(leaves, facts, strict=True)
+    ]
+    shows_axes = any(shown is not None for shown in axes)
     rows = [(
         "path", "shape", "dtype", "count", "decay", "adapt", "layer axes",
-        *(name.replace("_", " ") for name in factors), *(["matrix axes"] if matrices else []),
+        *(name.replace("_", " ") for name in factors), *(["matrix axes"] if shows_axes else []),
+        *columns,
     )]
     totals = {"total": [0, 0], "decay": [0, 0], "adapt": [0, 0]}
     # Sorted by path, the table does not depend on the order of a container's keys.
-    for path, leaf, fact in sorted(
-        zip(leaf_paths(params), jax.tree.leaves(params), facts, strict=True),
+    for path, leaf, fact, shown, *more in sorted(
+        zip(leaf_paths(params), leaves, facts, axes, *columns.values(), strict=True),
         key=lambda row: row[0],
     ):
         count = math.prod(np.shape(leaf))
@@ -332,7 +348,7 @@ def table(params: Any, rules: Rules) -> str:
             "yes" if fact.decay else "no", "yes" if fact.adapt else "no",
             _axes(fact.layer_axes) if fact.layer_axes else "-",
             *(f"{getattr(fact, name):.6g}" for name in factors),
-            *([_matrix_text(fact.matrix_axes)] if matrices else []),
+            *([_matrix_text(shown)] if shows_axes else []), *more,
         ))
         for name, counted in (("total", True), ("decay", fact.decay), ("adapt", fact.adapt)):
             totals[name][0] += counted
@@ -340,8 +356,7 @@ def table(params: Any, rules: Rules) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [
         "  ".join(
-            # Column 3 is the count.
-            cell.rjust(width) if column == 3 else cell.ljust(width)
+            cell.rjust(width) if rows[0][column] in ("count", "bytes") else cell.ljust(width)
             for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in rows
@@ -355,6 +370,14 @@ def table(params: Any, rules: Rules) -> str:
 
 def _axes(values: Sequence[int]) -> str:
     return f"({','.join(map(str, values))})"
+
+
+def _shown_axes(
+    facts: ParameterFacts, num_axes: int, by_name: bool
+) -> MatrixAxes | tuple[()] | None:
+    if by_name and facts.adapt and facts.matrix(num_axes) != facts.matrix(num_axes, by_name=False):
+        return facts.axes_by_name
+    return facts.matrix_axes
 
 
 def _matrix_text(axes: MatrixAxes | tuple[()] | None) -> str:
