@@ -5,7 +5,7 @@
 >>> from lamb_tpu.optim.muon import muon
 >>> found = report('muon', jax.eval_shape(muon(0.02).init, params), params, 'all')
 >>> print(found.line())
-Muon: 288 of 296 values; Adam: the rest; state: mu float32, nu float32; 1,216 bytes
+Muon: 288 of 296 values; Adam: the rest; state: mu,nu float32; 1,216 bytes
 >>> [found.update_of(leaf) for leaf in found.leaves]
 ['Adam', 'Muon']
 
@@ -132,14 +132,18 @@ class Report(NamedTuple):
                 title = name.replace("_", " ")
                 parts.append(f"{title}s: {min(factors):.6g} to {max(factors):.6g}")
         parts += [  # of the 1-bit optimizers
-            f"{key}={value}" for key, value in self.arguments.items() if key.startswith("mask")
+            f"{key}={value}" for key, value in self.arguments.items()
+            if key.startswith("mask") and value not in ((), None)
         ]
         buffers = [buffer for leaf in self.leaves for buffer in leaf.buffers]
-        kept = dict.fromkeys(f"{buffer.name} {buffer.dtype}" for buffer in buffers)
         if not buffers:
             return "; ".join([*parts, "state: none"])
+        names: dict[str, dict[str, None]] = {}  # by dtype, in the order of the state
+        for buffer in buffers:
+            names.setdefault(str(buffer.dtype), {})[buffer.name] = None
+        kept = ", ".join(f"{','.join(group)} {dtype}" for dtype, group in names.items())
         size = sum(buffer.nbytes for buffer in buffers)
-        return "; ".join([*parts, f"state: {', '.join(kept)}", f"{size:,} bytes"])
+        return "; ".join([*parts, f"state: {kept}", f"{size:,} bytes"])
 
     def table(self, full: bool = True) -> str:
         """Returns `parameters.table`; if `full`, also each leaf's update, state and its bytes."""

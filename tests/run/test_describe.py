@@ -17,6 +17,7 @@ def test_summary_says_what_was_resolved(tmp_path: pathlib.Path) -> None:
         f"workdir: {tmp_path}", "data=8 over 8 cpu", "train[:256] 256 and test 360 examples",
         "12 updates of 64 examples = 3 epochs of 256", "warm-up 4 updates = 1 epochs",
         "hidden0/kernel", "total: 4 leaves",
+        "LAMB adapts 1,184 of 1,210 values; Adam: the rest; decay: 1,184; state: mu",
     ):
         assert part in text, (part, text)
 
