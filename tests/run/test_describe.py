@@ -4,6 +4,7 @@ import dataclasses
 import pathlib
 
 import pytest
+from ml_collections import ConfigDict
 
 from lamb_tpu import terminal
 from lamb_tpu.run.build import prepare
@@ -20,6 +21,13 @@ def test_summary_says_what_was_resolved(tmp_path: pathlib.Path) -> None:
         "LAMB adapts 1,184 of 1,210 values; Adam: the rest; decay: 1,184; state: mu",
     ):
         assert part in text, (part, text)
+
+
+def test_a_custom_optimizer_shows_its_state() -> None:
+    config = tiny.digits()
+    config.optimizer = ConfigDict({"name": "optax:adabelief", "learning_rate": 0.01})
+    text = tiny.unbroken(describe(prepare(config, None)))
+    assert "optax:adabelief: all 1,210 values; state: mu,nu float32; 9,680 bytes" in text
 
 
 def test_a_table_that_would_push_the_settings_off_the_screen_stays_in_its_file(
