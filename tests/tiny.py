@@ -166,7 +166,7 @@ def restored(config: ConfigDict, workdir: pathlib.Path) -> tuple[Any, dict[str, 
 def save(config: ConfigDict, workdir: pathlib.Path) -> None:
     """A run's folder without its training: two checkpoints, of random weights."""
     run, rng = prepare(config, workdir), np.random.default_rng(0)
-    run.folder.write_receipt(config, run.table, {}, run.train_set)
+    run.folder.write_receipt(config, run.leaves.table(), {}, run.train_set)
     state = run.first_state()
     with Checkpoints(run.folder.checkpoints, 2) as checkpoints:
         for step in (1, 2):

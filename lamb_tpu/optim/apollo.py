@@ -160,7 +160,7 @@ def apollo(
 
     def step_leaf(leaf: Leaf, mu: jax.Array, nu: jax.Array, norm: jax.Array) -> Step:
         grad, facts, split, real = leaf.grad, leaf.facts, leaf.split, leaf.rate.dtype
-        if split.shape is None and facts.adapt and facts.matrix(grad.ndim):
+        if split.shape is None and facts.adapt and facts.matrix(grad.ndim, by_name=False):
             raise ValueError(
                 f"apollo must know along which axis the matrix {leaf.path!r} is split: axis_name "
                 f"must give a PartitionSpec for it, not {leaf.axis_name!r}"
@@ -250,7 +250,7 @@ def projected_side(
     The last one is to hold the rank. `sharding.state_sharding` knows an axis by its size, so it is
     one of another size than the rank where there is any.
     """
-    sides = facts.matrix(len(shape)) if facts.adapt else None
+    sides = facts.matrix(len(shape), by_name=False) if facts.adapt else None
     if sides is None:
         return None
     lengths = [math.prod(shape[axis] for axis in side) for side in sides]

@@ -26,14 +26,15 @@ def muon(
     rules: Rules = parameters.DEFAULT_RULES,
     axis_name: AxisName = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Muon for matrices, Adam for every other leaf; decay outside both, times the learning rate.
+    """Muon on matrix parameters, Adam on the rest; decoupled decay scaled by the learning rate.
 
-    A matrix is a leaf that adapts by the rules and has rows and columns by them, see
-    `parameters.ParameterFacts.matrix_axes`: without that fact, one with two axes beside its layer
-    axes. Matrices that are stacked along layer axes are each orthogonalised on their own, and a
-    kernel of more axes as the matrix that its rows and columns make. Muon's authors leave
-    embeddings and the last layer to Adam: give those a rule with `adapt=False`, and one with a
-    `rate_factor` where Adam is to have a rate of its own.
+    A matrix is a leaf that adapts by the rules and whose `matrix_axes` they give. Where they do
+    not, names decide as Muon's authors do, see `matrices`: kernels of hidden layers, convolutions
+    as (spatial axes x inputs) x outputs, and attention kernels with axes of heads are matrices;
+    tables, positions and the output layer are not. An output layer that has no name to be known by,
+    such as 'Dense_3' or 'layers/2', needs a rule with `matrix_axes=()`, and a `rate_factor` gives
+    the leaves of Adam another rate. Matrices that are stacked along layer axes are orthogonalised
+    one by one, and a kernel of more axes as the matrix that its rows and columns make.
 
     A matrix's rows are its inputs, as in Flax, which matters for the factor
     sqrt(max(1, outputs / inputs)) of a step. Optax corrects the momentum for its start at 0; the
@@ -126,4 +127,4 @@ def muon(
 
 def _sides(leaf: Any, facts: ParameterFacts) -> parameters.MatrixAxes | tuple[()]:
     """The rows and the columns of a matrix that adapts; nothing for any other leaf."""
-    return facts.matrix(leaf.ndim) or () if facts.adapt else ()
+    return facts.matrix(leaf.ndim) or () if facts.adapt and leaf.size else ()

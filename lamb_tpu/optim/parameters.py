@@ -25,7 +25,9 @@ layer_2  (4)    float32      4  yes    yes    -           1
 total: 3 leaves, 12 values; decay: 3 leaves, 12 values; adapt: 3 leaves, 12 values
 """
 
+import copy
 import dataclasses
+import functools
 import math
 import re
 import warnings
@@ -36,9 +38,8 @@ import jax
 import numpy as np
 import optax
 
-from lamb_tpu.optim import checks
-
-MatrixAxes = tuple[tuple[int, ...], tuple[int, ...]]  # (rows, columns)
+from lamb_tpu.optim import checks, matrices
+from lamb_tpu.optim.matrices import MatrixAxes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,8 +59,11 @@ class ParameterFacts:
       matrix_axes: for optimizers of matrices, as `apollo` and `muon`: the axes that are a matrix's
         rows (inputs) and those that are its columns (outputs), several of them read as one, as
         ((0, 1, 2), (3,)) for the kernel of a convolution in Flax. () where the leaf is no matrix,
-        as a table of embeddings. With the layer axes they are all axes. None, where no rule says
-        it: the two axes of a leaf that has two beside its layer axes; any other is no matrix.
+        as a table of embeddings. With the layer axes they are all axes. None where no rule says
+        it: `muon` then goes by the leaf's name, see `matrices`; for `apollo` a leaf with two axes
+        beside its layer axes is a matrix, and any other is none.
+      axes_by_name: the matrix axes that go with the leaf's name; `resolve` fills them in where no
+        rule gives `matrix_axes`.
     """
 
     decay: bool = True
@@ -68,6 +72,8 @@ class ParameterFacts:
     rate_factor: float = 1.0
     decay_factor: float = 1.0
     matrix_axes: MatrixAxes | tuple[()] | None = None
+    axes_by_name: MatrixAxes | tuple[()] | None = dataclasses.field(
+        default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("decay", "adapt"):
@@ -93,10 +99,15 @@ class ParameterFacts:
                 "decay=False or a decay_factor, not both"
             )
 
-    def matrix(self, num_axes: int) -> MatrixAxes | None:
-        """The rows and the columns of a leaf with so many axes; None where it is no matrix."""
+    def matrix(self, num_axes: int, by_name: bool = True) -> MatrixAxes | None:
+        """The rows and the columns of a leaf with so many axes; None where it is no matrix.
+
+        With `by_name` false the leaf's name does not count.
+        """
         if self.matrix_axes is not None:
             return self.matrix_axes or None
+        if by_name and self.axes_by_name is not None:
+            return self.axes_by_name or None
         # No rule says it: the leaf is a matrix if just two axes are left, in Flax's order (inputs,
         # outputs).
         sides = [axis for axis in range(num_axes) if axis not in self.layer_axes]
@@ -144,9 +155,11 @@ _OF_NORMS = r"(^|/)(scale|gamma|beta|offset)(/value)?$"
 # Equinox calls a norm's scale 'weight', as it does a matrix, and GPT-2 calls it 'g'. A norm that a
 # list holds, as Equinox's 'layers/1/weight', has no name to be known by and needs a rule.
 _LEAVES = rf"{_BIASES}|{_OF_NORMS}|{_NORM}(weight|g)(/value)?$"
+_EXEMPT = re.compile(_LEAVES)
 _NORMS = rf"{_NORM}|{_OF_NORMS}"
 
-# Named rules fit any model, so one of them may match nothing.
+# Named rules fit any model, so one of them may match nothing. They leave matrix axes to `matrices`,
+# which knows kernels, tables and output layers by their names.
 RULES: dict[str, tuple[tuple[str, ParameterFacts], ...]] = {
     # LAMB's Algorithm 2 and LARS as printed: every tensor decays and adapts.
     "all": (("", ParameterFacts()),),
@@ -215,7 +228,7 @@ def resolve(params: Any, rules: Rules) -> Any:
                     f"matrix_axes {match.matrix_axes} and layer_axes {match.layer_axes} are not "
                     f"all axes of the parameter {path!r}, which has {num_axes}"
                 )
-        facts.append(match)
+        facts.append(_named(match, path, num_axes))
     if paths and not isinstance(rules, str):
         hidden = _hidden_paths(params)
         # A rule for a leaf that another part of a partition holds is no mistake. A hidden subtree
@@ -228,6 +241,19 @@ def resolve(params: Any, rules: Rules) -> Any:
                 f"{', '.join(hidden[:8])}{', ...' if len(hidden) > 8 else ''}", stacklevel=2,
             )
     return jax.tree.unflatten(treedef, facts)
+
+
+@functools.lru_cache(maxsize=4096)  # every trace of an update asks again
+def _named(facts: ParameterFacts, path: str, num_axes: int) -> ParameterFacts:
+    """Returns facts with `axes_by_name` filled in."""
+    if facts.matrix_axes is not None:
+        return facts
+    facts = copy.copy(facts)
+    axes: MatrixAxes | tuple[()] = ()
+    if not _EXEMPT.search(path):
+        axes = matrices.axes_of(path, num_axes, facts.layer_axes)
+    object.__setattr__(facts, "axes_by_name", axes)
+    return facts
 
 
 def _hidden_paths(params: Any) -> list[str]:
@@ -302,25 +328,41 @@ def matches(regex: str | re.Pattern, path: str) -> bool:
     )
 
 
-def table(params: Any, rules: Rules) -> str:
+def table(
+    params: Any, rules: Rules, by_name: bool = False,
+    columns: Mapping[str, Sequence[str]] | None = None,
+) -> str:
     """The facts of every leaf as text: to log, to keep as a golden file, to compare on resume.
 
     Rows are sorted by path. Depends on paths, shapes, dtypes and facts only.
+
+    Args:
+      params: arrays or `jax.ShapeDtypeStruct`s.
+      rules: see `resolve`.
+      by_name: for an optimizer that goes by names: also show matrix axes that a leaf has by its
+        name, where they are others than by the number of its axes.
+      columns: titles of further columns, and their cells in the order of `jax.tree.leaves(params)`.
     """
+    columns = columns or {}
     facts = jax.tree.leaves(resolve(params, rules))
     factors = [  # most tables have none, and those of older runs know none
         name for name in ("rate_factor", "decay_factor")
         if any(getattr(fact, name) != 1.0 for fact in facts)
     ]
-    matrices = any(fact.matrix_axes is not None for fact in facts)
+    leaves = jax.tree.leaves(params)
+    axes = [
+        _shown_axes(fact, np.ndim(leaf), by_name) for leaf, fact in zip(leaves, facts, strict=True)
+    ]
+    shows_axes = any(shown is not None for shown in axes)
     rows = [(
         "path", "shape", "dtype", "count", "decay", "adapt", "layer axes",
-        *(name.replace("_", " ") for name in factors), *(["matrix axes"] if matrices else []),
+        *(name.replace("_", " ") for name in factors), *(["matrix axes"] if shows_axes else []),
+        *columns,
     )]
     totals = {"total": [0, 0], "decay": [0, 0], "adapt": [0, 0]}
     # Sorted by path, the table does not depend on the order of a container's keys.
-    for path, leaf, fact in sorted(
-        zip(leaf_paths(params), jax.tree.leaves(params), facts, strict=True),
+    for path, leaf, fact, shown, *more in sorted(
+        zip(leaf_paths(params), leaves, facts, axes, *columns.values(), strict=True),
         key=lambda row: row[0],
     ):
         count = math.prod(np.shape(leaf))
@@ -329,7 +371,7 @@ def table(params: Any, rules: Rules) -> str:
             "yes" if fact.decay else "no", "yes" if fact.adapt else "no",
             _axes(fact.layer_axes) if fact.layer_axes else "-",
             *(f"{getattr(fact, name):.6g}" for name in factors),
-            *([_matrix_text(fact.matrix_axes)] if matrices else []),
+            *([_matrix_text(shown)] if shows_axes else []), *more,
         ))
         for name, counted in (("total", True), ("decay", fact.decay), ("adapt", fact.adapt)):
             totals[name][0] += counted
@@ -337,8 +379,7 @@ def table(params: Any, rules: Rules) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [
         "  ".join(
-            # Column 3 is the count.
-            cell.rjust(width) if column == 3 else cell.ljust(width)
+            cell.rjust(width) if rows[0][column] in ("count", "bytes") else cell.ljust(width)
             for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in rows
@@ -352,6 +393,14 @@ def table(params: Any, rules: Rules) -> str:
 
 def _axes(values: Sequence[int]) -> str:
     return f"({','.join(map(str, values))})"
+
+
+def _shown_axes(
+    facts: ParameterFacts, num_axes: int, by_name: bool
+) -> MatrixAxes | tuple[()] | None:
+    if by_name and facts.adapt and facts.matrix(num_axes) != facts.matrix(num_axes, by_name=False):
+        return facts.axes_by_name
+    return facts.matrix_axes
 
 
 def _matrix_text(axes: MatrixAxes | tuple[()] | None) -> str:
@@ -395,7 +444,7 @@ def _compile_rule(rule: Any) -> tuple[re.Pattern, ParameterFacts]:
     if isinstance(facts, ParameterFacts):
         return regex, facts
     # A mapping, as config files have it.
-    known = [field.name for field in dataclasses.fields(ParameterFacts)]
+    known = [field.name for field in dataclasses.fields(ParameterFacts) if field.init]
     try:
         facts = dict(facts)
     except (TypeError, ValueError):

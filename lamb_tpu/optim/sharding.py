@@ -1,5 +1,6 @@
 """Sharding of an optimizer's state, derived from that of the parameters."""
 
+from collections.abc import Container
 from typing import Any
 
 import jax
@@ -71,14 +72,10 @@ def state_sharding(
     replicated = _with_spec(given[0], PartitionSpec())
 
     def place(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> Any:
-        # Suffixes from the longest on, down to the empty path of a bare parameter. Keys are
-        # compared, not text: 'a' as a dict's key and as an attribute differ.
-        for start in range(len(path) + 1):
-            if path[start:] in known:
-                shape, sharding = known[path[start:]]
-                break
-        else:
+        owner = owner_of(path, known)
+        if owner is None:
             return replicated
+        shape, sharding = known[owner]
         if leaf.shape == shape:
             return sharding
         # Adafactor's factored moments, for example: which of the axes they kept is not known.
@@ -98,6 +95,21 @@ def state_sharding(
         lambda p: jax.ShapeDtypeStruct(np.shape(p), jnp.result_type(p)), params
     )
     return jax.tree_util.tree_map_with_path(place, jax.eval_shape(tx.init, shapes))
+
+
+def owner_of(path: tuple[Any, ...], known: Container[tuple[Any, ...]]) -> tuple[Any, ...] | None:
+    """Returns the path of the parameter to which a leaf of the state belongs; None if to none.
+
+    Args:
+      path: of the leaf of the state, as `jax.tree_util.tree_leaves_with_path` gives it.
+      known: the paths of the parameters.
+    """
+    # Suffixes from the longest on, down to the empty path of a bare parameter. Keys are compared,
+    # not text: 'a' as a dict's key and as an attribute differ.
+    for start in range(len(path) + 1):
+        if path[start:] in known:
+            return path[start:]
+    return None
 
 
 def _spec(sharding: Sharding | PartitionSpec) -> PartitionSpec:

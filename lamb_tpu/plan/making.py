@@ -124,6 +124,7 @@ def _of_step(
         fits=fits,
         needed=_needed(compiled.message),
         message=compiled.message,
+        leaves=run.leaves.line(),
         calibration=calibration,
         other_batch=_other_batch(config.batch_size, fits, known),
         work=work_of(run),

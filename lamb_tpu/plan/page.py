@@ -91,6 +91,7 @@ def _part(name: str, plan: Plan) -> Part:
         ("slice", f"{slice_.name}: {slice_.num_chips:,} chips on {plan.hosts:,} hosts"),
         ("mesh", ", ".join(f"{axis}={size}" for axis, size in plan.mesh.items())),
         ("batch", f"{plan.batch_size:,}"),
+        *([("optimizer", plan.leaves)] if plan.leaves else []),
     ]
     if plan.step_seconds:
         low, middle, high = plan.step_seconds

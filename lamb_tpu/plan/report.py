@@ -134,6 +134,7 @@ class Plan:
       fits: whether the program fits into a device's memory.
       needed: bytes that the program needs; None if the compiler does not say.
       message: the compiler's error message if the program does not fit.
+      leaves: what the optimizer does with the parameters, in one line; '' if unknown.
       other_batch: the next larger batch that is known to fit; for a step that does not fit, the
         next smaller one; None if none is known.
       memory: bytes by kind; None, as all that follows, if the program does not fit.
@@ -162,6 +163,7 @@ class Plan:
     needed: float | None
     is_cached: bool = False
     message: str = ""
+    leaves: str = ""
     other_batch: int | None = None
     memory: Memory | None = None
     flops: int | None = None
@@ -256,6 +258,7 @@ class Plan:
             "backend": self.backend,
             "fits": self.fits,
             "message": self.message,
+            "leaves": self.leaves,
             "other_batch_that_fits": self.other_batch,
             "device_bytes": generation.hbm,
             "usable_bytes": round(generation.usable),
@@ -312,6 +315,7 @@ class Plan:
             f"host(s), mesh {mesh}, collectives by {self.backend}",
             f"step: a batch of {self.batch_size:,}, compiled in {self.compile_seconds:.0f} s by "
             f"libtpu {importlib.metadata.version('libtpu')}" + " (kept)" * self.is_cached,
+            *([self.leaves] if self.leaves else []),
         ]
         if self.memory is None or self.needed is None:
             lines.append(f"the compiler's message: {self.message.splitlines()[0]}")

@@ -20,7 +20,7 @@ from lamb_tpu import data, models, own, tasks
 from lamb_tpu.cost import flops, topology
 from lamb_tpu.data.text import saved
 from lamb_tpu.errors import UserError
-from lamb_tpu.optim import parameters
+from lamb_tpu.optim import factory, leaves, parameters
 from lamb_tpu.parallel import mesh as mesh_lib
 from lamb_tpu.parallel import rules as rules_lib
 from lamb_tpu.parallel import state as state_lib
@@ -30,7 +30,7 @@ from lamb_tpu.parallel.layout import Layout, make_layout
 from lamb_tpu.parallel.parts import Averages, Carry, Skipped, StatePart
 from lamb_tpu.run import checks, exchanges, initial, memory, statistics
 from lamb_tpu.run.initial import Start
-from lamb_tpu.run.recipe import Recipe, naming, resolve, resolve_optimizer
+from lamb_tpu.run.recipe import Recipe, naming, optimizer_of, resolve, resolve_optimizer
 from lamb_tpu.store.workdir import Workdir
 
 
@@ -51,6 +51,7 @@ class Run:
       abstract_state: shapes, dtypes and shardings of the state.
       facts: the facts of every parameter, see `parameters.resolve`.
       table: the facts as text.
+      leaves: the optimizer's update and state of every parameter.
       batch_norm: a line about the groups of BatchNorm; '' for a model without BatchNorm.
       start: source of the initial weights; None: they are random.
     """
@@ -68,6 +69,7 @@ class Run:
     abstract_state: state_lib.TrainState
     facts: Any
     table: str
+    leaves: leaves.Report
     batch_norm: str
     start: Start | None
 
@@ -436,16 +438,19 @@ def prepare(
     # Under jit without microbatches every layer sees the whole batch.
     if training and (named or config.accumulation_steps > 1 or in_microbatches):
         checks.check_statistics(config, abstract, train_set, in_microbatches)
-    table = parameters.table(params, rules)
+    optimizer = config.optimizer.to_dict() | {"name": optimizer_of(config.optimizer.name)}
+    report = leaves.report(
+        config.optimizer.name, abstract.opt_state, params, rules, factory.arguments_of(optimizer)
+    )
     # A folder that is used again has a record of its parameters and its vocabulary.
     if folder is not None:
-        folder.check_parameters(table)
+        folder.check_parameters(report.table())
         folder.check_text(train_set)
     if start is not None:
         start = initial.check(start, config, abstract, train_set)
     return Run(
         config, folder, mesh, task, train_set, eval_set, recipe, tx, layout, init,
-        placed, facts, table, batch_norm, start,
+        placed, facts, report.table(full=False), report, batch_norm, start,
     )
 
 

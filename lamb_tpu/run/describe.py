@@ -40,6 +40,7 @@ def describe(run: Run) -> str:
         *run.eval_set.notes,
         run.recipe.describe(),
         f"model: {config.model.name}, optimizer: {config.optimizer.name}",
+        run.leaves.line(),
         _describe_flops(run),
     ]
     if run.batch_norm:

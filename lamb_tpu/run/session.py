@@ -107,7 +107,9 @@ class Session:
                 facts = {
                     "mesh": dict(run.mesh.shape), "batch_norm": run.batch_norm, "from_step": step,
                 }
-                self._folder.write_receipt(config, run.table, facts, run.train_set)
+                self._folder.write_receipt(
+                    config, run.leaves.table(), facts, run.train_set
+                )
             self._records = MetricsWriter(
                 self._folder.path, step, config.log.tensorboard, self._is_first,
                 not position.eval_due, self.fail,

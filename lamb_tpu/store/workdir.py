@@ -21,7 +21,7 @@ from lamb_tpu.data import Source, title
 from lamb_tpu.data.text import saved
 from lamb_tpu.errors import UserError
 from lamb_tpu.files import buckets, leases, locks, reading, writing
-from lamb_tpu.optim import durations
+from lamb_tpu.optim import durations, leaves
 from lamb_tpu.store import checksums, programs
 
 _LISTED = 8  # differing keys in a message
@@ -230,12 +230,15 @@ class Workdir:
         return UserError(f"{file} is damaged ({reason}); restore it or give another {self._key}")
 
     def check_parameters(self, table: str) -> None:
-        """Refuses to resume if the table of parameter facts has changed since the run began."""
-        # Bytes: a damaged file need not be UTF-8.
-        if self.parameters.exists() and self.parameters.read_bytes() != table.encode():
+        """Rejects a resume if the facts of a parameter have changed since the run began."""
+        if not self.parameters.exists():
+            return
+        # A damaged file need not be UTF-8.
+        before = self.parameters.read_bytes().decode(errors="replace")
+        if (difference := leaves.difference(before, table)) is not None:
             raise UserError(
-                f"the parameter table differs from {self.parameters}, so this is not the model or "
-                "the rules that the run began with; give another --workdir"
+                f"the parameter table differs from {self.parameters} ({difference}), so this is "
+                "not the model or the rules that the run began with; give another --workdir"
             )
 
     def write_file(self, name: str, text: str) -> None:

@@ -70,7 +70,7 @@ TABLES = {
 
 
 @functools.cache
-def _shapes(model: str, name: str) -> Any:
+def shapes(model: str, name: str) -> Any:
     """Shapes of a network's parameters, in JSON, on the inputs of a table."""
     built = models.build(**json.loads(model))
     return jax.eval_shape(built.init, jax.random.key(0), TABLES[name][2])["params"]
@@ -81,8 +81,8 @@ def table(name: str, optimizer: str) -> str:
     get_config = tiny.recipe_file(tiny.ROOT / "configs" / file).get_config
     config: ConfigDict = get_config(f"{argument},optimizer={optimizer}")
     # What the optimizers do not change is traced once for all of them.
-    shapes = _shapes(config.model.to_json(), name)
-    return parameters.table(shapes, config.optimizer.to_dict()["rules"]) + "\n"
+    params = shapes(config.model.to_json(), name)
+    return parameters.table(params, config.optimizer.to_dict()["rules"]) + "\n"
 
 
 @pytest.mark.parametrize(

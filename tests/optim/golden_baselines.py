@@ -64,7 +64,11 @@ def _muon(settings: Settings, params: Any) -> optax.GradientTransformation:
         "nesterov": settings.take("nesterov", True), "ns_steps": settings.take("ns_steps", 5),
         "eps": settings.take("eps", 1e-8), "consistent_rms": settings.take("consistent_rms"),
         "weight_decay": settings.take("weight_decay", 0.0),
-        "rules": leaf_rules(params, decay=matrices.__contains__),
+        # Optax takes every leaf with two axes for a matrix, tables too.
+        "rules": leaf_rules(
+            params, decay=matrices.__contains__,
+            matrix_axes=lambda name: ((0,), (1,)) if name in matrices else (),
+        ),
     }, rate(settings))
 
 

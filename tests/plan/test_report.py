@@ -77,6 +77,9 @@ def test_what_the_terminal_shows() -> None:
         "fits (32 % of memory); 7,038 updates, 12 min of compute and 1.2 to 5.9 min of",
         "    network; 0.51 s of evaluation; 240 chip-hours",
     ]
+    leaves = "Muon: 288 of 296 values; Adam: the rest; state: mu,nu float32; 1,216 bytes"
+    assert leaves in tiny.unbroken(plan(leaves=leaves).describe())
+    assert plan(leaves=leaves).as_json()["leaves"] == leaves
     unknown = plan(
         cycles=None, flops=None, times=None, collectives=None, notes=("the loop %w",),
     )

@@ -260,6 +260,16 @@ def test_table_of_other_parameters(copy: pathlib.Path) -> None:
     assert tiny.fingerprint(copy) == before
 
 
+def test_table_of_an_older_version(copy: pathlib.Path) -> None:
+    run = prepare(tiny.digits(), copy)
+    (copy / "parameters.txt").write_text(run.table)  # without update, state and bytes
+    prepare(tiny.digits(), copy)
+    changed = run.table.replace("no ", "yes", 1)
+    (copy / "parameters.txt").write_text(changed)
+    with pytest.raises(UserError, match="'hidden0/bias' has decay yes there and no here"):
+        prepare(tiny.digits(), copy)
+
+
 def test_original_files_missing_or_damaged(tmp_path: pathlib.Path) -> None:
     originals = shared("data", "mnist")
     config = tiny.recipe_file(tiny.ROOT / "configs" / "mnist_lenet.py").get_config()

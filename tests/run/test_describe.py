@@ -4,6 +4,7 @@ import dataclasses
 import pathlib
 
 import pytest
+from ml_collections import ConfigDict
 
 from lamb_tpu import terminal
 from lamb_tpu.run.build import prepare
@@ -17,8 +18,16 @@ def test_summary_says_what_was_resolved(tmp_path: pathlib.Path) -> None:
         f"workdir: {tmp_path}", "data=8 over 8 cpu", "train[:256] 256 and test 360 examples",
         "12 updates of 64 examples = 3 epochs of 256", "warm-up 4 updates = 1 epochs",
         "hidden0/kernel", "total: 4 leaves",
+        "LAMB adapts 1,184 of 1,210 values; Adam: the rest; decay: 1,184; state: mu",
     ):
         assert part in text, (part, text)
+
+
+def test_a_custom_optimizer_shows_its_state() -> None:
+    config = tiny.digits()
+    config.optimizer = ConfigDict({"name": "optax:adabelief", "learning_rate": 0.01})
+    text = tiny.unbroken(describe(prepare(config, None)))
+    assert "optax:adabelief: all 1,210 values; state: mu,nu float32; 9,680 bytes" in text
 
 
 def test_a_table_that_would_push_the_settings_off_the_screen_stays_in_its_file(

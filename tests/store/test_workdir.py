@@ -144,8 +144,18 @@ def test_table_must_be_the_one_the_run_began_with(tmp_path: pathlib.Path) -> Non
     folder.check_parameters("anything, for there is none yet")
     folder.write_receipt(tiny.digits(), "a table", {})
     folder.check_parameters("a table")
-    with pytest.raises(UserError, match="differs from .*parameters.txt"):
+    with pytest.raises(UserError, match="differs from .*parameters.txt .it is no table"):
         folder.check_parameters("another")
+
+
+def test_a_table_of_an_older_version_still_fits(tmp_path: pathlib.Path) -> None:
+    folder = Workdir(tmp_path)
+    older = "path  shape  count  decay\na     (4)        4  yes\ntotal: 1 leaf"
+    now = "path  shape  count  decay  update\na     (4)        4  yes    LAMB\ntotal: 1 leaf"
+    folder.write_receipt(tiny.digits(), older, {})
+    folder.check_parameters(now)
+    with pytest.raises(UserError, match="'a' has decay yes there and no here"):
+        folder.check_parameters(now.replace("yes", "no "))
 
 
 def test_one_run_at_a_time(tmp_path: pathlib.Path) -> None:
