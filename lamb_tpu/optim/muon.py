@@ -126,4 +126,4 @@ def muon(
 
 def _sides(leaf: Any, facts: ParameterFacts) -> parameters.MatrixAxes | tuple[()]:
     """The rows and the columns of a matrix that adapts; nothing for any other leaf."""
-    return facts.matrix(leaf.ndim) or () if facts.adapt else ()
+    return facts.matrix(leaf.ndim) or () if facts.adapt and leaf.size else ()

@@ -74,9 +74,9 @@ def onebit_adam(
       b2: :math:`\beta_2`, in [0, 1).
       eps: :math:`\epsilon`.
       weight_decay: :math:`\lambda`, a number or a schedule.
-      relative_floor: after the warm-up, :math:`\sqrt v` in the denominator is at least this fraction
-        of the root of its layer's mean :math:`v`; in [0, 1), 0 for none, as in DeepSpeed. See
-        `staged.denominator`.
+      relative_floor: after the warm-up, :math:`\sqrt v` in the denominator is at least this
+        fraction of the root of its layer's mean :math:`v`; in [0, 1), 0 for none, as in DeepSpeed.
+        See `staged.denominator`.
       mask_unseen: after the warm-up, momentum of elements that had no gradient before its end is 0.
         One bit cannot say 0.
       masked_rows: rows whose momentum is 0 after the warm-up, such as position embeddings beyond

@@ -101,9 +101,9 @@ def onebit_lamb(
         average starts at 0. A ratio of exactly 1 is not averaged, as in DeepSpeed.
       factor_bounds: of :math:`f_t`.
       factor_threshold: how far :math:`f_t` may be from :math:`f_{t-1}`, relatively.
-      relative_floor: after the warm-up, :math:`\sqrt v` in the denominator is at least this fraction
-        of the root of its layer's mean :math:`v`; in [0, 1), 0 for none, as in DeepSpeed. See
-        `staged.denominator`.
+      relative_floor: after the warm-up, :math:`\sqrt v` in the denominator is at least this
+        fraction of the root of its layer's mean :math:`v`; in [0, 1), 0 for none, as in DeepSpeed.
+        See `staged.denominator`.
       mask_unseen: after the warm-up, momentum of elements that had no gradient before its end is 0.
         One bit cannot say 0.
       masked_rows: rows whose momentum is 0 after the warm-up, such as position embeddings beyond

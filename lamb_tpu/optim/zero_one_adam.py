@@ -95,8 +95,9 @@ def zero_one_adam(
       eps: :math:`\epsilon`.
       weight_decay: :math:`\lambda`, a number or a schedule. As in DeepSpeed, after the freezing the
         decay is part of the way, and so of the momentum.
-      relative_floor: :math:`\sqrt v` in the denominator is at least this fraction of the root of its
-        layer's mean :math:`v`; in [0, 1), 0 for none, as in DeepSpeed. See `staged.denominator`.
+      relative_floor: :math:`\sqrt v` in the denominator is at least this fraction of the root of
+        its layer's mean :math:`v`; in [0, 1), 0 for none, as in DeepSpeed. See
+        `staged.denominator`.
       mask_unseen: what is exchanged compressed is 0 for elements whose second moment is 0. One bit
         cannot say 0.
       masked_rows: rows for which it is 0, such as position embeddings beyond the sequence length:

@@ -66,7 +66,7 @@ class Exchange(Protocol):
         exchange whose residual also holds other values, such as factors to begin with, keeps them.
 
         Args:
-          residual: of one device or of all, as `keeping.Kept` holds it.
+          residual: of one device, as `placing.Placed.init` shapes it.
         """
         return zeros(residual)
 
@@ -74,7 +74,7 @@ class Exchange(Protocol):
         """Returns the residual after a skipped update; by default the one before it.
 
         Args:
-          before: the residual before the update.
+          before: the residual before the update, shaped as for `reset`.
           after: what `reduce` returned from a gradient that is not finite.
         """
         return before
