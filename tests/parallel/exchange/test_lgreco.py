@@ -1,6 +1,7 @@
 """L-GreCo over PowerSGD: measured errors, chosen ranks, and how many programs there are."""
 
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -169,7 +170,7 @@ def test_a_skipped_update_counts_and_starts_its_window_empty() -> None:
     exchange = LGreCo(over.AXES, 8, rank=1, interval=2)
     every = over.gradients({"kernel": (12, 10)}, 3)
     _, residuals = over.run(exchange, every)
-    for before, after in zip(residuals[:-1], residuals[1:], strict=True):
+    for before, after in itertools.pairwise(residuals):
         found = exchange.skipped(before, after)
         begins = int(before.whole["count"][0]) % 2 == 0
         assert np.array_equal(found.whole["count"], after.whole["count"])
