@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
+from lamb_tpu import data
 from lamb_tpu.errors import UserError
 from lamb_tpu.parallel.exchange.onebit import OneBit
 from lamb_tpu.parallel.state import TrainState
@@ -184,3 +185,34 @@ def test_plain_gradients_in_one_bit() -> None:
     start = run.first_state()
     moved = difference(expected.params, start.params)
     assert 0 < difference(state.params, expected.params) < moved
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("exchange", ["powersgd", "lgreco"])
+def test_first_synchronisation_through_factors_is_not_zero(exchange: str) -> None:
+    """It begins with the factors that the exchange has, and without its errors."""
+    changes = {"parallel__exchange": ConfigDict({"name": exchange, "rank": 2})}
+    before, run = after(config("zero_one_adam", **changes), 8, 6)
+    assert run.stage(6).of_optimizer.resets
+    state, _ = after(config("zero_one_adam", **changes), 8, 7)
+    moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), state.params, before.params)
+    assert min(jax.tree.leaves(moved)) > 1e-5
+    assert all(np.any(q) for q in jax.tree.leaves(state.parts["residual"]["kept"].whole["q"]))
+
+
+@pytest.mark.long
+def test_a_skipped_first_update_leaves_the_exchange_as_it_was() -> None:
+    """The next gradient begins EF21's average, as the first one would have."""
+    run = prepare(tiny.digits(
+        guards__max_skipped=2, parallel__backend="shard_map",
+        parallel__exchange=ConfigDict({"name": "ef21", "momentum": 0.9, "ratio": 1.0}),
+    ), None, jax.devices())
+    step, first = run.make_train_step(), next(data.TrainLoader(run.train_set, 64, 0))
+    spoilt = {**first, "image": np.full(first["image"].shape, np.inf, np.float32)}
+    fine = {**first, "image": first["image"].astype(np.float32)}
+    state, sums = step(run.first_state(), run.shard_batch(spoilt))
+    kept = state.parts["residual"]["kept"]
+    assert int(state.skipped) == 1 and int(kept.whole["count"]) == 0
+    _, later = step(state, run.shard_batch(fine))
+    _, alone = step(run.first_state(), run.shard_batch(fine))
+    np.testing.assert_allclose(later["grad_norm"][0], alone["grad_norm"][0], rtol=1e-6)

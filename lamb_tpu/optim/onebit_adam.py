@@ -24,6 +24,11 @@ class OnebitAdamState(NamedTuple):
     nu: Any  # second moments: the same shapes; frozen after the warm-up
     readings: Readings | None
 
+    @property
+    def remedy(self) -> str:
+        """Advice for a run that diverges."""
+        return staged.REMEDY
+
 
 def onebit_adam(
     learning_rate: optax.ScalarOrSchedule,
@@ -32,6 +37,7 @@ def onebit_adam(
     b2: float = 0.999,
     eps: float = 1e-8,
     weight_decay: optax.ScalarOrSchedule = 0.0,
+    relative_floor: float = staged.RELATIVE_FLOOR,
     mask_unseen: bool = True,
     masked_rows: MaskedRows = (),
     discard_first: bool = False,
@@ -68,8 +74,11 @@ def onebit_adam(
       b2: :math:`\beta_2`, in [0, 1).
       eps: :math:`\epsilon`.
       weight_decay: :math:`\lambda`, a number or a schedule.
+      relative_floor: after the warm-up, :math:`\sqrt v` in the denominator is at least this
+        fraction of the root of its layer's mean :math:`v`; in [0, 1), 0 for none, as in DeepSpeed.
+        See `staged.denominator`.
       mask_unseen: after the warm-up, momentum of elements that had no gradient before its end is 0.
-        One bit cannot say 0, and they would be divided by `eps`.
+        One bit cannot say 0.
       masked_rows: rows whose momentum is 0 after the warm-up, such as position embeddings beyond
         the sequence length: pairs (regex over paths, (first row, row after the last)).
       discard_first: throw the first gradient away, as DeepSpeed does: that update, which makes its
@@ -88,6 +97,7 @@ def onebit_adam(
     """
     chains.check_numbers(learning_rate, weight_decay, {"b1": b1, "b2": b2}, eps=eps)
     staged.check_mask(mask_unseen, masked_rows)
+    staged.check_floor(relative_floor)
     stages, index = staged.frozen_after(freeze_step, discard_first)
 
     def init_leaf(param: jax.Array, facts: ParameterFacts) -> tuple[jax.Array, ...]:
@@ -106,9 +116,14 @@ def onebit_adam(
                 b2 * nu + (1 - b2) * trust_ratio.real_product(leaf.grad, leaf.grad)
                 for leaf, nu in zip(leaves, nus, strict=True)
             ]
-        return [
-            (-leaf.rate * direction(leaf, mu, nu, eps, weight_decay), (mu, nu), None)
+        floor = relative_floor if stage.reduces else 0.0
+        steps = [
+            direction(leaf, mu, staged.denominator(nu, leaf.facts, eps, floor), weight_decay)
             for leaf, mu, nu in zip(leaves, mus, nus, strict=True)
+        ]
+        return [
+            (-leaf.rate * found, (mu, nu), None)
+            for leaf, found, mu, nu in zip(leaves, steps, mus, nus, strict=True)
         ]
 
     return staged.transform(
@@ -118,11 +133,10 @@ def onebit_adam(
 
 
 def direction(
-    leaf: Leaf, mu: jax.Array, nu: jax.Array, eps: float | jax.Array,
-    weight_decay: optax.ScalarOrSchedule,
+    leaf: Leaf, mu: jax.Array, denominator: jax.Array, weight_decay: optax.ScalarOrSchedule
 ) -> jax.Array:
-    """Momentum over the root of the second moments, plus the decayed weights where they decay."""
-    found = mu / (trust_ratio.root(nu) + eps)
+    """Momentum over the denominator, plus the decayed weights where they decay."""
+    found = mu / denominator
     if leaf.facts.decay:
         decay = leafwise.decay_at(weight_decay, leaf.facts, leaf.completed, leaf.rate.dtype)
         found = found + decay * leaf.weights

@@ -31,6 +31,11 @@ class OnebitLambState(NamedTuple):
     scaling: Any  # of a layer's momentum that is sent, so that all layers are of one size; 0 before
     readings: Readings | None
 
+    @property
+    def remedy(self) -> str:
+        """Advice for a run that diverges."""
+        return staged.REMEDY
+
 
 def onebit_lamb(
     learning_rate: optax.ScalarOrSchedule,
@@ -43,6 +48,7 @@ def onebit_lamb(
     b3: float = 0.9,
     factor_bounds: tuple[float, float] = (0.5, 4.0),
     factor_threshold: float = 0.1,
+    relative_floor: float = staged.RELATIVE_FLOOR,
     mask_unseen: bool = True,
     masked_rows: MaskedRows = (),
     discard_first: bool = False,
@@ -95,8 +101,11 @@ def onebit_lamb(
         average starts at 0. A ratio of exactly 1 is not averaged, as in DeepSpeed.
       factor_bounds: of :math:`f_t`.
       factor_threshold: how far :math:`f_t` may be from :math:`f_{t-1}`, relatively.
+      relative_floor: after the warm-up, :math:`\sqrt v` in the denominator is at least this
+        fraction of the root of its layer's mean :math:`v`; in [0, 1), 0 for none, as in DeepSpeed.
+        See `staged.denominator`.
       mask_unseen: after the warm-up, momentum of elements that had no gradient before its end is 0.
-        One bit cannot say 0, and they would be divided by `eps`.
+        One bit cannot say 0.
       masked_rows: rows whose momentum is 0 after the warm-up, such as position embeddings beyond
         the sequence length: pairs (regex over paths, (first row, row after the last)).
       discard_first: throw the first gradient away, as DeepSpeed does: that update, which makes its
@@ -120,6 +129,7 @@ def onebit_lamb(
     checks.check_bounds("ratio_bounds", ratio_bounds)
     checks.check_bounds("factor_bounds", factor_bounds)
     staged.check_mask(mask_unseen, masked_rows)
+    staged.check_floor(relative_floor)
     stages, index = staged.frozen_after(freeze_step, discard_first)
 
     def init_leaf(param: jax.Array, facts: ParameterFacts) -> tuple[jax.Array, ...]:
@@ -133,7 +143,7 @@ def onebit_lamb(
         mu, nu, fresh, coefficient, factor, scaling = buffers
         mu = b1 * mu + (1 - b1) * leaf.grad
         nu = b2 * nu + (1 - b2) * real_product(leaf.grad, leaf.grad)
-        step, ratio = direction(leaf, mu, nu, eps, weight_decay), None
+        step, ratio = direction(leaf, mu, trust_ratio.root(nu) + eps, weight_decay), None
         if leaf.facts.adapt:
             ratio = trust_ratio.trust_ratio(
                 trust_ratio.leaf_norm(leaf.weights, leaf.facts),
@@ -151,13 +161,14 @@ def onebit_lamb(
         gradient = (mu - b1 * old) / (1 - b1)
         fresh = jnp.where(before == 0, nu, fresh)
         fresh = b2 * fresh + (1 - b2) * real_product(gradient, gradient)
-        frozen = trust_ratio.root(nu) + eps
-        step, ratio = direction(leaf, mu, nu, eps, weight_decay), None
+        frozen = staged.denominator(nu, leaf.facts, eps, relative_floor)
+        now = staged.denominator(fresh, leaf.facts, eps, relative_floor)
+        step, ratio = direction(leaf, mu, frozen, weight_decay), None
         if leaf.facts.adapt:
             factor = new_factor(
                 # With an eps of 0, elements without any gradient would be 0 / 0.
                 trust_ratio.leaf_norm(
-                    jnp.where(frozen > 0, frozen / (trust_ratio.root(fresh) + eps), 1.0),
+                    jnp.where(frozen > 0, frozen / now, 1.0),
                     leaf.facts, "linf"),
                 trust_ratio.leaf_norm(mu / frozen, leaf.facts),
                 trust_ratio.leaf_norm(step, leaf.facts),

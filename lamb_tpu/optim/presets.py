@@ -2,6 +2,10 @@
 
 from typing import Any
 
+_DEEPSPEED_ONEBIT: dict[str, Any] = {
+    "relative_floor": 0.0, "mask_unseen": False, "discard_first": True,
+}
+
 # They hold what an implementation computes, with its own defaults; which leaves decay and adapt is
 # the model's business, and stands in rules.
 PRESETS: dict[str, dict[str, dict[str, Any]]] = {
@@ -106,6 +110,12 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
             "momentum": 0.9, "weight_decay": 1e-6,
         },
     },
+    # DeepSpeed's OnebitAdam, OnebitLamb and ZeroOneAdam. Elements with small second moments move
+    # far in one bit: there eps is what bounds them, and exp_avg_mask, here masked_rows.
+    "onebit_adam": {"deepspeed": _DEEPSPEED_ONEBIT},
+    "onebit_lamb": {"deepspeed": _DEEPSPEED_ONEBIT},
+    # There local_step_clipper is 16, which leaves the parameters of devices apart in between.
+    "zero_one_adam": {"deepspeed": _DEEPSPEED_ONEBIT},
     "novograd": {
         # The paper, with the numbers of its code in OpenSeq2Seq; NvNovoGrad of timm is the same.
         "paper": {"b1": 0.95, "b2": 0.98, "eps": 1e-8, "weight_decay": 0.0},

@@ -17,7 +17,7 @@ class Reducing(optax.GradientTransformationExtraArgs):
       `reduce(tree)` exactly once, with a tree of the gradient's structure and shapes, and gets the
       sums over devices of the trees, which are the same on each. `num_devices` is their number, for
       a mean. The state must come out the same on each device. Where the stage has an attribute
-      `resets` that is True, what the exchange has kept so far is dropped.
+      `resets` that is True, the exchange first drops the errors of earlier sums.
 
     Args:
       init, update: of the transformation.

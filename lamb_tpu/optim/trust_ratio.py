@@ -205,7 +205,8 @@ def leaf_norm(
 def leaf_mean(leaf: jax.Array, facts: ParameterFacts, axis_name: MeshAxes = None) -> jax.Array:
     """The mean of each of a leaf's layers, of values >= 0, shaped as `leaf_norm`."""
     total = leaf_norm(leaf, facts, "l1", axis_name)
-    count = math.prod(leaf.shape) / math.prod(collected_shape(leaf, facts))
+    # A leaf without elements has the mean 0. A stack of no layers has no means.
+    count = max(math.prod(leaf.shape) / max(math.prod(collected_shape(leaf, facts)), 1), 1)
     # The psum of a Python number is a product with the axis size; nothing is sent.
     return total / over(jax.lax.psum, count, axis_name)
 

@@ -38,6 +38,11 @@ class ZeroOneAdamState(NamedTuple):
     rates: Any  # of each leaf, (): the sum of the learning rates since the last exchange
     readings: Readings | None
 
+    @property
+    def remedy(self) -> str:
+        """Advice for a run that diverges."""
+        return staged.REMEDY
+
 
 def zero_one_adam(
     learning_rate: optax.ScalarOrSchedule,
@@ -49,6 +54,7 @@ def zero_one_adam(
     b2: float = 0.999,
     eps: float = 1e-8,
     weight_decay: optax.ScalarOrSchedule = 0.0,
+    relative_floor: float = staged.RELATIVE_FLOOR,
     mask_unseen: bool = True,
     masked_rows: MaskedRows = (),
     discard_first: bool = False,
@@ -89,8 +95,11 @@ def zero_one_adam(
       eps: :math:`\epsilon`.
       weight_decay: :math:`\lambda`, a number or a schedule. As in DeepSpeed, after the freezing the
         decay is part of the way, and so of the momentum.
+      relative_floor: :math:`\sqrt v` in the denominator is at least this fraction of the root of
+        its layer's mean :math:`v`; in [0, 1), 0 for none, as in DeepSpeed. See
+        `staged.denominator`.
       mask_unseen: what is exchanged compressed is 0 for elements whose second moment is 0. One bit
-        cannot say 0, and they would be divided by `eps`.
+        cannot say 0.
       masked_rows: rows for which it is 0, such as position embeddings beyond the sequence length:
         pairs (regex over paths, (first row, row after the last)).
       discard_first: throw the first gradient away, as DeepSpeed does: that update, which makes its
@@ -114,6 +123,7 @@ def zero_one_adam(
     checks.check_whole("local_step_clipper", local_step_clipper, lowest=1)
     checks.check_flag("discard_first", discard_first)
     staged.check_mask(mask_unseen, masked_rows)
+    staged.check_floor(relative_floor)
 
     def init_leaf(param: jax.Array, facts: ParameterFacts) -> tuple[jax.Array, ...]:
         rates = jnp.zeros((), trust_ratio.real_dtype(param))
@@ -129,7 +139,11 @@ def zero_one_adam(
         return staged.masked(values, leaf, nu, mask_unseen, masked_rows)
 
     def update(leaf: Leaf, mu: jax.Array, nu: jax.Array) -> jax.Array:
-        return -leaf.rate * direction(leaf, mu, nu, eps, weight_decay)
+        return -leaf.rate * direction(leaf, mu, denominator(leaf, nu), weight_decay)
+
+    def denominator(leaf: Leaf, nu: jax.Array) -> jax.Array:
+        # Of changes of the second moments too: momentum already holds gradients of one bit.
+        return staged.denominator(nu, leaf.facts, eps, relative_floor)
 
     def variance(leaf: Leaf, buffers: tuple) -> Step:
         mu, nu, moved, rates = buffers
@@ -155,7 +169,7 @@ def zero_one_adam(
         mu = -way / jnp.where(rates > 0, rates, 1.0)
         # The own way back and the common one. With one step between exchanges `moved` is 0, so that
         # the update has the same bits on all devices.
-        common = way / (trust_ratio.root(nu) + eps) - moved
+        common = way / denominator(leaf, nu) - moved
         return common, (mu, nu, jnp.zeros_like(moved), jnp.zeros_like(rates)), None
 
     def step(stage: Stage, leaves: list[Leaf], buffers: list[tuple], reduce: Any) -> list[Step]:
@@ -169,7 +183,10 @@ def zero_one_adam(
         if stage == LOCAL:
             return steps
         own = [new for _, new, _ in steps]
-        ways = reduce([moved * (trust_ratio.root(nu) + eps) for _, nu, moved, _ in own])
+        ways = reduce([
+            moved * denominator(leaf, nu)
+            for leaf, (_, nu, moved, _) in zip(leaves, own, strict=True)
+        ])
         return [
             synchronised(leaf, way, new[-1], old)
             for (leaf, old), way, new in zip(pairs, ways, own, strict=True)

@@ -64,6 +64,10 @@ class JitBackend:
         # under ZeRO-1. The compiler may still reduce whole arrays and cut them.
         return lax.with_sharding_constraint(grads, self.layout.moments), residual
 
+    def reset(self, residual: Any) -> Any:
+        """The residual without the values of earlier sums, see `exchange.base`."""
+        return residual
+
     def not_finite(self, grads: Any) -> jax.Array | None:
         """True where an element of a gradient is NaN or infinite, before it is reduced.
 
@@ -129,6 +133,9 @@ class ShardMapBackend:
 
     def reduce(self, grads: Any, residual: Any) -> tuple[Any, Any]:
         return self.exchange.reduce(grads, residual)
+
+    def reset(self, residual: Any) -> Any:
+        return self.exchange.exchange.reset(residual)
 
     def not_finite(self, grads: Any) -> jax.Array | None:
         return any_not_finite(grads, self._axes) if self.exchange.keeps_residual else None

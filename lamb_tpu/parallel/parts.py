@@ -29,7 +29,7 @@ class Update:
       params: the new parameters, placed as the optimizer's state.
       model_state: the new model state.
       finite: whether the gradient was finite, a boolean scalar; None where it was not checked. If
-        it is False, the update is skipped, and floating-point arrays of a part are put back too.
+        it is False, the update is skipped, and `skipped` decides what the part becomes.
       rows: the new value of each part's field, (rows, ...), by the part's name.
       residual: what the exchange of gradients keeps; () without.
     """
@@ -61,6 +61,17 @@ class StatePart(Protocol):
 
     def updated(self, value: Any, update: Update) -> Any:
         """Returns the part after an update."""
+
+    def skipped(self, before: Any, after: Any) -> Any:
+        """Returns the part after a skipped update; by default the part before it.
+
+        Counts go back too: a count of what an average holds must not pass the average.
+
+        Args:
+          before: the part before the update.
+          after: what `updated` returned; its arrays may hold NaN.
+        """
+        return before
 
     def field(self, value: Any) -> jax.Array | None:
         """Returns the part's array (rows, ...), for a part that lives with the rows of a batch.
@@ -150,6 +161,9 @@ class Skipped(StatePart):
         if update.finite is None:
             return value
         return value + 1 - update.finite.astype(jnp.int32)
+
+    def skipped(self, before: jax.Array, after: jax.Array) -> jax.Array:
+        return after
 
 
 @dataclasses.dataclass(frozen=True)

@@ -54,10 +54,10 @@ def make_update(
       accumulation_steps: number of microbatches that each device's rows are cut into. The rows of a
         batch are in the order of `mesh.microbatch_order`.
       parts: further parts of the state.
-      skip_nonfinite: skip an update whose gradient is not finite. Parameters, model state, average
-        and the optimizer's floating-point state stay. The optimizer's counts and the step advance,
-        so that all clocks agree. The metrics of a skipped update are pairs of 0. Adds the metric
-        `skipped`.
+      skip_nonfinite: skip an update whose gradient is not finite. Parameters, model state and the
+        optimizer's floating-point state stay, and so do parts, see `StatePart.skipped`. The
+        optimizer's counts and the step advance, so that all clocks agree. The metrics of a skipped
+        update are pairs of 0. Adds the metric `skipped`.
       stage: of an optimizer that sums over devices by itself, see `optim.reducing`. `grad_norm` is
         then that of the sums which it asks for.
     """
@@ -119,14 +119,16 @@ def make_finish(
         # The model state needs no sum: BatchNorm takes its statistics over devices by itself.
         loss, task_sums = backend.add((loss, task_sums))
         not_finite = backend.not_finite(grads)
-        part = state.parts.get(RESIDUAL)
+        before = dict(state.parts)
+        part = before.get(RESIDUAL)
+        if part is not None and getattr(stage, "resets", False):
+            # The residual is of another quantity than what this stage sends. This holds even if the
+            # update is skipped, because the stage does not come back.
+            part = before[RESIDUAL] = {**part, "kept": backend.reset(part["kept"])}
         reduced: list[tuple[Any, Any]] = []  # the sums over all examples, and the new residual
 
         def reduce(tree: Any) -> Any:
-            kept = () if part is None else part["kept"]
-            if getattr(stage, "resets", False):  # it is of another quantity than this tree
-                kept = jax.tree.map(jnp.zeros_like, kept)
-            sums, residual = backend.reduce(tree, kept)
+            sums, residual = backend.reduce(tree, () if part is None else part["kept"])
             reduced.append((sums, residual))
             return sums
 
@@ -162,12 +164,16 @@ def make_finish(
         # One element that is NaN or infinite makes the norm so, on every device.
         finite = jnp.isfinite(norm) if skip_nonfinite else None
         moved = Update(state.step, params, model_state, finite, new_rows, residual)
-        after = {part.name: part.updated(state.parts[part.name], moved) for part in parts}
+        after = {part.name: part.updated(before[part.name], moved) for part in parts}
         if finite is not None:
-            params, model_state, opt_state, after = _where(
-                finite,
-                (params, model_state, opt_state, after),
-                (old, state.model_state, state.opt_state, dict(state.parts)),
+            stays = {part.name: part.skipped(before[part.name], after[part.name]) for part in parts}
+            params, model_state, after = _where(
+                finite, (params, model_state, after), (old, state.model_state, stays)
+            )
+            opt_state = jax.tree.map(
+                lambda new, old: jnp.where(finite, new, old)
+                if jnp.issubdtype(new.dtype, jnp.inexact) else new,
+                opt_state, state.opt_state,
             )
             # `tree.map` sorts the names, and a state has them in the order of `parts`.
             after = {part.name: after[part.name] for part in parts}
@@ -230,13 +236,8 @@ def _as(like: Any, tree: Any) -> Any:
 
 
 def _where(finite: jax.Array, new: Any, before: Any) -> Any:
-    """Returns `new`, with its floating-point arrays as they were before where not finite."""
-
-    def kept(new: jax.Array, before: jax.Array) -> jax.Array:
-        floating = jnp.issubdtype(new.dtype, jnp.floating)
-        return jnp.where(finite, new, before) if floating else new
-
-    return jax.tree.map(kept, new, before)
+    """Returns `new` where finite, otherwise `before`."""
+    return jax.tree.map(lambda new, before: jnp.where(finite, new, before), new, before)
 
 
 def make_train_step(

@@ -145,9 +145,12 @@ class Guards(Observer):
         )
 
     def _end(self, what: str, step: int) -> None:
+        # The states of optimizers that send momentum in one bit have advice.
+        remedy = getattr(self._start.state.opt_state, "remedy", "")
+        remedy += ", " if remedy else ""
         raise Diverged(
             f"{what}, at the learning rate {self._rate(step - 1):.4g}; the last "
-            f"checkpoint is {self._start.last_checkpoint()}. Try, in a new --workdir, a lower "
-            "config.optimizer.learning_rate, a longer config.schedule.warmup or "
+            f"checkpoint is {self._start.last_checkpoint()}. Try, in a new --workdir, "
+            f"{remedy}a lower config.optimizer.learning_rate, a longer config.schedule.warmup or "
             "config.optimizer.clip_global_norm"
         )

@@ -100,7 +100,9 @@ TRANSFORMS: dict[str, Build] = {
         if takes(name, "collect")
     },
     **{
-        f"{name} {preset}": functools.partial(OPTIMIZERS[name], **arguments)
+        f"{name} {preset}": functools.partial(OPTIMIZERS[name], **{
+            # A first update that is thrown away shows nothing.
+            key: value for key, value in arguments.items() if key != "discard_first"})
         for name, presets in PRESETS.items()
         for preset, arguments in presets.items()
     },

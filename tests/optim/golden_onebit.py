@@ -16,6 +16,7 @@ import numpy as np
 import optax
 
 from lamb_tpu import optim
+from lamb_tpu.optim.presets import preset
 from lamb_tpu.optim.staged import Stage, Staged
 from lamb_tpu.parallel.exchange.base import Residual
 from lamb_tpu.parallel.exchange.onebit import OneBit
@@ -79,7 +80,7 @@ def _trajectory(
         stage: Stage, grads: Any, params: Any, state: Any, residual: Residual
     ) -> tuple[Any, Any, Residual]:
         share = jax.tree.map(lambda g: g / world, grads)
-        held = [jax.tree.map(jnp.zeros_like, residual) if stage.resets else residual]
+        held = [exchange.reset(residual) if stage.resets and exchange else residual]
 
         def reduce(tree: Any) -> Any:
             assert exchange is not None
@@ -167,7 +168,7 @@ def _exchange(world: int, per_leaf: bool) -> OneBit:
     return OneBit(("workers",), world, per_leaf=per_leaf, multiple=math.lcm(world, 8))
 
 
-def _common(settings: Settings) -> dict[str, Any]:
+def _common(name: str, settings: Settings) -> dict[str, Any]:
     mask = settings.take("exp_avg_mask")
     rows = ()
     if mask is not None:
@@ -181,7 +182,7 @@ def _common(settings: Settings) -> dict[str, Any]:
         "learning_rate": rate(settings), "b1": settings.take("beta1", 0.9),
         "b2": settings.take("beta2", 0.999), "eps": settings.take("eps", 1e-8),
         "weight_decay": settings.take("weight_decay", 0.0),
-        "mask_unseen": False, "masked_rows": rows, "discard_first": True, "collect": True,
+        "masked_rows": rows, "collect": True, **preset(name, "deepspeed"),
     }
 
 
@@ -192,7 +193,7 @@ def _freeze_step(settings: Settings) -> int:
 
 
 def _adam(settings: Settings) -> Staged:
-    return optim.onebit_adam(freeze_step=_freeze_step(settings), **_common(settings))
+    return optim.onebit_adam(freeze_step=_freeze_step(settings), **_common("onebit_adam", settings))
 
 
 def _lamb(settings: Settings) -> Staged:
@@ -206,7 +207,7 @@ def _lamb(settings: Settings) -> Staged:
         b3=settings.take("coeff_beta", 0.9),
         factor_bounds=(settings.take("factor_min", 0.5), settings.take("factor_max", 4.0)),
         factor_threshold=settings.take("factor_threshold", 0.1),
-        **_common(settings),
+        **_common("onebit_lamb", settings),
     )
 
 
@@ -218,7 +219,7 @@ def _zero_one(settings: Settings) -> Staged:
         var_update_scaler=settings.take("var_update_scaler", 16),
         local_step_scaler=settings.take("local_step_scaler", 32_678),
         local_step_clipper=settings.take("local_step_clipper", 16),
-        **_common(settings),
+        **_common("zero_one_adam", settings),
     )
 
 

@@ -24,8 +24,8 @@ def test_three_updates_by_hand():
 
 @pytest.mark.parametrize("mask_unseen", [True, False])
 def test_elements_without_a_gradient_before(mask_unseen):
-    """Without the mask they are divided by eps."""
-    tx = optim.onebit_adam(0.1, freeze_step=1, mask_unseen=mask_unseen)
+    """Without the mask and the floor they are divided by eps."""
+    tx = optim.onebit_adam(0.1, freeze_step=1, mask_unseen=mask_unseen, relative_floor=0.0)
     state = tx.init(PARAMS)
     _, state = tx.update({"w": jnp.array([1.0, 1.0, 0.0])}, state, PARAMS)
 

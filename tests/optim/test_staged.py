@@ -131,3 +131,57 @@ def test_who_leaves_devices_apart():
 def test_nothing_stands_around_them(name, field):
     with pytest.raises(ValueError, match="sums over devices by itself"):
         optim.make_optimizer({"name": name, **field}, 0.1)
+
+
+FROZEN = {
+    "onebit_adam": {"freeze_step": 1}, "onebit_lamb": {"freeze_step": 1},
+    "zero_one_adam": {"var_freeze_step": 1},
+}
+
+
+@pytest.mark.parametrize("name", REDUCING)
+def test_one_bit_does_not_move_elements_of_tiny_second_moments_far(name):
+    """Such as pixels at the edge of an image: a gradient of 1e-6 where others have 1."""
+    params = {"w": jnp.ones(4)}
+    first = {"w": jnp.array([1.0, -1.0, 1.0, 1e-6])}
+
+    def moved(**arguments):
+        tx = optim.make_optimizer(
+            {"name": name, "rules": "all", "weight_decay": 0.0, **FROZEN[name], **arguments}, 0.01)
+        _, state = tx.update(first, tx.init(params), params)
+
+        def in_one_bit(tree):
+            return jax.tree.map(
+                lambda x: jnp.sqrt(jnp.mean(x * x)) * jnp.where(x >= 0, 1.0, -1.0), tree)
+
+        updates, _ = tx.update(first, state, params, stage=tx.stage(1), reduce=in_one_bit)
+        return np.abs(np.asarray(updates["w"]))
+
+    *usual, tiny = moved()
+    assert max(usual) > 1e-3 and tiny < 12 * max(usual)
+    *usual, tiny = moved(relative_floor=0.0)
+    assert tiny > 1e3 * max(usual)
+    *usual, tiny = moved(relative_floor=0.5)
+    assert tiny < 2.4 * max(usual)
+
+
+@pytest.mark.parametrize("name", REDUCING)
+def test_the_preset_is_the_formula_of_deepspeed(name):
+    given = {"relative_floor": 0.0, "mask_unseen": False, "discard_first": True}
+    expected = trained(optim.make_optimizer({"name": name, **FREEZES[name], **given}, 0.01), 5)
+    preset = {"name": name, "preset": "deepspeed", **FREEZES[name]}
+    assert_close(trained(optim.make_optimizer(preset, 0.01), 5), expected)
+
+
+@pytest.mark.parametrize("name", REDUCING)
+@pytest.mark.parametrize("floor", [-0.1, 1.0, float("nan"), None])
+def test_floors_out_of_range(name, floor):
+    with pytest.raises(ValueError, match="^relative_floor must be at least 0 and below 1, not"):
+        optim.make_optimizer({"name": name, "relative_floor": floor}, 0.01)
+
+
+def test_the_floor_is_of_each_layer_of_a_stack():
+    nu = jnp.array([[4.0, 0.0], [400.0, 0.0]])
+    found = staged.denominator(nu, optim.ParameterFacts(layer_axes=(0,)), 0.0, 0.5)
+    np.testing.assert_allclose(found, [[2.0, 0.5 * 2**0.5], [20.0, 0.5 * 200**0.5]], rtol=1e-6)
+    assert (staged.denominator(nu, optim.ParameterFacts(), 1.0, 0.0) == jnp.sqrt(nu) + 1).all()

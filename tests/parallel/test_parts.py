@@ -118,3 +118,9 @@ def test_mesh_of_an_evaluation_need_not_divide_the_rows() -> None:
     part = carry(8, 1, rows=20)
     value = placed(part, part.init(PARAMS, STATE))
     assert value["value"].is_fully_replicated and value["example"].tolist() == list(range(20))
+
+
+def test_parts_after_a_skipped_update() -> None:
+    before, after = {"count": 0, "average": 1.0}, {"count": 1, "average": float("nan")}
+    assert Averages(0.5).skipped(before, after) is before
+    assert Skipped().skipped(3, 4) == 4

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lamb_tpu import data
+from lamb_tpu import data, optim
 from lamb_tpu.run.build import Run
 from lamb_tpu.store.metrics import read_records
 from lamb_tpu.train import train
@@ -307,3 +307,15 @@ def test_healthy_run_tells_no_spike_and_a_broken_batch_in_it_does(
     spikes = read_records(tmp_path / "broken" / "metrics.jsonl", "spike")
     assert [spike["step"] for spike in spikes] == [1000]
     assert "update 1000: loss spike of " in capsys.readouterr().out
+
+
+def test_a_run_of_one_bit_that_diverges_hears_of_the_floor_and_the_mask() -> None:
+    guard, _ = guards()
+    params = {"w": np.ones(3, np.float32)}
+    for name in ("onebit_adam", "onebit_lamb", "zero_one_adam"):
+        state = optim.make_optimizer({"name": name}, 0.1).init(params)
+        guard.started(start(state=SimpleNamespace(skipped=0, opt_state=state)))
+        with pytest.raises(Diverged, match=r"Try, in a new --workdir, a larger config\.optimizer\."
+                           r"relative_floor or config\.optimizer\.eps, a mask by .*masked_rows, "
+                           r"a lower config\.optimizer\.learning_rate"):
+            spikes(guard, [(7, update(np.inf))])

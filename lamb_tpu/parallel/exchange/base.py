@@ -2,6 +2,9 @@
 
 from typing import Any, NamedTuple, Protocol
 
+import jax
+import jax.numpy as jnp
+
 
 class Residual(NamedTuple):
     """State of an exchange between updates.
@@ -56,6 +59,26 @@ class Exchange(Protocol):
           residual: this device's residual.
         """
 
+    def reset(self, residual: Residual) -> Residual:
+        """Returns the residual without the values of earlier sums; by default all zeros.
+
+        An optimizer that begins to send another quantity asks for it, see `optim.staged.Stage`. An
+        exchange whose residual also holds other values, such as factors to begin with, keeps them.
+
+        Args:
+          residual: of one device, as `placing.Placed.init` shapes it.
+        """
+        return zeros(residual)
+
+    def skipped(self, before: Residual, after: Residual) -> Residual:
+        """Returns the residual after a skipped update; by default the one before it.
+
+        Args:
+          before: the residual before the update, shaped as for `reset`.
+          after: what `reduce` returned from a gradient that is not finite.
+        """
+        return before
+
     def at(self, update: int) -> "Exchange":
         """Returns the exchange of the update after `update` completed ones; by default itself.
 
@@ -79,3 +102,8 @@ class Exchange(Protocol):
           whole: `Residual.whole`, on the devices.
         """
         return self
+
+
+def zeros(tree: Any) -> Any:
+    """Returns a tree of zeros with the shapes and dtypes of another."""
+    return jax.tree.map(jnp.zeros_like, tree)

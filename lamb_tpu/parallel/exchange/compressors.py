@@ -79,6 +79,8 @@ class TopK(Compressor):
         return min(count, size)
 
     def compress(self, x: jax.Array) -> sparse.Selected:
+        if not x.size:
+            return sparse.Selected(x, jnp.zeros(0, bool))
         return sparse.Selected(x, selection.largest(jnp.abs(x), self.budget(x.size)))
 
     def decompress(self, message: sparse.Selected) -> jax.Array:
@@ -120,7 +122,7 @@ class Sign(Compressor):
     """
 
     def compress(self, x: jax.Array) -> Signs:
-        return Signs(x >= 0, jnp.mean(jnp.abs(x)))
+        return Signs(x >= 0, jnp.sum(jnp.abs(x)) / max(x.size, 1))
 
     def decompress(self, message: Signs) -> jax.Array:
         return jnp.where(message.positive, message.scale, -message.scale)

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from lamb_tpu.parallel import collectives
-from lamb_tpu.parallel.exchange import cutting, selection, sparse
+from lamb_tpu.parallel.exchange import cutting, norms, selection, sparse
 from lamb_tpu.parallel.exchange.base import Exchange, Residual
 from lamb_tpu.parallel.exchange.compressors import check_ratio
 
@@ -150,7 +150,7 @@ class DGC(Exchange):
         whole = {"momentum": momentum, "count": count + 1}
         found = {True: iter(sums), False: iter(dense)}
         placed = [
-            next(found[leaf.ndim > 1]).reshape(leaf.shape).astype(leaf.dtype) for leaf in leaves
+            next(found[_is_matrix(leaf)]).reshape(leaf.shape).astype(leaf.dtype) for leaf in leaves
         ]
         return treedef.unflatten(placed), Residual(device=device, whole=whole)
 
@@ -201,7 +201,7 @@ class DGC(Exchange):
         """Returns a gradient, shortened where the norm of `scale` times it is above `clip_norm`."""
         if self.clip_norm is None:
             return g
-        norm = scale * jnp.sqrt(jnp.sum(g * g))
+        norm = scale * norms.l2([g])
         return g * jnp.minimum(1.0, self.clip_norm / (norm + 1e-6))
 
     def sampling(self, size: int) -> Sampling:
@@ -288,7 +288,12 @@ class DGC(Exchange):
 
 def _by_rank(leaves: list[Any]) -> tuple[list[Any], list[Any]]:
     """Returns the matrices, which are sent sparse, and the vectors and scalars."""
-    return [x for x in leaves if x.ndim > 1], [x for x in leaves if x.ndim <= 1]
+    return [x for x in leaves if _is_matrix(x)], [x for x in leaves if not _is_matrix(x)]
+
+
+def _is_matrix(leaf: Any) -> bool:
+    # A leaf without elements has no largest value.
+    return leaf.ndim > 1 and leaf.size > 0
 
 
 def _dtype(leaf: Any) -> Any:

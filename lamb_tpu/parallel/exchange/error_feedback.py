@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lamb_tpu.parallel.exchange import sparse
+from lamb_tpu.parallel.exchange import norms, sparse
 from lamb_tpu.parallel.exchange.base import Exchange, Residual
 from lamb_tpu.parallel.exchange.compressors import Compressor, Identity, make_compressor
 from lamb_tpu.parallel.exchange.joined import split
@@ -64,12 +64,12 @@ class Compressed(Exchange):
         leaves = jax.tree.leaves(tree)
         dtype = jnp.result_type(jnp.float32, *leaves)
         vectors = [leaf.ravel().astype(dtype) for leaf in leaves]
-        return tuple(vectors) if self.layerwise else (jnp.concatenate(vectors),)
+        return tuple(vectors) if self.layerwise or not vectors else (jnp.concatenate(vectors),)
 
     def _tree(self, vectors: Sequence[jax.Array], like: Any) -> Any:
         """The leaves of such vectors, in the shapes and dtypes of `like`."""
         leaves, treedef = jax.tree.flatten(like)
-        if not self.layerwise:
+        if leaves and not self.layerwise:
             vectors = split(vectors[0], [leaf.size for leaf in leaves])
         return treedef.unflatten(
             vector.reshape(leaf.shape).astype(leaf.dtype)
@@ -87,6 +87,8 @@ class Compressed(Exchange):
 
     def _sent(self, vectors: Vectors) -> tuple[Vectors, Vectors]:
         """Returns C of each vector, and its sum over devices."""
+        if not vectors:
+            return (), ()
         compressor = make_compressor(self.compressor, self.ratio)
         messages = [compressor.compress(vector) for vector in vectors]
         own = tuple(compressor.decompress(message) for message in messages)
@@ -173,6 +175,8 @@ class EF21(Compressed):
 
     def _nearer(self, grads: Any, vectors: Vectors, residual: Residual) -> tuple[Any, Residual]:
         """EF21+: the nearer of the compressed gradient and the estimate plus the difference."""
+        if not vectors:
+            return grads, residual
         compressor = make_compressor(self.compressor, self.ratio)
         table = residual.whole["estimates"]
         place = lax.axis_index(self.axes)
@@ -235,4 +239,4 @@ def _map(function: Any, *vectors: Sequence[jax.Array]) -> Vectors:
 
 def _distance(found: Sequence[jax.Array], vectors: Sequence[jax.Array]) -> jax.Array:
     """The l2 norm of the difference of two lists of vectors."""
-    return jnp.sqrt(sum(jnp.sum((a - b) ** 2) for a, b in zip(found, vectors, strict=True)))
+    return norms.l2(_map(jnp.subtract, found, vectors))

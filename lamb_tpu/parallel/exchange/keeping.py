@@ -24,7 +24,7 @@ class Kept(StatePart):
     (2,), the number of devices over which the exchange sums, and of the inner axis. A run that is
     resumed on another number of devices keeps the sum of the `device` leaves: each new device gets
     an equal share. The vectors of `split` are cut anew. Microbatches are added up before the
-    exchange, so they do not cut it. A skipped update puts it back.
+    exchange, so they do not cut it. A skipped update puts it back, see `Exchange.skipped`.
 
     Attributes:
       exchange: the exchange, between the devices of this run.
@@ -47,6 +47,10 @@ class Kept(StatePart):
 
     def updated(self, value: dict[str, Any], update: Update) -> dict[str, Any]:
         return {**value, "kept": update.residual}
+
+    def skipped(self, before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+        kept = self.exchange.exchange.skipped(before["kept"], after["kept"])
+        return {**before, "kept": kept}
 
     def copied(self, value: dict[str, Any]) -> Any:
         # The others differ between devices.

@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 
 from lamb_tpu.parallel.exchange import choosing, lowrank, powersgd
-from lamb_tpu.parallel.exchange.base import Exchange, Residual
+from lamb_tpu.parallel.exchange.base import Exchange, Residual, zeros
 from lamb_tpu.parallel.exchange.lowrank import Matrix
 
 # As in the authors' code: updates whose gradients are averaged before a measurement, and power
@@ -153,6 +153,22 @@ class LGreCo(Exchange):
             "choices": _with_choice(whole["choices"], ranks),
         })
 
+    def reset(self, residual: Residual) -> Residual:
+        """Returns zero errors and averages. Factors, ranks and the interval go on."""
+        return residual._replace(device=zeros(residual.device))
+
+    def skipped(self, before: Residual, after: Residual) -> Residual:
+        """Returns the residual before, with a count that goes on: `due` goes by updates."""
+        # With an inner axis of the mesh there is a count for each of its devices, all alike.
+        begins = jnp.all(self._place(before.whole["count"]) == 0)
+        # The window's first update would have discarded the average of the window before.
+        average = jax.tree.map(
+            lambda x: jnp.where(begins, 0, x), before.device["average"])
+        return before._replace(
+            device={**before.device, "average": average},
+            whole={**before.whole, "count": after.whole["count"]},
+        )
+
     def at(self, update: int) -> "LGreCo":
         """Returns the exchange of an update: not compressing, or compressing."""
         return powersgd.staged(self, compressing=update >= self.start)
@@ -216,8 +232,7 @@ class LGreCo(Exchange):
         self, matrices: Sequence[Matrix], own: Sequence[jax.Array], average: Any, count: jax.Array
     ) -> tuple[dict[str, jax.Array], jax.Array]:
         """Returns the new average, and at the end of an interval its squared errors, else zeros."""
-        window = min(WINDOW, self.interval)
-        place = count % self.interval - (self.interval - window)  # in the window from 0 on
+        window, place = min(WINDOW, self.interval), self._place(count)
         kept = [average[m.path] for m in matrices]
 
         def add() -> list[jax.Array]:
@@ -239,6 +254,10 @@ class LGreCo(Exchange):
         nothing = jnp.zeros((len(matrices), len(self.options)), jnp.float32)
         squares = lax.cond(place == window - 1, errors, lambda: nothing)
         return powersgd.named(matrices, new), squares
+
+    def _place(self, count: jax.Array) -> jax.Array:
+        """Returns the position of an update in its window; below 0 before the window begins."""
+        return count % self.interval - (self.interval - min(WINDOW, self.interval))
 
     def _best(
         self, known: Sequence[tuple[int, ...]], errors: np.ndarray, sizes: np.ndarray

@@ -17,6 +17,7 @@ from jax import lax
 
 from lamb_tpu.optim import checks
 from lamb_tpu.parallel import collectives
+from lamb_tpu.parallel.exchange import norms
 from lamb_tpu.parallel.exchange.base import Exchange, Residual
 from lamb_tpu.parallel.exchange.joined import split
 
@@ -84,7 +85,7 @@ class OneBit(Exchange):
         ]
         # From here on rows are chunks: row i is for device i. There is one scale a buffer.
         chunks = [values.reshape(self.num_devices, -1) for values in sent]
-        scales = jnp.stack([_root_mean_square(values) for values in sent])
+        scales = jnp.stack([norms.root_mean_square(values) for values in sent])
         errors = tuple(
             values - _signed(values, scale) for values, scale in zip(sent, scales, strict=True)
         )
@@ -97,7 +98,7 @@ class OneBit(Exchange):
             for index, (rows, error) in enumerate(
                 zip(split(packed, widths), residual.split, strict=True))
         ]
-        scales = jnp.stack([_root_mean_square(chunk) for chunk in summed])
+        scales = jnp.stack([norms.root_mean_square(chunk) for chunk in summed])
         server_errors = tuple(
             chunk - _signed(chunk, scale) for chunk, scale in zip(summed, scales, strict=True)
         )
@@ -167,10 +168,6 @@ def _scales(packed: jax.Array, width: int) -> jax.Array:
     """Returns the scales that `_with_scales` put behind `width` bytes, (rows, buffers)."""
     tail = packed[:, width:].reshape(len(packed), -1, 4)
     return lax.bitcast_convert_type(tail, jnp.float32)
-
-
-def _root_mean_square(values: jax.Array) -> jax.Array:
-    return jnp.sqrt(jnp.sum(values * values) / max(values.size, 1))
 
 
 def _signed(values: jax.Array, scale: jax.Array) -> jax.Array:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from lamb_tpu.optim import parameters
 from lamb_tpu.parallel.exchange import lowrank
-from lamb_tpu.parallel.exchange.base import Exchange, Residual
+from lamb_tpu.parallel.exchange.base import Exchange, Residual, zeros
 from lamb_tpu.parallel.exchange.lowrank import Matrix
 
 
@@ -115,6 +115,10 @@ class PowerSGD(Exchange):
             }
         reduced = merged(leaves, matrices, found, rest)
         return treedef.unflatten(reduced), Residual(errors, (), whole)
+
+    def reset(self, residual: Residual) -> Residual:
+        """Returns zero errors, and the same factors: of factors of 0 all sums would be 0."""
+        return residual._replace(device=zeros(residual.device))
 
     def at(self, update: int) -> "PowerSGD":
         """Returns the exchange of an update: not compressing, compressing, or one of two turns."""

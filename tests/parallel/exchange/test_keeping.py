@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 from lamb_tpu.errors import UserError
 from lamb_tpu.optim import parameters
 from lamb_tpu.parallel.exchange import Residual, make_exchange
+from lamb_tpu.parallel.exchange.error_feedback import EF21
 from lamb_tpu.parallel.exchange.keeping import Kept
 from lamb_tpu.parallel.exchange.onebit import OneBit
 from lamb_tpu.parallel.layout import make_layout
@@ -169,3 +170,13 @@ def test_values_of_each_device_cannot_be_shared() -> None:
     tiny.assert_equal(read(there, there, begun(there)), begun(there))
     with pytest.raises(UserError, match="of each of 8 devices on every device"):
         read(there, here, begun(there))
+
+
+def test_a_skipped_update_restores_counts() -> None:
+    """A count of averages that are still 0 would let the first gradient enter as a tenth."""
+    of_eight = part(8)
+    exchange = make_exchange(of_eight.exchange.layout, EF21, {"momentum": 0.9})
+    averaging = Kept(exchange, of_eight.params)
+    value = begun(averaging)
+    after = jax.tree.map(lambda x: x + 1, value)
+    tiny.assert_equal(averaging.skipped(value, after), value)

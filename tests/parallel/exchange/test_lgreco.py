@@ -1,6 +1,7 @@
 """L-GreCo over PowerSGD: measured errors, chosen ranks, and how many programs there are."""
 
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ import pytest
 
 from lamb_tpu.parallel.exchange.base import Residual
 from lamb_tpu.parallel.exchange.lgreco import LGreCo, squared_errors
+from tests.parallel.exchange import over
 
 WORKERS = 2
 SHAPES = {"a": (30, 20), "b": (40, 12), "bias": (5,)}
@@ -150,3 +152,28 @@ def test_parts_of_an_inner_axis_have_one_choice() -> None:
 def test_wrong_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         lgreco(**options)
+
+
+def test_a_reset_keeps_factors_and_measurements() -> None:
+    exchange = LGreCo(over.AXES, 8, rank=1, interval=2)
+    every = over.gradients({"kernel": (12, 10)}, 3)
+    _, residuals = over.run(exchange, every[:2])
+    found = exchange.reset(residuals[-1])
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(found.device))
+    assert found.whole is residuals[-1].whole and np.any(found.whole["errors"])
+    (sums,), _ = over.run(exchange, every[2:], found)
+    assert np.linalg.norm(sums["kernel"]) > 0.1
+
+
+def test_a_skipped_update_counts_and_starts_its_window_empty() -> None:
+    """`due` goes by updates. Each window of 2 discards the average of the window before."""
+    exchange = LGreCo(over.AXES, 8, rank=1, interval=2)
+    every = over.gradients({"kernel": (12, 10)}, 3)
+    _, residuals = over.run(exchange, every)
+    for before, after in itertools.pairwise(residuals):
+        found = exchange.skipped(before, after)
+        begins = int(before.whole["count"][0]) % 2 == 0
+        assert np.array_equal(found.whole["count"], after.whole["count"])
+        assert np.any(found.device["average"]["kernel"]) != begins
+        assert found.device["error"] is before.device["error"]
+        assert found.whole["errors"] is before.whole["errors"]

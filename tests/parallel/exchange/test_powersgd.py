@@ -14,6 +14,7 @@ from lamb_tpu.parallel.exchange.base import Residual
 from lamb_tpu.parallel.exchange.powersgd import PowerSGD
 from lamb_tpu.parallel.mesh import make_mesh
 from tests import tiny
+from tests.parallel.exchange import over
 from tests.parallel.wire import wire_bytes
 
 WORKERS = 4
@@ -190,3 +191,16 @@ def test_only_factors_and_vectors_are_on_the_wire(alternate) -> None:
     assert sent.keys() == {"f32"} and least <= sent["f32"] <= 1.05 * least
     found = traffic.collectives(compiled.as_text())
     assert sum(one.count for one in found) == (1 if alternate else 2)
+
+
+def test_a_reset_keeps_the_factors() -> None:
+    """Zeroed factors would make the next sums, and with them all later ones, exactly 0."""
+    for alternate in (False, True):
+        exchange = PowerSGD(over.AXES, 8, rank=1, alternate=alternate)
+        every = over.gradients({"kernel": (12, 10)}, 2)
+        _, residuals = over.run(exchange, every[:1])
+        found = exchange.reset(residuals[0])
+        assert np.any(residuals[0].device["kernel"]) and not np.any(found.device["kernel"])
+        assert found.whole is residuals[0].whole
+        (sums,), _ = over.run(exchange, every[1:], found)
+        assert np.linalg.norm(sums["kernel"]) > 0.1
