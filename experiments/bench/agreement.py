@@ -5,6 +5,7 @@
 The recipe digits starts in three processes on this machine, which talk over loopback: from the
 start of the processes to the end of the first update. Starts with the comparison alternate with
 starts without it. The time in the comparison is that of process 0, which waits for the slowest.
+CPU seconds are those of all processes; unlike the time, they hardly depend on what else runs.
 """
 
 import contextlib
@@ -75,11 +76,14 @@ def start(spawned: float, compares: bool) -> dict[str, float]:
     loader = TrainLoader(run.train_set, run.recipe.batch_size, config.seed, run.local_rows())
     step = run.make_train_step()
     jax.block_until_ready(step(run.first_state(), run.shard_batch(next(loader))))
-    return {"all": time.time() - spawned, "start": seconds[0], "data": seconds[1]}
+    return {
+        "all": time.time() - spawned, "cpu": time.process_time(), "start": seconds[0],
+        "data": seconds[1],
+    }
 
 
 def measure(arm: str, processes: int) -> dict[str, float]:
-    """Returns what `start` does in process 0 of several new ones."""
+    """Returns what `start` does in process 0 of several new ones, with the CPU time of all."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -98,13 +102,18 @@ def measure(arm: str, processes: int) -> dict[str, float]:
     outputs = [process.communicate()[0] for process in started]
     if any(process.returncode for process in started):
         raise RuntimeError(f"a process ended with {[p.returncode for p in started]}")
-    return json.loads(outputs[0].splitlines()[-1])
+    found = [json.loads(output.splitlines()[-1]) for output in outputs]
+    return {**found[0], "cpu": sum(each["cpu"] for each in found)}
 
 
 def page(found: dict[str, list[dict[str, float]]], processes: int) -> str:
     """Returns the page of the starts of each arm."""
     totals = {arm: [each["all"] for each in found[arm]] for arm in ARMS}
-    ratios = [a / b for a, b in zip(totals["with"], totals["without"], strict=True)]
+    work = {arm: [each["cpu"] for each in found[arm]] for arm in ARMS}
+    ratios, work_ratios = (
+        [a / b for a, b in zip(both["with"], both["without"], strict=True)]
+        for both in (totals, work)
+    )
     parts = {key: statistics.median(each[key] for each in found["with"])
              for key in ("start", "data")}
     return "\n".join([
@@ -113,13 +122,15 @@ def page(found: dict[str, list[dict[str, float]]], processes: int) -> str:
         f"{num_cores()} cores.",
         "Command: `python -m experiments.bench.agreement --write`",
         "",
-        "| processes compare | to the first update | of this, code and config | data |",
-        "|---|--:|--:|--:|",
-        f"| yes | {_spread(totals['with'])} | {parts['start']:.3f} | {parts['data']:.3f} |",
-        f"| no | {_spread(totals['without'])} | | |",
+        "| processes compare | to the first update | CPU seconds | of the time, code and config "
+        "| data |",
+        "|---|--:|--:|--:|--:|",
+        f"| yes | {_spread(totals['with'])} | {_spread(work['with'])} | {parts['start']:.3f} "
+        f"| {parts['data']:.3f} |",
+        f"| no | {_spread(totals['without'])} | {_spread(work['without'])} | | |",
         "",
-        f"Ratio of a start with the comparison to the next one without it: "
-        f"{_spread(ratios)}.",
+        "Ratio of a start with the comparison to one without it in the same round: "
+        f"{_spread(ratios)}; of CPU seconds: {_spread(work_ratios)}.",
         "",
     ])
 
