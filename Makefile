@@ -74,6 +74,7 @@ bench: setup
 	$(RUN) -m experiments.bench.lstm --write
 	$(RUN) -m experiments.bench.step --write
 	$(RUN) -m experiments.bench.start_up --write
+	$(RUN) -m experiments.bench.agreement --write
 
 bench-distribution: setup
 	$(RUN) -m experiments.bench.distribution --write $(FLAGS)

@@ -47,6 +47,18 @@ def define_run_flags(workdir: str) -> None:
     flags.DEFINE_string("workdir", None, workdir)
 
 
+def define_trust_flag() -> None:
+    """Defines --trust_workdir, for commands that take a run's config from its folder."""
+    flags.disclaim_key_flags()
+    flags.DEFINE_bool(
+        "trust_workdir", False,
+        "Without --config, follow every name of custom code in the config.json of --workdir, such "
+        "as 'optax:adabelief'; by default only names of classes and functions that your own "
+        "modules define. Such a name can run any program: give this flag only for a folder whose "
+        "author you trust.",
+    )
+
+
 def define_process_flags() -> None:
     """Defines --coordinator_address, --num_processes, --process_id and --cpu_devices."""
     flags.disclaim_key_flags()

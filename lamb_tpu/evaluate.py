@@ -10,7 +10,8 @@
 Prints one JSON object with the metrics of the run's evaluation split, or of --split. Files that a
 task makes, such as predictions.json, go into DIR; those of another split than the run's are named
 SPLIT_predictions.json. --config must be the run's own config with all its overrides. It is needed
-only to change keys that may differ, such as where the data lies.
+only to change keys that may differ, such as where the data lies. Without --config, DIR/config.json
+may name only custom code that your own modules define; --trust_workdir follows other names too.
 
 Without --workdir, the weights of config.init_from are evaluated: of another run, or of Hugging
 Face, timm or torchvision, see lamb_tpu/run/initial.py. Nothing is trained or written, and only the
@@ -24,6 +25,7 @@ from lamb_tpu import cli
 if __name__ == "__main__":  # --help is answered before the imports below, which take seconds
     cli.define_run_flags(workdir="Folder of the run; without it, config.init_from is evaluated.")
     cli.define_process_flags()
+    cli.define_trust_flag()
     flags.DEFINE_string(
         "step", None, "Completed updates of the checkpoint, or 'best'; default the newest."
     )
@@ -38,10 +40,11 @@ import sys
 import jax
 from ml_collections import ConfigDict
 
-from lamb_tpu import terminal
+from lamb_tpu import terminal, trust
 from lamb_tpu.cluster import cpu_devices, distributed
 from lamb_tpu.config import base_config, check_keys, unflatten
 from lamb_tpu.errors import UserError
+from lamb_tpu.run import identity
 from lamb_tpu.run.build import Run, prepare
 from lamb_tpu.run.describe import describe_read
 from lamb_tpu.run.evaluator import make_evaluator
@@ -56,6 +59,7 @@ def evaluate_checkpoint(
     workdir: str | os.PathLike[str],
     step: int | str | None = None,
     split: str | None = None,
+    trust_workdir: bool = False,
 ) -> dict[str, float]:
     """Evaluates a checkpoint and writes the task's files, such as predictions.json.
 
@@ -67,6 +71,8 @@ def evaluate_checkpoint(
       step: completed updates of the checkpoint; 'best' for the one that `config.checkpoint.best`
         keeps, None for the newest.
       split: split to evaluate; None: config.data.eval_split.
+      trust_workdir: whether a config that is read from the workdir may name any custom code, see
+        `lamb_tpu.trust`.
 
     Returns:
       The metrics, and `step`, the update of the checkpoint.
@@ -74,9 +80,18 @@ def evaluate_checkpoint(
     Raises:
       UserError: the config has a mistake, or there is no such checkpoint.
     """
+    identity.check_start(config, workdir, {
+        "--step": step, "--split": split, "--trust_workdir": trust_workdir,
+    })
     folder = Workdir(workdir)
-    of_run = folder.read_config()  # refuses a folder without a run
-    config = unflatten(of_run) if config is None else config.copy_and_resolve_references()
+    with distributed.together():
+        of_run = folder.read_config()  # refuses a folder without a run
+    if config is None and not trust_workdir:
+        trust.check(of_run, folder.config, "--trust_workdir")
+    if config is None:
+        config = unflatten(of_run)
+        identity.check_start(config, workdir)
+    config = config.copy_and_resolve_references()
 
     def prepared(split: str) -> Run:
         config.data.eval_split = split
@@ -148,6 +163,7 @@ def evaluate_weights(config: ConfigDict | None, split: str | None = None) -> dic
             "--workdir is missing; for weights that no run here has trained give --config and "
             "--config.init_from instead"
         )
+    identity.check_start(config, None, {"--split": split})
     check_keys(config)
     given = config.copy_and_resolve_references()
     # Parts that only training needs are left out: moments, averages, the training split.
@@ -195,7 +211,9 @@ def main() -> None:
         step = int(step)
     values = flags.FLAGS
     if values.workdir:
-        metrics = evaluate_checkpoint(values.config, values.workdir, step, values.split)
+        metrics = evaluate_checkpoint(
+            values.config, values.workdir, step, values.split, values.trust_workdir
+        )
     elif step is not None:
         raise UserError(f"--step={step} is of a run's checkpoints; give its --workdir")
     else:

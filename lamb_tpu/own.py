@@ -40,6 +40,20 @@ def is_own(name: object) -> bool:
     return isinstance(name, str) and ":" in name
 
 
+def module_of(value: object) -> str | None:
+    """Returns the module of a value of this form; None for any other value.
+
+    'tfds:NAME', a data set, is another value.
+    """
+    match = _FORM.fullmatch(value) if isinstance(value, str) else None
+    return None if match is None or match["module"] == "tfds" else match["module"]
+
+
+def imported_tops() -> frozenset[str]:
+    """Returns the top-level packages and modules that configs have named in this process."""
+    return frozenset(_imported)
+
+
 def find(name: str, key: str) -> Callable[..., Any]:
     """Returns the class or function of a name.
 
@@ -53,7 +67,7 @@ def find(name: str, key: str) -> Callable[..., Any]:
     match = _FORM.fullmatch(name)
     if match is None:
         raise UserError(f"{key} is {name!r}; one of your own has the form {FORM}")
-    found: Any = _import(match["module"], f"{key} is {name!r}")
+    found: Any = imported(match["module"], f"{key} is {name!r}")
     # An attribute may be dotted, such as Class.method.
     for part in match["attribute"].split("."):
         if not hasattr(found, part):
@@ -73,7 +87,16 @@ def find(name: str, key: str) -> Callable[..., Any]:
     return found
 
 
-def _import(module: str, told: str) -> types.ModuleType:
+def imported(module: str, told: str) -> types.ModuleType:
+    """Imports a module for a config.
+
+    Args:
+      module: its dotted name.
+      told: start of the error message: the key and its value.
+
+    Raises:
+      UserError: the module does not exist, or its import fails.
+    """
     _imported.add(module.partition(".")[0])
     try:
         return importlib.import_module(module)

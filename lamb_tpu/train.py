@@ -29,7 +29,7 @@ from lamb_tpu import data
 from lamb_tpu.cluster import cpu_devices, distributed
 from lamb_tpu.config import check_keys
 from lamb_tpu.errors import Interrupted, Preempted
-from lamb_tpu.run import phases
+from lamb_tpu.run import identity, phases
 from lamb_tpu.run.build import prepare
 from lamb_tpu.run.describe import describe
 from lamb_tpu.run.evaluator import make_evaluator, metric_names
@@ -71,11 +71,13 @@ def train(
       Preempted: SIGTERM arrived, and everything is saved.
       Interrupted: Ctrl-C arrived, and everything is saved.
     """
+    identity.check_start(config, workdir)
     check_keys(config)
     if not config.phases:
         return _train(config, workdir, label, quiet)
     folder, is_first = Workdir(workdir), jax.process_index() == 0
-    folder.check(config)
+    with distributed.together():
+        folder.check(config)
     metrics: dict[str, float] = {}
     # A phase's session locks the phase's folder only, so the folder of all is locked here.
     with folder.hold(is_first):

@@ -62,7 +62,7 @@ ROOMS: dict[str, set[str]] = {
 }
 # Commands that a room above them runs.
 COMMANDS = {"reproduce": {"train"}}
-SERVES_ALL = {"cli", "config", "errors", "own", "style", "terminal", "__version__"}
+SERVES_ALL = {"cli", "config", "errors", "own", "style", "terminal", "trust", "__version__"}
 
 
 def rooms_of(path: pathlib.Path) -> set[str]:

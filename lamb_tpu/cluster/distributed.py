@@ -258,14 +258,19 @@ def agree(error: UserError | None) -> None:
             own = np.frombuffer(str(error or "").encode()[:_SENTENCE_BYTES], np.uint8)
             text[: len(own)] = own
             first = int(np.argmax(failed))
-            global _leaves_with_all
-            # Every process raises, so `leave` lets them end together.
-            _leaves_with_all = True
             told = multihost_utils.process_allgather(text)[first].tobytes().rstrip(b"\0")
-            if error is None:
-                raise UserError(f"process {first}: {told.decode(errors='replace')}")
+            raise of_all(
+                error or UserError(f"process {first}: {told.decode(errors='replace')}")
+            )
     if error is not None:
         raise error
+
+
+def of_all(error: UserError) -> UserError:
+    """Returns an error that every process raises now, so that `leave` lets them end together."""
+    global _leaves_with_all
+    _leaves_with_all = True
+    return error
 
 
 @contextlib.contextmanager
@@ -317,7 +322,7 @@ def leave(status: int) -> NoReturn:
     if _leaves_with_all:
         with contextlib.suppress(Exception):
             client().wait_at_barrier("lamb_tpu/leave", _LEAVING_SECONDS * 1000)
-        if jax.process_index() == 0:
+        if index_and_count()[0] == 0:
             time.sleep(1)  # JAX aborts the others as soon as its service, in this process, ends
     if _relay is not None:
         # This closes the last end of the pipe for writing, so that the relay comes to its end.
@@ -333,6 +338,16 @@ def client() -> Any:
     from jax._src import distributed
 
     return distributed.global_state.client
+
+
+def index_and_count() -> tuple[int, int]:
+    """Returns the index of this process and the number of processes, without asking for devices.
+
+    `jax.process_index` waits until every process has announced its devices.
+    """
+    from jax._src import distributed
+
+    return distributed.global_state.process_id, distributed.global_state.num_processes
 
 
 class Watchdog:

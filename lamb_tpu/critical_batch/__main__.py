@@ -40,6 +40,7 @@ if __name__ == "__main__":  # --help is answered before the imports below, which
         "where the data lies or the mesh, and must be the run's own with all its overrides."
     )
     cli.define_process_flags()
+    cli.define_trust_flag()
     flags.DEFINE_string(
         "at", None, "Places in the run: durations with commas between them, of which one without "
         "a unit has that of the next, as in '10, 30, 60 percent' or '500 steps, 2 epochs'."
@@ -82,7 +83,7 @@ def main() -> None:
         values.at, values.factors, values.span, values.scaling, values.tolerance,
         values.seeds, values.split, values.metric,
     )
-    outcome = measure(values.config, values.workdir, request)
+    outcome = measure(values.config, values.workdir, request, values.trust_workdir)
     print(report.table(outcome))
     for text in report.warnings(outcome):
         print(terminal.fit(f"warning: {text}"), file=sys.stderr)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 from ml_collections import ConfigDict
 
-from lamb_tpu import data
+from lamb_tpu import data, trust
 from lamb_tpu.batching.critical import Critical, Excess, critical, excess
 from lamb_tpu.config import unflatten
 from lamb_tpu.critical_batch.choices import Request, Study, check, choose, key_of
@@ -61,13 +61,17 @@ class Outcome(NamedTuple):
     noise: list[tuple[int, float]]
 
 
-def measure(config: ConfigDict | None, workdir: str, request: Request) -> Outcome:
+def measure(
+    config: ConfigDict | None, workdir: str, request: Request, trust_workdir: bool = False
+) -> Outcome:
     """Trains the branches that have no record in the run's folder, and records their losses.
 
     Args:
       config: the config that the run was started with; None reads it from the workdir.
       workdir: folder of the run.
       request: what to measure.
+      trust_workdir: whether a config that is read from the workdir may name any custom code, see
+        `lamb_tpu.trust`.
 
     Raises:
       UserError: a mistake, found before anything compiles; or a branch at the run's own batch has
@@ -83,7 +87,10 @@ def measure(config: ConfigDict | None, workdir: str, request: Request) -> Outcom
     folder = files.folder
     if not folder.has_checkpoint():
         raise UserError(f"--workdir {folder.path} has no checkpoint yet")
-    config = unflatten(files.config) if config is None else config
+    if config is None:
+        if not trust_workdir:
+            trust.check(files.config, folder.config, "--trust_workdir")
+        config = unflatten(files.config)
     run = prepare(config, workdir)
     if run.recipe.path is not None:
         raise UserError(

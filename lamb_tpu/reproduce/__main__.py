@@ -39,6 +39,9 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         found = kinds.add_parser(name, help=text, description=f"{text}.")
         found.add_argument("--papers", metavar="DIR", help="folder of the papers' tables "
                            "(default: experiments of this checkout)")
+        found.add_argument("--trust-papers", action="store_true",
+                           help="let tables of DIR name any recipe file and any custom code, which "
+                           "can run any program; only for a folder whose author you trust")
         return found
 
     def add_records(found: argparse.ArgumentParser) -> None:
@@ -96,7 +99,7 @@ def main(options: argparse.Namespace) -> None:
     from lamb_tpu.reproduce import adopting, choosing, loading, running, showing
 
     papers = loading.folder() if options.papers is None else pathlib.Path(options.papers)
-    found = loading.load_all(papers.expanduser().absolute())
+    found = loading.load_all(papers.expanduser().absolute(), options.trust_papers)
     if options.command == "list":
         showing.show_list(found)
         return

@@ -48,6 +48,8 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from lamb_tpu import trust
+from lamb_tpu.config import recipe_folder, recipe_path
 from lamb_tpu.errors import UserError
 from lamb_tpu.files import reading
 from lamb_tpu.reproduce.tables import (
@@ -63,6 +65,7 @@ from lamb_tpu.reproduce.tables import (
 )
 
 _PAPER_FILE = "paper.toml"
+TRUST_FLAG = "--trust-papers"
 _NAME = re.compile(r"[a-z0-9][a-z0-9_.-]*")
 
 
@@ -71,8 +74,13 @@ def folder() -> pathlib.Path:
     return pathlib.Path(__file__).resolve().parents[2] / "experiments"
 
 
-def load_all(papers: pathlib.Path) -> dict[str, Table]:
+def load_all(papers: pathlib.Path, trusted: bool = False) -> dict[str, Table]:
     """Reads every table of a folder of papers.
+
+    Args:
+      papers: the folder.
+      trusted: whether tables may name any recipe file and any custom code. Otherwise only shipped
+        recipes, and code that the user's own modules define.
 
     Raises:
       UserError: the folder has no papers, or a file has a mistake; the message names file and key.
@@ -83,6 +91,8 @@ def load_all(papers: pathlib.Path) -> dict[str, Table]:
         for path in sorted(file.parent.glob("*.toml")):
             if path.name != _PAPER_FILE:
                 table = _table(path, paper)
+                if not trusted:
+                    _check_code(table)
                 found[table.key] = table
     if not found:
         raise UserError(
@@ -90,6 +100,27 @@ def load_all(papers: pathlib.Path) -> dict[str, Table]:
             f"{_PAPER_FILE} and a .toml file for each table"
         )
     return found
+
+
+def _check_code(table: Table) -> None:
+    """Rejects a table that would run code of the folder's author: a recipe file, a custom name."""
+    parts = [*table.scales.values(), *table.cells.values()]
+    for recipe in dict.fromkeys(recipe for part in parts for recipe in part.stages):
+        file = pathlib.Path(recipe_path(recipe.partition(":")[0]))
+        if file.exists() and not file.resolve().is_relative_to(recipe_folder().resolve()):
+            raise UserError(
+                f"{table.path} names the recipe {recipe!r}, a file of Python code that is not one "
+                f"of the shipped recipes; give {TRUST_FLAG} if you trust the author of that folder"
+            )
+    chosen: list[Mapping[str, Any]] = [
+        table.space.overrides, *(scale.overrides for scale in table.scales.values()),
+    ]
+    for cell in table.cells.values():
+        chosen += [cell.overrides, cell.first, cell.search]
+    if table.tuning is not None:
+        chosen.append(table.tuning.overrides)
+    for overrides in chosen:
+        trust.check(overrides, table.path, TRUST_FLAG)
 
 
 class _Section:

@@ -17,6 +17,7 @@ from ml_collections import ConfigDict
 
 from lamb_tpu import config as config_lib
 from lamb_tpu import data, models, own, tasks
+from lamb_tpu.cluster import distributed
 from lamb_tpu.cost import flops, topology
 from lamb_tpu.data.text import saved
 from lamb_tpu.errors import UserError
@@ -28,7 +29,7 @@ from lamb_tpu.parallel import step as step_lib
 from lamb_tpu.parallel.exchange import Placed
 from lamb_tpu.parallel.layout import Layout, make_layout
 from lamb_tpu.parallel.parts import Averages, Carry, Skipped, StatePart
-from lamb_tpu.run import checks, exchanges, initial, memory, statistics
+from lamb_tpu.run import checks, exchanges, identity, initial, memory, statistics
 from lamb_tpu.run.initial import Start
 from lamb_tpu.run.recipe import Recipe, naming, optimizer_of, resolve, resolve_optimizer
 from lamb_tpu.store.workdir import Workdir
@@ -368,7 +369,9 @@ def prepare(
     folder = None if workdir is None else Workdir(workdir)
     if folder is not None:
         free_keys = config_lib.FREE_KEYS if training else config_lib.EVAL_FREE_KEYS
-        folder.check(config, free_keys, writes=training)
+        # A folder may be unwritable, and data damaged or missing, on one host alone.
+        with distributed.together():
+            folder.check(config, free_keys, writes=training)
     start = None
     if training:
         start = initial.find(config, folder)
@@ -377,7 +380,7 @@ def prepare(
 
     # The data.
     options = _data_options(config, folder, start)
-    with naming("config.data"):
+    with distributed.together(), naming("config.data"):
         train_set, eval_set = (
             (load or data.load)(
                 config.data.name,
@@ -394,6 +397,7 @@ def prepare(
             )
         )
         data.check_same_text(train_set, eval_set)
+    identity.check_data(train_set, eval_set)
     # Durations with the true number of examples.
     recipe = resolve(config, len(train_set), start.updates_before if start else 0)
     with naming("config.model"):

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from experiments.bench import bert, convolution, image_routes, lstm
+from experiments.bench import agreement, bert, convolution, image_routes, lstm
 from experiments.bench.bert import Target
 from experiments.bench.image_throughput import start
 from lamb_tpu.data.text.vocabulary import SPECIAL_TOKENS, Vocabulary
@@ -248,3 +248,26 @@ def test_exchange():
     }
     assert set(EXCHANGES) <= set(rows) and rows["float32"][1] == rows["float32"][3] == 1
     assert 0.25 <= rows["aps"][3] < 0.27 and 0.125 <= rows["aps, e3m0"][3] < 0.14
+
+
+def test_page_of_the_agreement():
+    """A round has a start of each arm; ratios are within rounds."""
+    starts = {
+        arm: [
+            {"all": all_, "cpu": 2 * all_, "start": start, "data": start / 2}
+            for all_, start in pairs
+        ]
+        for arm, pairs in {
+            "with": ((4.2, 0.02), (9.0, 0.04), (4.0, 0.03)),
+            "without": ((4.0, 0.0), (8.0, 0.0), (5.0, 0.0)),
+        }.items()
+    }
+    lines = agreement.page(starts, 3).splitlines()
+    assert lines[0].startswith("Seconds to the first update of digits in 3 processes, medians of 3")
+    assert lines[5:7] == [
+        "| yes | 4.20 (4.00 to 9.00) | 8.40 (8.00 to 18.00) | 0.030 | 0.015 |",
+        "| no | 5.00 (4.00 to 8.00) | 10.00 (8.00 to 16.00) | | |",
+    ]
+    assert lines[8].endswith(
+        "the same round: 1.05 (0.80 to 1.12); of CPU seconds: 1.05 (0.80 to 1.12)."
+    )

@@ -103,3 +103,22 @@ def test_shipped_tables_are_sound() -> None:
     assert "lamb/mnist" in found
     for table in found.values():
         assert any(not cell.unknown for cell in table.cells.values()), table.key
+
+
+@pytest.mark.parametrize("before, after, reason", [
+    ('config = "digits:batch=128"', 'config = "evil.py"', "names the recipe 'evil.py', a file of"),
+    ('name = "adamw"', 'name = "adamw", stages = ["evil.py:x"]', "names the recipe 'evil.py:x'"),
+    (
+        'name = "lars"', 'name = "lars", overrides = {"model.name" = "subprocess:getoutput"}',
+        "config.model.name is 'subprocess:getoutput' in .*digits.toml, and subprocess belongs to",
+    ),
+])
+def test_code_of_the_folder_needs_the_flag(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, before: str, after: str, reason: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "evil.py").write_text("raise SystemExit('it ran')\n")
+    assert before in TABLE
+    with pytest.raises(UserError, match=f"{reason}.*--trust-papers"):
+        write(tmp_path, TABLE.replace(before, after))
+    loading.load_all(tmp_path, trusted=True)

@@ -6,9 +6,13 @@ making is in them.
 
 import os
 import pathlib
+import traceback
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jinja2
+from jinja2.runtime import LoopContext, Macro
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from lamb_tpu import style
 from lamb_tpu.errors import UserError
@@ -78,19 +82,57 @@ def write(
 def _write_overview(pages: Sequence[Page], folder: pathlib.Path, output: pathlib.Path) -> None:
     path = folder / "README.md.j2"
     report = pathlib.Path(os.path.relpath(output, folder)).as_posix()
+    text = reading.read_text(path)
+    # The folder may come from someone else, so its template gets no access to Python.
+    environment = _equip(_Sandbox(**_OPTIONS, autoescape=False))
     try:
-        template = _environment(False).from_string(reading.read_text(path))
-        text = template.render(pages=pages, report=report)
-    except jinja2.TemplateError as error:
-        raise UserError(f"{path} is not a template that jinja2 can render ({error})") from None
+        text = environment.from_string(text).render(pages=pages, report=report)
+    except UserError:
+        raise
+    except jinja2.TemplateSyntaxError as error:
+        raise _in_template(error.name or path, error.lineno, str(error.message)) from None
+    except Exception as error:  # an expression of the template can raise anything
+        frames = traceback.extract_tb(error.__traceback__)
+        line = next((f.lineno for f in reversed(frames) if f.filename == "<template>"), None)
+        what = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
+        raise _in_template(path, line, f"{what}{error}") from error
     writing.replace(folder / "README.md", text)
 
 
+def _in_template(file: str | pathlib.Path, line: int | None, reason: str) -> UserError:
+    at = "" if line is None else f" at line {line}"
+    reason = " ".join(reason.split())
+    return UserError(f"{file}{at} is not a template that jinja2 can render ({reason})")
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Environment of a template from outside the package: it reads values and writes text.
+
+    The sandbox of jinja2 hides Python's internals but not what public methods do: a table has
+    paths, which can write files. So only functions of the environment, macros, and methods of
+    plain values can be called.
+    """
+
+    def is_safe_callable(self, obj: Any) -> bool:
+        plain = str, bytes, int, float, tuple, list, dict
+        return super().is_safe_callable(obj) and (
+            isinstance(obj, Macro) or any(obj is known for known in self.globals.values())
+            or type(getattr(obj, "__self__", None)) in (*plain, LoopContext)
+        )
+
+
+_OPTIONS: dict[str, Any] = {
+    "loader": jinja2.FileSystemLoader(_TEMPLATES), "undefined": jinja2.StrictUndefined,
+    "trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True,
+}
+
+
 def _environment(html: bool) -> jinja2.Environment:
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_TEMPLATES), undefined=jinja2.StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True, autoescape=html, keep_trailing_newline=True,
-    )
+    return _equip(jinja2.Environment(**_OPTIONS, autoescape=html))
+
+
+def _equip(environment: jinja2.Environment) -> jinja2.Environment:
+    """Adds the functions that templates call."""
     environment.globals |= {
         "captions": pictures.CAPTIONS, "papers": pages_lib.papers, "spent": pages_lib.spent,
         "total": pages_lib.total,

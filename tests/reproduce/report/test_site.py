@@ -147,7 +147,7 @@ def test_committed_pages_are_those_of_the_records(
 
 
 def test_overview(tmp_path: pathlib.Path) -> None:
-    table = measured(tmp_path)
+    measured(tmp_path)
     (tmp_path / "small" / "paper.toml").write_text(
         'title = "A small paper"\nname = "Small"\narxiv = "0000.00000"\n'
         'missing = [{what = "Table 8", why = "its rows are not known"}]\n'
@@ -170,8 +170,45 @@ def test_overview(tmp_path: pathlib.Path) -> None:
     assert lines[7] == (
         "|  |  | lars | diverged (recalled) |  |  | settings not published |  |  |"
     )
-    template.write_text("{% include rows")
-    with pytest.raises(UserError, match=r"README.md.j2 is not a template that jinja2 can render"):
+
+
+# Each would run a program or write `written`, by Python's internals or by a public method.
+ATTACKS = {
+    "internals": "{{ pages.__class__.__mro__[1].__subclasses__() }}",
+    "globals": "{{ papers.__globals__.__builtins__.open('written', 'w') }}",
+    "filter": "{{ pages | map(attribute='__class__') | first }}",
+    "format": "{{ '{0.__class__.__init__.__globals__}'.format(pages[0]) }}",
+    "path": "{{ (pages[0].table.path.parent / 'written').write_text('x') }}",
+    "read": "{{ (pages[0].table.path.parent / 'paper.toml').read_text() }}",
+    "figure": "{% for f in pages[0].parts[0].figures.values() %}{{ f.savefig('written') }}"
+              "{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_template_of_the_overview_runs_no_code(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, attack: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    table = measured(tmp_path)
+    (tmp_path / "README.md.j2").write_text(f"# Mine\n\n{ATTACKS[attack]}\n")
+    with pytest.raises(UserError, match=r"README.md.j2 at line 3 is not .* (unsafe|safely)"):
+        site.write({table.key: table}, tmp_path / "report", None, overview=tmp_path)
+    assert not list(tmp_path.rglob("written*")) and not (tmp_path / "README.md").exists()
+
+
+@pytest.mark.parametrize("text, message", [
+    ("# Mine\n{% include rows", r"README.md.j2 at line 2 .*end of statement block"),
+    ("# Mine\n\n{{ absent }}", r"README.md.j2 at line 3 .*'absent' is undefined"),
+    ("{{ 1 / 0 }}", r"README.md.j2 at line 1 .*ZeroDivisionError: division by zero"),
+    ("{% include 'absent.j2' %}", r"README.md.j2 at line 1 .*absent.j2"),
+])
+def test_mistake_in_the_template_of_the_overview(
+    tmp_path: pathlib.Path, text: str, message: str
+) -> None:
+    table = measured(tmp_path)
+    (tmp_path / "README.md.j2").write_text(text)
+    with pytest.raises(UserError, match=message):
         site.write({table.key: table}, tmp_path / "report", None, overview=tmp_path)
 
 
