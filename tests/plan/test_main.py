@@ -104,7 +104,7 @@ def test_hosts_with_ethernet(tmp_path: pathlib.Path) -> None:
     assert row["route"] == "x line of 2, y line of 2, 4 hosts"
     # Four hosts send three quarters of the gradient twice, in four steps between hosts.
     assert slow["host_link_bytes"] == pytest.approx(1.5 * row["operand_bytes"])
-    middle = CALIBRATED.middle
+    middle = CALIBRATED.for_generation("v3").each.middle
     between = 1.5 * row["operand_bytes"] / 1.25e9 / middle.datacenter_efficiency
     between += 4 * middle.datacenter_seconds
     assert between < slow["network_milliseconds"][1] / 1e3 < 1.2 * between
