@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experiments.plan.rows import FOLDER, LOGGED, Part, Run, Source, load_sources
-from lamb_tpu.config import base_config, flatten, unflatten
+from lamb_tpu.config import check_keys, flatten, unflatten
 from lamb_tpu.cost.topology import slice_name, topology
 from lamb_tpu.errors import UserError
 from lamb_tpu.files import writing
@@ -38,7 +38,7 @@ class Row:
     Attributes:
       program: network and number of parameters.
       topology: name of the slice.
-      config: the flattened config where it differs from the defaults.
+      config: the flattened config, without the keys that change nothing in the step.
       examples: number of training examples.
       updates: number of timed updates.
       seconds: time of these updates.
@@ -62,9 +62,8 @@ class Row:
     @property
     def part(self) -> Part:
         """The program of the run."""
-        config = self.config
-        label = f"{self.program}, batch {config.get('batch_size', base_config().batch_size)}"
-        return Part("", config, self.updates, label, self.examples)
+        label = f"{self.program}, batch {self.config['batch_size']}"
+        return Part("", self.config, self.updates, label, self.examples)
 
 
 _TYPES = {
@@ -124,12 +123,15 @@ def _parse(record: Mapping[str, Any], where: str) -> Row:
     for name in ("examples", "updates", "seconds"):
         if not 0 < record[name] < math.inf:
             raise UserError(f"{where}: {name} is {record[name]!r}; it must be above 0 and finite")
+    if "batch_size" not in record["config"]:
+        raise UserError(f"{where}: config has no batch_size; give the run's flattened config")
     if not record["program"].strip():
         raise UserError(f"{where}: program is empty; give the network's name")
     row = Row(**record)
     try:
         slice_ = topology(row.topology)
         config = unflatten(row.config)
+        check_keys(config)
     except (UserError, AttributeError, TypeError, ValueError) as error:
         raise UserError(f"{where} cannot be planned: {error}") from None
     if math.prod(row.mesh.values()) != slice_.num_devices:
@@ -205,11 +207,7 @@ def of_workdir(workdir: str | os.PathLike[str], slice_: str | None = None) -> Ro
             "give a longer run"
         )
     last = trained[-1]
-    defaults = flatten(base_config())
-    kept = {
-        key: value for key, value in flatten(config).items()
-        if not key.startswith(_DROPPED) and (key not in defaults or defaults[key] != value)
-    }
+    kept = {key: each for key, each in flatten(config).items() if not key.startswith(_DROPPED)}
     record = {
         "program": _program(run), "topology": name, "config": kept,
         "examples": round(last["step"] * config.batch_size / last["epoch"]),
