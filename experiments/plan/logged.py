@@ -66,7 +66,7 @@ class Row:
         return Part("", self.config, self.updates, label, self.examples)
 
 
-_TYPES = {
+_TYPES: dict[str, Any] = {
     "program": str, "topology": str, "config": dict, "examples": int, "updates": int,
     "seconds": (int, float), "device": str, "mesh": dict, "jax": str, "commit": (str, type(None)),
 }

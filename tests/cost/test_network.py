@@ -112,8 +112,8 @@ def test_the_published_profile() -> None:
     groups = tuple(tuple(range(x, 32, 8)) for x in range(8))
     assert fabric.route(groups, False).axes == (Axis("y", 4, 1, False, 1),)
     large = collective("all-gather", groups, 2048 * 8192 * 2 // 4)
-    low, _, high = CALIBRATED.for_generation("v5e").each
-    spread = low, PROFILE, high
+    bounds = CALIBRATED.for_generation("v5e").each
+    spread = bounds.low, PROFILE, bounds.high
     low, middle, high = (fabric.seconds(large, each) for each in spread)
     assert low < middle < high and middle == pytest.approx(680e-6, rel=0.1)
     assert fabric.seconds(large, IDEAL) == pytest.approx(560e-6 * 45 / 50, rel=0.01)

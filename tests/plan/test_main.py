@@ -115,7 +115,11 @@ def test_hosts_with_ethernet(tmp_path: pathlib.Path) -> None:
         "lamb_tpu.plan", DIGITS, "--topologies=v3-32", cache, "--json", "--network-gbps=10"
     )
     assert done.returncode == 0, done.stderr
-    [point] = json.loads(done.stdout)["points"]
+    answer = json.loads(done.stdout)
+    assert answer["validation"] == slow["validation"] == json.loads(
+        json.dumps(CALIBRATED.validation._asdict())
+    )
+    [point] = answer["points"]
     assert point["phases"][0]["step_milliseconds"] == pytest.approx(slow["step_milliseconds"])
 
 

@@ -35,7 +35,7 @@ def test_a_run_on_a_tpu_can_join_the_calibration(
     job = Job(table, table.scales["small"], table.cells["adamw"], 7)
     monkeypatch.setattr(Results, "add", lambda *arguments: None)
     for device, lines in (("cpu", 1), ("TPU v4", 2)):
-        finished = Finished(job, {"device": device}, {})
+        finished = Finished(job, {"device": device}, [])
         monkeypatch.setattr(adopting, "find", lambda *arguments, found=finished: found)
         printed = adopting.take({table.key: table}, tmp_path)
         assert len(printed) == lines
