@@ -17,9 +17,9 @@ from typing import Any
 
 from experiments.plan.rows import FOLDER, LOGGED, Part, Run, Source, load_sources
 from lamb_tpu.config import check_keys, flatten, unflatten
-from lamb_tpu.cost.topology import slice_name, topology
+from lamb_tpu.cost.topology import slice_name, topology, tpu_version
 from lamb_tpu.errors import UserError
-from lamb_tpu.files import writing
+from lamb_tpu.files import reading, writing
 from lamb_tpu.plan.changing import changes
 from lamb_tpu.store import runs
 from lamb_tpu.store.metrics import read_records
@@ -129,11 +129,16 @@ def _parse(record: Mapping[str, Any], where: str) -> Row:
         raise UserError(f"{where}: program is empty; give the network's name")
     row = Row(**record)
     try:
-        slice_ = topology(row.topology)
+        slice_, version = topology(row.topology), tpu_version(row.device)
         config = unflatten(row.config)
         check_keys(config)
     except (UserError, AttributeError, TypeError, ValueError) as error:
         raise UserError(f"{where} cannot be planned: {error}") from None
+    if version != slice_.version:
+        raise UserError(
+            f"{where}: the device {row.device!r} is a {version}, and {row.topology} is a slice of "
+            f"{slice_.version}; name the slice that ran"
+        )
     if math.prod(row.mesh.values()) != slice_.num_devices:
         raise UserError(
             f"{where}: mesh is {dict(row.mesh)}, and {row.topology} has {slice_.num_devices:,} "
@@ -177,9 +182,11 @@ def of_workdir(workdir: str | os.PathLike[str], slice_: str | None = None) -> Ro
     receipts = read_records(run.folder.run)
     if not receipts:
         raise UserError(f"{where} has an empty {run.folder.run.name}, so its hardware is unknown")
-    for key in ("device", "devices", "mesh", "jax"):
-        if key not in receipts[-1]:
-            raise UserError(f"{run.folder.run} has no {key}; is it of another program?")
+    for key, wanted in (("device", str), ("devices", int), ("mesh", dict), ("jax", str)):
+        if not isinstance(receipts[-1].get(key), wanted):
+            raise UserError(
+                f"{run.folder.run} has no {key} of type {wanted.__name__}; restore the file"
+            )
         if any(receipt.get(key) != receipts[-1][key] for receipt in receipts):
             values = " and ".join(dict.fromkeys(str(receipt.get(key)) for receipt in receipts))
             raise UserError(
@@ -187,7 +194,7 @@ def of_workdir(workdir: str | os.PathLike[str], slice_: str | None = None) -> Ro
                 "programs; give a run with one"
             )
     receipt = receipts[-1]
-    if not str(receipt["device"]).startswith("TPU"):
+    if not receipt["device"].startswith("TPU"):
         raise UserError(
             f"{where} was trained on the device {receipt['device']!r}, and the calibration is of "
             "TPUs; give a run on a TPU"
@@ -200,7 +207,7 @@ def of_workdir(workdir: str | os.PathLike[str], slice_: str | None = None) -> Ro
     trained = run.records("train")
     timed = [record for record in trained if isinstance(record.get(_RATE), (int, float))]
     rates = [record[_RATE] for record in timed if 0 < record[_RATE] < math.inf]
-    updates = sum(record["updates"] for record in timed)
+    updates = sum(record.get("updates", 0) for record in timed)
     if updates < LEAST or not rates:
         raise UserError(
             f"{where} has {updates} timed updates, and a point of the calibration needs {LEAST}; "
@@ -220,10 +227,11 @@ def of_workdir(workdir: str | os.PathLike[str], slice_: str | None = None) -> Ro
 
 
 def _program(run: runs.RunFiles) -> str:
-    found = None
-    if run.folder.parameters.exists():
-        table = run.folder.parameters.read_text("utf-8", errors="replace")
-        found = re.search(r"^total: .*?(\d[\d,]*) values", table, re.MULTILINE)
+    try:
+        table = reading.read_text(run.folder.parameters)
+    except (FileNotFoundError, ValueError):
+        table = ""
+    found = re.search(r"^total: .*?(\d[\d,]*) values", table, re.MULTILINE)
     if found is None:
         raise UserError(
             f"{run.folder.parameters} has no line with the total of the parameters; restore it"

@@ -220,7 +220,7 @@ def figure(lines: Sequence[Line]) -> str:
             if line.run.source == source and line.without_run is not None
         ]
         look = {**style.numbered(number), "linestyle": ""}
-        left.plot(*zip(*points), label=source, **look)
+        left.plot(*(zip(*points) if points else ([], [])), label=source, **look)
         rows = [row for row, line in enumerate(lines) if line.run.source == source]
         expected = [interval.seconds(lines[row].nested.middle, lines[row].sample) for row in rows]
         measured = [times[row] / middle for row, middle in zip(rows, expected, strict=True)]

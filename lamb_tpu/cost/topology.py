@@ -273,6 +273,20 @@ def peak_flops(device_kind: str) -> float | None:
     return GENERATIONS[version].peak if version else _GPU_PEAKS.get(device_kind)
 
 
+def tpu_version(device_kind: str) -> str:
+    """Returns the version of a TPU by `jax.Device.device_kind`, such as 'v5e' of 'TPU v5 lite'.
+
+    Raises:
+      UserError: the device is unknown.
+    """
+    if device_kind not in _TPU_KINDS:
+        raise UserError(
+            f"the device {device_kind!r} is unknown; lamb_tpu knows {', '.join(_TPU_KINDS)}, and "
+            "GENERATIONS in lamb_tpu/cost/topology.py has their properties"
+        )
+    return _TPU_KINDS[device_kind]
+
+
 def slice_name(device_kind: str, devices: int) -> str:
     """Returns the name of the slice that has so many JAX devices.
 
@@ -286,12 +300,7 @@ def slice_name(device_kind: str, devices: int) -> str:
     Raises:
       UserError: the device is unknown, or no slice has that number of devices.
     """
-    version = _TPU_KINDS.get(device_kind)
-    if version is None:
-        raise UserError(
-            f"the device {device_kind!r} is unknown; lamb_tpu knows {', '.join(_TPU_KINDS)}, and "
-            "GENERATIONS in lamb_tpu/cost/topology.py has their properties"
-        )
+    version = tpu_version(device_kind)
     generation = GENERATIONS[version]
     count = devices * generation.counted // generation.devices
     if count * generation.devices != devices * generation.counted or count not in _shapes(version):

@@ -73,7 +73,13 @@ def test_a_run_in_numbers(tmp_path: pathlib.Path) -> None:
     config = row.part.config()
     assert config.batch_size == 64 and config.checkpoint.keep == base_config().checkpoint.keep != 7
     assert row.part.name == "mlp of 17,226 parameters, batch 64"
+    # A slice that the number of devices does not say is given, and must be of these TPUs.
     assert logged.of_workdir(tmp_path / "run", "2xv5e:1x2").topology == "2xv5e:1x2"
+    with pytest.raises(UserError, match="'TPU v5 lite' is a v5e, and v4-8 is a slice of v4"):
+        logged.of_workdir(tmp_path / "run", "v4-8")
+    (tmp_path / "run" / "parameters.txt").unlink()
+    with pytest.raises(UserError, match="parameters.txt has no line with the total"):
+        logged.of_workdir(tmp_path / "run")
 
 
 @pytest.mark.parametrize("changes, message", [
@@ -84,6 +90,7 @@ def test_a_run_in_numbers(tmp_path: pathlib.Path) -> None:
      r"no one slice of v5e has 24 devices .*--topology, such as 2xv5e-12 for two slices"),
     ({"receipts": ({}, {"devices": 8})}, "was trained in starts with devices 4 and 8"),
     ({"receipts": ()}, "has an empty run.jsonl"),
+    ({"receipts": ({"devices": "4"},)}, "run.jsonl has no devices of type int; restore the file"),
     ({"receipts": ({"mesh": {"data": 2}},)}, r"mesh is \{'data': 2\}, and v5e-4 has 4 devices"),
     ({"finished": False}, "holds a run that is at 90 of 999 steps; let it finish"),
     ({"updates": 16}, "has 48 timed updates, and a point of the calibration needs 50"),
