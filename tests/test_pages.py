@@ -22,7 +22,7 @@ from experiments.batching import measures
 from experiments.exchange import page as compression
 from experiments.exchange import programs
 from experiments.legw import lipschitz
-from experiments.plan import layouts, rows
+from experiments.plan import layouts, logged, rows
 from experiments.plan import page as calibration
 from lamb_tpu.store.metrics import read_records
 from tests.shared import ROOT, shared
@@ -37,7 +37,7 @@ def _kept(name: str) -> list[dict[str, Any]]:
 MADE: dict[str, Callable[[], str]] = {
     "legw/lipschitz.md": lambda: lipschitz.page(_kept("legw/lipschitz.json")),
     "exchange/compression.md": lambda: compression.text(programs.load()),
-    "plan/calibration.md": lambda: calibration.text(rows.load_sources(), rows.load_kept()),
+    "plan/calibration.md": lambda: calibration.text(logged.load_all(), rows.load_kept()),
     "plan/layouts.md": lambda: layouts.page(layouts.load()),
 }
 if measures.RECORD.exists():  # no record, no page

@@ -30,7 +30,7 @@ Row = Mapping[str, Any]
 Kept = Mapping[str, Row]
 FITTED = ("v3-32", "v3-128")  # the slices of the two programs
 CHECKED = "v5e-16"  # that of the third
-CONSTANTS = CALIBRATED.for_generation("v3").middle
+CONSTANTS = CALIBRATED.for_generation("v3").each.middle
 DEVICES = (8, 32, 128, 512, 2048)
 # Gb/s of a host's link; None: the torus.
 NETWORKS = {"TPU torus": None, "100 Gb/s": 100.0, "40 Gb/s": 40.0, "25 Gb/s": 25.0,

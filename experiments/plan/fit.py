@@ -12,12 +12,14 @@ number for each other generation: how much faster its cores are than the compile
 logarithms of predicted by measured time, with a weak pull of these three to what a profile on TPU
 v5e says.
 
-Two errors are told. A run left out has its source's factor from the source's other runs: this is
-how well the model scales. A source left out has the median of the other sources' factors: this is
-what a program that nobody has run meets.
+There are two errors. A run left out has its source's factor from the source's other runs: this
+error says how well the model scales. A source left out has the median of the other sources'
+factors: this error is that of a program that nobody has run. interval.py makes an interval of what
+remains.
 """
 
 import dataclasses
+import functools
 import itertools
 import statistics
 from collections.abc import Mapping, Sequence
@@ -25,7 +27,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from scipy import optimize
 
-from lamb_tpu.cost.network import PROFILE, Calibration, Constants
+from lamb_tpu.cost.network import PROFILE
 
 # Of 1 / efficiency, and of the microseconds of a hop and of a collective: those of the profile. A
 # factor of e away from one counts as a run that is off by 1 %, so that a constant that no run tells
@@ -35,7 +37,7 @@ _PRIOR = np.log([
 ])
 _PULL = 0.01
 _WIDEST = 100.0  # bound of each constant's distance from its start, as a factor
-BASE = "v3"  # the generation whose factor is 1
+BASE = "v3"  # the generation whose factor is 1; without runs on it, the first by name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +75,11 @@ class Fit:
     factors: Mapping[str, float]
 
     @property
+    def generation(self) -> float:
+        """The factor of a generation without runs: the geometric mean of the others'."""
+        return statistics.geometric_mean(self.generations.values())
+
+    @property
     def factor(self) -> float:
         """The factor of a program that nobody has run: the median of the sources'."""
         return statistics.median(self.factors.values())
@@ -84,20 +91,28 @@ class Fit:
     def seconds(self, sample: Sample) -> float:
         """Returns the predicted time."""
         factor = self.factors.get(sample.source, self.factor)
-        computation = factor * self.generations.get(sample.generation, 1.0) * sample.compute
+        generation = self.generations.get(sample.generation, self.generation)
+        computation = factor * generation * sample.compute
         return computation + self.network_seconds(sample)
 
 
 def fit(samples: Sequence[Sample]) -> Fit:
-    """Fits the constants."""
-    generations = sorted({sample.generation for sample in samples} - {BASE})
+    """Fits the constants; the same runs are fitted once."""
+    return _fit(tuple(samples))
+
+
+@functools.cache
+def _fit(samples: tuple[Sample, ...]) -> Fit:
+    versions = sorted({sample.generation for sample in samples})
+    base = BASE if BASE in versions else versions[0]
+    generations = [version for version in versions if version != base]
     sources = sorted({sample.source for sample in samples})
 
     def fitted(values: np.ndarray) -> Fit:
         each = iter(map(float, np.exp(values)))
         network = tuple(itertools.islice(each, len(_PRIOR)))
         of_generations = {name: next(each) for name in generations}
-        return Fit(network, {BASE: 1.0} | of_generations, {name: next(each) for name in sources})
+        return Fit(network, {base: 1.0} | of_generations, {name: next(each) for name in sources})
 
     def residuals(values: np.ndarray) -> np.ndarray:
         known = fitted(values)
@@ -131,39 +146,3 @@ def leave_out_sources(samples: Sequence[Sample]) -> list[float]:
         for source in {sample.source for sample in samples}
     }
     return [fits[sample.source].seconds(sample) / sample.measured for sample in samples]
-
-
-def calibration(found: Fit, ratios: Sequence[float], fitted_to: str) -> Calibration:
-    """Returns the constants that a plan takes.
-
-    Args:
-      found: the fit to all.
-      ratios: predicted by measured time of the runs, each with its source left out. The interval
-        is the smallest that would have held nine in ten of them; at its upper end the network is
-        at most as fast as in the profile.
-      fitted_to: what the runs are.
-    """
-    inverse, hop, start = found.network
-    fitted = Constants(
-        1 / inverse, hop * 1e-6, start * 1e-6, PROFILE.datacenter_efficiency,
-        PROFILE.datacenter_seconds, found.factor,
-    )
-    # The profile is slower than these runs say.
-    slow = dataclasses.replace(
-        fitted, efficiency=min(fitted.efficiency, PROFILE.efficiency),
-        hop_seconds=max(fitted.hop_seconds, PROFILE.hop_seconds),
-        collective_seconds=max(fitted.collective_seconds, PROFILE.collective_seconds),
-    )
-    low, high = map(float, np.quantile(1 / np.asarray(ratios), (0.05, 0.95)))
-    return Calibration(
-        scaled(fitted, low), fitted, scaled(slow, high), fitted_to, found.generations
-    )
-
-
-def scaled(constants: Constants, by: float) -> Constants:
-    """Returns constants with which every time is longer by a factor, with no efficiency above 1."""
-    return Constants(
-        min(1.0, constants.efficiency / by), constants.hop_seconds * by,
-        constants.collective_seconds * by, min(1.0, constants.datacenter_efficiency / by),
-        constants.datacenter_seconds * by, constants.compute_factor * by,
-    )

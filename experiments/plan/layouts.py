@@ -49,7 +49,8 @@ def page(records: Sequence[Record]) -> str:
         "",
         "The search of `--find=fastest`: one dimension after the other, with the others at the",
         "best so far. The batch, of 65,536, and its mathematics are the recipe's. Times are the",
-        "TPU compiler's with the model of the network, and its interval: none of these ran.",
+        "TPU compiler's with the model of the network, and its interval: none of these ran. Both",
+        "are of the calibration at the time of the search; calibration.md has the one of today.",
     ]
     for record in records:
         lines += [

@@ -1,15 +1,16 @@
-"""The page of the calibration: calibration.md and its picture."""
+"""The page of the calibration: calibration.md and its figure, and the constants of plans."""
 
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jinja2
 
 from experiments.plan import fit as fit_lib
+from experiments.plan import generated, interval
 from experiments.plan.fit import Fit, Sample
-from experiments.plan.rows import FOLDER, Run, Source
+from experiments.plan.rows import FOLDER, LOGGED, Part, Run, Source
 from lamb_tpu import style
+from lamb_tpu.cost.network import Bounds, Calibrations
 from lamb_tpu.cost.topology import topology
 
 Kept = Mapping[str, Mapping[str, Any]]
@@ -25,6 +26,18 @@ class Line(NamedTuple):
     seconds: float  # predicted, with all runs in the fit
     without_run: float | None  # predicted by measured time, fitted to the other runs
     without_source: float  # the same, fitted to the other sources
+    nested: Bounds  # constants and interval from the other sources
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        """Least and most seconds by the interval from the other sources."""
+        low, _, high = (interval.seconds(each, self.sample) for each in self.nested)
+        return low, high
+
+    @property
+    def is_covered(self) -> bool:
+        """Whether the measured time is between these."""
+        return interval.covers(self.nested, self.sample)
 
 
 def sample_of(run: Run, kept: Kept) -> Sample | None:
@@ -55,27 +68,55 @@ def lines_of(sources: Sequence[Source], kept: Kept) -> tuple[Fit, list[Line]]:
     samples = [sample for _, sample in found]
     fitted = fit_lib.fit(samples)
     each = zip(found, fit_lib.leave_out_runs(samples), fit_lib.leave_out_sources(samples),
-               strict=True)
+               interval.without_programs(samples), strict=True)
     return fitted, [
         Line(run, sample, kept[run.parts[0].key(run.topology)]["batch_size"],
-             fitted.seconds(sample), alone, apart)
-        for (run, sample), alone, apart in each
+             fitted.seconds(sample), alone, apart, nested)
+        for (run, sample), alone, apart, nested in each
     ]
 
 
+def calibrations(fitted: Fit, lines: Sequence[Line]) -> Calibrations:
+    """Returns the constants that plans take."""
+    samples = [line.sample for line in lines]
+    logged = sum(line.run.source.startswith(LOGGED) for line in lines)
+    runs = f"{len(lines) - logged} published" + f" and {logged} logged" * bool(logged)
+    *others, last = fitted.generations
+    versions = f"{', '.join(others)} and {last}" if others else last
+    return interval.calibrations(
+        fitted, samples, f"{runs} runs on TPU {versions}", interval.validate(samples)
+    )
+
+
 def write(sources: Sequence[Source], kept: Kept) -> str:
-    """Writes the page and its picture, and returns the page."""
-    _, lines = lines_of(sources, kept)
-    (FOLDER / "calibration.svg").write_text(picture(lines))
+    """Writes the page, its figure and the module of the constants, and returns the page.
+
+    The module is left as it is while a program is missing, so that plans always follow from all
+    runs.
+    """
+    fitted, lines = lines_of(sources, kept)
+    (FOLDER / "calibration.svg").write_text(figure(lines))
     page = text(sources, kept)
     (FOLDER / "calibration.md").write_text(page)
+    if not missing(sources, kept):
+        generated.PATH.write_text(generated.text(calibrations(fitted, lines)))
     return page
+
+
+def missing(sources: Sequence[Source], kept: Kept) -> dict[str, tuple[str, Part]]:
+    """Returns slice and part of the programs that are not compiled, by their keys."""
+    found = {
+        part.key(run.topology): (run.topology, part)
+        for source in sources for run in source.runs for part in run.parts
+    }
+    return {key: each for key, each in found.items() if key not in kept}
 
 
 def text(sources: Sequence[Source], kept: Kept) -> str:
     """Returns the page."""
     fitted, lines = lines_of(sources, kept)
-    alone = [line.without_run for line in lines if line.without_run is not None]
+    samples = [line.sample for line in lines]
+    found = calibrations(fitted, lines)
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(FOLDER), undefined=jinja2.StrictUndefined,
         keep_trailing_newline=True, autoescape=False,
@@ -83,7 +124,15 @@ def text(sources: Sequence[Source], kept: Kept) -> str:
     return environment.get_template("calibration.md.j2").render(
         sources=sources, fitted=fitted, lines=lines, goal=GOAL, time=_time, percent=_percent,
         minutes=lambda seconds: f"{seconds / 60:.2f} min", speed=_speed,
-        alone=errors(alone), apart=errors([line.without_source for line in lines]),
+        validation=found.validation,
+        without_assumption=interval.covered(interval.without_programs(samples, None), samples),
+        programs_left_out=[
+            f"{name} ({sum(hits)} of {len(hits)})" for name in fitted.factors
+            if not all(hits := [line.is_covered for line in lines if line.run.source == name])
+        ],
+        widths={seen: interval.width(fitted, samples, seen) for seen in (True, False)},
+        unseen=found.unseen.middle.compute_factor / fitted.factor, assumed=interval,
+        known=found.known, any_other=found.unseen,
         beyond=[f"{line.run.source} on {line.run.topology}" for line in lines
                 if line.without_run is not None and abs(line.without_run - 1) > GOAL],
         shares=[(line, network_share(line.sample, fitted)) for line in lines
@@ -92,25 +141,14 @@ def text(sources: Sequence[Source], kept: Kept) -> str:
                   for line in lines if line.run.reported_updates],
         programs=list(_programs(sources, kept)),
         missing=sorted({
-            f"{part.name} on {run.topology}" for source in sources for run in source.runs
-            for part in run.parts if part.key(run.topology) not in kept
+            f"{part.name} on {slice_name}" for slice_name, part in missing(sources, kept).values()
         }),
-        planned=list(_planned(sources, kept, fitted, lines)),
+        planned=list(_planned(sources, kept, found)),
         versions=sorted({
             ", ".join(f"{name} {number}" for name, number in each["versions"].items())
             for each in kept.values()
         }),
     )
-
-
-def errors(ratios: Sequence[float]) -> tuple[float, float]:
-    """Returns the median and the largest relative error.
-
-    >>> errors([1.1, 0.8, 1.0])
-    (0.1, 0.2)
-    """
-    found = [round(abs(ratio - 1), 6) for ratio in ratios]
-    return statistics.median(found), max(found)
 
 
 def network_share(sample: Sample, fitted: Fit) -> float:
@@ -119,18 +157,14 @@ def network_share(sample: Sample, fitted: Fit) -> float:
 
 
 def _planned(
-    sources: Sequence[Source], kept: Kept, fitted: Fit, lines: Sequence[Line]
+    sources: Sequence[Source], kept: Kept, found: Calibrations
 ) -> Iterator[tuple[Run, list[float]]]:
     """Yields compiled runs that nobody ran: least, expected and most seconds; none if too large."""
-    ratios = [line.without_source for line in lines]
-    low, middle, high = (
-        each.compute_factor for each in fit_lib.calibration(fitted, ratios, "").each
-    )
     for run in (run for source in sources for run in source.runs if run.seconds is None):
         sample = sample_of(run, kept)
         if all(part.key(run.topology) in kept for part in run.parts):
-            time = fitted.seconds(sample) / middle if sample else None
-            yield run, [factor * time for factor in (low, middle, high)] if time else []
+            constants = found.for_generation(topology(run.topology).version).each
+            yield run, [interval.seconds(each, sample) for each in constants] if sample else []
 
 
 def _programs(
@@ -172,13 +206,13 @@ def _time(seconds: float) -> str:
     return f"{seconds / length:,.1f} {unit}"
 
 
-def picture(lines: Sequence[Line]) -> str:
-    """Returns predicted time over measured time as SVG."""
-    figure = style.figure(7.0, 4.5)
-    axes = figure.add_subplot()
+def figure(lines: Sequence[Line]) -> str:
+    """Returns each run predicted from the others, and the intervals without its program, as SVG."""
+    drawn = style.figure(11.0, 5.0)
+    left, right = drawn.subplots(1, 2)
     times = [line.run.seconds or 1.0 for line in lines]
     ends = [min(times) / 1.3, max(times) * 1.3]
-    axes.fill_between(ends, [end * (1 - GOAL) for end in ends], [end * (1 + GOAL) for end in ends],
+    left.fill_between(ends, [end * (1 - GOAL) for end in ends], [end * (1 + GOAL) for end in ends],
                       color=style.NEUTRAL, alpha=0.2, linewidth=0, label=f"within {GOAL:.0%}")
     for number, source in enumerate(dict.fromkeys(line.run.source for line in lines)):
         points = [
@@ -186,10 +220,26 @@ def picture(lines: Sequence[Line]) -> str:
             if line.run.source == source and line.without_run is not None
         ]
         look = {**style.numbered(number), "linestyle": ""}
-        axes.plot(*zip(*points, strict=True), label=source, **look)
-    axes.set_xscale("log")
-    style.log_axis(axes)
-    style.dress(axes, "Published runs, each predicted from the others", "measured time (s)",
+        left.plot(*(zip(*points) if points else ([], [])), label=source, **look)
+        rows = [row for row, line in enumerate(lines) if line.run.source == source]
+        expected = [interval.seconds(lines[row].nested.middle, lines[row].sample) for row in rows]
+        measured = [times[row] / middle for row, middle in zip(rows, expected, strict=True)]
+        spans = [
+            [lines[row].ends[side] / middle for row, middle in zip(rows, expected, strict=True)]
+            for side in (0, 1)
+        ]
+        right.hlines(rows, *spans, color=style.NEUTRAL, linewidth=1)
+        right.plot(measured, rows, **look)
+    left.set_xscale("log")
+    style.log_axis(left)
+    style.dress(left, "Each run, predicted from the others", "measured time (s)",
                 "predicted time (s)")
-    axes.legend(fontsize=8, loc="upper left")
-    return style.svg(figure)
+    left.legend(fontsize=8, loc="upper left")
+    right.set_xscale("log")
+    right.set_xticks([0.4, 0.6, 1.0, 1.5, 2.0], ["0.4", "0.6", "1", "1.5", "2"])
+    right.minorticks_off()
+    right.set_yticks(range(len(lines)), [line.run.topology for line in lines], fontsize=7)
+    right.invert_yaxis()
+    style.dress(right, "Each run and its interval, its program left out",
+                "measured by predicted time", "")
+    return style.svg(drawn)

@@ -8,6 +8,7 @@ read again.
 """
 
 import dataclasses
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -19,12 +20,13 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from lamb_tpu import cli
-from lamb_tpu.config import base_config
+from lamb_tpu.config import base_config, unflatten
 from lamb_tpu.cost.network import Constants
 from lamb_tpu.plan.report import Plan
 from lamb_tpu.plan.variants import differences
 
 FOLDER = pathlib.Path(__file__).parent
+LOGGED = "lamb_tpu, "  # what the names of the programs of logged runs begin with
 _OPTIONAL = ("evaluated", "seconds", "all_reduce", "reported_updates", "reported_seconds")
 _FREE = 1e12  # an efficiency so high that the bytes take no time
 # Links alone, a microsecond for each hop, a microsecond for each collective.
@@ -40,32 +42,43 @@ class Part:
     """A part of a run: one program.
 
     Attributes:
-      recipe: the config with its arguments, as --config takes it.
+      recipe: the config with its arguments, as --config takes it; '' for the config of defaults.
       overrides: values of the config's keys.
       updates: number of updates.
+      label: its name, if recipe and overrides are not.
+      examples: number of training examples, for a data set whose facts are not known.
     """
 
     recipe: str
     overrides: Mapping[str, Any]
     updates: float
+    label: str = ""
+    examples: int | None = None
 
     @property
     def name(self) -> str:
-        """The recipe with its overrides."""
+        """The label, or the recipe with its overrides."""
+        if self.label:
+            return self.label
         changes = (f"{key}={value}" for key, value in self.overrides.items())
         return ", ".join([self.recipe, *changes])
 
     def config(self) -> ConfigDict:
         """Returns the config."""
+        if not self.recipe:
+            return unflatten(self.overrides)
         config = cli.load_recipe(self.recipe)
         config.update_from_flattened_dict(dict(self.overrides))
         return config
 
+    @functools.cached_property
+    def _changes(self) -> dict[str, Any]:
+        # A key that is new to all configs, and has its default here, changes nothing.
+        return differences(base_config(), self.config())
+
     def key(self, topology: str) -> str:
         """Returns what a kept part must have been made from: slice and config."""
-        # A key that is new to all configs, and has its default here, changes nothing.
-        changes = differences(base_config(), self.config())
-        text = json.dumps([topology, changes], sort_keys=True, default=str)
+        text = json.dumps([topology, self._changes], sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -1,16 +1,33 @@
-"""Constants of the network and of the computation that are fitted to published runs.
+"""Constants of the network and of the computation that are fitted to measured runs.
 
-The fit, the runs and how far each is from the prediction: experiments/plan/calibration.md. Three
-constants of the network are shared by all generations of TPU, and the computation of each has one.
-The interval would have held nine in ten of the runs, each predicted from other teams' runs alone.
+`python -m experiments.plan` generates this file. The fit, the runs and how far each is from its
+plan: experiments/plan/calibration.md. Each generation of TPU has three sets of constants, for the
+shortest, the expected and the longest time of a program that has no runs in the fit.
 """
 
-from lamb_tpu.cost.network import Calibration, Constants
+from lamb_tpu.cost.network import Bounds, Calibrations, Constants, Validation
 
-CALIBRATED = Calibration(
-    Constants(1.0, 1.24e-07, 5.44e-07, 0.871, 4.02e-05, 0.779),
-    Constants(1.0, 1.55e-07, 6.78e-07, 0.7, 5e-05, 0.97),
-    Constants(0.409, 2.01e-06, 1e-05, 0.349, 1e-04, 1.95),
+CALIBRATED = Calibrations(
+    {
+        "v3": Bounds(
+            Constants(1.0, 7.44e-08, 3.25e-07, 1.0, 2.4e-05, 0.466),
+            Constants(1.0, 1.55e-07, 6.78e-07, 0.7, 5e-05, 0.97),
+            Constants(0.394, 2.08e-06, 1.04e-05, 0.336, 0.000104, 2.02),
+        ),
+        "v4": Bounds(
+            Constants(1.0, 7.44e-08, 3.25e-07, 1.0, 2.4e-05, 0.35),
+            Constants(1.0, 1.55e-07, 6.78e-07, 0.7, 5e-05, 0.728),
+            Constants(0.394, 2.08e-06, 1.04e-05, 0.336, 0.000104, 1.51),
+        ),
+    },
+    Bounds(
+        Constants(1.0, 6.42e-08, 2.81e-07, 1.0, 2.07e-05, 0.349),
+        Constants(1.0, 1.55e-07, 6.78e-07, 0.7, 5e-05, 0.84),
+        Constants(0.34, 2.41e-06, 1.21e-05, 0.29, 0.000121, 2.03),
+    ),
     "31 published runs on TPU v3 and v4",
-    {"v3": 1.0, "v4": 0.75},
+    Validation(
+        (28, 31), {"v3": (23, 24), "v4": (7, 7)},
+        (0.147, 0.528), (0.0153, 0.171),
+    ),
 )

@@ -75,37 +75,85 @@ class Constants:
     compute_factor: float = 1.0
 
 
-@dataclasses.dataclass(frozen=True)
-class Calibration:
-    """Constants with the bounds of an interval.
+class Validation(NamedTuple):
+    """Accuracy of plans of runs that were left out of the fit and of the interval's parameters.
 
     Attributes:
-      low, middle, high: constants of the shortest, the expected and the longest time.
-      fitted_to: the runs to which they were fitted.
-      generations: version of a TPU -> time of its computation by the compiler's estimate, which
-        `compute_factor` leaves out. 1 for a generation that is not there.
+      programs: number of runs inside the interval, and of all runs, with each program left out.
+      generations: TPU version -> the same numbers with all runs on that version left out.
+      new_program: median and largest relative error of a run whose program is left out.
+      known_program: the same where other runs of the program are in the fit.
     """
+
+    programs: tuple[int, int]
+    generations: Mapping[str, tuple[int, int]]
+    new_program: tuple[float, float]
+    known_program: tuple[float, float]
+
+    def describe(self) -> str:
+        """Returns the numbers as text."""
+        generations = ", ".join(
+            f"{covered:,} of {number:,}{' runs' * (place == 0)} on {version}"
+            for place, (version, (covered, number)) in enumerate(self.generations.items())
+        )
+        new, known = (
+            f"{100 * median:.2g} % (at most {100 * largest:.2g} %)"
+            for median, largest in (self.new_program, self.known_program)
+        )
+        return (
+            f"the interval covered {self.programs[0]:,} of {self.programs[1]:,} runs of programs "
+            "left out of the fit"
+            + f", and of generations left out {generations}" * bool(generations)
+            + f"; median error {new} for a program left out, {known} with other runs of the "
+            "program in the fit"
+        )
+
+
+class Bounds(NamedTuple):
+    """Constants of the shortest, the expected and the longest time."""
 
     low: Constants
     middle: Constants
     high: Constants
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibration:
+    """Constants for one TPU generation, with the bounds of the interval for a new program.
+
+    Attributes:
+      each: the constants, ascending in time.
+      fitted_to: the runs to which they were fitted.
+      validation: accuracy for runs left out.
+    """
+
+    each: Bounds
     fitted_to: str
-    generations: Mapping[str, float]
+    validation: Validation
 
-    @property
-    def each(self) -> tuple[Constants, Constants, Constants]:
-        """The three, ascending in time."""
-        return self.low, self.middle, self.high
 
-    def for_generation(self, version: str) -> "Calibration":
-        """Returns the constants of one generation, with its factor in `compute_factor`."""
-        factor = self.generations.get(version, 1.0)
-        unknown = f", none of them on {version}" * (version not in self.generations)
-        low, middle, high = (
-            dataclasses.replace(each, compute_factor=factor * each.compute_factor)
-            for each in self.each
-        )
-        return Calibration(low, middle, high, self.fitted_to + unknown, {version: 1.0})
+@dataclasses.dataclass(frozen=True)
+class Calibrations:
+    """Fitted constants of all TPU generations.
+
+    Attributes:
+      known: TPU version -> constants, for the generations of the fitted runs.
+      unseen: constants of any other generation: those of an average one, and wider bounds.
+      fitted_to: the runs to which they were fitted.
+      validation: accuracy for runs left out.
+    """
+
+    known: Mapping[str, Bounds]
+    unseen: Bounds
+    fitted_to: str
+    validation: Validation
+
+    def for_generation(self, version: str) -> Calibration:
+        """Returns the constants of one generation."""
+        if version in self.known:
+            return Calibration(self.known[version], self.fitted_to, self.validation)
+        fitted_to = f"{self.fitted_to}, none of them on {version}"
+        return Calibration(self.unseen, fitted_to, self.validation)
 
 
 # Of the one profile in `jax-ml.github.io/scaling-book/sharding`: an all-gather on TPU v5e in 680

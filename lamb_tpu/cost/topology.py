@@ -273,6 +273,44 @@ def peak_flops(device_kind: str) -> float | None:
     return GENERATIONS[version].peak if version else _GPU_PEAKS.get(device_kind)
 
 
+def tpu_version(device_kind: str) -> str:
+    """Returns the version of a TPU by `jax.Device.device_kind`, such as 'v5e' of 'TPU v5 lite'.
+
+    Raises:
+      UserError: the device is unknown.
+    """
+    if device_kind not in _TPU_KINDS:
+        raise UserError(
+            f"the device {device_kind!r} is unknown; lamb_tpu knows {', '.join(_TPU_KINDS)}, and "
+            "GENERATIONS in lamb_tpu/cost/topology.py has their properties"
+        )
+    return _TPU_KINDS[device_kind]
+
+
+def slice_name(device_kind: str, devices: int) -> str:
+    """Returns the name of the slice that has so many JAX devices.
+
+    >>> slice_name("TPU v4", 64), slice_name("TPU v3", 32), slice_name("TPU v5 lite", 16)
+    ('v4-128', 'v3-32', 'v5e-16')
+
+    Args:
+      device_kind: `jax.Device.device_kind`.
+      devices: number of devices.
+
+    Raises:
+      UserError: the device is unknown, or no slice has that number of devices.
+    """
+    version = tpu_version(device_kind)
+    generation = GENERATIONS[version]
+    count = devices * generation.counted // generation.devices
+    if count * generation.devices != devices * generation.counted or count not in _shapes(version):
+        raise UserError(
+            f"no one slice of {version} has {devices:,} devices ({device_kind}); name it with "
+            f"--topology, such as 2x{version}-{max(1, count // 2)} for two slices"
+        )
+    return f"{version}-{count}"
+
+
 def _shapes(version: str) -> dict[int, tuple[int, ...]]:
     """Shapes of a version's slices, by the number in their names."""
     generation = GENERATIONS[version]

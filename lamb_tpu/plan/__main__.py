@@ -9,8 +9,10 @@ setup` installs it, as does the extra tpu) and takes minutes for large models. T
 
 - whether the step fits into a device's memory, and what takes how much of it;
 - what the devices send each other: each kind of collective, among how many devices, how much;
-- how long a step takes, with an interval: the compiler's estimate of its computation and a model
-  of the links, both fitted to published runs (experiments/plan/calibration.md);
+- how long a step takes: the compiler's estimate of its computation and a model of the links, both
+  fitted to published runs (experiments/plan/calibration.md), with an interval for a program that
+  has no runs there, which is wider on a generation of TPU without runs. The line `validated` counts
+  the runs that such intervals covered, each made without the runs that it is counted on;
 - what the run takes: updates, minutes, chip-hours, the input that each host must deliver, and, if
   plans of other batches were made before, the next batch that fits. The last line has the sums.
   Start-up, compilation on the pod, checkpoints and waiting for the slowest chip are left out.
@@ -120,6 +122,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from lamb_tpu import terminal
+from lamb_tpu.cost.calibrated import CALIBRATED
 from lamb_tpu.cost.topology import topology
 from lamb_tpu.plan import advice, curves, fastest, largest, options
 from lamb_tpu.plan.cache import Cache, check_folder
@@ -168,7 +171,11 @@ def main() -> None:
         _plan(kept, page)
         return
     answer = _curves(request, kept, page) if request.kind == "curves" else _search(request, kept)
-    print(json.dumps(answer.json, indent=2) if values.json else answer.text)
+    validation = CALIBRATED.validation
+    if values.json:
+        print(json.dumps({**answer.json, "validation": validation._asdict()}, indent=2))
+    else:
+        print(f"{answer.text}\n{terminal.fit(f'intervals: {validation.describe()}')}")
 
 
 def _search(request: options.Request, kept: Cache) -> Answer:

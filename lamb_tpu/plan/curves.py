@@ -9,6 +9,7 @@ from ml_collections import ConfigDict
 
 from lamb_tpu import style, terminal
 from lamb_tpu.cost import topology as topology_lib
+from lamb_tpu.cost.calibrated import CALIBRATED
 from lamb_tpu.files import writing
 from lamb_tpu.plan import page
 from lamb_tpu.plan.totals import span_text
@@ -138,6 +139,7 @@ def write_page(points: Sequence[Point], found: Answer, path: pathlib.Path) -> No
     text = page.render(
         "curves.html.j2", title="Predicted time by number of devices", table=found.text,
         picture=page.svg(picture(points)), left_out=LEFT_OUT,
+        validated=CALIBRATED.validation.describe(),
     )
     with writing.checked(path, "--html"):
         path.write_text(text, "utf-8")

@@ -100,7 +100,8 @@ def _part(name: str, plan: Plan) -> Part:
         facts.append(("the run", span_text(total.seconds[0], total.seconds[2])))
     facts += plan.sending
     facts.append(("left out", plan.left_out))
-    facts.append(("network", f"a model fitted to {plan.calibration.fitted_to}"))
+    facts.append(("fitted to", plan.calibration.fitted_to))
+    facts.append(("validated", plan.calibration.validation.describe()))
     pictures, kernels = list[tuple[str, str]](), list[tuple[Operation, float, float]]()
     if plan.memory is not None:
         caption = f"Memory of a device, by kind. The line is the {size_text(_usable(plan))} that "

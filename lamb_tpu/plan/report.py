@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 from lamb_tpu import terminal
 from lamb_tpu.cost import hlo, traffic
 from lamb_tpu.cost import topology as topology_lib
-from lamb_tpu.cost.calibrated import CALIBRATED
 from lamb_tpu.cost.hosts import HostNetwork
 from lamb_tpu.cost.network import Calibration, Constants, Network, Route
 from lamb_tpu.cost.timeline import Timeline, timeline
@@ -133,6 +132,7 @@ class Plan:
       is_cached: whether the program was compiled before, and then kept.
       fits: whether the program fits into a device's memory.
       needed: bytes that the program needs; None if the compiler does not say.
+      calibration: the constants of `times`, and how far plans by them are off.
       message: the compiler's error message if the program does not fit.
       leaves: what the optimizer does with the parameters, in one line; '' if unknown.
       other_batch: the next larger batch that is known to fit; for a step that does not fit, the
@@ -142,7 +142,6 @@ class Plan:
       model_flops: a device's share of the model FLOPs, see `lamb_tpu.cost.flops`.
       cycles: the compiler's estimate, without the network.
       times: the schedule with the shortest, the expected and the longest time of the network.
-      calibration: the constants of these times.
       collectives: sums over the collectives.
       work: what the whole run does.
       recipe: its durations and learning rate.
@@ -161,6 +160,7 @@ class Plan:
     compile_seconds: float
     fits: bool
     needed: float | None
+    calibration: Calibration
     is_cached: bool = False
     message: str = ""
     leaves: str = ""
@@ -170,7 +170,6 @@ class Plan:
     model_flops: float | None = None
     cycles: int | None = None
     times: tuple[Timeline, ...] | None = None
-    calibration: Calibration = CALIBRATED
     collectives: tuple[Traffic, ...] | None = None
     work: Work | None = None
     recipe: Recipe | None = None
@@ -281,6 +280,7 @@ class Plan:
             "step_milliseconds": self.step_seconds and [1e3 * each for each in self.step_seconds],
             **sending.as_json(self.times[1] if self.times else None, self.network),
             "calibrated_by": self.calibration.fitted_to,
+            "validation": self.calibration.validation._asdict(),
             "collectives": None if self.collectives is None else [
                 each.row._asdict() | {
                     "milliseconds": 1e3 * each.seconds,
@@ -363,6 +363,7 @@ class Plan:
                 f"runs: {factor:.2f} ({least:.2f} to {most:.2f}) times that estimate, by a fit "
                 f"to {self.calibration.fitted_to}"
             )
+            lines.append(f"validated: {self.calibration.validation.describe()}")
             hidden = middle.network - middle.exposed
             hidden = hidden if hidden > 1e-6 * middle.network else 0.0  # beyond rounding
             lines.append(

@@ -24,7 +24,7 @@ def take(tables: Mapping[str, Table], path: pathlib.Path) -> list[str]:
       path: the workdir of the run, or the file.
 
     Returns:
-      A line for each run that was taken.
+      A line for each run that was taken; for a run on a TPU also one on the calibration of plans.
 
     Raises:
       UserError: see `find` and `carrying.take`.
@@ -33,7 +33,13 @@ def take(tables: Mapping[str, Table], path: pathlib.Path) -> list[str]:
         return carrying.take(path, tables)
     finished = find(tables, path)
     Results(finished.job.table).add(finished.record, finished.configs)
-    return [f"{finished.job.table.key}: {finished.job.name}"]
+    lines = [f"{finished.job.table.key}: {finished.job.name}"]
+    if finished.record["device"].startswith("TPU"):
+        lines.append(
+            "in a checkout, python -m experiments.plan --add=WORKDIR adds its speed to the "
+            "calibration of plans"
+        )
+    return lines
 
 
 def find(tables: Mapping[str, Table], workdir: pathlib.Path) -> Finished:

@@ -193,4 +193,4 @@ def test_all_shapes_hold_what_their_names_count() -> None:
 
 
 def test_docstrings() -> None:
-    assert doctest.testmod(topology_lib) == (0, 4)
+    assert doctest.testmod(topology_lib) == (0, 5)

@@ -64,16 +64,12 @@ def test_without_runs_that_tell_them_the_constants_of_the_network_stay() -> None
     assert fit.fit(silent).network == pytest.approx(expected)
 
 
-def test_calibration_scales_every_time() -> None:
+def test_a_generation_left_out_is_an_average_one() -> None:
     found = fit.fit(samples())
-    ratios = [1 / 0.8, 1.0, 1 / 2.0] * 20
-    inverse, hop, start = found.network
-    constants = fit.calibration(found, ratios, "three sources")
-    for each, by in zip(constants.each, (0.8, 1.0, 2.0), strict=True):
-        assert each.compute_factor == pytest.approx(1.1 * by, rel=0.01)
-        # At the upper end no faster than in the profile: this run's hops are, at 0.8 microseconds.
-        used = max(hop, 1.0) if by == 2.0 else hop
-        assert each.efficiency == pytest.approx(min(1.0, 1 / (inverse * by)))
-        assert each.hop_seconds == pytest.approx(used * 1e-6 * by)
-        assert each.collective_seconds == pytest.approx(start * 1e-6 * by)
-    assert constants.generations == found.generations
+    new = Sample("a", "v5e", 100.0, (0.0, 0.0, 0.0), 1.0)
+    assert found.seconds(new) == pytest.approx(0.9 * 0.7**0.5 * 100.0, rel=0.01)
+    # Without the first generation, the other one's computation is the sources' own.
+    others = fit.fit([run for run in samples() if run.generation == "v4"])
+    assert others.generations == {"v4": 1.0}
+    assert others.factors == pytest.approx({name: 0.7 * each for name, each in FACTORS.items()},
+                                           rel=0.02)

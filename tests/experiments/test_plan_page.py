@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments.plan import __main__ as command
-from experiments.plan import page, rows
+from experiments.plan import generated, interval, logged, page, rows
 from experiments.plan.rows import Part, Run, Source
-from lamb_tpu.cost.network import Constants
+from lamb_tpu.cost.network import Calibrations, Constants
 from lamb_tpu.plan.making import make_plan
 from tests.shared import shared
 
@@ -72,7 +71,7 @@ def test_published_times_are_those_of_the_papers() -> None:
 
 
 def test_kept_rows_are_of_these_configs() -> None:
-    keys = {part.key(run.topology) for source in rows.load_sources() for run in source.runs
+    keys = {part.key(run.topology) for source in logged.load_all() for run in source.runs
             for part in run.parts}
     assert set(rows.load_kept()) <= keys
 
@@ -84,6 +83,8 @@ def test_page(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name = "calibration.md.j2"
     (tmp_path / name).write_text((rows.FOLDER / name).read_text())
     monkeypatch.setattr(page, "FOLDER", tmp_path)
+    module = tmp_path / "calibrated.py"
+    monkeypatch.setattr(generated, "PATH", module)
     text = page.write(sources, kept)
     measured = [run for source in sources for run in source.runs if run.seconds]
     assert f"{len(measured)} runs of 8 programs" in text
@@ -102,9 +103,27 @@ def test_page(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "v6e-256 | does not fit |" in text
     assert (tmp_path / "calibration.svg").read_text().startswith("<?xml")
     assert (tmp_path / "calibration.md").read_text() == text == page.write(sources, kept)
-    # A run that is not compiled is not on the page.
+    # Plans get the constants of the page.
+    made: dict[str, Calibrations] = {}
+    exec(module.read_text(), made)
+    calibrated = made["CALIBRATED"]
+    covered = sum(line.is_covered for line in lines)
+    assert calibrated.validation.programs == (covered, len(lines))
+    assert f"| each program in turn | {covered} of {len(lines)} |" in text
+    assert calibrated.fitted_to == f"{len(measured)} published runs on TPU v3 and v4"
+    assert text.count(", **outside** |") == len(lines) - covered
+    # A run on a generation without runs has the wider interval.
+    planned = next(run for run in sources[-1].runs if run.topology == "v5p-512")
+    sample = page.sample_of(planned, kept)
+    assert sample is not None
+    exact = page.calibrations(fitted, lines).unseen
+    low, middle, high = (page._time(interval.seconds(each, sample)) for each in exact)
+    assert f"| v5p-512 | {middle} | {low} to {high} |" in text
+    # A run that is not compiled is not on the page, and plans keep their constants.
     del kept[measured[1].parts[0].key(measured[1].topology)]
+    module.unlink()
     assert f"{len(measured) - 1} runs of 8 programs" in page.write(sources, kept)
+    assert not module.exists()
 
 
 def test_a_runs_time_is_that_of_its_parts() -> None:
@@ -138,6 +157,6 @@ def test_missing_programs_are_named_once() -> None:
     part = Part("digits:batch=64", {}, 1.0)
     runs = Run("s", "v5e-4", (part, part)), Run("s", "v3-8", (part,))
     source = Source("s", "w", "seen", "", runs)
-    keys = [key for key, _, _ in command.missing([source], {})]
+    keys = list(page.missing([source], {}))
     assert keys == [part.key("v5e-4"), part.key("v3-8")]
-    assert [key for key, _, _ in command.missing([source], {keys[0]: {}})] == keys[1:]
+    assert list(page.missing([source], {keys[0]: {}})) == keys[1:]

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 from ml_collections import ConfigDict
 
+from lamb_tpu.cost.calibrated import CALIBRATED
 from lamb_tpu.cost.timeline import Timeline
 from lamb_tpu.cost.topology import topology
 from lamb_tpu.errors import UserError
@@ -45,7 +46,8 @@ def instead(
         return Plan(
             topology=slice_, mesh={"data": slice_.num_devices}, hosts=1,
             batch_size=config.batch_size, backend=config.parallel.backend, compile_seconds=1.0,
-            fits=fits, needed=gib * GIB, times=times if fits else None,
+            fits=fits, needed=gib * GIB,
+            calibration=CALIBRATED.for_generation(slice_.version), times=times if fits else None,
             recipe=recipe.resolve(config, examples_there),
             work=Work(100, config.batch_size, 1, 0, Input("images", 0, None, "", True)),
         )

@@ -6,6 +6,7 @@ import pathlib
 import pytest
 from ml_collections import ConfigDict
 
+from lamb_tpu.cost.calibrated import CALIBRATED
 from lamb_tpu.errors import UserError
 from lamb_tpu.plan import curves
 from lamb_tpu.plan.curves import Point
@@ -65,6 +66,7 @@ def test_the_page(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> No
         curves.write_page(found, curves.answer(found), tmp_path / name)
         pages.append((tmp_path / name).read_text())
     assert pages[0] == pages[1] and pages[0].count("<svg") == 1
+    assert f"Validated: {CALIBRATED.validation.describe()}." in pages[0]
     for part in ("predicted", "measured", "devices", "Time of the run on each slice", "1.25"):
         assert part in pages[0]
     [axes] = curves.picture(found).axes

@@ -104,7 +104,7 @@ def test_hosts_with_ethernet(tmp_path: pathlib.Path) -> None:
     assert row["route"] == "x line of 2, y line of 2, 4 hosts"
     # Four hosts send three quarters of the gradient twice, in four steps between hosts.
     assert slow["host_link_bytes"] == pytest.approx(1.5 * row["operand_bytes"])
-    middle = CALIBRATED.middle
+    middle = CALIBRATED.for_generation("v3").each.middle
     between = 1.5 * row["operand_bytes"] / 1.25e9 / middle.datacenter_efficiency
     between += 4 * middle.datacenter_seconds
     assert between < slow["network_milliseconds"][1] / 1e3 < 1.2 * between
@@ -115,7 +115,11 @@ def test_hosts_with_ethernet(tmp_path: pathlib.Path) -> None:
         "lamb_tpu.plan", DIGITS, "--topologies=v3-32", cache, "--json", "--network-gbps=10"
     )
     assert done.returncode == 0, done.stderr
-    [point] = json.loads(done.stdout)["points"]
+    answer = json.loads(done.stdout)
+    assert answer["validation"] == slow["validation"] == json.loads(
+        json.dumps(CALIBRATED.validation._asdict())
+    )
+    [point] = answer["points"]
     assert point["phases"][0]["step_milliseconds"] == pytest.approx(slow["step_milliseconds"])
 
 

@@ -67,6 +67,8 @@ def test_a_page(tmp_path: pathlib.Path) -> None:
     assert "m/dot" in text and "/x/&lt;model&gt;.py:62" in text
     assert "matrix products and convolutions" in text
     assert "x ring of 32, y ring of 32" in text and "Strategy" in text
+    assert "<th>a step</th><td>120 ms (110 to 150)</td>" in text
+    assert "<th>validated</th><td>the interval covered 19 of 21 runs of programs left out" in text
     # The same plan makes the same page.
     write_page([("", plan(program=PROGRAM))], tmp_path / "again.html")
     assert (tmp_path / "again.html").read_text() == text

@@ -7,6 +7,7 @@ import pytest
 
 from lamb_tpu.errors import UserError
 from lamb_tpu.reproduce import adopting, engine
+from lamb_tpu.reproduce.engine import Finished
 from lamb_tpu.reproduce.jobs import Job
 from lamb_tpu.reproduce.results import Results
 from lamb_tpu.reproduce.tables import Table
@@ -25,6 +26,20 @@ def test_adopt(tmp_path: pathlib.Path) -> None:
     assert (finished.job.cell.name, finished.job.seed) == ("adamw", 7)
     Results(table).add(finished.record, finished.configs)
     assert Results(table).holds(finished.job)
+
+
+def test_a_run_on_a_tpu_can_join_the_calibration(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = write(tmp_path)
+    job = Job(table, table.scales["small"], table.cells["adamw"], 7)
+    monkeypatch.setattr(Results, "add", lambda *arguments: None)
+    for device, lines in (("cpu", 1), ("TPU v4", 2)):
+        finished = Finished(job, {"device": device}, [])
+        monkeypatch.setattr(adopting, "find", lambda *arguments, found=finished: found)
+        printed = adopting.take({table.key: table}, tmp_path)
+        assert len(printed) == lines
+    assert "python -m experiments.plan --add=WORKDIR" in printed[1]
 
 
 @pytest.mark.long

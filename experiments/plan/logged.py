@@ -1,0 +1,262 @@
+"""Runs of this package on TPUs as points of the calibration: logged.jsonl.
+
+`of_workdir` reads a finished run. Its time is the number of timed updates by the median of the
+recorded rates, which leave out evaluation, saving and the first update of a start. All runs of one
+network are one program, as they share its source.
+"""
+
+import dataclasses
+import json
+import math
+import os
+import pathlib
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from experiments.plan.rows import FOLDER, LOGGED, Part, Run, Source, load_sources
+from lamb_tpu.config import check_keys, flatten, unflatten
+from lamb_tpu.cost.topology import slice_name, topology, tpu_version
+from lamb_tpu.errors import UserError
+from lamb_tpu.files import reading, writing
+from lamb_tpu.plan.changing import changes
+from lamb_tpu.store import runs
+from lamb_tpu.store.metrics import read_records
+
+PATH = FOLDER / "logged.jsonl"
+LEAST = 50  # timed updates of a run
+_RATE = "examples_per_second"
+# Keys that change nothing in the step, and may name folders of the user's machine.
+_DROPPED = ("checkpoint.", "log.", "seed", "init_from", "init.", "data.prepared_dir", "guards.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A line of logged.jsonl.
+
+    Attributes:
+      program: network and number of parameters.
+      topology: name of the slice.
+      config: the flattened config, without the keys that change nothing in the step.
+      examples: number of training examples.
+      updates: number of timed updates.
+      seconds: time of these updates.
+      device: JAX's name of the device.
+      mesh: sizes of the mesh axes.
+      jax: version of jax.
+      commit: commit of the package; None if it is unknown.
+    """
+
+    program: str
+    topology: str
+    config: Mapping[str, Any]
+    examples: int
+    updates: int
+    seconds: float
+    device: str
+    mesh: Mapping[str, int]
+    jax: str
+    commit: str | None
+
+    @property
+    def part(self) -> Part:
+        """The program of the run."""
+        label = f"{self.program}, batch {self.config['batch_size']}"
+        return Part("", self.config, self.updates, label, self.examples)
+
+
+_TYPES: dict[str, Any] = {
+    "program": str, "topology": str, "config": dict, "examples": int, "updates": int,
+    "seconds": (int, float), "device": str, "mesh": dict, "jax": str, "commit": (str, type(None)),
+}
+
+
+def load_all() -> tuple[Source, ...]:
+    """Returns the published sources, and a source for each program of logged.jsonl.
+
+    Raises:
+      UserError: a line of the file is damaged; the message names the line and the field.
+    """
+    rows = read(PATH)
+    programs = dict.fromkeys(row.program for row in rows)
+    return *load_sources(), *(
+        _source(program, [row for row in rows if row.program == program]) for program in programs
+    )
+
+
+def _source(program: str, rows: Sequence[Row]) -> Source:
+    name = LOGGED + program
+    found = tuple(Run(name, row.topology, (row.part,), seconds=row.seconds) for row in rows)
+    versions = ", ".join(dict.fromkeys(f"jax {row.jax}" for row in rows))
+    return Source(name, "logged.jsonl", "logged", f"the program here, {versions}", found)
+
+
+def read(path: pathlib.Path) -> list[Row]:
+    """Returns the rows of a file; none if there is no file.
+
+    Raises:
+      UserError: a line is damaged, or there twice; the message names the line and the field.
+    """
+    if not path.exists():
+        return []
+    rows = list[Row]()
+    for number, record in enumerate(read_records(path), start=1):
+        row = _parse(record, f"line {number} of {path}")
+        if row in rows:
+            first = rows.index(row) + 1
+            raise UserError(f"line {number} of {path} repeats line {first}; delete one of them")
+        rows.append(row)
+    return rows
+
+
+def _parse(record: Mapping[str, Any], where: str) -> Row:
+    if record.keys() != _TYPES.keys():
+        odd = sorted(record.keys() ^ _TYPES.keys())
+        raise UserError(
+            f"{where} must have the fields {', '.join(_TYPES)}; {', '.join(odd)} is missing or "
+            "unknown"
+        )
+    for name, wanted in _TYPES.items():
+        if not isinstance(record[name], wanted) or isinstance(record[name], bool):
+            raise UserError(f"{where}: {name} is {record[name]!r}, which has the wrong type")
+    for name in ("examples", "updates", "seconds"):
+        if not 0 < record[name] < math.inf:
+            raise UserError(f"{where}: {name} is {record[name]!r}; it must be above 0 and finite")
+    if "batch_size" not in record["config"]:
+        raise UserError(f"{where}: config has no batch_size; give the run's flattened config")
+    if not record["program"].strip():
+        raise UserError(f"{where}: program is empty; give the network's name")
+    row = Row(**record)
+    try:
+        slice_, version = topology(row.topology), tpu_version(row.device)
+        config = unflatten(row.config)
+        check_keys(config)
+    except (UserError, AttributeError, TypeError, ValueError) as error:
+        raise UserError(f"{where} cannot be planned: {error}") from None
+    if version != slice_.version:
+        raise UserError(
+            f"{where}: the device {row.device!r} is a {version}, and {row.topology} is a slice of "
+            f"{slice_.version}; name the slice that ran"
+        )
+    if math.prod(row.mesh.values()) != slice_.num_devices:
+        raise UserError(
+            f"{where}: mesh is {dict(row.mesh)}, and {row.topology} has {slice_.num_devices:,} "
+            "devices"
+        )
+    _check_config(config, where)
+    return row
+
+
+def _check_config(config: Any, where: str) -> None:
+    """Checks that the package alone makes one program of a config."""
+    custom = [
+        f"{key}={value}" for key, value in flatten(config).items()
+        if key.endswith("name") and isinstance(value, str) and ":" in value
+        and not value.startswith("tfds:")
+    ]
+    if custom:
+        raise UserError(
+            f"{where} has the custom component {custom[0]}, which the calibration cannot compile "
+            "again; give a run of the package's components"
+        )
+    if changes(config):
+        raise UserError(
+            f"{where} has a batch that changes, so its rates are of several programs; give a run "
+            "with one batch size"
+        )
+
+
+def of_workdir(workdir: str | os.PathLike[str], slice_: str | None = None) -> Row:
+    """Returns the row of a finished run on a TPU.
+
+    Args:
+      workdir: its folder.
+      slice_: name of its slice; None: the one slice with as many devices that has a name.
+
+    Raises:
+      UserError: the folder holds no finished run on a TPU with enough timed updates.
+    """
+    run = runs.read(workdir, "--add")
+    where = f"--add {run.folder.path}"
+    receipts = read_records(run.folder.run)
+    if not receipts:
+        raise UserError(f"{where} has an empty {run.folder.run.name}, so its hardware is unknown")
+    for key, wanted in (("device", str), ("devices", int), ("mesh", dict), ("jax", str)):
+        if not isinstance(receipts[-1].get(key), wanted):
+            raise UserError(
+                f"{run.folder.run} has no {key} of type {wanted.__name__}; restore the file"
+            )
+        if any(receipt.get(key) != receipts[-1][key] for receipt in receipts):
+            values = " and ".join(dict.fromkeys(str(receipt.get(key)) for receipt in receipts))
+            raise UserError(
+                f"{where} was trained in starts with {key} {values}, so its rates are of several "
+                "programs; give a run with one"
+            )
+    receipt = receipts[-1]
+    if not receipt["device"].startswith("TPU"):
+        raise UserError(
+            f"{where} was trained on the device {receipt['device']!r}, and the calibration is of "
+            "TPUs; give a run on a TPU"
+        )
+    if reason := run.unfinished():
+        raise UserError(f"{where} holds a run that {reason}; let it finish")
+    name = slice_name(receipt["device"], receipt["devices"]) if slice_ is None else slice_
+    config = unflatten(run.config)
+    _check_config(config, where)
+    trained = run.records("train")
+    timed = [record for record in trained if isinstance(record.get(_RATE), (int, float))]
+    rates = [record[_RATE] for record in timed if 0 < record[_RATE] < math.inf]
+    updates = sum(record.get("updates", 0) for record in timed)
+    if updates < LEAST or not rates:
+        raise UserError(
+            f"{where} has {updates} timed updates, and a point of the calibration needs {LEAST}; "
+            "give a longer run"
+        )
+    last = trained[-1]
+    kept = {key: each for key, each in flatten(config).items() if not key.startswith(_DROPPED)}
+    record = {
+        "program": _program(run), "topology": name, "config": kept,
+        "examples": round(last["step"] * config.batch_size / last["epoch"]),
+        "updates": updates,
+        "seconds": round(updates * config.batch_size / statistics.median(rates), 3),
+        "device": receipt["device"], "mesh": receipt["mesh"], "jax": receipt["jax"],
+        "commit": receipt.get("commit"),
+    }
+    return _parse(record, where)
+
+
+def _program(run: runs.RunFiles) -> str:
+    try:
+        table = reading.read_text(run.folder.parameters)
+    except (FileNotFoundError, ValueError):
+        table = ""
+    found = re.search(r"^total: .*?(\d[\d,]*) values", table, re.MULTILINE)
+    if found is None:
+        raise UserError(
+            f"{run.folder.parameters} has no line with the total of the parameters; restore it"
+        )
+    return f"{run.config['model.name']} of {int(found[1].replace(',', '')):,} parameters"
+
+
+def check_new(row: Row) -> None:
+    """Checks that logged.jsonl does not have a row.
+
+    Raises:
+      UserError: it has, or it is damaged.
+    """
+    rows = read(PATH)
+    if row in rows:
+        raise UserError(f"{PATH} has this run already, in line {rows.index(row) + 1}")
+
+
+def add(row: Row) -> None:
+    """Appends a row to logged.jsonl.
+
+    Raises:
+      UserError: the file has it already, is damaged, or cannot be written.
+    """
+    check_new(row)
+    rows = [*read(PATH), row]
+    text = "".join(json.dumps(dataclasses.asdict(each), sort_keys=True) + "\n" for each in rows)
+    writing.replace(PATH, text)

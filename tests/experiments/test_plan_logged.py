@@ -1,0 +1,187 @@
+"""Runs on TPUs become points of the calibration. All runs here are synthetic."""
+
+import importlib.util
+import json
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from ml_collections import ConfigDict
+
+from experiments.plan import __main__ as command
+from experiments.plan import generated, logged, page, rows
+from lamb_tpu import cli
+from lamb_tpu.config import base_config
+from lamb_tpu.cost.network import Calibrations
+from lamb_tpu.errors import UserError
+from lamb_tpu.plan.cache import Cache
+from lamb_tpu.store.workdir import Workdir
+from tests import tiny
+
+RECEIPT: dict[str, Any] = {
+    "device": "TPU v5 lite", "devices": 4, "mesh": {"data": 4}, "jax": "0.10.2", "commit": "abc",
+}
+
+
+def workdir(
+    folder: pathlib.Path, *, receipts: tuple[Mapping[str, Any], ...] = ({},), updates: int = 30,
+    finished: bool = True, config: Mapping[str, Any] | None = None,
+) -> pathlib.Path:
+    """Writes the files that a run on TPU v5e leaves, with rates that nobody measured."""
+    folder.mkdir()
+    found = cli.load_recipe("digits:batch=64")
+    found.update_from_flattened_dict({
+        "duration": f"{3 * updates if finished else 999} steps", "checkpoint.keep": 7,
+        **(config or {}),
+    })
+    Workdir(folder).write_config(found)
+    lines = [json.dumps(RECEIPT | dict(each)) for each in receipts]
+    (folder / "run.jsonl").write_text("".join(line + "\n" for line in lines))
+    (folder / "parameters.txt").write_text("total: 6 leaves, 17,226 values; decay: 3 leaves\n")
+    records: list[dict[str, Any]] = [
+        {"step": (place + 1) * updates, "kind": "train", "updates": updates, "loss": 1.0,
+         "learning_rate": 0.1, "epoch": (place + 1) * updates * 64 / 1437, "seconds": 1.0,
+         "examples_per_second": rate}
+        for place, rate in enumerate((32_000.0, 64_000.0, 640.0))
+    ]
+    records.append(records[-1] | {"kind": "eval", "accuracy": 0.5})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
+    return folder
+
+
+@pytest.fixture
+def files(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
+    """A folder in the place of experiments/plan, without the file that the command generates."""
+    folder = tmp_path / "plan"
+    folder.mkdir()
+    name = "calibration.md.j2"
+    (folder / name).write_text((rows.FOLDER / name).read_text())
+    for module in (rows, page):
+        monkeypatch.setattr(module, "FOLDER", folder)
+    monkeypatch.setattr(logged, "PATH", folder / "logged.jsonl")
+    monkeypatch.setattr(generated, "PATH", folder / "calibrated.py")
+    return folder
+
+
+def test_a_run_in_numbers(tmp_path: pathlib.Path) -> None:
+    row = logged.of_workdir(workdir(tmp_path / "run"))
+    assert (row.topology, row.updates, row.examples) == ("v5e-4", 90, 1437)
+    assert row.seconds == pytest.approx(90 * 64 / 32_000)  # by the median rate
+    assert row.program == "mlp of 17,226 parameters"
+    # The config makes the program again; what only says where files lie is left out.
+    config = row.part.config()
+    assert config.batch_size == 64 and config.checkpoint.keep == base_config().checkpoint.keep != 7
+    assert row.part.name == "mlp of 17,226 parameters, batch 64"
+    # A slice that the number of devices does not say is given, and must be of these TPUs.
+    assert logged.of_workdir(tmp_path / "run", "2xv5e:1x2").topology == "2xv5e:1x2"
+    with pytest.raises(UserError, match="'TPU v5 lite' is a v5e, and v4-8 is a slice of v4"):
+        logged.of_workdir(tmp_path / "run", "v4-8")
+    (tmp_path / "run" / "parameters.txt").unlink()
+    with pytest.raises(UserError, match="parameters.txt has no line with the total"):
+        logged.of_workdir(tmp_path / "run")
+
+
+@pytest.mark.parametrize("changes, message", [
+    ({"receipts": ({"device": "cpu"},)}, "trained on the device 'cpu'.*give a run on a TPU"),
+    ({"receipts": ({"device": "NVIDIA H200"},)}, "trained on the device 'NVIDIA H200'"),
+    ({"receipts": ({"device": "TPU v99"},)}, "device 'TPU v99' is unknown; lamb_tpu knows TPU v2"),
+    ({"receipts": ({"devices": 24, "mesh": {"data": 24}},)},
+     r"no one slice of v5e has 24 devices .*--topology, such as 2xv5e-12 for two slices"),
+    ({"receipts": ({}, {"devices": 8})}, "was trained in starts with devices 4 and 8"),
+    ({"receipts": ()}, "has an empty run.jsonl"),
+    ({"receipts": ({"devices": "4"},)}, "run.jsonl has no devices of type int; restore the file"),
+    ({"receipts": ({"mesh": {"data": 2}},)}, r"mesh is \{'data': 2\}, and v5e-4 has 4 devices"),
+    ({"finished": False}, "holds a run that is at 90 of 999 steps; let it finish"),
+    ({"updates": 16}, "has 48 timed updates, and a point of the calibration needs 50"),
+    ({"config": {"task.name": "mine.tasks:Other"}}, "custom component task.name=mine.tasks:Other"),
+])
+def test_runs_that_are_no_points(
+    tmp_path: pathlib.Path, changes: dict[str, Any], message: str
+) -> None:
+    folder = workdir(tmp_path / "run", **changes)
+    with pytest.raises(UserError, match=message) as caught:
+        logged.of_workdir(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_batch_that_changes(tmp_path: pathlib.Path) -> None:
+    folder = workdir(tmp_path / "run")
+    config = cli.load_recipe("digits:batch=64")
+    config.update_from_flattened_dict({"duration": "90 steps"})
+    config.batch_rule = ConfigDict({"name": "noise_scale", "upper": 256, "interval": 1})
+    config.accumulation_steps = 2
+    Workdir(folder).write_config(config)
+    with pytest.raises(UserError, match="has a batch that changes, so its rates are of several"):
+        logged.of_workdir(folder)
+
+
+@pytest.mark.long
+def test_no_run(tmp_path: pathlib.Path) -> None:
+    done = tiny.command("experiments.plan", f"--add={tmp_path}")
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert f"--add {tmp_path} holds no run: config.json is missing" in tiny.unbroken(done.stderr)
+
+
+@pytest.mark.parametrize("field, value, message", [
+    ("seconds", 0, "seconds is 0; it must be above 0 and finite"),
+    ("seconds", "1", "seconds is '1', which has the wrong type"),
+    ("updates", True, "updates is True, which has the wrong type"),
+    ("topology", "v5e-5", "cannot be planned: --topology is 'v5e-5'"),
+    ("mesh", {"data": 3}, "has 4 devices"),
+    ("config", {"batch_sice": 64}, "config has no batch_size"),
+    ("config", {"batch_size": 64, "sead": 1}, "cannot be planned: config.sead is unknown"),
+    ("config", {"batch_size": "64"}, "cannot be planned: config.batch_size is '64'"),
+    ("program", " ", "program is empty"),
+    ("extra", 1, "extra is missing or unknown"),
+])
+def test_a_damaged_file(
+    tmp_path: pathlib.Path, files: pathlib.Path, field: str, value: Any, message: str
+) -> None:
+    logged.add(logged.of_workdir(workdir(tmp_path / "run")))
+    [line] = logged.PATH.read_text().splitlines()
+    logged.PATH.write_text(f"{line}\n{json.dumps(json.loads(line) | {field: value})}\n")
+    with pytest.raises(UserError, match=f"^line 2 of .*logged.jsonl.*{message}"):
+        logged.load_all()
+
+
+def test_a_run_is_added_once(tmp_path: pathlib.Path, files: pathlib.Path) -> None:
+    assert logged.load_all() == rows.load_sources()
+    row = logged.of_workdir(workdir(tmp_path / "run"))
+    logged.add(row)
+    assert logged.read(logged.PATH) == [row]
+    with pytest.raises(UserError, match="has this run already, in line 1"):
+        logged.add(row)
+    logged.PATH.write_text(2 * logged.PATH.read_text())
+    with pytest.raises(UserError, match="line 2 of .* repeats line 1"):
+        logged.load_all()
+
+
+@pytest.mark.long
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler")
+def test_a_run_joins_the_fit(
+    tmp_path: pathlib.Path, files: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row, kept = logged.of_workdir(workdir(tmp_path / "run")), rows.load_kept()
+    command.add(row, kept, Cache(None))
+    printed = capsys.readouterr().out
+    assert "added to logged.jsonl: mlp of 17,226 parameters, batch 64 on v5e-4, 2 ms" in printed
+    assert "which does not cover it" in printed  # these rates are far from a TPU's
+    assert "fitted again to 32 runs" in printed and "unchanged" not in printed
+    text = (files / "calibration.md").read_text()
+    assert "32 runs of 9 programs on TPU v3, v4, v5e" in text
+    assert "| lamb_tpu, mlp of 17,226 parameters | v5e-4 | 64 |" in text
+    assert row.part.key("v5e-4") in json.loads((files / "rows.json").read_text())
+    made: dict[str, Calibrations] = {}
+    exec(generated.PATH.read_text(), made)
+    calibrated = made["CALIBRATED"]
+    assert calibrated.fitted_to == "31 published and 1 logged runs on TPU v3, v4 and v5e"
+    assert set(calibrated.known) == {"v3", "v4", "v5e"}
+    assert calibrated.validation.programs[1] == 32
+    # The program is compiled for another mesh than that of the run.
+    other = logged.of_workdir(
+        workdir(tmp_path / "other", receipts=({"mesh": {"data": 2, "model": 2}},), updates=31)
+    )
+    message = r"the run has the mesh \{.*'model': 2\}, and its config compiled for v5e-4 has the"
+    with pytest.raises(UserError, match=message):
+        command.add(other, {}, Cache(None))
