@@ -199,3 +199,9 @@ def test_photographs() -> None:
     centre = Image.fromarray(whole).crop((86, 24, 86 + 328, 24 + 328))  # of 500 by 375 pixels
     expected = np.asarray(centre.resize((64, 64), Image.Resampling.BOX)).astype(int)
     assert np.abs(batch["image"][1] - expected).mean() < 6
+
+
+def test_a_list_with_a_byte_order_mark(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "a").write_bytes(b"A")
+    (tmp_path / "labels.tsv").write_bytes("\ufefffile\tlabel\r\na\t1\r\n".encode())
+    assert FolderRecords(tmp_path, "train").read([0]) == [Record(b"A", 1)]
