@@ -40,7 +40,9 @@ def test_classes_are_folders(folders: pathlib.Path) -> None:
     assert records.notes == (
         f"{folders / 'train'} has no picture of 2 of 4 classes: b, d; the other classes keep their "
         "labels",
+        f"{folders / 'train'}: skipped 1 file(s) that are not JPEG, PNG, WebP or BMP: 1 .txt",
     )
+    assert records.faults == records.notes[:1]
     # A class that this split lacks moves no label.
     assert [record.label for record in FolderRecords(folders, "val", skip=True).read([0, 1])] == [
         0, 3

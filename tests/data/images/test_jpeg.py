@@ -250,8 +250,8 @@ JPEG, PNG, CMYK = encode(PIXELS), encode(PIXELS, "png"), encode(PIXELS, "cmyk")
 
 @pytest.mark.parametrize("content, reason", [
     (b"", "the file is empty"),
-    (b"not a picture at all", "it is no JPEG and no PNG"),
-    (JPEG[:1], "it is no JPEG and no PNG"),
+    (b"not a picture at all", "it is not an image; JPEG, PNG, WebP and BMP are read"),
+    (JPEG[:1], "it is not an image; JPEG, PNG, WebP and BMP are read"),
     (JPEG[:2], "begins as a JPEG and has no complete header"),
     (JPEG[:100], "begins as a JPEG and has no complete header"),
     (JPEG[: len(JPEG) * 3 // 4], "ends before its end marker"),
@@ -261,7 +261,7 @@ JPEG, PNG, CMYK = encode(PIXELS), encode(PIXELS, "png"), encode(PIXELS, "cmyk")
     (JPEG.replace(b"\x00\x5a\x00\x78", b"\0\0\0\0", 1), "its header tells no size"),
     (PNG[: len(PNG) // 2], "."),
     (CMYK[: len(CMYK) // 2], "ends before its end marker"),
-    (b"GIF89a" + bytes(50), "it is no JPEG and no PNG"),
+    (b"GIF89a" + bytes(50), "its format is GIF; JPEG, PNG, WebP and BMP are read"),
 ])
 def test_bad_content(content: bytes, reason: str) -> None:
     box = Box(20, 20, 70, 70)  # to the last row, so that all of the picture is decoded

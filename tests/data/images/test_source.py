@@ -210,7 +210,7 @@ def with_bad(**bad: Record) -> list[Record]:
 BAD = {
     "corrupt": (Record(CONTENTS[0][:-40], 0), "it ends before its end marker"),
     "empty": (Record(b"", 0), "the file is empty"),
-    "text": (Record(b"<html>", 0), "it is no JPEG and no PNG"),
+    "text": (Record(b"<html>", 0), "it is not an image; JPEG, PNG, WebP and BMP are read"),
     "unread": (Record(b"", 0, "Permission denied"), "Permission denied"),
     "huge": (
         Record(claiming("rgb", 65_500, 65_500), 0),
@@ -289,7 +289,7 @@ def test_what_is_trained_on_has_no_mask() -> None:
 
 def test_the_error_comes_through_the_loader() -> None:
     loader = data.TrainLoader(make(with_bad(at2=BAD["text"][0])), 4, seed=0)
-    with pytest.raises(UserError, match="picture 2 is bad: it is no JPEG and no PNG"):
+    with pytest.raises(UserError, match="picture 2 is bad: it is not an image; JPEG"):
         for _ in range(2):
             next(loader)
 
