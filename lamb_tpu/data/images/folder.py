@@ -202,7 +202,7 @@ class FolderRecords:
                 (f"{prefix}{each}/{file}", label)
                 for label, each in enumerate(classes) for file in files[label].images
             ]
-            self._remark_files(folder, [path for path, _ in splits[name]], files, prefix)
+            self._remark_files(folder, classes, files)
             empty = [each for each, inside in zip(classes, files) if not inside.images]
             # If all are, the caller says more.
             self._object(
@@ -246,9 +246,14 @@ class FolderRecords:
         return classes
 
     def _remark_files(
-        self, folder: pathlib.Path, paths: list[str], files: list[layout.Files], prefix: str
+        self, folder: pathlib.Path, classes: list[str], files: list[layout.Files]
     ) -> None:
-        """Remarks on files that are not read, and on images that lie deep or outside of classes."""
+        """Remarks on skipped files, and on images that lie deeper than in their class or outside.
+
+        Args:
+          folder: the folder of the classes.
+          classes, files: names and files of the classes.
+        """
         skipped = sum((each.skipped for each in files), Counter[str]())
         if skipped:
             self._remarks.append(
@@ -256,12 +261,14 @@ class FolderRecords:
                 f"{', '.join(headers.FORMATS[:-1])} or {headers.FORMATS[-1]}: "
                 f"{layout.describe_skipped(skipped)}"
             )
-        deep = [path for path in paths if path.count("/") > prefix.count("/") + 1]
+        deep = [
+            f"{name}/{image}" for name, each in zip(classes, files)
+            for image in each.images if "/" in image
+        ]
         if deep:
             self._remarks.append(
-                f"{folder}: {len(deep):,} of {len(paths):,} images lie deeper than in the folder "
-                f"of their class, such as {deep[0]}; each belongs to the class of the first folder "
-                f"in {folder}"
+                f"{folder}: {len(deep):,} image(s) lie deeper than in the folder of their class, "
+                f"such as {deep[0]}; each belongs to the class of the first folder in {folder}"
             )
         if outside := layout.direct_images(folder):
             self._remarks.append(

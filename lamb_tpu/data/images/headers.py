@@ -7,9 +7,13 @@ hold a PNG.
 import io
 import re
 import struct
+import warnings
 from typing import NamedTuple
 
 from PIL import Image, WebPImagePlugin
+
+# Damaged tags are common in photographs. Pillow warns of each, and they count as upright.
+warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.TiffImagePlugin")
 
 # The longest prefix that `image_format` looks at.
 NUM_BYTES = 16

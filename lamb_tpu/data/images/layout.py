@@ -135,7 +135,9 @@ def direct_images(folder: pathlib.Path) -> int:
 
 def describe_skipped(skipped: Counter[str]) -> str:
     """Returns the counts as text, most frequent first: '8 .webp, 4 .bmp'."""
-    return ", ".join(f"{count:,} {suffix}" for suffix, count in skipped.most_common())
+    # Equal counts by name, because folders are listed in no order.
+    ordered = sorted(skipped.items(), key=lambda item: (-item[1], item[0]))
+    return ", ".join(f"{count:,} {suffix}" for suffix, count in ordered)
 
 
 def folders(path: pathlib.Path) -> list[str]:
@@ -162,7 +164,7 @@ def _walk(folder: pathlib.Path) -> Iterator[tuple[str, bool]]:
     while pending:
         below = pending.pop()
         for entry in _scan(os.path.join(folder, below)):
-            name = os.path.join(below, entry.name)
+            name = below + entry.name
             # Links to files are not followed here: that would cost a look at each file.
             is_known = entry.name.lower().endswith(_SUFFIXES)
             if is_known and not entry.is_dir(follow_symlinks=False):
@@ -171,7 +173,7 @@ def _walk(folder: pathlib.Path) -> Iterator[tuple[str, bool]]:
                 real = os.path.realpath(entry.path)
                 if real not in seen:
                     seen.add(real)
-                    pending.append(name)
+                    pending.append(f"{name}/")
             else:
                 yield name, _is_image(entry)
 

@@ -42,7 +42,8 @@ def survey(root: str | os.PathLike[str]) -> Survey:
     root = pathlib.Path(root)
     names = split_names(root)
     # A split without an image cannot be evaluated; `FolderRecords` remarks on it.
-    names = [name for name in names if not (root / name).is_dir() or has_image(root / name)]
+    used = [name for name in names if not (root / name).is_dir() or has_image(root / name)]
+    names = used or names
     train = _chosen(names, TRAINED) or (names[0] if len(names) == 1 else "")
     # The split for evaluation has a common name, or is the only other one.
     others = [name for name in names if name != train]

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from lamb_tpu import data
 from lamb_tpu.data.images import source as source_module
@@ -198,6 +199,18 @@ def test_kinds_are_counted_once() -> None:
     for epoch in range(2):
         source.gather(np.arange(40), epoch)
     assert source.tally.counts() == {"cmyk": 6, "grey": 7, "png": 6}
+
+
+def test_rotation_tags_are_counted() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    source = make([
+        Record(content, 0) for content in (CONTENTS[0], encode(smooth(40, 60, 1), exif=exif))
+    ])
+    for _ in range(2):
+        source.gather(np.arange(2))
+    assert source.tally.counts() == {"rotated": 1}
+    assert "1 with an EXIF rotation tag (which is ignored)" in source.tally.describe()
 
 
 def with_bad(**bad: Record) -> list[Record]:
