@@ -7,8 +7,9 @@ network of the published weights.
 
 PICTURES has PICTURES/train/CLASS/*.jpg and PICTURES/val/CLASS/*.jpg (or `test` or `validation`), or
 only PICTURES/CLASS/*.jpg, of which a tenth is excluded from training and evaluated
-(`--config.data.options.holdout`), or a labels.tsv; JPEG and PNG of any size. Pictures are cropped
-to the network's own size. If most pictures are smaller, it is their size, in multiples of 32.
+(`--config.data.options.holdout`), or a labels.tsv; JPEG, PNG, WebP and BMP of any size, in the
+folder of their class or below it. Pictures are cropped to the network's own size. If most pictures
+are smaller, it is their size, in multiples of 32.
 
 FOLDER, if given, has config.json and model.safetensors of timm's ResNet or tf_efficientnet. It may
 also be a workdir of this project, or a .safetensors file of torchvision's, which also needs

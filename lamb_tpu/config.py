@@ -19,7 +19,7 @@ FREE_KEYS = (
     "data.dir", "data.prepared_dir", "data.options.vocab", "data.options.threads",
     "eval.batch_size", "checkpoint.", "log.",
     "guards.", "statistics.", "mesh.", "parallel.backend", "parallel.rules",
-    "parallel.optimizer_state", "init_from", "target.stop",
+    "parallel.optimizer_state", "init_from", "init.unfinished", "target.stop",
 )
 # Keys that `lamb_tpu.evaluate` may change.
 EVAL_FREE_KEYS = (*FREE_KEYS, "data.eval_split")
@@ -62,6 +62,7 @@ def base_config() -> ConfigDict:
     config.init.optimizer_state = "reset"  # reset | keep: take moments and counts of that run
     # Regex over paths of parameters that may be missing there, or have another shape; '': none.
     config.init.new_parameters = ""
+    config.init.unfinished = False  # take the newest checkpoint of a run that has not ended
     config.prng = "threefry2x32"  # threefry2x32 | rbg: generator of dropout's masks
     # Runs one after the other, each from the weights of the one before: name -> the keys that the
     # phase changes. Phases run in the order of their names. See lamb_tpu.run.phases.

@@ -12,6 +12,7 @@ A network of your own, config.model.name='my_package.my_module:Name', is written
 config.json and its arrays by their paths, such as params/output/kernel; config.init_from reads it.
 
 The weights are those of the newest readable checkpoint, or of --step; averages are not exported.
+If the run has not ended, --unfinished exports its newest checkpoint.
 """
 
 from absl import flags
@@ -22,6 +23,7 @@ if __name__ == "__main__":  # --help is answered before the imports below, which
     flags.DEFINE_string("workdir", None, "Folder of the run.")
     flags.DEFINE_string("output", None, "Folder to write.")
     flags.DEFINE_integer("step", None, "Completed updates of the checkpoint; default the newest.")
+    flags.DEFINE_bool("unfinished", False, "Export a run that has not ended.")
     cli.answer_help()
 
 import json
@@ -53,7 +55,10 @@ _OF_TRAINING = (
 
 
 def export(
-    workdir: str | os.PathLike[str], output: str | os.PathLike[str], step: int | None = None
+    workdir: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    step: int | None = None,
+    unfinished: bool = False,
 ) -> str:
     """Writes the folder; returns a sentence about what was written and where.
 
@@ -62,12 +67,20 @@ def export(
         checkpoint is exported.
       output: folder to write; it must be missing or empty.
       step: completed updates of the checkpoint; None for the newest.
+      unfinished: without `step`, whether a run that has not ended may be exported.
 
     Raises:
-      UserError: there is no such checkpoint; the other library does not have the network, such as a
-        BERT with a combination of heads that transformers lacks; or the folder is not empty.
+      UserError: there is no such checkpoint; the run has not ended; the other library does not
+        have the network, such as a BERT with a combination of heads that transformers lacks; or the
+        folder is not empty.
     """
     weights = open_weights(os.fspath(workdir), "--workdir", step)
+    if weights.unfinished and not unfinished:
+        raise UserError(
+            f"--workdir {weights.describe()}, is of a run that has not ended "
+            f"({weights.unfinished}); finish it first, or give --unfinished, or choose a "
+            "checkpoint with --step"
+        )
     folder = buckets.local(output, "--output").absolute()
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--output {folder} is a file; give a folder")
@@ -87,7 +100,8 @@ def export(
                 f"--workdir {weights.folder} has the model {weights.model['name']!r}; those that "
                 f"can be written are bert, {', '.join(theirs)}, and your own"
             )
-    return f"{weights.describe()} is written to {folder}"
+    left = f"; the run has not ended ({weights.unfinished})" if weights.unfinished else ""
+    return f"{weights.describe()} is written to {folder}{left}"
 
 
 def _bert(weights: Weights, folder: pathlib.Path) -> None:
@@ -165,7 +179,7 @@ def _preprocessing(weights: Weights) -> dict[str, Any]:
 def main() -> None:
     """Entry point of the command line."""
     values = flags.FLAGS
-    print(export(values.workdir, values.output, values.step))
+    print(export(values.workdir, values.output, values.step, values.unfinished))
 
 
 if __name__ == "__main__":

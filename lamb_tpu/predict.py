@@ -62,6 +62,8 @@ def predict(folder: str, text: str, top: int = 5) -> list[list[Word]]:
     weights = open_weights(
         folder, "--checkpoint", report=lambda told: print(told, file=sys.stderr)
     )
+    if weights.unfinished:
+        print(f"the run has not ended ({weights.unfinished})", file=sys.stderr)
     config, found = weights.bert(), weights.text()
     if config is None or "mlm" not in config.heads:
         network = "no BERT" if config is None else f"a BERT with the heads {config.heads}"

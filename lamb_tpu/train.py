@@ -219,7 +219,7 @@ def _position(
 ) -> Position:
     return Position(
         loader.state(), observers.state(), updates.unlogged, eval_due,
-        clock.seconds, clock.startup, clock.starts,
+        clock.seconds, clock.startup, clock.starts, end_reason=observers.end_reason,
     )
 
 

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import shutil
 
 import jax
 import numpy as np
@@ -55,6 +56,22 @@ def test_another_checkpoint_does_not_take_the_place_of_the_first(
     tiny.assert_equal(found, open_weights(str(pretrained), "--workdir", 1).params())
     with pytest.raises(AssertionError):
         tiny.assert_equal(found, newest)
+
+
+def test_a_run_that_has_not_ended_needs_a_flag(
+    copy: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    shutil.rmtree(copy / "checkpoints" / "12")
+    with pytest.raises(UserError, match=(
+        f"--workdir {copy}, update 8, is of a run that has not ended .update 8 of 12.; finish it "
+        "first, or give --unfinished, or choose a checkpoint with --step"
+    )):
+        export(copy, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    # Past this check, the network of this run is one that no other library has.
+    for options in ({"unfinished": True}, {"step": 8}):
+        with pytest.raises(UserError, match="has the model 'mlp'"):
+            export(copy, tmp_path / "out", **options)
 
 
 @pytest.mark.long

@@ -11,6 +11,7 @@ from typing import Any, TypeGuard
 from lamb_tpu.files import buckets
 
 Path = str | os.PathLike[str]
+_UTF_8 = "utf-8-sig"  # UTF-8 with or without a byte-order mark
 _KINDS = {
     stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket",
     stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFREG: "a file",
@@ -37,6 +38,8 @@ def kind(path: Path) -> str | None:
 def read_text(path: Path, errors: str = "strict") -> str:
     """Reads a regular file. Others are refused: a pipe may block, and a device may have no end.
 
+    A byte-order mark at the start, which Windows editors write, is stripped.
+
     Args:
       path: path of the file.
       errors: treatment of bytes that are not UTF-8, as in `open`.
@@ -48,14 +51,14 @@ def read_text(path: Path, errors: str = "strict") -> str:
     """
     try:
         if _in_bucket(path):
-            return buckets.read(path).decode(errors=errors)
+            return buckets.read(path).decode(_UTF_8, errors=errors)
         # Asked before the file is opened: opening a pipe waits for a writer.
         found = kind(path)
         if found is None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
         if found != "a file":
             raise ValueError(f"it is {found}, not a file")
-        return pathlib.Path(path).read_text(encoding="utf-8", errors=errors)
+        return pathlib.Path(path).read_text(encoding=_UTF_8, errors=errors)
     except FileNotFoundError:
         # A subclass of OSError. Callers treat a missing file differently.
         raise

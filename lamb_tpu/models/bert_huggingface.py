@@ -10,14 +10,16 @@ from typing import Any
 import jax
 import numpy as np
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 
 from lamb_tpu.errors import UserError
 from lamb_tpu.files import reading
+from lamb_tpu.files import tensors as tensors_lib
+from lamb_tpu.files.tensors import INDEX, WEIGHTS
 from lamb_tpu.models.bert_network import BertConfig
 from lamb_tpu.models.transformer import unstack_layers
 
-CONFIG, WEIGHTS = "config.json", "model.safetensors"
+CONFIG = "config.json"
 
 # Fields of BertConfig, and their names in config.json.
 _FIELDS = {
@@ -48,6 +50,7 @@ _TELLING = {
     "nsp": "cls.seq_relationship.weight",
     "span": "qa_outputs.weight",
 }
+_PREFIX, _OF_ENCODER = "bert.", ("embeddings.", "encoder.", "pooler.")
 # Copies of tied tensors -> the originals. Some published files hold both.
 _DECODER = {
     "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
@@ -97,12 +100,12 @@ def _names(config: BertConfig) -> dict[str, str]:
 
 
 def from_huggingface(directory: str | os.PathLike[str]) -> tuple[BertConfig, dict[str, Any]]:
-    """Reads config.json and model.safetensors.
+    """Reads config.json and model.safetensors, or its shards by model.safetensors.index.json.
 
     Args:
       directory: folder with the tensors of BertForPreTraining, BertForMaskedLM,
-        BertForNextSentencePrediction or BertForQuestionAnswering. The tensors decide which heads
-        there are. A pooler without the head 'nsp' is left out.
+        BertForNextSentencePrediction, BertForQuestionAnswering or BertModel, which has no head.
+        The tensors decide which heads there are. A pooler without the head 'nsp' is left out.
 
     Returns:
       The config, with activations in float32 and unrolled layers (see `transformer.stack_layers`),
@@ -110,18 +113,17 @@ def from_huggingface(directory: str | os.PathLike[str]) -> tuple[BertConfig, dic
 
     Raises:
       UserError: a file is missing or malformed; a setting belongs to another network than BERT; a
-        tensor is missing, superfluous or of another shape than the config demands; or the output
-        matrix differs from the word embeddings.
+        tensor is missing, superfluous, not finite or of another shape than the config demands; or
+        the output matrix differs from the word embeddings.
     """
     directory = pathlib.Path(directory)
     settings = _read_settings(directory)
-    file = directory / WEIGHTS
-    if not file.exists():
-        raise UserError(f"{directory} has no {WEIGHTS}")
-    try:
-        tensors = load_file(file)
-    except (OSError, SafetensorError) as error:  # a folder, no right to read it
-        raise UserError(f"{file} is no complete safetensors file ({error})") from None
+    file = tensors_lib.find(directory)
+    if file is None:
+        for other in sorted(directory.iterdir()):
+            tensors_lib.check_format(other, str(directory))
+        raise UserError(f"{directory} has no {WEIGHTS}, and no {INDEX} with its shards")
+    tensors = tensors_lib.load(file)
     # Checkpoints converted from TensorFlow keep its names.
     tensors = {
         name.replace("LayerNorm.gamma", "LayerNorm.weight").replace(
@@ -129,6 +131,12 @@ def from_huggingface(directory: str | os.PathLike[str]) -> tuple[BertConfig, dic
         ): tensor
         for name, tensor in tensors.items()
     }
+    # BertModel, which is the encoder alone, saves its tensors without the prefix of the others.
+    if not any(name.startswith(_PREFIX) for name in tensors):
+        tensors = {
+            _PREFIX + name if name.startswith(_OF_ENCODER) else name: tensor
+            for name, tensor in tensors.items()
+        }
     # The heads are read from the tensors, because config.json need not list them.
     heads = tuple(head for head, name in _TELLING.items() if name in tensors)
     config = _config(settings, heads, directory / CONFIG)

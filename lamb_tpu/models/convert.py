@@ -8,11 +8,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from safetensors import SafetensorError
-from safetensors.numpy import load_file
 
 from lamb_tpu import models
 from lamb_tpu.errors import UserError
+from lamb_tpu.files import tensors as tensors_lib
 
 # timm's names -> ours. timm's efficientnet_b* without tf_ have tensors of the same names and
 # shapes, but pad equally on both sides and have another epsilon of BatchNorm.
@@ -54,21 +53,23 @@ def from_timm(
       name: name of timm or torchvision, one of `NETWORKS`. A tag after a dot, as in
         'resnet50.a1_in1k', says how the network was trained and is ignored.
       tensors: the state dict, with anything that `np.asarray` takes, such as PyTorch's tensors on
-        the CPU; or the path of a .safetensors file. Weights differ in the pixels they expect:
-        timm's `pretrained_cfg` has their mean and standard deviation.
+        the CPU; or the path of a .safetensors file or of an index of shards. Weights differ in the
+        pixels they expect: timm's `pretrained_cfg` has their mean and standard deviation.
 
     Returns:
       'params' and 'batch_stats' of `models.build(NETWORKS[name], num_classes=...)`, as float32
       NumPy arrays; the output's shape gives the number of classes.
 
     Raises:
-      UserError: the name is unknown, the file cannot be read, or a tensor is missing, superfluous
-        or of another shape than the network's.
+      UserError: the name is unknown, the file cannot be read, or a tensor is missing, superfluous,
+        not finite or of another shape than the network's.
     """
     known = _known(name)
     where = "the state dict"
     if isinstance(tensors, str | os.PathLike):
-        where, tensors = str(tensors), load_tensors(pathlib.Path(tensors))
+        where, tensors = str(tensors), tensors_lib.load(pathlib.Path(tensors))
+    else:
+        tensors_lib.check_finite(tensors, where)
     # The number of classes is read from the tensors, so that fine-tuned heads fit too.
     output = "fc.bias" if known.startswith("resnet") else "classifier.bias"
     # A tensor that is missing or has no axis is reported below.
@@ -146,20 +147,6 @@ def to_timm(name: str, variables: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 def _describe(leaf: Any) -> str:
     return "missing" if leaf is None else f"of shape {tuple(np.shape(leaf))}"
-
-
-def load_tensors(file: pathlib.Path) -> dict[str, np.ndarray]:
-    """Arrays of a .safetensors file by name.
-
-    Raises:
-      UserError: there is none, or it is damaged.
-    """
-    if not file.is_file():
-        raise UserError(f"there is no file {file}")
-    try:
-        return load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{file} is no complete safetensors file ({error})") from None
 
 
 def _expected(network: str, num_classes: int) -> tuple[dict[str, tuple[int, ...]], Any]:

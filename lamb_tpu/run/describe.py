@@ -36,8 +36,7 @@ def describe(run: Run) -> str:
         ),
         f"data: {config.data.name}, {config.data.train_split} {len(run.train_set):,} and "
         f"{config.data.eval_split} {len(run.eval_set):,} examples",
-        *run.train_set.notes,
-        *run.eval_set.notes,
+        *dict.fromkeys((*run.train_set.notes, *run.eval_set.notes)),  # a folder may serve both
         run.recipe.describe(),
         f"model: {config.model.name}, optimizer: {config.optimizer.name}",
         run.leaves.line(),

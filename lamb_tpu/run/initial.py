@@ -57,7 +57,8 @@ class Start:
 
     Attributes:
       record: content of init.json: init_from, update (None for published weights),
-        optimizer_state, updates_before (see `recipe.Recipe`), new and left.
+        optimizer_state, updates_before (see `recipe.Recipe`), new, left, and `unfinished` if that
+        run had not ended.
       weights: the weights; None if the run resumes from a checkpoint of its own.
       match: the arrays that are taken; None before `check`.
       notes: further lines for the terminal.
@@ -151,7 +152,8 @@ def find(config: ConfigDict, folder: Workdir | None) -> Start | None:
       The source; None for random weights.
 
     Raises:
-      UserError: config.init_from has no weights, or the run in the folder began at random.
+      UserError: config.init_from has no weights, or those of a run that has not ended without
+        config.init.unfinished; or the run in the folder began at random.
     """
     if folder is None:
         return None
@@ -172,7 +174,14 @@ def find(config: ConfigDict, folder: Workdir | None) -> Start | None:
                 "has no checkpoint yet; give that as config.init_from again"
             )
         return None
-    return of_weights(config)
+    start = of_weights(config)
+    if start.weights is not None and start.weights.unfinished and not config.init.unfinished:
+        raise UserError(
+            f"config.init_from: {start.weights.describe()}, is of a run that has not ended "
+            f"({start.weights.unfinished}); finish that run first, or set "
+            "config.init.unfinished=True to start from its newest checkpoint"
+        )
+    return start
 
 
 def of_weights(config: ConfigDict) -> Start:
@@ -197,7 +206,11 @@ def of_weights(config: ConfigDict) -> Start:
         # The other run may itself have continued the counts of a third one.
         "updates_before": weights.updates_before + (weights.step or 0) if keeps else 0,
     }
-    return Start(record, weights)
+    notes = ()
+    if weights.unfinished:
+        record["unfinished"] = weights.unfinished
+        notes = (f"that run has not ended ({weights.unfinished})",)
+    return Start(record, weights, notes=notes)
 
 
 def _changed(record: Mapping[str, Any], source: str | None) -> tuple[str, ...]:
@@ -230,7 +243,7 @@ def check(start: Start, config: ConfigDict, abstract: TrainState, train_set: Sou
     _check_text(weights, train_set)
     found = match(config, abstract, weights.shapes, weights.model, str(weights.folder))
     record = {**start.record, "new": found.new, "left": found.left}
-    notes = _other_pixels(weights, config.task)
+    notes = (*start.notes, *_other_pixels(weights, config.task))
     return dataclasses.replace(start, record=record, match=found, notes=notes)
 
 

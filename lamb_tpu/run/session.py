@@ -1,6 +1,7 @@
 """A run's hold on its folder and its process: lock, signals, watchdog, checkpoints, programs."""
 
 import contextlib
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -155,6 +156,7 @@ class Session:
         if self._records is not None:
             self._records.flush()
         self._preemption.settle()
+        position = dataclasses.replace(position, total_steps=self._run.recipe.total_steps)
         self._checkpoints.save(step, state, position.to_json())
         self.saved_step = step
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import flax.traverse_util
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
@@ -14,19 +15,20 @@ from lamb_tpu import own
 from lamb_tpu.data.text import saved
 from lamb_tpu.data.text.vocabulary import Vocabulary
 from lamb_tpu.errors import UserError
-from lamb_tpu.files import buckets, reading
+from lamb_tpu.files import buckets, reading, tensors
+from lamb_tpu.files.tensors import WEIGHTS
 from lamb_tpu.models import bert_huggingface
 from lamb_tpu.models.bert import BertConfig
-from lamb_tpu.models.bert_huggingface import CONFIG, WEIGHTS
-from lamb_tpu.models.convert import NETWORKS, from_timm, load_tensors
+from lamb_tpu.models.bert_huggingface import CONFIG
+from lamb_tpu.models.convert import NETWORKS, from_timm
 from lamb_tpu.optim import parameters, schedule_free
 from lamb_tpu.store.checkpoint import Checkpoints
+from lamb_tpu.store.position import Position
 from lamb_tpu.store.workdir import Workdir
 
 # Fields of a state that can be taken; published weights have no optimizer state.
 PARTS = ("params", "model_state", "opt_state")
 _OF_NETWORK = {network: name for name, network in NETWORKS.items()}
-_PICKLES = (".bin", ".ckpt", ".pt", ".pth", ".tar")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +45,9 @@ class Weights:
       read: function from a part of `shapes` with shardings (some keys of its dicts; dtypes may
         differ) to the arrays. Parameters that are read without the optimizer's state are those for
         evaluation, see `optim.evaluation_params`.
+      unfinished: how far the run had come, if it had not ended at this checkpoint; '' if it had,
+        for published weights, for a checkpoint chosen by its update, and for those of older
+        versions, which do not record it.
       pixels: mean and standard deviation by which the network normalises pixels 0 ... 255, a number
         for each channel; None if unknown.
     """
@@ -53,6 +58,7 @@ class Weights:
     shapes: Mapping[str, Any]
     updates_before: int
     read: Callable[[Mapping[str, Any]], dict[str, Any]]
+    unfinished: str = ""
     pixels: tuple[tuple[float, ...], tuple[float, ...]] | None = None
 
     def describe(self) -> str:
@@ -104,8 +110,9 @@ def open_weights(
     """Opens the weights of a folder; of a run with phases, those of the last phase that has any.
 
     Args:
-      folder: a run's workdir; a folder with config.json and model.safetensors, of Hugging Face's
-        transformers or of timm; or a .safetensors file alone, of timm or torchvision.
+      folder: a run's workdir; a folder with config.json and model.safetensors (or shards with an
+        index), of Hugging Face's transformers or of timm; or a .safetensors file alone, of timm or
+        torchvision.
       key: name of the folder's flag or config key, for error messages.
       step: completed updates of the checkpoint; None for the newest that can be read.
       report: called with a sentence when a damaged checkpoint is skipped.
@@ -118,9 +125,9 @@ def open_weights(
     path = workdir.path
     if buckets.is_remote(path):
         buckets.check(path, key)
-        if (path / WEIGHTS).exists():
+        if (found := tensors.find(path)) is not None:
             raise UserError(
-                f"{key} {path} has {WEIGHTS}, which is read from a disk only; copy the folder: "
+                f"{key} {path} has {found.name}, which is read from a disk only; copy the folder: "
                 f"gcloud storage cp -r {path} ."
             )
         return _of_run(workdir, key, step, report)
@@ -129,15 +136,15 @@ def open_weights(
             f"{key} is {folder!r}, which is no folder; give the workdir of a run, or a folder with "
             f"Hugging Face's or timm's {CONFIG} and {WEIGHTS}"
         )
-    file = path if path.is_file() else path / WEIGHTS
-    if file.exists():
+    file = path if path.is_file() else tensors.find(path)
+    if file is not None:
         if step is not None:
             raise UserError(f"{key} {path} is no run's, so it has no update {step}")
         return _of_published(path, file, key, network)
     if not workdir.has_checkpoint():
         # Perhaps the folder has a file of PyTorch's, for which there is a better message.
         for other in sorted(path.iterdir()):
-            _check_format(other, key)
+            tensors.check_format(other, key)
     return _of_run(workdir, key, step, report)
 
 
@@ -162,21 +169,11 @@ def network_of(folder: str) -> tuple[str, Any] | None:
     return None if name is None else (name, _pixels(settings))
 
 
-def _check_format(file: pathlib.Path, key: str) -> None:
-    """Refuses a pickle of PyTorch's, which may run code when it is read."""
-    if file.suffix in _PICKLES:
-        raise UserError(
-            f"{key}: {file} is a pickle of PyTorch's, which is not read here; where PyTorch is, "
-            f"convert it: safetensors.torch.save_file(torch.load({file.name!r}, "
-            f"weights_only=True), {WEIGHTS!r})"
-        )
-
-
 def _of_published(
     path: pathlib.Path, file: pathlib.Path, key: str, network: str | None
 ) -> Weights:
     """Opens published weights: a folder with the file, or the file alone."""
-    _check_format(file, key)
+    tensors.check_format(file, key)
     settings: Any = {}
     if path.is_dir() and (path / CONFIG).exists():
         try:
@@ -208,7 +205,7 @@ def _of_own(path: pathlib.Path, file: pathlib.Path, model: Mapping[str, Any]) ->
     """Opens the weights of a user's own network, which `lamb_tpu.export` wrote."""
 
     def load() -> dict[str, Any]:
-        variables = flax.traverse_util.unflatten_dict(load_tensors(file), sep="/")
+        variables = flax.traverse_util.unflatten_dict(tensors.load(file), sep="/")
         return {"params": variables.pop("params", {}), "model_state": variables}
 
     return Weights(path, None, model, _shapes(load()), 0, _reader(load))
@@ -226,7 +223,7 @@ def _of_timm(
 
     shapes = _shapes(load())
     model = {"name": NETWORKS[name.partition(".")[0]]}
-    return Weights(path, None, model, shapes, 0, _reader(load), _pixels(settings))
+    return Weights(path, None, model, shapes, 0, _reader(load), pixels=_pixels(settings))
 
 
 def _pixels(settings: Mapping[str, Any]) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
@@ -280,6 +277,25 @@ def _reader(
     return read
 
 
+def _check_finite(found: Mapping[str, Any], where: str) -> None:
+    """Raises UserError if a run's parameters or model state have a NaN or an infinity."""
+    # An optimizer's state may use NaN as a mark.
+    leaves, _ = jax.tree_util.tree_flatten_with_path(
+        {part: found[part] for part in ("params", "model_state") if part in found}
+    )
+    floats = {
+        jax.tree_util.keystr(path, simple=True, separator="/"): leaf
+        for path, leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.inexact)
+    }
+    finite = jax.jit(lambda tree: jax.tree.map(lambda leaf: jnp.isfinite(leaf).all(), tree))(floats)
+    wrong = [path for path, is_finite in finite.items() if not is_finite]
+    if wrong:
+        raise UserError(
+            f"{where} has values that are not finite (NaN or infinity) in {len(wrong)} array(s): "
+            f"{', '.join(wrong[:4])}; use weights from before the run diverged"
+        )
+
+
 def _of_run(
     workdir: Workdir, key: str, step: int | None, report: Callable[[str], None]
 ) -> Weights:
@@ -289,11 +305,15 @@ def _of_run(
             f"{key} {workdir.path} holds no run, for its config.json is of something else, and "
             f"{WEIGHTS} is not there either"
         )
-    phases = {name.split(".")[1] for name in config if name.startswith("phases.")}
-    for phase in sorted(phases, reverse=True):
+    phases = sorted({name.split(".")[1] for name in config if name.startswith("phases.")})
+    for number, phase in reversed(list(enumerate(phases))):
         of_phase = Workdir(workdir.path / phase, key)
         if of_phase.has_checkpoint():
-            return _of_run(of_phase, key, step, report)
+            weights = _of_run(of_phase, key, step, report)
+            if step is None and not weights.unfinished and phase != phases[-1]:
+                left = f"its phase {phases[number + 1]} has no checkpoint yet"
+                weights = dataclasses.replace(weights, unfinished=left)
+            return weights
     if not workdir.has_checkpoint():
         raise UserError(f"{key} {workdir.path} has no checkpoint yet")
 
@@ -302,9 +322,10 @@ def _of_run(
 
     with checkpoints() as there:
         found = there.latest_shapes() if step is None else (step, there.shapes(step))
-    if found is None:
-        raise UserError(f"{key} {workdir.path} has no checkpoint yet")
-    newest, shapes = found
+        if found is None:
+            raise UserError(f"{key} {workdir.path} has no checkpoint yet")
+        newest, shapes = found
+        position = Position.from_json(there.position(newest) if step is None else {})
     model = {
         name.removeprefix("model."): value
         for name, value in config.items()
@@ -333,6 +354,7 @@ def _of_run(
             found["params"] = jax.jit(schedule_free.evaluation_params, out_shardings=places)(
                 found.pop("opt_state"), found["params"]
             )
+        _check_finite(found, f"{key} {workdir.path}, update {newest:,},")
         return found
 
     return Weights(
@@ -343,4 +365,11 @@ def _of_run(
         {part: shapes[part] for part in PARTS if parameters.leaf_paths(shapes.get(part))},
         record["updates_before"] if record else 0,
         read,
+        _unfinished(position, newest),
     )
+
+
+def _unfinished(position: Position, step: int) -> str:
+    total = position.total_steps
+    ended = total is None or step >= total or position.end_reason
+    return "" if ended else f"update {step:,} of {total:,}"

@@ -283,6 +283,10 @@ class Checkpoints:
 
         return self._read(step, lambda: self._shapes(step))
 
+    def position(self, step: int) -> dict[str, Any]:
+        """Returns the position of update `step`, for which `shapes` has succeeded."""
+        return self._checkpointer.load_checkpointables(step, {"position": None})["position"]
+
     def _shapes(self, step: int) -> dict[str, Any]:
         state = self._checkpointer.metadata(step).metadata
         return {

@@ -17,6 +17,10 @@ class Position:
       seconds: time of training, evaluation and saving, over all starts.
       startup: time before the first update of each start, in seconds, over all starts.
       starts: number of starts of the run.
+      total_steps: updates of the full run, by what is known at this update; None in checkpoints of
+        older versions.
+      end_reason: why the run ends at this update before its last one, such as 'stopped at its
+        target'; '' if it does not.
     """
 
     loader: Mapping[str, Any] | None = None
@@ -26,6 +30,8 @@ class Position:
     seconds: float = 0.0
     startup: float = 0.0
     starts: int = 0
+    total_steps: int | None = None
+    end_reason: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """Returns one flat dict, with the observers' states under their names."""

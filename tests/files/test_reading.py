@@ -54,6 +54,19 @@ def test_json_that_can(tmp_path: pathlib.Path) -> None:
     assert reading.read_text(file, errors="replace") == "a\ufffd"
 
 
+def test_a_byte_order_mark_is_stripped(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "x.json"
+    file.write_bytes('\ufeff{"a": "\ufeffb"}'.encode())
+    assert reading.read_json(file) == {"a": "\ufeffb"}
+    assert reading.read_text(file, errors="replace").startswith("{")
+    # The mark alone is an empty text, and other encodings are not UTF-8.
+    file.write_bytes("\ufeff".encode())
+    assert reading.read_text(file) == ""
+    file.write_bytes("[1]".encode("utf-16"))
+    with pytest.raises(ValueError, match="utf-8"):
+        reading.read_text(file)
+
+
 @pytest.mark.parametrize("path, expected", [
     ("/a/b.c-d_e", False), ("/a[1]/b", True), ("/a]", True), ("/a*", True), ("/a?", True)
 ])

@@ -72,6 +72,17 @@ def rewrite(folder: pathlib.Path, **changes: np.ndarray | None) -> None:
     safetensors_numpy.save_file(kept, folder / "model.safetensors")
 
 
+def shard(folder: pathlib.Path) -> None:
+    """Splits model.safetensors into two shards with an index, as transformers writes them."""
+    found = tensors(folder)
+    places = {name: f"model-0000{1 + n % 2}-of-00002.safetensors" for n, name in enumerate(found)}
+    for file in set(places.values()):
+        part = {name: found[name] for name in found if places[name] == file}
+        safetensors_numpy.save_file(part, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    (folder / "model.safetensors").unlink()
+
+
 def settings(folder: pathlib.Path, **changes: Any) -> None:
     """Sets or, by ..., removes settings."""
     file = folder / "config.json"
@@ -197,7 +208,43 @@ def test_settings_that_do_not_fit(
         from_huggingface(folder)
 
 
+def test_shards_with_an_index(folder: pathlib.Path) -> None:
+    config, params = from_huggingface(folder)
+    shard(folder)
+    assert not (folder / "model.safetensors").exists()
+    assert from_huggingface(folder)[0] == config
+    assert_equal(from_huggingface(folder)[1], params)
+
+
+def test_bert_model_saves_no_prefix_and_no_head(folder: pathlib.Path) -> None:
+    _, params = from_huggingface(folder)
+    safetensors_numpy.save_file(
+        {name.removeprefix("bert."): tensor for name, tensor in tensors(folder).items()
+         if name.startswith("bert.")}, folder / "model.safetensors",
+    )
+    config, found = from_huggingface(folder)
+    assert config == dataclasses.replace(CONFIG, heads=())
+    assert_equal(found, {part: params[part] for part in ("embeddings", "encoder")})
+
+
+def test_prefixes_are_not_mixed(folder: pathlib.Path) -> None:
+    rewrite(folder, **{"encoder.extra": np.zeros(2, np.float32)})
+    with pytest.raises(UserError, match="has 1 tensor.s. too many: encoder.extra"):
+        from_huggingface(folder)
+
+
+def test_another_format_is_named(folder: pathlib.Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(UserError, match="pytorch_model.bin is a pickle of PyTorch's, .* convert"):
+        from_huggingface(folder)
+    (folder / "pytorch_model.bin").rename(folder / "tf_model.h5")
+    with pytest.raises(UserError, match="tf_model.h5 is a file of Keras, .* save the network as"):
+        from_huggingface(folder)
+
+
 @pytest.mark.parametrize("changes, message", [
+    ({"cls.predictions.bias": np.full(21, np.nan, np.float32)},
+     "not finite .* in 1 tensor.s.: cls.predictions.bias"),
     ({"bert.pooler.dense.bias": None}, "lacks 1 tensor.s.: bert.pooler.dense.bias"),
     ({"classifier.weight": np.zeros(2)}, "has 1 tensor.s. too many: classifier.weight"),
     ({"cls.predictions.decoder.weight": np.zeros((21, 8), np.float32)},

@@ -254,6 +254,8 @@ def test_variables_of_another_network() -> None:
      r"has conv1.weight of shape \(64, 3, 3, 3\); of resnet18 it must be \(64, 3, 7, 7\)"),
     ("resnet18", {"fc.bias": np.zeros(6)},
      r"has fc.weight of shape \(5, 512\); of resnet18 it must be \(6, 512\)"),
+    ("resnet18", {"bn1.running_var": np.full(64, np.inf)},
+     r"not finite \(NaN or infinity\) in 1 tensor\(s\): bn1.running_var"),
     ("resnet18", {"fc.bias": np.array(3.0)},
      r"has fc.bias of shape \(\); of resnet18 it must be \(1000,\)"),
 ])

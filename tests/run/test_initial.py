@@ -141,6 +141,29 @@ def test_workdir_of_a_run_that_began_at_random(copy: pathlib.Path, trained: path
         prepare(tiny.digits(init_from=str(trained)), copy)
 
 
+def test_a_run_that_has_not_ended_needs_a_flag(copy: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    shutil.rmtree(copy / "checkpoints" / "12")
+    config = tiny.digits(init_from=str(copy))
+    with pytest.raises(UserError, match=(
+        f"config.init_from: {copy}, update 8, is of a run that has not ended .update 8 of 12.; "
+        "finish that run first, or set config.init.unfinished=True"
+    )):
+        prepare(config, tmp_path / "new")
+    config.init.unfinished = True
+    run = prepare(config, tmp_path / "new")
+    assert "; that run has not ended (update 8 of 12)" in tiny.unbroken(describe(run))
+    assert run.start.record["unfinished"] == "update 8 of 12"
+
+
+def test_a_run_that_ended_at_its_target_has_ended(tmp_path: pathlib.Path) -> None:
+    config = tiny.digits(
+        target__metric="accuracy", target__value=0.0, eval__every="4 steps", log__every="4 steps"
+    )
+    train(config, tmp_path / "there", quiet=True)
+    weights = open_weights(str(tmp_path / "there"), "config.init_from")
+    assert (weights.step, weights.unfinished) == (4, "")
+
+
 @pytest.mark.long
 def test_new_and_left_parameters_are_told(trained: pathlib.Path, tmp_path: pathlib.Path) -> None:
     config = tiny.digits(

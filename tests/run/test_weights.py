@@ -10,11 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from safetensors.numpy import load_file, save_file
 
 from lamb_tpu.errors import UserError
 from lamb_tpu.models.bert import to_huggingface
 from lamb_tpu.parallel import mesh as mesh_lib
 from lamb_tpu.run.weights import open_weights
+from lamb_tpu.store.checkpoint import Checkpoints
 from tests import tiny
 
 
@@ -59,6 +61,41 @@ def test_those_of_hugging_face(pretrained: pathlib.Path, tmp_path: pathlib.Path)
     assert len(vocabulary) == 512 and cased is False
     with pytest.raises(UserError, match=f"--checkpoint {tmp_path} is no run's, so .* no update 3"):
         open_weights(str(tmp_path), "--checkpoint", step=3)
+
+
+def test_parameters_of_a_run_that_diverged(
+    trained: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    restore = Checkpoints.restore_part
+
+    def diverged(self: Checkpoints, step: int, wanted: Any) -> dict[str, Any]:
+        found = restore(self, step, wanted)
+        found["params"]["hidden0"]["kernel"] *= jnp.nan
+        return found
+
+    monkeypatch.setattr(Checkpoints, "restore_part", diverged)
+    with pytest.raises(UserError, match=(
+        f"--checkpoint {trained}, update 12, has values that are not finite .* in 1 array.s.: "
+        "params/hidden0/kernel; use weights from before"
+    )):
+        open_weights(str(trained), "--checkpoint").params()
+
+
+def test_shards_of_an_encoder_alone(pretrained: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    of_run = open_weights(str(pretrained), "--checkpoint")
+    to_huggingface(of_run.bert(), of_run.params(), tmp_path)
+    found = load_file(tmp_path / "model.safetensors")
+    encoder = {
+        name.removeprefix("bert."): tensor for name, tensor in found.items()
+        if name.startswith("bert.")
+    }
+    save_file(encoder, tmp_path / "model-00001-of-00001.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(
+        {"weight_map": dict.fromkeys(encoder, "model-00001-of-00001.safetensors")}
+    ))
+    (tmp_path / "model.safetensors").unlink()
+    weights = open_weights(str(tmp_path), "--checkpoint")
+    assert weights.bert().heads == () and set(weights.params()) == {"embeddings", "encoder"}
 
 
 def test_vocabulary_without_a_word_about_case(
@@ -114,4 +151,9 @@ def test_last_phase_that_has_any(trained: pathlib.Path, tmp_path: pathlib.Path) 
     for name in ("a", "b"):
         shutil.copytree(trained, tmp_path / name)
     (tmp_path / "c").mkdir()
-    assert open_weights(str(tmp_path), "--checkpoint").folder == tmp_path / "b"
+    weights = open_weights(str(tmp_path), "--checkpoint")
+    assert weights.folder == tmp_path / "b"
+    # The phase has ended, but not the run.
+    assert weights.unfinished == "its phase c has no checkpoint yet"
+    assert open_weights(str(tmp_path / "b"), "--checkpoint").unfinished == ""
+    assert open_weights(str(tmp_path), "--checkpoint", step=8).unfinished == ""

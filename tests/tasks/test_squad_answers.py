@@ -155,3 +155,18 @@ def test_texts_are_those_of_the_original(vocabulary: Vocabulary) -> None:
             same += " ".join(context[start:stop].split()) == expected
             total += 1
     assert total > 4000 and same / total > 0.995, same / total
+
+
+@pytest.mark.parametrize("answer", ["cafe\u0301", "cafe\u200d", "\u00adcafe", "cafe\u00ad"])
+def test_a_perfect_model_scores_on_deleted_characters(
+    vocabulary: Vocabulary, answer: str
+) -> None:
+    context = f"We met in the {answer}, again."
+    asked = [Question("q", "Where?", context, ((answer, context.index(answer)),))]
+    size = {"max_length": 32, "document_stride": 8, "max_query": 4}
+    truth = make_features(asked, vocabulary, training=True, **size).arrays
+    starts, ends = np.zeros((1, 32)), np.zeros((1, 32))
+    starts[0, truth["start_position"]] = ends[0, truth["end_position"]] = 9
+    features = make_features(asked, vocabulary, **size)
+    predictions = choose(best_answers(asked, features, starts, ends))
+    assert evaluate(asked, predictions)["exact_match"] == 100

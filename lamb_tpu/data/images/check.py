@@ -14,6 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from lamb_tpu import terminal
 from lamb_tpu.cluster.host import num_cores
 from lamb_tpu.data import load
+from lamb_tpu.data.images import headers
+from lamb_tpu.data.images.folder import FolderRecords
 from lamb_tpu.data.images.jpeg import MAX_PIXELS, BadImage, decode_whole
 from lamb_tpu.data.images.records import Records
 from lamb_tpu.data.images.source import ImageSource
@@ -25,7 +27,10 @@ _SUMMARY = {"rgb": "in colour", **KINDS}
 
 
 def check_records(records: Records, max_pixels: int) -> Iterator[tuple[str, str, str]]:
-    """Yields (kind, name, reason) of each example in order; only kind `bad` has a reason."""
+    """Yields (kind, name, reason) of each example in order; only kind `bad` has a reason.
+
+    An image with a rotation tag is yielded a second time, of the kind `rotated`.
+    """
 
     def check(start: int) -> list[tuple[str, str, str]]:
         indices = range(start, min(start + _CHUNK, len(records)))
@@ -42,6 +47,8 @@ def check_records(records: Records, max_pixels: int) -> Iterator[tuple[str, str,
             # Only what is rare is named: a name can cost the reading of a record.
             name = records.name(index) if kind not in ("rgb", "grey") else ""
             found.append((kind, name, reason))
+            if kind != "bad" and headers.is_rotated(record.content):
+                found.append(("rotated", name or records.name(index), ""))
         return found
 
     starts = iter(range(0, len(records), _CHUNK))
@@ -75,24 +82,27 @@ def _run(asked: argparse.Namespace) -> int:
     )
     if not isinstance(source, ImageSource):
         raise UserError(f"--name={asked.name} is no set of photographs that are decoded when read")
-    # Notes are of wrong lines in labels.tsv and of classes without a picture.
-    for note in source.notes:
-        print(f"bad\t{note}")
+    records = source.records
+    faults = records.faults if isinstance(records, FolderRecords) else records.notes
+    for note in records.notes:
+        print(f"{'bad' if note in faults else 'note'}\t{note}")
     counts = dict.fromkeys(_SUMMARY, 0)
-    for kind, name, reason in check_records(source.records, source.max_pixels):
+    for kind, name, reason in check_records(records, source.max_pixels):
         counts[kind] += 1
         if name:
             print("\t".join(part for part in (kind, name, reason) if part), flush=True)
+    rotated = counts.pop("rotated")
     listed = ", ".join(f"{count:,} {_SUMMARY[kind]}" for kind, count in counts.items() if count)
+    listed += f"; {rotated:,} {_SUMMARY['rotated']}" if rotated else ""
     print(f"{len(source):,} pictures of {source.num_classes:,} classes: {listed}")
-    return 1 if counts["bad"] or source.notes else 0
+    return 1 if counts["bad"] or faults else 0
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = terminal.Parser(
         prog="python -m lamb_tpu.data.images.check", description=__doc__.partition("\n")[0],
-        epilog="Prints a line for each picture that is CMYK, PNG or bad, with the reason; then "
-        "counts.",
+        epilog="Prints a line for each image that is no ordinary JPEG, is rotated by its EXIF tag, "
+        "or is bad, with the reason; then counts. Notes say which files are not read.",
     )
     add = parser.add_argument
     add("--name", default="image_folder", metavar="SET",

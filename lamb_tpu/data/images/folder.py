@@ -5,19 +5,21 @@ import hashlib
 import os
 import pathlib
 import re
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
 
+from lamb_tpu.data.images import headers, layout
 from lamb_tpu.data.images.records import Record
 from lamb_tpu.data.splits import slices
 from lamb_tpu.errors import UserError
 from lamb_tpu.files import reading
 
 LABELS = "labels.tsv"
-_WHOLE = "train"  # the only split of a list without the column `split`
-_SUFFIXES = (".jpeg", ".jpg", ".png")
 _SHOWN = 5  # names in a message
+_LOOKED_AT = 1000  # files whose rotation tag is read at the start
+_HEAD_BYTES = 2**18  # of these files, which hold the tag except in a WebP
 
 
 class FolderRecords:
@@ -30,9 +32,10 @@ class FolderRecords:
     links are followed.
 
     Otherwise the folders in DIR are the splits, and their folders are the classes. If they have no
-    folders, they are the classes of the only split, `train`. Class indices follow the sorted names
-    over all splits together, so that labels do not shift in a split that lacks a class. Files are
-    those that end in .JPEG, .jpg or .png, in upper or lower case, sorted by name.
+    folders, they are the classes of the only split, `train`. An image may lie deeper and belongs to
+    the class of the first folder, see `layout`. Class indices follow the sorted names over all
+    splits together, so that labels do not shift in a split that lacks a class. Files are those with
+    a usual ending of JPEG, PNG, WebP or BMP, and all others that begin as one, sorted by name.
 
     Args:
       root: the folder DIR.
@@ -40,10 +43,14 @@ class FolderRecords:
       num_classes: number of classes; 0 counts those that are found (in labels.tsv: the largest
         label plus one).
       skip: leave out labels out of range and classes without a file, with a note, instead of
-        refusing them.
+        rejecting them.
       holdout: share of the split, in [0, 1), that is excluded from training and evaluated; 0
         excludes nothing. The choice depends on the names only.
       training: whether the split is for training.
+
+    Attributes, besides those of `Records`:
+      faults: those of the notes that are about wrong labels and classes without an image. Others
+        are about skipped files, rotation tags and an unusual layout.
 
     Raises:
       UserError: the folder, the split or the list is not as described.
@@ -65,7 +72,8 @@ class FolderRecords:
         self._real_root = os.path.join(os.path.realpath(self._root), "")
         self._listed = (self._root / LABELS).exists()
         self._skip = skip
-        self._notes: list[str] = []
+        self._faults: list[str] = []
+        self._remarks: list[str] = []
         read = self._read_list if self._listed else self._list_folders
         splits, self.num_classes = read(split, num_classes)
         if "all" in splits:
@@ -73,6 +81,12 @@ class FolderRecords:
                 f"{self._root} has a split called 'all', which in TFDS syntax means all splits "
                 "together; call it something else"
             )
+        for name, part in splits.items():
+            if not part and not self._listed:
+                raise UserError(
+                    f"{self._root} has no image in its split {name!r}"
+                    f"{'; '.join(['', *self._remarks])}"
+                )
         parts = slices(str(self._root), split, {name: len(part) for name, part in splits.items()})
         chosen = [row for name, start, stop in parts for row in splits[name][start:stop]]
         # Training takes the rows outside of the holdout, evaluation those in it.
@@ -85,7 +99,9 @@ class FolderRecords:
                 )
         self._paths = [path for path, _ in chosen]
         self._labels = np.array([label for _, label in chosen], np.int32)
-        self.notes = tuple(self._notes)
+        self._remark_rotated()
+        self.faults = tuple(self._faults)
+        self.notes = (*self._faults, *self._remarks)
 
     def __len__(self) -> int:
         return len(self._paths)
@@ -121,7 +137,7 @@ class FolderRecords:
             text = row["label"].strip()
             # `int` by itself would accept signs, underscores and digits of other scripts.
             label = int(text) if re.fullmatch(r"[0-9]{1,9}", text) else -1
-            rows = splits.setdefault(row.get("split", _WHOLE), [])
+            rows = splits.setdefault(row.get("split", layout.WHOLE), [])
             if label < 0 or (num_classes and label >= num_classes):
                 wrong.append(f"{row['file']} has {text!r}")
                 continue
@@ -159,39 +175,130 @@ class FolderRecords:
     ) -> tuple[dict[str, list[tuple[str, int]]], int]:
         # Only requested splits are listed completely: ImageNet has over a million files.
         # Names of the splits in TFDS syntax: 'train[:10%]+val' has train and val.
-        names = [part.partition("[")[0].strip() for part in split.split("+")]
-        found, folders = _splits(self._root)
-        missing = [name for name in names if name not in found]
+        names = list(dict.fromkeys(part.partition("[")[0].strip() for part in split.split("+")))
+        found = layout.find_layout(self._root)
+        missing = [name for name in names if name not in found.classes]
         if missing:
             raise UserError(
                 f"{self._root} has no folder {missing[0]!r} for the split {split!r}; it has "
-                f"{', '.join(sorted(found)) or 'none'}, and no {LABELS}"
+                f"{', '.join(sorted(found.classes)) or 'none'}, and no {LABELS}"
+                f"{layout.where_images_are(self._root)}"
             )
-        # Sorted, because the order of a folder's entries differs between machines.
-        classes = sorted({name for folders in found.values() for name in folders})
-        if not classes:
-            raise UserError(f"{self._root} has no folders of classes in {', '.join(sorted(found))}")
+        classes = self._classes(found, names)
         if num_classes and num_classes < len(classes):
             raise UserError(
                 f"config.data.options.num_classes is {num_classes}, {self._root} has folders of "
                 f"{len(classes)} classes"
             )
         splits = {}
-        for name in dict.fromkeys(names):
-            files = [_files(folders[name] / folder) for folder in classes]
-            prefix = "" if folders[name] == self._root else f"{name}/"
-            splits[name] = [
-                (f"{prefix}{folder}/{file}", label)
-                for label, folder in enumerate(classes)
-                for file in files[label]
+        for name in names:
+            folder = found.folders[name]
+            files = [
+                layout.list_files(folder / each) if (folder / each).is_dir()
+                else layout.Files([], Counter()) for each in classes
             ]
-            empty = [folder for folder, inside in zip(classes, files) if not inside]
+            prefix = "" if folder == self._root else f"{name}/"
+            splits[name] = [
+                (f"{prefix}{each}/{file}", label)
+                for label, each in enumerate(classes) for file in files[label].images
+            ]
+            self._remark_files(folder, classes, files)
+            empty = [each for each, inside in zip(classes, files) if not inside.images]
+            # If all are, the caller says more.
             self._object(
-                empty,
-                f"{folders[name]} has no picture of {len(empty):,} of {len(classes):,} classes",
+                empty if splits[name] else [],
+                f"{folder} has no picture of {len(empty):,} of {len(classes):,} classes",
                 "the other classes keep their labels",
             )
         return splits, num_classes or len(classes)
+
+    def _classes(self, found: layout.Layout, names: list[str]) -> list[str]:
+        """Returns the classes of all splits, sorted; `names` are the requested splits."""
+        apart = {name: layout.unsorted_folder(found, name) for name in found.classes}
+        for name, folder in apart.items():
+            if folder is None:
+                continue
+            told = f"the split {name!r} has no image"
+            if layout.has_image(folder):
+                told = f"the images of the split {name!r} lie in {folder}, which names no class"
+            if name in names:
+                raise UserError(
+                    f"{self._root}: {told}; move images to {folder.parent}/CLASS, or list them "
+                    f"with their labels in {self._root / LABELS}, or choose another split"
+                )
+            self._remarks.append(f"{self._root}: {told}, so this split is not read")
+        # Sorted, because the order of a folder's entries differs between machines.
+        classes = sorted({
+            each for name, inside in found.classes.items() if apart[name] is None
+            for each in inside
+        })
+        if not classes:
+            listed = ", ".join(sorted(found.classes))
+            raise UserError(
+                f"{self._root} has no folders of classes in {listed}"
+                f"{layout.where_images_are(self._root)}"
+            )
+        if len(classes) == 1:
+            self._remarks.append(
+                f"{self._root}: all images are of one class, {classes[0]!r}; config.data.dir may "
+                f"be one level too high or too low: {layout.LAYOUTS}"
+            )
+        return classes
+
+    def _remark_files(
+        self, folder: pathlib.Path, classes: list[str], files: list[layout.Files]
+    ) -> None:
+        """Remarks on skipped files, and on images that lie deeper than in their class or outside.
+
+        Args:
+          folder: the folder of the classes.
+          classes, files: names and files of the classes.
+        """
+        skipped = sum((each.skipped for each in files), Counter[str]())
+        if skipped:
+            self._remarks.append(
+                f"{folder}: skipped {skipped.total():,} file(s) that are not "
+                f"{', '.join(headers.FORMATS[:-1])} or {headers.FORMATS[-1]}: "
+                f"{layout.describe_skipped(skipped)}"
+            )
+        deep = [
+            f"{name}/{image}" for name, each in zip(classes, files)
+            for image in each.images if "/" in image
+        ]
+        if deep:
+            self._remarks.append(
+                f"{folder}: {len(deep):,} image(s) lie deeper than in the folder of their class, "
+                f"such as {deep[0]}; each belongs to the class of the first folder in {folder}"
+            )
+        if outside := layout.direct_images(folder):
+            self._remarks.append(
+                f"{folder}: skipped {outside:,} image(s) that lie outside of the folders of classes"
+            )
+
+    def _remark_rotated(self) -> None:
+        # Reading a million headers would delay the start, so many files are sampled; the run
+        # counts those that it reads, and `images.check` all.
+        looked_at = np.unique(np.linspace(0, len(self) - 1, _LOOKED_AT).astype(int)).tolist()
+        rotated = sum(headers.is_rotated(self._head(self._paths[index])) for index in looked_at)
+        if rotated:
+            of = "" if len(looked_at) == len(self) else f" (of {len(self):,}) that were looked at"
+            self._remarks.append(
+                f"{self._root}: {rotated:,} of {len(looked_at):,} images{of} have an EXIF "
+                "rotation tag, which is ignored: the stored rows are read as they are"
+            )
+
+    def _head(self, path: str) -> bytes:
+        """Returns the first bytes of a file; none if it cannot be read."""
+        full = os.path.join(self._root, path)
+        try:
+            if self._listed and os.path.islink(full) and not self._holds(os.path.realpath(full)):
+                return b""
+            with open(full, "rb") as file:
+                head = file.read(_HEAD_BYTES)
+                is_webp = headers.image_format(head[: headers.NUM_BYTES]) == "WebP"
+                return head + file.read() if is_webp else head
+        except (OSError, ValueError):  # a name with a NUL
+            return b""
 
     def _object(self, wrong: list[str], told: str, consequence: str) -> None:
         """Refuses wrong entries, or with `skip` notes them; does nothing if there are none."""
@@ -203,7 +310,7 @@ class FolderRecords:
             raise UserError(
                 f"{text}; mend that, or go on without with config.data.options.on_bad_record='skip'"
             )
-        self._notes.append(f"{text}; {consequence}")
+        self._faults.append(f"{text}; {consequence}")
 
 
 def split_names(root: str | os.PathLike[str]) -> list[str]:
@@ -214,18 +321,8 @@ def split_names(root: str | os.PathLike[str]) -> list[str]:
     """
     path = pathlib.Path(root)
     if not (path / LABELS).exists():
-        return sorted(_splits(path)[0])
-    return list(dict.fromkeys(row.get("split", _WHOLE) for row in _rows(path / LABELS)))
-
-
-def _splits(root: pathlib.Path) -> tuple[dict[str, list[str]], dict[str, pathlib.Path]]:
-    """Returns split -> names of its class folders, and split -> the folder that has them."""
-    found = {name: _folders(root / name) for name in _folders(root)}
-    # The pictures lie one level higher: these folders are classes, and the only split has no
-    # folder.
-    if not any(found.values()) and any(_files(root / name) for name in found):
-        return {_WHOLE: list(found)}, {_WHOLE: root}
-    return found, {name: root / name for name in found}
+        return sorted(layout.find_layout(path).classes)
+    return list(dict.fromkeys(row.get("split", layout.WHOLE) for row in _rows(path / LABELS)))
 
 
 def _rows(path: pathlib.Path) -> list[dict[str, str]]:
@@ -258,16 +355,3 @@ def _place(path: str) -> float:
     """Returns a pseudo-random number in [0, 1) that depends on the name only."""
     # 48 bits, which a float64 holds exactly.
     return int.from_bytes(hashlib.sha256(os.fsencode(path)).digest()[:6], "big") / 2**48
-
-
-def _folders(path: pathlib.Path) -> list[str]:
-    with os.scandir(path) as entries:
-        # Hidden folders and files are those of tools and systems, not of the set.
-        return [e.name for e in entries if e.is_dir() and not e.name.startswith(".")]
-
-
-def _files(path: pathlib.Path) -> list[str]:
-    if not path.is_dir():
-        return []
-    names = os.listdir(path)
-    return sorted(n for n in names if n.lower().endswith(_SUFFIXES) and not n.startswith("."))

@@ -7,8 +7,9 @@ which skips most of the inverse cosine transform and averages pixels against ali
 it is decoded at full scale, because the result must equal TensorFlow's). The decoder, libjpeg-turbo
 in `simplejpeg`, and OpenCV's resizing run without Python's global lock.
 
-Pillow decodes everything that is not an ordinary JPEG. EXIF orientation is ignored, as in
-TensorFlow and torchvision. Of channels with 16 bits the upper eight are kept, as in TensorFlow.
+Pillow decodes everything that is not an ordinary JPEG: PNG, WebP, BMP, and JPEGs in CMYK. Of an
+animation the first image is taken. EXIF orientation is ignored, as in TensorFlow and torchvision.
+Of channels with 16 bits the upper eight are kept, as in TensorFlow.
 
 A file of a few bytes may claim billions of pixels, so the header is read before memory is
 allocated, and too large pictures are refused.
@@ -25,13 +26,16 @@ import cv2
 import numpy as np
 import simplejpeg
 from PIL import ImageFile
+from PIL.BmpImagePlugin import BmpImageFile
 from PIL.JpegImagePlugin import JpegImageFile
 from PIL.PngImagePlugin import PngImageFile
+from PIL.WebPImagePlugin import WebPImageFile
 
+from lamb_tpu.data.images import headers
 from lamb_tpu.data.images.crops import Box
 
 Resize = Literal["bilinear", "bicubic"]
-Kind = Literal["rgb", "grey", "cmyk", "png"]
+Kind = Literal["rgb", "grey", "cmyk", "png", "webp", "bmp", "animated"]
 MAX_PIXELS = 100_000_000  # default limit of a picture: 300 MB decoded
 
 # One thread processes a picture; OpenCV's own threads would only disturb the others.
@@ -47,7 +51,10 @@ _END = b"\xff\xd9"
 # The warning for skipped rows. libjpeg reports only its first warning, so the decoded rows had
 # none.
 _LEFT_OVER = re.compile(r"Corrupt JPEG data: \d+ extraneous bytes before marker")
-_PNG = b"\x89PNG\r\n\x1a\n"
+# Format -> Pillow's reader, and the kind.
+_READERS: dict[str, tuple[type[ImageFile.ImageFile], Kind]] = {
+    "PNG": (PngImageFile, "png"), "WebP": (WebPImageFile, "webp"), "BMP": (BmpImageFile, "bmp"),
+}
 _HARMLESS = re.compile(r"Warning: unknown JFIF revision|Unknown Adobe color transform")
 
 
@@ -75,7 +82,7 @@ def decode_crop(
     """Decodes and resizes a part of an encoded picture.
 
     Args:
-      content: a JPEG (grey, RGB, CMYK) or a PNG, whatever its file name is.
+      content: a JPEG (grey, RGB, CMYK), PNG, WebP or BMP, whatever its file name is.
       choose_box: function from (height, width) of the picture to the part.
       size: height and width of the result, at least 8.
       max_pixels: the largest number of pixels of the whole picture.
@@ -93,11 +100,11 @@ def decode_crop(
     """
     frame = _read_frame(content, max_pixels)
     if frame is None:
-        pixels = _decode_other(content, PngImageFile, max_pixels)
-        return _resize(_cut(pixels, choose_box(*pixels.shape[:2])), size, resize), "png"
+        pixels, kind = _decode_other(content, max_pixels)
+        return _resize(_cut(pixels, choose_box(*pixels.shape[:2])), size, resize), kind
     box = choose_box(frame.height, frame.width)
     if frame.components == 4:
-        pixels = _decode_other(content, JpegImageFile, max_pixels)
+        pixels, _ = _decode_by(JpegImageFile, content, max_pixels)
         return _resize(_cut(pixels, box), size, resize), "cmyk"
     shrink = 1
     if resize == "bilinear":
@@ -114,16 +121,16 @@ def decode_whole(content: bytes, max_pixels: int = MAX_PIXELS) -> tuple[np.ndarr
     """
     frame = _read_frame(content, max_pixels)
     if frame is None:
-        return _decode_other(content, PngImageFile, max_pixels), "png"
+        return _decode_other(content, max_pixels)
     if frame.components == 4:
-        return _decode_other(content, JpegImageFile, max_pixels), "cmyk"
+        return _decode_by(JpegImageFile, content, max_pixels)[0], "cmyk"
     # A copy, because the thread's buffer is used again.
     pixels = _decode_rows(content, frame.height, frame.width, left_over=False).copy()
     return pixels, "grey" if frame.components == 1 else "rgb"
 
 
 def picture_size(content: bytes) -> tuple[int, int]:
-    """Returns (height, width) from the header of a JPEG or PNG, without decoding.
+    """Returns (height, width) from an image's header, without decoding.
 
     Raises:
       BadImage: the content is not a picture.
@@ -131,10 +138,11 @@ def picture_size(content: bytes) -> tuple[int, int]:
     frame = _read_frame(content, sys.maxsize)
     if frame is not None:
         return frame.height, frame.width
-    if not content.startswith(_PNG) or len(content) < 24:
-        raise BadImage("it is no JPEG and no PNG")
-    # The signature has 8 bytes. The first chunk has its width at byte 16 and its height at 20.
-    return int.from_bytes(content[20:24], "big"), int.from_bytes(content[16:20], "big")
+    _check_format(content)
+    size = headers.header_size(content)
+    if size is None:
+        raise BadImage("its header is incomplete")
+    return size
 
 
 def _read_frame(content: bytes, max_pixels: int) -> _Frame | None:
@@ -217,22 +225,47 @@ def _decode_rows(
     return pixels.reshape(height, width, 3)
 
 
-def _decode_other(
-    content: bytes, reader: type[ImageFile.ImageFile], max_pixels: int
-) -> np.ndarray:
-    if reader is PngImageFile and not content.startswith(_PNG):
-        raise BadImage("it is no JPEG and no PNG")
+def _decode_other(content: bytes, max_pixels: int) -> tuple[np.ndarray, Kind]:
+    """Decodes what is not a JPEG, and returns its kind."""
+    reader, kind = _READERS[_check_format(content)]
+    size = headers.header_size(content)
+    # Before the reader sees it: that of WebP allocates the image when it is opened.
+    if size is not None:
+        _check_size(*size, max_pixels)
+    pixels, animated = _decode_by(reader, content, max_pixels)
+    return pixels, "animated" if animated else kind
+
+
+def _check_format(content: bytes) -> str:
+    """Returns the format of content that is not a JPEG; raises BadImage if it is not read."""
+    found = headers.image_format(content[: headers.NUM_BYTES])
+    if found not in _READERS:
+        *others, last = headers.FORMATS
+        raise BadImage(
+            f"{f'its format is {found}' if found else 'it is not an image'}; {', '.join(others)} "
+            f"and {last} are read"
+        )
+    return found
+
+
+def _decode_by(
+    reader: type[ImageFile.ImageFile], content: bytes, max_pixels: int
+) -> tuple[np.ndarray, bool]:
+    """Decodes the first image by one of Pillow's readers; returns whether more images follow."""
     try:
         # Image.open is avoided: it has a size limit of its own, for the whole process.
         with reader(io.BytesIO(content)) as picture:
             _check_size(picture.height, picture.width, max_pixels)
+            animated = bool(getattr(picture, "is_animated", False))
             if picture.mode.startswith("I"):  # grey of 16 bits, which Pillow's convert would clip
                 grey = (np.asarray(picture) >> 8).astype(np.uint8)
-                return np.repeat(grey[..., None], 3, -1)
-            return np.asarray(picture.convert("RGB"))
-    # Pillow's readers raise several types of errors for damaged content.
-    except (OSError, ValueError, SyntaxError, EOFError) as error:
-        raise BadImage(" ".join(str(error).split())) from None
+                return np.repeat(grey[..., None], 3, -1), animated
+            return np.asarray(picture.convert("RGB")), animated
+    except BadImage:
+        raise
+    # Pillow's readers raise many types of errors for damaged content.
+    except Exception as error:
+        raise BadImage(" ".join(str(error).split()) or type(error).__name__) from None
 
 
 def _check_size(height: int, width: int, max_pixels: int) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 
 from lamb_tpu.cluster.host import num_cores
 from lamb_tpu.data.hashing import words
+from lamb_tpu.data.images import headers
 from lamb_tpu.data.images.crops import Box, central_box, inception_box, tpu_fraction
 from lamb_tpu.data.images.jpeg import MAX_PIXELS, BadImage, Resize, decode_crop
 from lamb_tpu.data.images.policies import make_policy, random_erasing
@@ -236,6 +237,8 @@ class ImageSource(BaseSource):
         )
         if kind != "rgb":
             self.tally.add(kind, index)
+        if headers.is_rotated(content):
+            self.tally.add("rotated", index)
         return image if rng is None else self._augment(image, rng)
 
     def _choose(self, rng: np.random.Generator | None) -> Callable[[int, int], Box]:

@@ -1,17 +1,16 @@
 """Survey of a folder of pictures: its splits, its classes and the size of the pictures."""
 
 import os
+import pathlib
 from typing import NamedTuple
 
 import numpy as np
 
 from lamb_tpu.data.images.folder import FolderRecords, split_names
 from lamb_tpu.data.images.jpeg import BadImage, picture_size
+from lamb_tpu.data.images.layout import EVALUATED, TRAINED, has_image, where_images_are
 from lamb_tpu.errors import UserError
 
-# Common names of splits for training and for evaluation, the likelier first.
-_EVALUATED = ("val", "valid", "validation", "eval", "dev", "test", "testing")
-_TRAINED = ("train", "training")
 _LOOKED_AT = 200  # pictures whose size is read
 
 
@@ -40,15 +39,20 @@ def survey(root: str | os.PathLike[str]) -> Survey:
       UserError: it is not such a folder, the split for training or evaluation cannot be chosen by
         name, or none of the sampled pictures can be read.
     """
+    root = pathlib.Path(root)
     names = split_names(root)
-    train = _chosen(names, _TRAINED) or (names[0] if len(names) == 1 else "")
+    # A split without an image cannot be evaluated; `FolderRecords` remarks on it.
+    used = [name for name in names if not (root / name).is_dir() or has_image(root / name)]
+    names = used or names
+    train = _chosen(names, TRAINED) or (names[0] if len(names) == 1 else "")
     # The split for evaluation has a common name, or is the only other one.
     others = [name for name in names if name != train]
-    held = _chosen(others, _EVALUATED) or (others[0] if len(others) == 1 else "")
+    held = _chosen(others, EVALUATED) or (others[0] if len(others) == 1 else "")
     if not train or (others and not held):
         raise UserError(
             f"{root} has the splits {', '.join(names) or 'none'}, of which none is called "
-            f"{' or '.join(_EVALUATED if train else _TRAINED)}; name them so, or make one of them"
+            f"{' or '.join(EVALUATED if train else TRAINED)}; name them so, or make one of them"
+            f"{where_images_are(root)}"
         )
     records = FolderRecords(root, train, skip=True)
     # Spread over the whole list, because neighbours are of one class.

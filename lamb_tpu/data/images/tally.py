@@ -9,7 +9,11 @@ import logging
 import threading
 
 # Kind of picture -> what it is called.
-KINDS = {"grey": "grey", "cmyk": "CMYK", "png": "PNG", "bad": "bad"}
+KINDS = {
+    "grey": "grey", "cmyk": "CMYK", "png": "PNG", "webp": "WebP", "bmp": "BMP",
+    "animated": "animated (the first image is read)",
+    "rotated": "with an EXIF rotation tag (which is ignored)", "bad": "bad",
+}
 _NAMED = 20  # bad records reported by name; after that only their number, at each doubling
 _LOGGER = logging.getLogger(__name__)
 

@@ -6,6 +6,7 @@ answer). The features are those of `run_squad.py` of BERT.
 
 import json
 import pathlib
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -52,7 +53,8 @@ class Features:
         token of the answer, both 0 if it is not in the window.
       question: int32 (features,): index of each window's question, ascending.
       char_start, char_stop: int32 (features, length): range of each token's characters in the
-        context; -1 for tokens outside the context.
+        context, with adjacent characters that the normaliser deletes (see `_with_deleted`); -1
+        for tokens outside the context.
       best_window: bool (features, length): whether this window has the most context around the
         token, of all windows with it. Answers begin at such tokens only, so that each counts once.
       unmappable: ids of questions left out of training, because the text of their answer is not
@@ -138,7 +140,7 @@ def make_features(
     # Many questions share a context, which is tokenized once.
     texts = list(dict.fromkeys(question.context for question in questions))
     encoded = tokenizer.encode_batch(texts, add_special_tokens=False)
-    contexts = {text: _Context(item) for text, item in zip(texts, encoded)}
+    contexts = {text: _Context(text, item) for text, item in zip(texts, encoded)}
     queries = tokenizer.encode_batch([q.text for q in questions], add_special_tokens=False)
     rows: list[dict[str, np.ndarray | int]] = []
     unmappable = []
@@ -178,12 +180,44 @@ def make_features(
 
 
 class _Context:
-    """The tokens of a context: their ids and their ranges of characters."""
+    """Tokens of a context.
 
-    def __init__(self, encoded: Encoding) -> None:
+    Attributes:
+      ids: ids of the tokens.
+      char_start, char_stop: range of each token's characters, as the tokenizer reports it.
+      text_start, text_stop: the same range with adjacent deleted characters, see `_with_deleted`.
+    """
+
+    def __init__(self, text: str, encoded: Encoding) -> None:
         self.ids = np.array(encoded.ids, np.int32)
         offsets = np.array(encoded.offsets, np.int32).reshape(-1, 2)
         self.char_start, self.char_stop = offsets[:, 0], offsets[:, 1]
+        self.text_start, self.text_stop = _with_deleted(text, offsets)
+
+
+def _with_deleted(text: str, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Extends the tokens' ranges over adjacent characters that belong to no token.
+
+    The normaliser deletes accents of decomposed text, joiners, soft hyphens, variation selectors
+    and control characters. An answer that ends or begins with one of them would lose it on the way
+    back to text. So a token's range ends before the next token or space, and begins after the
+    previous one. Combining marks belong to the character before them and never begin a range.
+    """
+    starts, stops = offsets[:, 0].copy(), offsets[:, 1].copy()
+    is_deleted = np.array([not character.isspace() for character in text], bool)
+    for start, stop in offsets.tolist():
+        is_deleted[start:stop] = False
+    if not is_deleted.any():
+        return starts, stops
+    for token, (start, stop) in enumerate(offsets.tolist()):
+        while stop < len(text) and is_deleted[stop]:
+            stop += 1
+        while start and is_deleted[start - 1]:
+            start -= 1
+        while start < starts[token] and unicodedata.category(text[start]).startswith("M"):
+            start += 1
+        starts[token], stops[token] = start, stop
+    return starts, stops
 
 
 def _question(item: dict[str, Any], context: Any) -> Question:
@@ -272,8 +306,8 @@ def _windows(
             "first": first,
             "size": size,
         }
-        row["char_start"][is_context] = context.char_start[inside]
-        row["char_stop"][is_context] = context.char_stop[inside]
+        row["char_start"][is_context] = context.text_start[inside]
+        row["char_stop"][is_context] = context.text_stop[inside]
         row["best_window"][is_context] = (best == number)[inside]
         rows.append(row)
     return rows

@@ -19,10 +19,10 @@ def smooth(height: int, width: int, seed: int = 0) -> np.ndarray:
 
 
 def encode(pixels: np.ndarray, kind: str = "rgb", **options: Any) -> bytes:
-    """A JPEG of quality 90 of the pixels, or of their grey or CMYK form; or a PNG."""
+    """A JPEG of quality 90 of the pixels, or of their grey or CMYK form; or a PNG, WebP or BMP."""
     picture = Image.fromarray(pixels)
-    if kind == "png":
-        return _save(picture, "PNG", options)
+    if kind in ("png", "webp", "bmp"):
+        return _save(picture, kind.upper(), options)
     picture = picture.convert({"rgb": "RGB", "grey": "L", "cmyk": "CMYK"}[kind])
     return _save(picture, "JPEG", {"quality": 90} | options)
 

@@ -3,6 +3,7 @@
 import pathlib
 
 import pytest
+from PIL import Image
 
 from lamb_tpu.data.images.check import main
 from tests import tiny
@@ -44,6 +45,32 @@ def test_what_is_wrong_is_named(folder: pathlib.Path, capsys: pytest.CaptureFixt
     assert lines[4:] == [
         f"cmyk\t{train}/b/39.JPEG",
         "40 pictures of 3 classes: 35 in colour, 1 grey, 1 CMYK, 1 PNG, 2 bad",
+    ]
+
+
+def test_what_is_not_read_as_expected_is_noted(
+    folder: pathlib.Path, capsys: pytest.CaptureFixture
+) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    (folder / "train" / "a" / "00.JPEG").write_bytes(encode(smooth(20, 30), exif=exif))
+    (folder / "train" / "a" / "deep").mkdir()
+    (folder / "train" / "a" / "deep" / "x.webp").write_bytes(encode(smooth(20, 30), "webp"))
+    (folder / "train" / "b" / "y.dat").write_bytes(encode(smooth(20, 30), "bmp"))
+    (folder / "train" / "b" / "z.tif").write_bytes(b"II*\0")
+    assert main([f"--dir={folder}"]) == 0
+    train = folder / "train"
+    assert capsys.readouterr().out.splitlines() == [
+        f"note\t{train}: skipped 1 file(s) that are not JPEG, PNG, WebP or BMP: 1 .tif",
+        f"note\t{train}: 1 image(s) lie deeper than in the folder of their class, such as "
+        f"a/deep/x.webp; each belongs to the class of the first folder in {train}",
+        f"note\t{folder}: 1 of 42 images have an EXIF rotation tag, which is ignored: the stored "
+        "rows are read as they are",
+        f"rotated\t{train}/a/00.JPEG",
+        f"webp\t{train}/a/deep/x.webp",
+        f"bmp\t{train}/b/y.dat",
+        "42 pictures of 2 classes: 39 in colour, 1 grey, 1 WebP, 1 BMP; 1 with an EXIF rotation "
+        "tag (which is ignored)",
     ]
 
 

@@ -40,7 +40,9 @@ def test_classes_are_folders(folders: pathlib.Path) -> None:
     assert records.notes == (
         f"{folders / 'train'} has no picture of 2 of 4 classes: b, d; the other classes keep their "
         "labels",
+        f"{folders / 'train'}: skipped 1 file(s) that are not JPEG, PNG, WebP or BMP: 1 .txt",
     )
+    assert records.faults == records.notes[:1]
     # A class that this split lacks moves no label.
     assert [record.label for record in FolderRecords(folders, "val", skip=True).read([0, 1])] == [
         0, 3
@@ -199,3 +201,49 @@ def test_photographs() -> None:
     centre = Image.fromarray(whole).crop((86, 24, 86 + 328, 24 + 328))  # of 500 by 375 pixels
     expected = np.asarray(centre.resize((64, 64), Image.Resampling.BOX)).astype(int)
     assert np.abs(batch["image"][1] - expected).mean() < 6
+
+
+def test_a_list_with_a_byte_order_mark(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "a").write_bytes(b"A")
+    (tmp_path / "labels.tsv").write_bytes("\ufefffile\tlabel\r\na\t1\r\n".encode())
+    assert FolderRecords(tmp_path, "train").read([0]) == [Record(b"A", 1)]
+
+
+def test_every_format_by_its_content(tmp_path: pathlib.Path) -> None:
+    """Also under the name of another format, in training and in evaluation."""
+    pixels = np.full((40, 40, 3), (200, 30, 90), np.uint8)
+    names = {
+        "1.jfif": "rgb", "2.JPE": "rgb", "3.WebP": "webp", "4.bmp": "bmp", "5.DIB": "bmp",
+        "6.jpg": "png", "7.png": "webp", "8.webp": "rgb", "9.orig": "rgb", "without": "bmp",
+    }
+    for name, kind in names.items():
+        (tmp_path / "train" / "ab"[len(name) % 2]).mkdir(parents=True, exist_ok=True)
+        (tmp_path / "train" / "ab"[len(name) % 2] / name).write_bytes(encode(pixels, kind))
+    for training in (True, False):
+        source = data.load(
+            "image_folder", "train", source_dir=str(tmp_path), options={"size": 32},
+            training=training,
+        )
+        assert len(source) == len(names) and source.notes == ()
+        images = source.gather(np.arange(len(source)))["image"]
+        assert np.abs(images.astype(int) - pixels[0, 0]).max() <= 4
+        assert source.tally.counts() == {"png": 1, "webp": 2, "bmp": 3}
+
+
+def test_rotation_tags_are_noted(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    for name in ("a", "b"):
+        (tmp_path / "train" / name).mkdir(parents=True)
+        for index in range(10):
+            (tmp_path / "train" / name / f"{index}.jpg").write_bytes(
+                encode(smooth(20, 30), exif=exif if index < 4 else Image.Exif())
+            )
+    tag = "have an EXIF rotation tag, which is ignored"
+    (note,) = FolderRecords(tmp_path, "train").notes
+    assert note.startswith(f"{tmp_path}: 8 of 20 images {tag}")
+    monkeypatch.setattr("lamb_tpu.data.images.folder._LOOKED_AT", 4)
+    (note,) = FolderRecords(tmp_path, "train").notes
+    assert note.startswith(f"{tmp_path}: 2 of 4 images (of 20) that were looked at {tag}")

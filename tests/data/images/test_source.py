@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from lamb_tpu import data
 from lamb_tpu.data.images import source as source_module
@@ -200,6 +201,18 @@ def test_kinds_are_counted_once() -> None:
     assert source.tally.counts() == {"cmyk": 6, "grey": 7, "png": 6}
 
 
+def test_rotation_tags_are_counted() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    source = make([
+        Record(content, 0) for content in (CONTENTS[0], encode(smooth(40, 60, 1), exif=exif))
+    ])
+    for _ in range(2):
+        source.gather(np.arange(2))
+    assert source.tally.counts() == {"rotated": 1}
+    assert "1 with an EXIF rotation tag (which is ignored)" in source.tally.describe()
+
+
 def with_bad(**bad: Record) -> list[Record]:
     records = Pictures().records[:8]
     for place, record in bad.items():
@@ -210,7 +223,7 @@ def with_bad(**bad: Record) -> list[Record]:
 BAD = {
     "corrupt": (Record(CONTENTS[0][:-40], 0), "it ends before its end marker"),
     "empty": (Record(b"", 0), "the file is empty"),
-    "text": (Record(b"<html>", 0), "it is no JPEG and no PNG"),
+    "text": (Record(b"<html>", 0), "it is not an image; JPEG, PNG, WebP and BMP are read"),
     "unread": (Record(b"", 0, "Permission denied"), "Permission denied"),
     "huge": (
         Record(claiming("rgb", 65_500, 65_500), 0),
@@ -289,7 +302,7 @@ def test_what_is_trained_on_has_no_mask() -> None:
 
 def test_the_error_comes_through_the_loader() -> None:
     loader = data.TrainLoader(make(with_bad(at2=BAD["text"][0])), 4, seed=0)
-    with pytest.raises(UserError, match="picture 2 is bad: it is no JPEG and no PNG"):
+    with pytest.raises(UserError, match="picture 2 is bad: it is not an image; JPEG"):
         for _ in range(2):
             next(loader)
 

@@ -272,3 +272,42 @@ def test_bad_lengths(tiny: Vocabulary) -> None:
     bad = [ask("1890", start=7), ask("nothing of it", start=3)]
     with pytest.raises(UserError, match="none of the 2 questions can be trained on: .* is q$"):
         make_features(bad, tiny, training=True)
+
+
+@pytest.mark.parametrize("cased", [False, True])
+@pytest.mark.parametrize("mark", ["\u0301", "\u200d", "\u00ad", "\ufe0f", "\x07", "\u200d\u0301"])
+def test_answers_that_end_in_deleted_characters_come_back(mark: str, cased: bool) -> None:
+    # A vocabulary of whole words: with case, a word with an accent is [UNK].
+    vocabulary = Vocabulary([*SPECIAL_TOKENS, *"we in the cafe , ( )".split()])
+    for context in (f"we in cafe{mark} ,", f"we (cafe{mark}), in", f"the cafe{mark}"):
+        answer = f"cafe{mark}"
+        question = Question("q", "we", context, ((answer, context.index(answer)),))
+        features = make_features([question], vocabulary, cased=cased, training=True, max_length=32,
+                                 document_stride=8, max_query=4)
+        start, end = (int(features.arrays[f"{side}_position"][0]) for side in ("start", "end"))
+        first, last = features.char_start[0, start], features.char_stop[0, end]
+        assert context[first:last] == answer
+
+
+def test_ranges_include_deleted_characters_at_a_start(tiny: Vocabulary) -> None:
+    context = "\u200ethe (\u200eold\u200f) man \u200d \u00ad,\x02 it"
+    features = make_features([Question("q", "who", context, ())], tiny, max_length=32,
+                             document_stride=8, max_query=4)
+    inside = features.char_start[0] >= 0
+    ranges = zip(features.char_start[0][inside], features.char_stop[0][inside])
+    # No range includes a space, or a character that stands alone between spaces.
+    assert [context[start:stop] for start, stop in ranges] == [
+        "\u200ethe", "(\u200e", "\u200eold\u200f", "\u200f)", "man", "\u00ad,\x02", "it"
+    ]
+
+
+def test_an_answer_that_begins_with_a_deleted_character(tiny: Vocabulary) -> None:
+    context = "the (\u200eold) man"
+    question = Question("q", "who", context, (("\u200eold", 5),))
+    features = make_features([question], tiny, training=True, max_length=32, document_stride=8,
+                             max_query=4)
+    position = int(features.arrays["start_position"][0])
+    assert tiny.tokens[features.arrays["input_ids"][0, position]] == "old"
+    assert context[features.char_start[0, position] : features.char_stop[0, position]] == (
+        "\u200eold"
+    )

@@ -46,6 +46,12 @@ def test_no_vocabulary(tmp_path: pathlib.Path, content: bytes | None, message: s
     assert str(path) in str(caught.value)
 
 
+def test_a_byte_order_mark_is_no_token(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "vocab.txt"
+    file.write_bytes("\ufeff[PAD]\r\n[UNK]\r\n[CLS]\r\n[SEP]\r\n[MASK]\r\nword\r\n".encode())
+    assert Vocabulary.read(file).tokens == [*SPECIAL_TOKENS, "word"]
+
+
 def test_training_needs_no_tokenizer() -> None:
     code = "import sys, lamb_tpu.data.text.masked_lm; print('tokenizers' in sys.modules)"
     done = subprocess.run(
