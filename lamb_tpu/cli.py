@@ -125,9 +125,9 @@ def _parse_with_config(argv: list[str], required: Sequence[str]) -> list[str]:
     _ARGV[:] = argv
     try:
         rest = flags.FLAGS(argv)
-    except UserError:
+    except (UserError, Preempted, KeyboardInterrupt):
         raise
-    except (Exception, SystemExit):  # a config file can raise anything
+    except BaseException:  # a config file can raise anything
         # ml_collections reports a bad file or key in its own words. These two calls find the cause
         # again and name it; any other error is raised as it is.
         _check_overrides(argv, _load_config_file(argv))
@@ -213,9 +213,9 @@ def load_recipe(recipe: str) -> ConfigDict:
     try:
         get_config = runpy.run_path(path)["get_config"]
         config = get_config(argument) if colon else get_config()
-    except UserError:
+    except (UserError, Preempted, KeyboardInterrupt):
         raise
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         # The innermost line within the config file is the one to show. A file with a syntax error
         # did not run, so it has no frame; the error has the line.
         lines = [
@@ -309,7 +309,8 @@ def run_main(main: Callable[[], None], required: Sequence[str] = ()) -> None:
         if "config" in flags.FLAGS and flags.FLAGS.print_config:
             _print_config()
         else:
-            main()
+            with own.calling():
+                main()
         sys.stdout.flush()  # a failure can be reported here, but not at exit
 
     # A command that saves before it ends replaces this handler.

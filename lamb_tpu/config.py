@@ -118,6 +118,8 @@ def base_config() -> ConfigDict:
     config.ema = ConfigDict({"decay": 0.0})  # moving average of the weights, evaluated too; 0: none
     config.guards = ConfigDict()
     config.guards.max_skipped = 0  # updates with a non-finite gradient that a run may skip
+    # False: an evaluation with a metric that is not finite ends the run as diverged | True: warn
+    config.guards.allow_nonfinite_eval = False
     config.guards.spike_factor = 10.0  # report a loss above this many recent medians; 0: none
     config.guards.spike_floor = 1.0  # report no loss below this, whatever the recent median
     config.guards.desync_every = "0 steps"  # compare the devices' parameters; 0: never

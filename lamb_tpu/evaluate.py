@@ -40,7 +40,7 @@ import sys
 import jax
 from ml_collections import ConfigDict
 
-from lamb_tpu import terminal, trust
+from lamb_tpu import own, terminal, trust
 from lamb_tpu.cluster import cpu_devices, distributed
 from lamb_tpu.config import base_config, check_keys, unflatten
 from lamb_tpu.errors import UserError
@@ -48,12 +48,16 @@ from lamb_tpu.run import identity
 from lamb_tpu.run.build import Run, prepare
 from lamb_tpu.run.describe import describe_read
 from lamb_tpu.run.evaluator import make_evaluator
+from lamb_tpu.run.preflight import check_data
 from lamb_tpu.store.checkpoint import Checkpoints
+from lamb_tpu.store.metrics import as_json
 from lamb_tpu.store.position import Position
 from lamb_tpu.store.workdir import Workdir
 from lamb_tpu.watch.best import Best
+from lamb_tpu.watch.evaluations import check_finite
 
 
+@own.calling("the evaluation")
 def evaluate_checkpoint(
     config: ConfigDict | None,
     workdir: str | os.PathLike[str],
@@ -118,8 +122,8 @@ def evaluate_checkpoint(
             best.restore(kept)
             if position.eval_due:  # a preempted run's last evaluation was broken off
                 # Only the run's own split decides which checkpoint is the best.
-                own = prepared(own_split) if prefix and own_split is not None else run
-                best.evaluated(int(state.step), make_evaluator(own)(state))
+                decides = prepared(own_split) if prefix and own_split is not None else run
+                best.evaluated(int(state.step), make_evaluator(decides)(state))
             step = best.step
             if step is None:
                 raise UserError(
@@ -141,12 +145,14 @@ def evaluate_checkpoint(
         except UserError as error:
             _tell(f"{name} is not written: {str(error).partition(';')[0]}")
 
+    check_data(run, training=False)
     evaluator = make_evaluator(run, keep_file=keep_file, files_prefix=prefix)
     metrics = evaluator(state)
     _tell(describe_read(run, training=False))
     return {"step": int(state.step), **metrics}
 
 
+@own.calling("the evaluation")
 def evaluate_weights(config: ConfigDict | None, split: str | None = None) -> dict[str, float]:
     """Evaluates the weights of config.init_from, without the folder of a run.
 
@@ -188,6 +194,7 @@ def evaluate_weights(config: ConfigDict | None, split: str | None = None) -> dic
             f"arrays would be random, such as {new[0].partition('/')[2]}; train from it first"
         )
     _tell("; ".join([start.describe_weights(), *start.notes]))
+    check_data(run, training=False)
     metrics = make_evaluator(run)(run.first_state())
     _tell(describe_read(run, training=False))
     return metrics
@@ -219,7 +226,15 @@ def main() -> None:
     else:
         metrics = evaluate_weights(values.config, values.split)
     if jax.process_index() == 0:
-        print(json.dumps(metrics))
+        print(json.dumps(as_json(metrics)), flush=True)
+    check_finite("the evaluation", metrics, _allows(values), _tell)
+
+
+def _allows(values: flags.FlagValues) -> bool:
+    """Returns config.guards.allow_nonfinite_eval, of --config or else of the run."""
+    if values.config is not None:
+        return bool(values.config.guards.allow_nonfinite_eval)
+    return bool(Workdir(values.workdir).read_config().get("guards.allow_nonfinite_eval"))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import types
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
-from lamb_tpu.errors import UserError
+from lamb_tpu.errors import Preempted, UserError
 
 FORM = "'my_package.my_module:Name'"
 _FORM = re.compile(r"(?P<module>[^\W\d][\w.]*):(?P<attribute>[^\W\d][\w.]*)")
@@ -33,6 +33,8 @@ _LIBRARIES = (
 )
 # Top-level packages of the modules that were imported here, for `blame`.
 _imported: set[str] = set()
+# Exceptions of this package and Ctrl-C, which custom code may pass on.
+_PASSED = (UserError, Preempted, KeyboardInterrupt)
 
 
 def is_own(name: object) -> bool:
@@ -70,7 +72,9 @@ def find(name: str, key: str) -> Callable[..., Any]:
     found: Any = imported(match["module"], f"{key} is {name!r}")
     # An attribute may be dotted, such as Class.method.
     for part in match["attribute"].split("."):
-        if not hasattr(found, part):
+        with calling(f"{key} is {name!r}, which", failures=True):
+            is_there = hasattr(found, part)
+        if not is_there:
             # The message lists what the module defines, not what it imports.
             public = [
                 item for item, value in vars(found).items()
@@ -100,9 +104,9 @@ def imported(module: str, told: str) -> types.ModuleType:
     _imported.add(module.partition(".")[0])
     try:
         return importlib.import_module(module)
-    except UserError:
+    except _PASSED:
         raise
-    except (Exception, SystemExit) as error:  # a user's module can raise anything
+    except BaseException as error:  # a custom module can raise anything
         absent = error.name if isinstance(error, ModuleNotFoundError) else None
         # The module itself, or a package that it lies in, is missing. In any other case the module
         # is there and one of its own imports fails.
@@ -236,10 +240,39 @@ def making(name: str, key: str) -> Iterator[None]:
     """
     try:
         yield
-    except UserError:
+    except _PASSED:
         raise
-    except Exception as error:
+    except BaseException as error:
         raise UserError(f"{key} is {name!r}; making it fails{_describe(error)}") from error
+
+
+@contextlib.contextmanager
+def calling(what: str = "", failures: bool = False) -> Iterator[None]:
+    """Turns an exit of custom code, called anywhere in the block, into a UserError.
+
+    `sys.exit(0)` in a network that is traced would otherwise end the command as a success. An
+    exception that is not an `Exception` passes the handlers of every layer between.
+
+    Args:
+      what: the block, for an exit outside of any module that a config names; '': only exits of
+        such modules become a UserError.
+      failures: whether an ordinary error of custom code becomes a UserError too. At the end of a
+        command `blame` names it, but the other processes of a run need it earlier.
+    """
+    try:
+        yield
+    except _PASSED:
+        raise
+    except BaseException as error:
+        is_failure = isinstance(error, Exception)
+        if is_failure and (not failures or isinstance(error, MemoryError)):
+            raise
+        told = blame(error)
+        if told is None and what and isinstance(error, (SystemExit, GeneratorExit)):
+            told = f"{what} fails{_describe(error)}; custom code must not end the command"
+        if told is None:
+            raise
+        raise UserError(told) from error
 
 
 def blame(error: BaseException) -> str | None:

@@ -25,7 +25,7 @@ import jax
 from absl import flags
 from ml_collections import ConfigDict
 
-from lamb_tpu import data
+from lamb_tpu import data, own
 from lamb_tpu.cluster import cpu_devices, distributed
 from lamb_tpu.config import check_keys
 from lamb_tpu.errors import Interrupted, Preempted
@@ -33,17 +33,20 @@ from lamb_tpu.run import identity, phases
 from lamb_tpu.run.build import prepare
 from lamb_tpu.run.describe import describe
 from lamb_tpu.run.evaluator import make_evaluator, metric_names
+from lamb_tpu.run.preflight import check_data
 from lamb_tpu.run.session import Session
 from lamb_tpu.run.updating import make_updating
 from lamb_tpu.store.position import Position
 from lamb_tpu.store.workdir import Workdir
 from lamb_tpu.watch.clock import Clock
+from lamb_tpu.watch.evaluations import check_finite
 from lamb_tpu.watch.observer import Observers, Record, Start
 from lamb_tpu.watch.observers import make_observers
 from lamb_tpu.watch.progress import RunProgress, format_seconds, format_values
 from lamb_tpu.watch.updates import Updates
 
 
+@own.calling("training")
 def train(
     config: ConfigDict,
     workdir: str | os.PathLike[str],
@@ -107,7 +110,10 @@ def _train(
     observers = make_observers(run, progress)
     # A misspelt metric must be refused here, not at the first evaluation.
     observers.check(metric_names(run))
-    loader = data.TrainLoader(run.train_set, recipe.batch_size, config.seed, run.local_rows())
+    loader = data.TrainLoader(
+        run.train_set, recipe.batch_size, config.seed, run.local_rows(), run.train_check
+    )
+    check_data(run)
 
     with Session(run, observers.keep, progress.warn) as session:
         state, position = session.restore()
@@ -127,7 +133,9 @@ def _train(
 
         # Everything is compiled here, before the clock starts.
         evaluate = make_evaluator(run, session.poll_evaluation, session.keep_file)
-        updating = make_updating(run, loader, not is_over, first_step, progress.message)
+        updating = make_updating(
+            run, loader, not is_over, first_step, progress.message, session.fail
+        )
 
         clock.start()
         start = Start(
@@ -185,6 +193,10 @@ def _train(
                 if is_over and not metrics:
                     told = f"the run was already {observers.end_reason or 'complete'}"
                     metrics = evaluate(state)
+                    check_finite(
+                        f"the evaluation after update {step}", metrics,
+                        config.guards.allow_nonfinite_eval, progress.warn,
+                    )
                 else:
                     told = f"{step} updates in {format_seconds(clock.seconds)}"
                     if recipe.path is not None:

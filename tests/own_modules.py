@@ -107,6 +107,117 @@ BROKEN = {
         def whole(learning_rate, b1: float = 0.9):
             return optax.adam(learning_rate, b1)
     """,
+    # Code that ends the command, or raises what no handler of errors catches.
+    "my_leaving": """
+        import sys
+
+        import jax.numpy as jnp
+        import numpy as np
+        import optax
+
+        from lamb_tpu.data import ArraySource, BaseSource, FieldSpec
+        from lamb_tpu.errors import Preempted
+        from lamb_tpu.models import Model
+        from lamb_tpu.tasks.classification import Classification
+
+        class Abort(BaseException): ...
+
+        def made():
+            sys.exit(0)
+
+        def aborted():
+            raise Abort("enough")
+
+        def closed():
+            raise GeneratorExit
+
+        def preempted():
+            raise Preempted("the machine is needed")
+
+        def init():
+            return Model(lambda key, inputs: sys.exit(0), lambda *a, **k: None)
+
+        def apply():
+            return Model(
+                lambda key, inputs: {"params": {"w": jnp.ones((64, 10))}},
+                lambda v, x, *, train, key=None: sys.exit(0),
+            )
+
+        class Loss(Classification):
+            def loss(self, params, model_state, batch, key):
+                raise Abort("in loss")
+
+        class Metrics(Classification):
+            def evaluate(self, params, model_state, batch):
+                sys.exit(0)
+
+        class Examples(BaseSource):
+            name, num_classes = "examples", 10
+            element_spec = {
+                "image": FieldSpec((8, 8, 1), np.dtype(np.uint8)),
+                "label": FieldSpec((), np.dtype(np.int32)),
+            }
+
+            def __init__(self, split, training, allowed: int = 0):
+                self.allowed = allowed if training else 10**9
+
+            def __len__(self):
+                return 200
+
+            def gather(self, indices, epochs=0):
+                self.allowed -= 1
+                if self.allowed < 0:
+                    sys.exit(0)
+                rows = len(indices)
+                return {
+                    "image": np.ones((rows, 8, 8, 1), np.uint8), "label": np.zeros(rows, np.int32),
+                }
+
+        def optimizer(learning_rate):
+            sys.exit(0)
+
+        def update(learning_rate):
+            return optax.GradientTransformation(lambda params: (), lambda *given: sys.exit(0))
+    """,
+    # Optimizers whose update returns something wrong.
+    "my_updates": """
+        import jax
+        import jax.numpy as jnp
+        import optax
+
+        def _make(update, init=lambda params: {"count": jnp.zeros(())}):
+            return optax.GradientTransformation(init, update)
+
+        def _map(function):
+            return _make(lambda g, s, p=None: (jax.tree.map(function, g), s))
+
+        def none(learning_rate):
+            return _make(lambda g, s, p=None: None)
+
+        def no_updates(learning_rate):
+            return _make(lambda g, s, p=None: (None, s))
+
+        def tree(learning_rate):
+            return _make(lambda g, s, p=None: ({"all": jax.tree.leaves(g)}, s))
+
+        def shape(learning_rate):
+            return _map(lambda g: g[None])
+
+        def whole(learning_rate):
+            return _map(lambda g: jnp.sign(g).astype(jnp.int32))
+
+        def grows(learning_rate):
+            return _make(lambda g, s, p=None: (g, {**s, f"g{len(s)}": jnp.zeros(3)}))
+
+        def lists(learning_rate):
+            return _make(lambda g, s, p=None: (g, [*s, 1.0]), lambda params: [jnp.zeros(())])
+
+        def widens(learning_rate):
+            return _make(lambda g, s, p=None: (g, {"count": jnp.zeros(2)}))
+
+        def casts(learning_rate):
+            return _make(lambda g, s, p=None: (g, {"count": s["count"].astype(jnp.bfloat16)}))
+    """,
 }
 
 # A config file with four parts of a user's own.

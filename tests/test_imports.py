@@ -114,7 +114,7 @@ def test_commands_are_imported_by_none() -> None:
 def test_finding_a_users_own_part_needs_no_room() -> None:
     names = imported(ROOT / "lamb_tpu" / "own.py")
     assert {name for name in names if name.startswith("lamb_tpu")} == {
-        "lamb_tpu.errors", "lamb_tpu.errors.UserError"
+        "lamb_tpu.errors", "lamb_tpu.errors.Preempted", "lamb_tpu.errors.UserError"
     }
 
 

@@ -1,17 +1,21 @@
 """Models, tasks, data sets and optimizers of a user's own, by 'module:Name'."""
 
+import os
 import pathlib
+import subprocess
+import sys
 from typing import Any
 
 import optax
 import pytest
 from ml_collections import ConfigDict
 
-from lamb_tpu import own
+from lamb_tpu import data, own
 from lamb_tpu.config import base_config
-from lamb_tpu.errors import UserError
+from lamb_tpu.errors import Preempted, UserError
 from lamb_tpu.run import overrides
 from lamb_tpu.run.build import prepare
+from lamb_tpu.train import train
 from tests import tiny
 
 
@@ -192,3 +196,89 @@ def test_command_line_values_have_the_types_of_the_arguments(own_folder: pathlib
     ):
         with pytest.raises(UserError, match=message):
             overrides.apply(config, overrides.take([f"--config.{flag}"])[0])
+
+
+# Part of the config with code that exits, and where the message says that it does.
+EXITS = {
+    "model": ("model", "my_leaving:made", "config.model.name is 'my_leaving:made'; making it fai"),
+    "aborts": ("model", "my_leaving:aborted", "making it fails at line .*: Abort: enough$"),
+    "closes": ("model", "my_leaving:closed", "making it fails at line .*: GeneratorExit$"),
+    "library": ("model", "sys:exit", "config.model.name is 'sys:exit'; making it fails: System"),
+    "init": ("model", "my_leaving:init", "your own module my_leaving fails at line .*: SystemExit"),
+    "apply": ("model", "my_leaving:apply", "your own module my_leaving fails at line .*SystemExit"),
+    "loss": ("task", "my_leaving:Loss", "module my_leaving fails at line .*: Abort: in loss$"),
+    "evaluate": ("task", "my_leaving:Metrics", "module my_leaving fails at line .*: SystemExit: 0"),
+    "gather": (
+        "data", "my_leaving:Examples",
+        "config.data.name is 'my_leaving:Examples'; making it fails at line .*: SystemExit: 0$",
+    ),
+    "optimizer": ("optimizer", "my_leaving:optimizer", "module my_leaving fails at line .*: Syst"),
+    "update": ("optimizer", "my_leaving:update", "module my_leaving fails at line .*: SystemExit"),
+}
+
+
+@pytest.mark.parametrize("name", EXITS)
+def test_exit_is_an_error(
+    own_folder: pathlib.Path, tmp_path: pathlib.Path, name: str
+) -> None:
+    section, fields, message = EXITS[name]
+    with pytest.raises(UserError, match=message) as caught:
+        train(configured(section, fields), tmp_path / "run", quiet=True)
+    assert "\n" not in str(caught.value)
+
+
+def test_exit_in_a_thread_that_reads_ahead(own_folder: pathlib.Path) -> None:
+    """It would end the thread alone, and the run would wait for its batch forever."""
+    source = data.load("my_leaving:Examples", "train", options={"allowed": 3})
+    loader = data.TrainLoader(source, 64, 0)
+    with pytest.raises(UserError, match="own module my_leaving fails at line .*: SystemExit: 0"):
+        for _ in range(4):
+            next(loader)
+
+
+def test_end_of_the_run_passes_custom_code(own_folder: pathlib.Path) -> None:
+    with pytest.raises(Preempted, match="the machine is needed"):
+        prepare(configured("model", "my_leaving:preempted"), None)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("flag", ["model=my_leaving:init", "task=my_leaving:Metrics"])
+def test_exit_is_no_success_of_the_command(own_folder: pathlib.Path, flag: str) -> None:
+    section, _, name = flag.partition("=")
+    (own_folder / "leaving.py").write_text(
+        "from ml_collections import ConfigDict\nfrom tests import own_modules\n"
+        f"exec(own_modules.MINE.replace('def get_config', 'def mine'))\n"
+        "def get_config():\n    config = mine()\n"
+        f"    config.{section} = ConfigDict({{'name': {name!r}}})\n    return config\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-m", "lamb_tpu.train", "--config=leaving.py", "--workdir=run"],
+        env={**os.environ, "PYTHONPATH": str(tiny.ROOT), "JAX_NUM_CPU_DEVICES": "1"},
+        cwd=own_folder, capture_output=True, text=True,
+    )
+    assert ended.returncode == 2 and "Traceback" not in ended.stderr
+    assert "my_leaving fails at line" in tiny.unbroken(ended.stderr)
+
+
+# Optimizers whose update is wrong, and what the message says.
+UPDATES = {
+    "none": r"update must return \(updates, state\), not None",
+    "no_updates": "update must return updates like the parameters: updates must have the structure",
+    "tree": "update must return updates like the parameters: ",
+    "shape": r"updates hold an array of the shape \(1, .*\) for the parameter '.*' of the shape",
+    "whole": "update must return floating-point updates, not int32",
+    "grows": "are 1 arrays before and 2 after it, 'g1' is in one of them only",
+    "lists": "are 1 arrays before and 2 after it, '1' is in one of them only",
+    "widens": r"its state: 'count' is float32\[\] before and float32\[2\] after it",
+    "casts": r"its state: 'count' is float32\[\] before and bfloat16\[\] after it",
+}
+
+
+@pytest.mark.parametrize("backend", ["jit", "shard_map"])
+@pytest.mark.parametrize("name", UPDATES)
+def test_wrong_update(own_folder: pathlib.Path, name: str, backend: str) -> None:
+    config = configured("optimizer", f"my_updates:{name}")
+    config.parallel.backend = backend
+    with pytest.raises(UserError, match=f"^config.optimizer: .*{UPDATES[name]}") as caught:
+        prepare(config, None)
+    assert "\n" not in str(caught.value)

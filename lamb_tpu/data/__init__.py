@@ -6,6 +6,7 @@ from typing import Any
 # Imported at first use: Grain and TFDS take a second, which the commands of this package, such as
 # prepare_text, would spend before they answer --help.
 _MODULES = {
+    "checking": ("LARGEST", "ZERO_OR_ONE", "Check", "Range", "Ranges"),
     "evaluation": ("eval_batches",),
     "loader": ("TrainLoader",),
     "order": ("example_order", "global_indices"),
@@ -13,7 +14,7 @@ _MODULES = {
     "shapes": ("ShapeSource", "load_shapes"),
     "source": (
         "ArraySource", "BaseSource", "Batch", "FieldSpec", "RecordSource", "Source", "title",
-        "tokens_of",
+        "tokens_of", "zeros",
     ),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

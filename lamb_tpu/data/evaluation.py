@@ -4,12 +4,13 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from lamb_tpu.data.checking import Check, gather
 from lamb_tpu.data.source import Batch, Source
 from lamb_tpu.data.stream import run_ahead
 
 
 def eval_batches(
-    source: Source, batch_size: int, rows: np.ndarray | None = None
+    source: Source, batch_size: int, rows: np.ndarray | None = None, check: Check | None = None
 ) -> Iterator[Batch]:
     """Yields this process's rows of the batches that cover the source once, in order.
 
@@ -23,6 +24,7 @@ def eval_batches(
       batch_size: number of examples in a batch over all processes.
       rows: places within a batch, each in 0 ... `batch_size - 1`, that this process takes, in this
         order; None for all.
+      check: check of every batch; None: batches are not checked.
 
     Returns:
       Iterator of the source's fields, (rows, *shape), and `mask`, float32 (rows,): 1 for an
@@ -33,7 +35,8 @@ def eval_batches(
     def fetch(number: int) -> Batch:
         places = number * batch_size + within
         present = places < len(source)
-        batch = source.gather(np.where(present, places, 0))
+        indices = np.where(present, places, 0)
+        batch = gather(source, indices) if check is None else check.read(indices)
         mask = present.astype(np.float32)
         return {**batch, "mask": mask * batch["mask"] if "mask" in batch else mask}
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from lamb_tpu.data.checking import Check, gather
 from lamb_tpu.data.order import bucketed_order, example_order, global_indices
-from lamb_tpu.data.source import Batch, Source, title
+from lamb_tpu.data.source import Batch, Source, title, zeros
 from lamb_tpu.data.stream import run_ahead
 from lamb_tpu.errors import UserError
 
@@ -33,6 +34,7 @@ class TrainLoader:
       seed: seed of the order, 0 to 2**64 - 1.
       rows: places within a batch, each in 0 ... `batch_size - 1`, whose examples this process
         gathers, in this order; None for all.
+      check: check of every batch; None: batches are not checked.
 
     Attributes:
       examples: number of examples that have been taken from the stream, over all processes.
@@ -47,6 +49,7 @@ class TrainLoader:
         batch_size: int,
         seed: int,
         rows: np.ndarray | None = None,
+        check: Check | None = None,
     ):
         if batch_size < 1:
             raise UserError(f"the batch size must be at least 1, found {batch_size}")
@@ -56,6 +59,7 @@ class TrainLoader:
         self._batch_size = batch_size
         self._seed = seed
         self._rows = rows
+        self._gather = functools.partial(gather, source) if check is None else check.read
         # Two epochs, because batches cross them.
         self._order_of = example_order if source.buckets is None else functools.lru_cache(2)(
             functools.partial(bucketed_order, buckets=source.buckets, batch_size=batch_size)
@@ -101,6 +105,16 @@ class TrainLoader:
         self.examples += count
         return batch
 
+    def skip(self, count: int, rows: np.ndarray | None = None) -> Batch:
+        """Takes the next `count` examples without reading them; returns zeros of their shapes.
+
+        For a process of several that cannot read its examples, until all processes end.
+        """
+        indices, _, bucket = self.places(self.examples, count, rows)
+        self.examples += count
+        batch = zeros(self._source, len(indices))
+        return batch if self._source.buckets is None else self._source.trim(batch, bucket)
+
     def state(self) -> dict[str, Any]:
         """Returns the position, and the source, size and seed it belongs to, as JSON values."""
         return {"examples": self.examples, **self._identity()}
@@ -139,7 +153,18 @@ class TrainLoader:
 
         return run_ahead(fetch, 0, sys.maxsize)
 
-    def _fetch(self, start: int, count: int, rows: np.ndarray | None) -> Batch:
+    def places(
+        self, start: int, count: int, rows: np.ndarray | None = None
+    ) -> tuple[np.ndarray, np.ndarray, int]:
+        """Returns indices and epochs of the examples that `take` reads from position `start` on.
+
+        Args:
+          start: number of examples taken before, over all processes.
+          count, rows: see `take`.
+
+        Returns:
+          Indices and epochs, (rows,), and the largest bucket of all `count` examples, 0 without.
+        """
         stop = start + count
         own = slice(None) if rows is None else rows
         # One number for each example, because a batch may cross epochs.
@@ -148,8 +173,12 @@ class TrainLoader:
             indices = global_indices(
                 self._seed, start, stop, len(self._source), self._order_of
             )
-        batch = self._source.gather(indices[own], epochs[own])
-        if self._source.buckets is None:
-            return batch
         # By all examples of the batch, because every process must have the same shapes.
-        return self._source.trim(batch, int(self._source.buckets[indices].max()))
+        buckets = self._source.buckets
+        bucket = 0 if buckets is None else int(buckets[indices].max())
+        return indices[own], epochs[own], bucket
+
+    def _fetch(self, start: int, count: int, rows: np.ndarray | None) -> Batch:
+        indices, epochs, bucket = self.places(start, count, rows)
+        batch = self._gather(indices, epochs)
+        return batch if self._source.buckets is None else self._source.trim(batch, bucket)

@@ -13,7 +13,7 @@ import numpy as np
 
 from lamb_tpu.data import registry
 from lamb_tpu.data.options import read_options
-from lamb_tpu.data.source import BaseSource, Batch, FieldSpec, Source
+from lamb_tpu.data.source import BaseSource, Batch, FieldSpec, Source, zeros
 from lamb_tpu.data.splits import slices
 from lamb_tpu.data.text import masked_lm, pair_source, ptb, streams
 from lamb_tpu.errors import UserError
@@ -68,10 +68,7 @@ class ShapeSource(BaseSource):
 
     def gather(self, indices: np.ndarray, epochs: np.ndarray | int = 0) -> Batch:
         del epochs
-        return {
-            field: np.zeros((len(indices), *spec.shape), spec.dtype)
-            for field, spec in self.element_spec.items()
-        }
+        return zeros(self, len(indices))
 
 
 def load_shapes(

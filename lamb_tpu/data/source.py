@@ -94,6 +94,14 @@ def title(source: Source) -> str:
     return re.sub(":[0-9a-f]{12}$", "", source.name)
 
 
+def zeros(source: Source, rows: int) -> Batch:
+    """Returns a batch of zeros with the shapes and dtypes of a source."""
+    return {
+        field: np.zeros((rows, *spec.shape), spec.dtype)
+        for field, spec in source.element_spec.items()
+    }
+
+
 def tokens_of(spec: Mapping[str, FieldSpec]) -> int:
     """Returns the number of tokens in a training example of text, with padding; 0 for other data.
 

@@ -48,6 +48,8 @@ class Model(NamedTuple):
       carry_shape: for a network that hands state on from batch to batch, its shape for one row,
         float32. It reads the field `carry` of its inputs, and its outputs have the new one. None
         for others.
+      num_segments: for a network that reads `token_type_ids`, the number of their values; None for
+        others.
 
     `inputs` is one array, or for a network that reads text the mapping of a batch's fields.
     """
@@ -60,6 +62,7 @@ class Model(NamedTuple):
     decode: gnmt.Decode | None = None
     stacked: str | None = None
     carry_shape: tuple[int, ...] | None = None
+    num_segments: int | None = None
 
 
 # Linen modules, and a config that makes one.
@@ -143,6 +146,7 @@ def build(name: str, axis_name: Sequence[str] = (), **fields: Any) -> Model:
             vocab_size=config.vocab_size,
             max_positions=config.max_positions,
             num_heads=config.num_heads,
+            num_segments=config.num_token_types,
             stacked="^encoder/layers/" if config.scan_layers else None,
         )
     if isinstance(module, gnmt.GNMT):

@@ -204,6 +204,54 @@ def gradient_leaves(updates: Any, params: Any) -> list[jax.Array]:
     return grads
 
 
+def check_result(found: Any, params: Any, state: Any) -> None:
+    """Raises ValueError unless an update returns updates like the parameters, and a like state.
+
+    Args:
+      found: what `update` has returned.
+      params: the parameters.
+      state: the state that `update` was given.
+    """
+    if not isinstance(found, tuple) or len(found) != 2:
+        raise ValueError(f"update must return (updates, state), not {short(found)}")
+    updates, after = found
+    try:
+        leaves = gradient_leaves(updates, params)
+    except ValueError as error:
+        raise ValueError(f"update must return updates like the parameters: {error}") from None
+    for leaf in leaves:
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            raise ValueError(f"update must return floating-point updates, not {leaf.dtype}")
+    known, now = _leaves_by_path(state), _leaves_by_path(after)
+    changed = [path for path in [*known, *now] if (path in known) != (path in now)]
+    if changed or jax.tree.structure(state) != jax.tree.structure(after):
+        where = f", {changed[0]!r} is in one of them only" if changed else ""
+        raise ValueError(
+            "update must return a state of the structure that it is given: there are "
+            f"{len(known)} arrays before and {len(now)} after it{where}"
+        )
+    for path, leaf in known.items():
+        before, later = _described(leaf), _described(now[path])
+        if before != later:
+            raise ValueError(
+                f"update must keep shapes and dtypes of its state: {path!r} is {before} before "
+                f"and {later} after it"
+            )
+
+
+def _leaves_by_path(tree: Any) -> dict[str, Any]:
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
+
+
+def _described(leaf: Any) -> str:
+    # A random key has no dtype of NumPy's.
+    dtype = leaf.dtype if _is_array(leaf) else jnp.result_type(leaf)
+    return f"{dtype}{list(np.shape(leaf))}"
+
+
 def _is_array(leaf: Any) -> bool:
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 

@@ -10,7 +10,7 @@ import optax
 from jax.sharding import NamedSharding
 from jax.tree_util import GetAttrKey
 
-from lamb_tpu.optim import parameters, sharding
+from lamb_tpu.optim import checks, parameters, sharding
 from lamb_tpu.parallel import mesh as mesh_lib
 from lamb_tpu.parallel.layout import Layout
 from lamb_tpu.parallel.parts import Averages, Skipped, StatePart
@@ -157,24 +157,39 @@ def state_shardings(
 
 
 def check_update(
-    tx: optax.GradientTransformation, params: Any, opt_state: optax.OptState, layout: Layout
+    tx: optax.GradientTransformation, params: Any, opt_state: optax.OptState,
+    layout: Layout | None,
 ) -> None:
-    """Traces the optimizer inside shard_map, so that it raises if it cannot update split tensors.
+    """Traces the optimizer, and checks what its update returns.
+
+    Inside shard_map it also raises if it cannot update split tensors.
 
     Args:
       tx: the optimizer, with `axis_name=layout.update_spec`.
       params: the parameters' shapes and dtypes.
       opt_state: the optimizer state's shapes and dtypes.
-      layout: the shardings of parameters and moments.
+      layout: the shardings of parameters and moments inside shard_map; None: under jit.
+
+    Raises:
+      ValueError: see `optim.checks.check_result`.
     """
+
+    def update(params: Any, state: Any) -> Any:
+        # Gradients have the shapes of parameters; nothing else of them matters to a trace.
+        found = tx.update(params, state, params)
+        checks.check_result(found, params, state)
+        return found
+
+    if layout is None:
+        jax.eval_shape(update, params, opt_state)
+        return
     parts = jax.tree.map(lambda sharding: sharding.spec, layout.moments)
     specs = sharding.state_sharding(tx, params, parts)
-    update = jax.shard_map(
-        # Gradients have the shapes of parameters; nothing else of them matters to a trace.
-        lambda params, state: tx.update(params, state, params),
-        mesh=layout.mesh, in_specs=(parts, specs), out_specs=(parts, specs), check_vma=False,
+    mapped = jax.shard_map(
+        update, mesh=layout.mesh, in_specs=(parts, specs), out_specs=(parts, specs),
+        check_vma=False,
     )
-    jax.eval_shape(update, params, opt_state)
+    jax.eval_shape(mapped, params, opt_state)
 
 
 def saved(

@@ -154,7 +154,9 @@ class Branches:
         state, saved = self._checkpoints.restore(start, run.saved_state)
         state = resumed(state, run.parts)
         # With the run's own batch size, because the order of batches of like lengths depends on it.
-        loader = data.TrainLoader(run.train_set, run.config.batch_size, seed)
+        loader = data.TrainLoader(
+            run.train_set, run.config.batch_size, seed, check=run.train_check
+        )
         loader.restore({**(Position.from_json(saved).loader or {}), "seed": seed})
         batch_size, rows = wide.config.batch_size, wide.local_rows()
         losses = []

@@ -94,6 +94,22 @@ class Run:
         return tasks.build(model=models.build(**self.config.model), **self.config.task)
 
     @functools.cached_property
+    def train_check(self) -> data.Check:
+        """Check of training batches."""
+        return data.Check(
+            self.train_set, self.config.data.train_split,
+            tasks.field_ranges(self.task, self.train_set), not self.config.guards.max_skipped,
+        )
+
+    @functools.cached_property
+    def eval_check(self) -> data.Check:
+        """Check of evaluation batches."""
+        return data.Check(
+            self.eval_set, self.config.data.eval_split,
+            tasks.field_ranges(self.task, self.eval_set),
+        )
+
+    @functools.cached_property
     def model_flops(self) -> int | None:
         """Model FLOPs of an update, see `flops.training_flops`; None if they cannot be counted."""
         task, state, batch = self.plain_task, self.abstract_state, self.abstract_batch()
@@ -339,6 +355,7 @@ def settings(
     return Settings(mesh, task, rules, batch_norm)
 
 
+@own.calling("making the run")
 def prepare(
     config: ConfigDict,
     workdir: str | os.PathLike[str] | None,
@@ -431,9 +448,12 @@ def prepare(
     # An evaluation holds no batch of training.
     rows = recipe.largest_batch if training else 1
     memory.check_memory(placed, mesh, rows // jax.process_count(), train_set.element_spec)
-    if named:
+    # The tests have traced the shipped optimizers under jit.
+    if named or own.is_own(config.optimizer.name):
         with naming("config.optimizer"):
-            state_lib.check_update(tx, abstract.params, abstract.opt_state, layout)
+            state_lib.check_update(
+                tx, abstract.params, abstract.opt_state, layout if named else None
+            )
     if training and recipe.path is not None:
         checks.check_changing_data(train_set)
     if training:

@@ -1,5 +1,6 @@
 """Evaluation of a state over the whole evaluation set, with each example counted once."""
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -7,6 +8,8 @@ import jax
 import numpy as np
 
 from lamb_tpu import data
+from lamb_tpu.cluster import distributed
+from lamb_tpu.errors import UserError
 from lamb_tpu.optim import schedule_free
 from lamb_tpu.parallel import mesh as mesh_lib
 from lamb_tpu.parallel import step as step_lib
@@ -70,9 +73,10 @@ def make_evaluator(
             models["ema_"] = place(state.ema)
         # For each set of weights the outputs of `predict`, one element a batch.
         outputs: dict[str, list[Any]] = {prefix: [] for prefix in models}
+        failures: list[UserError] = []
 
         def steps() -> Iterator[dict[str, tuple[Sums, Any]]]:
-            for batch in data.eval_batches(run.eval_set, batch_size, rows):
+            for batch in _batches(run, batch_size, rows, failures):
                 between()
                 sharded = mesh_lib.shard_batch(batch, batch_size, run.mesh)
                 yield {
@@ -94,12 +98,13 @@ def make_evaluator(
                 }
 
         metrics = mean_metrics(sums())
+        distributed.agree(failures[0] if failures else None)
         if scored is None:
             return metrics
         for prefix, parts in outputs.items():
             # Padding follows the last example.
             whole = jax.tree.map(lambda *parts: np.concatenate(parts)[:num_examples], *parts)
-            scores, files = scored.score(run.eval_set, whole)
+            scores, files = _score(scored, run.eval_set, whole)
             metrics |= {prefix + name: value for name, value in scores.items()}
             for name, text in files.items():
                 if keep_file is not None:
@@ -107,6 +112,42 @@ def make_evaluator(
         return metrics
 
     return evaluate
+
+
+def _batches(
+    run: Run, batch_size: int, rows: np.ndarray, failures: list[UserError]
+) -> Iterator[data.Batch]:
+    """Yields this process's rows of the evaluation batches.
+
+    One of several processes that cannot read its rows adds the error to `failures`, and yields
+    masked zeros to the end: the other processes wait for it in each batch.
+    """
+    batches = data.eval_batches(run.eval_set, batch_size, rows, run.eval_check)
+    for _ in range(-(-len(run.eval_set) // batch_size)):
+        try:
+            batch = None if failures else next(batches)
+        except UserError as error:
+            if jax.process_count() == 1:
+                raise
+            failures.append(error)
+            batch = None
+        if batch is None:
+            count = len(rows)
+            batch = {**data.zeros(run.eval_set, count), "mask": np.zeros(count, np.float32)}
+        yield batch
+
+
+def _score(
+    task: HostScored, source: data.Source, outputs: Any
+) -> tuple[dict[str, float], dict[str, str]]:
+    """Returns the scores and files of a task's outputs; scores of NaN for outputs with NaN.
+
+    A task takes the largest of its outputs, which for NaN would be an arbitrary one.
+    """
+    leaves = [leaf for leaf in jax.tree.leaves(outputs) if leaf.dtype.kind == "f"]
+    if any(np.isnan(leaf).any() for leaf in leaves):
+        return dict.fromkeys(task.score_names, math.nan), {}
+    return task.score(source, outputs)
 
 
 def metric_names(run: Run) -> list[str]:

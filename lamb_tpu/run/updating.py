@@ -5,9 +5,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from lamb_tpu import data
 from lamb_tpu.cost import traffic
+from lamb_tpu.errors import UserError
 from lamb_tpu.parallel import mesh as mesh_lib
 from lamb_tpu.parallel.changing import ChangingStep
 from lamb_tpu.parallel.gradient_statistics import Statistics
@@ -18,6 +20,8 @@ from lamb_tpu.run import batches
 from lamb_tpu.run.build import Run
 from lamb_tpu.run.statistics import statistics_of
 from lamb_tpu.tasks import Sums
+
+Take = Callable[[int, np.ndarray], data.Batch]
 
 
 class Microbatches(Sequence[Mapping[str, jax.Array]]):
@@ -97,6 +101,7 @@ class Updating:
 def make_updating(
     run: Run, loader: data.TrainLoader, compiles: bool = True, first: int = 0,
     tell: Callable[[str], None] = lambda text: None,
+    fail: Callable[[UserError], None] | None = None,
 ) -> Updating:
     """Returns the updates of a run.
 
@@ -108,10 +113,13 @@ def make_updating(
       compiles: whether to compile here what the first update needs, so that it does not.
       first: number of completed updates.
       tell: called with a line when a further stage begins, which is compiled.
+      fail: ends a run of several processes with an error of this one, see `Session.fail`; None
+        raises it at once.
     """
+    take = _taking(loader, fail)
     statistics = statistics_of(run.config)
     if run.recipe.path is not None or statistics:
-        return _make_changing(run, loader, statistics, compiles, first)
+        return _make_changing(run, take, statistics, compiles, first)
     programs: dict[Stage, jax.stages.Wrapped] = {}
     exchanges = Exchanges(run)
 
@@ -130,13 +138,14 @@ def make_updating(
         program(first, True)
 
     last = first
+    size, rows = run.config.batch_size, run.local_rows()
     sent: dict[Stage, int] = {}
 
     def update(state: TrainState, step: int) -> tuple[TrainState, Sums]:
         nonlocal last
         last = step
         exchanges.choose(state, step)
-        return program(step, False)(state, run.shard_batch(next(loader)))
+        return program(step, False)(state, run.shard_batch(take(size, rows)))
 
     def sent_bytes() -> int | None:
         if run.config.parallel.backend == "jit" or mesh_lib.num_batch_shards(run.mesh) == 1:
@@ -152,8 +161,30 @@ def make_updating(
     return Updating(update, sent_bytes)
 
 
+def _taking(loader: data.TrainLoader, fail: Callable[[UserError], None] | None) -> Take:
+    """Returns `loader.take`; of several processes, one that cannot read goes on with zeros.
+
+    The others wait for it in each update until all processes end together.
+    """
+    if fail is None or jax.process_count() == 1:
+        return loader.take
+    failed = False
+
+    def take(count: int, rows: np.ndarray) -> data.Batch:
+        nonlocal failed
+        if not failed:
+            try:
+                return loader.take(count, rows)
+            except UserError as error:
+                failed = True
+                fail(error)
+        return loader.skip(count, rows)
+
+    return take
+
+
 def _make_changing(
-    run: Run, loader: data.TrainLoader, statistics: Statistics, compiles: bool, first: int
+    run: Run, take: Take, statistics: Statistics, compiles: bool, first: int
 ) -> Updating:
     config, recipe, size = run.config, run.recipe, batches.quantum(run.config)
     step_of = ChangingStep(
@@ -170,7 +201,7 @@ def _make_changing(
 
     def update(state: TrainState, step: int) -> tuple[TrainState, Sums]:
         microbatches = Microbatches(
-            recipe.batch(step) // size, lambda: loader.take(size, rows),
+            recipe.batch(step) // size, lambda: take(size, rows),
             lambda batch: mesh_lib.shard_batch(batch, size, run.mesh),
         )
         exchanges.choose(state, step)

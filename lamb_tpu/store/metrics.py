@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 from tensorboardX import event_file_writer, summary
 from tensorboardX.proto import event_pb2
 
@@ -122,9 +123,7 @@ class MetricsWriter:
         if self._file is None:
             return
         record = {"step": step, "kind": kind, **values}
-        # JSON has no NaN: a non-finite value is written as a string.
-        finite = {k: v if not _is_nonfinite(v) else str(v) for k, v in record.items()}
-        self._file.write(json.dumps(finite))
+        self._file.write(json.dumps(as_json(record)))
         if self._tensorboard is not None:
             self._tensorboard.write(step, {f"{kind}/{name}": x for name, x in values.items()})
 
@@ -277,5 +276,15 @@ def _remove_records_after(path: pathlib.Path, step: int, evaluated: bool) -> Non
     writing.replace(path, "".join(json.dumps(record) + "\n" for record in kept))
 
 
+def nonfinite(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the metrics that are not finite."""
+    return {name: value for name, value in metrics.items() if _is_nonfinite(value)}
+
+
+def as_json(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a record with text in place of values that are not finite: JSON has none."""
+    return {k: v if not _is_nonfinite(v) else str(v) for k, v in record.items()}
+
+
 def _is_nonfinite(value: Any) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
+    return isinstance(value, (float, np.floating)) and not math.isfinite(value)

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from lamb_tpu import own
-from lamb_tpu.data import Source
+from lamb_tpu.data import Ranges, Source
 from lamb_tpu.errors import UserError
 from lamb_tpu.models import Model
 from lamb_tpu.tasks.classification import Classification
@@ -84,6 +84,23 @@ class HostScored(Protocol):
         Returns:
           The metrics; and the texts of files for the run's folder, by file name.
         """
+
+
+@runtime_checkable
+class HasRanges(Protocol):
+    """Extra method of a task that knows the valid values of its fields.
+
+    Every batch is checked by it on the host. Without it only shapes and dtypes are checked, that
+    numbers are finite, and that `mask` is 0 or 1.
+    """
+
+    def field_ranges(self, source: Source) -> Ranges:
+        """Returns the valid values of the fields of `source`, which has passed `Task.check`."""
+
+
+def field_ranges(task: Task, source: Source) -> Ranges:
+    """Returns the valid values of the task's fields; none for a task that declares none."""
+    return task.field_ranges(source) if isinstance(task, HasRanges) else {}
 
 
 TASKS: dict[str, type[Any]] = {

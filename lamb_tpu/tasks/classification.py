@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from lamb_tpu.data import Source
+from lamb_tpu.data import Range, Ranges, Source
 from lamb_tpu.errors import UserError
 from lamb_tpu.models import Model
 from lamb_tpu.tasks import mixing
@@ -96,15 +96,8 @@ class Classification:
                 f"config.task.cutmix_alpha is {self.cutmix_alpha}; it takes images of a height and "
                 f"a width, those of {source.name} have the shape {spec.shape}"
             )
-        # The network is traced, not run: a mistake is told before anything is compiled.
-        image = jax.ShapeDtypeStruct((1, *spec.shape), spec.dtype)
-        variables = jax.eval_shape(self.init, jax.random.key(0), {"image": image})
-        logits, _ = jax.eval_shape(
-            lambda v, x: self.model.apply(v, self._inputs({"image": x}), train=False),
-            variables, image,
-        )
-        if source.num_classes is not None and logits.shape[-1] != source.num_classes:
-            known = logits.shape[-1]
+        known = self._num_classes(source)
+        if source.num_classes is not None and known != source.num_classes:
             # Only photographs have a tally, and only their options have `num_classes`: a folder may
             # lack some of the classes that a network knows.
             lacking = source.tally is not None and source.num_classes < known
@@ -113,6 +106,23 @@ class Classification:
                 f"set config.model.num_classes={source.num_classes}"
                 + f", or config.data.options.num_classes={known} if it lacks some" * lacking
             )
+
+    def _num_classes(self, source: Source) -> int:
+        # The network is traced, not run: an error is reported before anything is compiled.
+        spec = source.element_spec["image"]
+        image = jax.ShapeDtypeStruct((1, *spec.shape), spec.dtype)
+        variables = jax.eval_shape(self.init, jax.random.key(0), {"image": image})
+        logits, _ = jax.eval_shape(
+            lambda v, x: self.model.apply(v, self._inputs({"image": x}), train=False),
+            variables, image,
+        )
+        return logits.shape[-1]
+
+    def field_ranges(self, source: Source) -> Ranges:
+        """Returns the valid labels, see `tasks.HasRanges`."""
+        # `check` has compared the two; the data set's number needs no tracing.
+        classes = source.num_classes or self._num_classes(source)
+        return {"label": Range(0, classes - 1, "the classes of the model, counted from 0")}
 
     def init(self, key: jax.Array, batch: Mapping[str, Any]) -> Mapping[str, Any]:
         """The model's variables for batches shaped like `batch`."""

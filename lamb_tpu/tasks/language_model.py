@@ -1,6 +1,7 @@
 """Language modelling by networks that hand a state on, from one window of a text to the next."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from lamb_tpu.data import Source, title
+from lamb_tpu.data import Batch, Range, Ranges, Source, title
 from lamb_tpu.errors import UserError
 from lamb_tpu.models import Model
 
@@ -73,6 +74,28 @@ class LanguageModel:
                 f"config.model.vocab_size is {known}, the vocabulary of {title(source)} has "
                 f"{there} words; set config.model.vocab_size={there}"
             )
+
+    def field_ranges(self, source: Source) -> Ranges:
+        """Returns the valid values of all fields, see `tasks.HasRanges`.
+
+        Behind `length` words `targets` may be anything.
+        """
+        shape = source.element_spec["targets"].shape
+        size = self.model.vocab_size if source.num_classes is None else source.num_classes
+        known = Range(0, math.inf if size is None else size - 1, "the words of the vocabulary")
+        places = np.arange(math.prod(shape)).reshape(shape)
+
+        def counted(batch: Batch) -> np.ndarray:
+            if "length" not in batch:
+                return np.ones((), bool)
+            return places < batch["length"].reshape(-1, *(1 for _ in shape))
+
+        return {
+            # An input outside would be NaN, and spoil the state that is handed on.
+            "inputs": known,
+            "targets": known._replace(counted=counted),
+            "length": Range(0, math.prod(shape), "the words of the example"),
+        }
 
     def init(self, key: jax.Array, batch: Mapping[str, Any]) -> Mapping[str, Any]:
         """The model's variables for batches shaped like `batch`."""

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from lamb_tpu.data import Source, title
+from lamb_tpu.data import LARGEST, Range, Ranges, Source, title
 from lamb_tpu.models import Model
-from lamb_tpu.tasks.text import check_text
+from lamb_tpu.tasks.text import check_text, positions, text_ranges, words
 
 _FIELDS = (
     "input_ids", "token_type_ids", "attention_mask", "masked_positions", "masked_ids",
@@ -58,6 +58,22 @@ class MaskedLm:
                 f"config.model.heads has 'nsp', and {title(source)} no pairs for it; set "
                 "config.model.heads=('mlm',), or config.data.options.next_sentence=True"
             )
+
+    def field_ranges(self, source: Source) -> Ranges:
+        """Returns the valid values of all fields, see `tasks.HasRanges`.
+
+        Where `masked_weights` is 0, `masked_ids` may be anything, such as -100 for "ignore".
+        """
+        return {
+            **text_ranges(self.model, source),
+            # Also where the weight is 0: NaN from a position outside would spoil the gradient.
+            "masked_positions": positions(source),
+            "masked_ids": words(self.model, source)._replace(
+                counted=lambda batch: batch["masked_weights"] > 0
+            ),
+            "masked_weights": Range(0, LARGEST, "the weights of words"),
+            _PAIRS: Range(0, 1, "whether the second segment follows the first"),
+        }
 
     def init(self, key: jax.Array, batch: Mapping[str, Any]) -> Mapping[str, Any]:
         """The model's variables for batches shaped like `batch`."""

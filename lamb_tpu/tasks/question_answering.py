@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from lamb_tpu.data import title
+from lamb_tpu.data import Ranges, title
 from lamb_tpu.data.text.squad_source import SquadSource
 from lamb_tpu.errors import UserError
 from lamb_tpu.models import Model
 from lamb_tpu.tasks import squad_metric
 from lamb_tpu.tasks.squad_answers import best_answers, choose
-from lamb_tpu.tasks.text import check_text
+from lamb_tpu.tasks.text import check_text, positions, text_ranges
 
 _FIELDS = ("input_ids", "token_type_ids", "attention_mask", "start_position", "end_position")
 
@@ -75,6 +75,13 @@ class QuestionAnswering:
                 f"{title(source)} has questions without an answer, as SQuAD v2; set "
                 "config.task.version2=True"
             )
+
+    def field_ranges(self, source: SquadSource) -> Ranges:
+        """Returns the valid values of all fields, see `tasks.HasRanges`."""
+        return {
+            **text_ranges(self.model, source),
+            "start_position": positions(source), "end_position": positions(source),
+        }
 
     def init(self, key: jax.Array, batch: Mapping[str, Any]) -> Mapping[str, Any]:
         """The model's variables for batches shaped like `batch`."""

@@ -1,10 +1,11 @@
 """Checks that tasks on text make of their data and model before anything compiles."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 import jax
 
-from lamb_tpu.data import Source, title
+from lamb_tpu.data import ZERO_OR_ONE, Range, Ranges, Source, title
 from lamb_tpu.models import Model
 
 
@@ -52,3 +53,27 @@ def check_text(
     variables = jax.eval_shape(model.init, jax.random.key(0), batch)
     outputs, _ = jax.eval_shape(lambda v, x: model.apply(v, x, train=False), variables, batch)
     return outputs
+
+
+def words(model: Model, source: Source) -> Range:
+    """Returns the range of token ids: the model's words, or else those of the data's vocabulary."""
+    size = model.vocab_size
+    if size is None and source.vocabulary is not None:
+        size = len(source.vocabulary)
+    return Range(0, math.inf if size is None else size - 1, "the words of the vocabulary")
+
+
+def positions(source: Source, field: str = "input_ids") -> Range:
+    """Returns the range of positions within the sequence of a field."""
+    length = source.element_spec[field].shape[0]
+    return Range(0, length - 1, "the positions of the sequence")
+
+
+def text_ranges(model: Model, source: Source) -> Ranges:
+    """Returns the ranges of the fields that `check_text` requires of BERT's inputs."""
+    segments = math.inf if model.num_segments is None else model.num_segments - 1
+    return {
+        "input_ids": words(model, source),
+        "token_type_ids": Range(0, segments, "the segments of the model"),
+        "attention_mask": ZERO_OR_ONE,
+    }

@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lamb_tpu.data import title
+from lamb_tpu.data import Range, Ranges, title
 from lamb_tpu.data.text.pair_source import PairSource
 from lamb_tpu.errors import UserError
 from lamb_tpu.models import Model
 from lamb_tpu.models.beam_search import Search, best, search
 from lamb_tpu.tasks.smoothing import smoothed_cross_entropy
+from lamb_tpu.tasks.text import words
 
 _FIELDS = ("source_ids", "source_length", "target_ids", "target_length")
 # Ids of [CLS] and [SEP] in every trained vocabulary, see `vocabulary.SPECIAL_TOKENS`.
@@ -86,6 +87,18 @@ class Translation:
                 f"config.model.vocab_size is {size}, the vocabulary of {title(source)} has "
                 f"{len(vocabulary)} words; set config.model.vocab_size={len(vocabulary)}"
             )
+
+    def field_ranges(self, source: PairSource) -> Ranges:
+        """Returns the valid values of all fields, see `tasks.HasRanges`.
+
+        Padding is read by the network too, so it has to be in the vocabulary.
+        """
+        ranges: dict[str, Range] = {}
+        for side in ("source", "target"):
+            width = source.element_spec[f"{side}_ids"].shape[0]
+            ranges[f"{side}_ids"] = words(self.model, source)
+            ranges[f"{side}_length"] = Range(1, width, "the tokens of the sentence")
+        return ranges
 
     def init(self, key: jax.Array, batch: Mapping[str, Any]) -> Mapping[str, Any]:
         """The model's variables for batches shaped like `batch`."""

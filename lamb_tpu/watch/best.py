@@ -37,13 +37,12 @@ class Best(Observer):
             )
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Compares an evaluation with the best so far; NaN never counts as best."""
-        if not self._metric:
-            return
+        """Compares an evaluation with the best so far; one that is not finite never is the best."""
         value = metrics.get(self._metric, math.nan)
+        if not self._metric or not math.isfinite(value):
+            return
         sign = 1 if self._mode == "max" else -1
-        # Before the first evaluation the value is NaN, with which every comparison is False.
-        if sign * value > sign * self.value or (self.step is None and not math.isnan(value)):
+        if self.step is None or sign * value > sign * self.value:
             self.step, self.value = step, value
 
     def keeps(self, step: int) -> bool:

@@ -69,6 +69,8 @@ class Guards(Observer):
       rate: returns the learning rate of an update, see `Recipe.rate`, for messages.
       warn: prints a line even in a quiet run.
       tell: prints a line.
+      examine: raises a UserError if the batch of an update, counted from 1, may be the cause of a
+        number that is not finite.
     """
 
     name = "guards"
@@ -79,11 +81,12 @@ class Guards(Observer):
         rate: Callable[[int], float],
         warn: Callable[[str], None],
         tell: Callable[[str], None],
+        examine: Callable[[int], None] = lambda update: None,
     ) -> None:
         self._limit = config.max_skipped
         self._spikes = SpikeDetector(config.spike_factor, config.spike_floor)
         self._rate = rate
-        self._warn, self._tell = warn, tell
+        self._warn, self._tell, self._examine = warn, tell, examine
         self.skipped = 0
 
     def state(self) -> list[float]:
@@ -108,6 +111,7 @@ class Guards(Observer):
 
         Raises:
           Diverged: a number is not finite, or too many updates were skipped.
+          UserError: the same, and a value of the update's batch may be the cause.
         """
         for step, sums in updates:
             # The metrics of a skipped update are pairs of 0, so they pass.
@@ -139,12 +143,26 @@ class Guards(Observer):
                 f"out for that, and config.guards.max_skipped is {self._limit}",
                 step,
             )
+        cause = self._cause(step)
         self._warn(
             f"update {step} is left out, its gradient is not finite: {self.skipped} left out, and "
-            f"config.guards.max_skipped is {self._limit}"
+            f"config.guards.max_skipped is {self._limit}" + (f"; {cause}" if cause else "")
         )
 
+    def _cause(self, step: int) -> str:
+        """Returns what is wrong with the batch of an update; '' for nothing."""
+        try:
+            self._examine(step)
+        except UserError as error:
+            return str(error)
+        return ""
+
     def _end(self, what: str, step: int) -> None:
+        if cause := self._cause(step):
+            raise UserError(
+                f"{what}, and its batch may be the cause: {cause}; the last checkpoint is "
+                f"{self._start.last_checkpoint()}"
+            )
         # The states of optimizers that send momentum in one bit have advice.
         remedy = getattr(self._start.state.opt_state, "remedy", "")
         remedy += ", " if remedy else ""

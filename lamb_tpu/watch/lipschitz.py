@@ -49,7 +49,9 @@ class Lipschitz(Observer):
     def _batch(self) -> Any:
         mesh, config = self._run.mesh, self._run.config
         own = mesh_lib.local_rows(self._rows, mesh)
-        loader = data.TrainLoader(self._run.train_set, self._rows, config.seed, own)
+        loader = data.TrainLoader(
+            self._run.train_set, self._rows, config.seed, own, self._run.train_check
+        )
         return mesh_lib.shard_batch(next(loader), self._rows, mesh)
 
     @functools.cached_property

@@ -1,10 +1,14 @@
 """The observers of a run, in the order in which their hooks are called."""
 
+import functools
+
 from lamb_tpu.run.build import Run
+from lamb_tpu.run.preflight import examine
 from lamb_tpu.run.statistics import settings_of
 from lamb_tpu.watch.batch_rule import BatchRule
 from lamb_tpu.watch.best import Best
 from lamb_tpu.watch.desync import Desync
+from lamb_tpu.watch.evaluations import Evaluations
 from lamb_tpu.watch.guards import Guards
 from lamb_tpu.watch.heartbeat import Heartbeat
 from lamb_tpu.watch.lipschitz import Lipschitz
@@ -35,7 +39,9 @@ def make_observers(run: Run, progress: RunProgress) -> Observers:
     target = Target(config.target, recipe, tell)
     throughput = Throughput(run.amounts(), recipe.place)
     return Observers([
-        Guards(config.guards, recipe.rate, progress.warn, tell),
+        Guards(
+            config.guards, recipe.rate, progress.warn, tell, functools.partial(examine, run)
+        ),
         BatchRule(recipe),
         Desync(run),
         Best(config.checkpoint.best, config.checkpoint.best_mode),
@@ -49,6 +55,7 @@ def make_observers(run: Run, progress: RunProgress) -> Observers:
         Pictures(run, tell),
         Records(recipe),
         progress,
+        Evaluations(config.guards.allow_nonfinite_eval, progress.warn),
         # After the records: in metrics.jsonl the target follows the evaluation that reached it.
         target,
         # After the target, which it asks.

@@ -62,13 +62,12 @@ class Target(Observer):
         self._start = start
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Records the first evaluation that reaches the target; NaN never reaches it."""
+        """Records the first evaluation that reaches the target; NaN or infinity never does."""
         if not self._config.metric or self.reached is not None:
             return
         value = metrics.get(self._config.metric, math.nan)
         sign = 1 if self._config.mode == "max" else -1
-        # Not written with <, because every comparison with NaN is False.
-        if not sign * value >= sign * self._config.value:
+        if not math.isfinite(value) or sign * value < sign * self._config.value:
             return
         epoch = self._recipe.epoch(step)
         self.reached = {"step": step, "epoch": epoch, "value": value, **self._start.clock.times()}

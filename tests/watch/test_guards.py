@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from lamb_tpu import data, optim
+from lamb_tpu.errors import UserError
 from lamb_tpu.run.build import Run
 from lamb_tpu.store.metrics import read_records
 from lamb_tpu.train import train
@@ -227,7 +228,10 @@ def test_bad_example_costs_its_updates_alone(
     assert int(state.step) == 12 and int(state.skipped) == 3
     for tree in (state.params, state.opt_state, state.ema):
         assert all(np.isfinite(leaf).all() for leaf in tiny.arrays(tree).values())
-    told = re.findall(r"^(update \d+) is left out", capsys.readouterr().err, re.MULTILINE)
+    warnings = capsys.readouterr().err
+    told = re.findall(r"^(update \d+) is left out", warnings, re.MULTILINE)
+    named = f"image[0, 0, 0] of example {BAD_EXAMPLE} of digits:train[:256] (split 'train[:256]')"
+    assert tiny.unbroken(warnings).count(f"{named} is nan; it must be finite") == len(told)
     assert told == [f"update {step}" for step in left_out]
     records = read_records(tmp_path / "metrics.jsonl", "train")
     assert [r["step"] for r in records if "loss" not in r] == left_out
@@ -243,19 +247,44 @@ def test_bad_example_costs_its_updates_alone(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("max_skipped", [0, 2])
-def test_one_update_too_many_ends_the_run(
-    tmp_path: pathlib.Path, bad_example: set[int], max_skipped: int
+def test_one_update_too_many_ends_the_run_and_names_the_example(
+    tmp_path: pathlib.Path, bad_example: set[int]
 ) -> None:
-    last = sorted(bad_example)[max_skipped]
-    assert last > 1
-    config = tiny.digits(guards__max_skipped=max_skipped, checkpoint__every="1 steps")
-    message = f"^the gradient is not finite at update {last}; 3 updates were left out"
-    if not max_skipped:
-        message = f"^(grad_norm|loss) became nan at update {last}, at the learning rate"
-    with pytest.raises(Diverged, match=message):
+    last = sorted(bad_example)[2]
+    config = tiny.digits(guards__max_skipped=2, checkpoint__every="1 steps")
+    message = (
+        f"^the gradient is not finite at update {last}; 3 updates were left out.* and its batch "
+        f"may be the cause: image.0, 0, 0. of example {BAD_EXAMPLE} of digits:.* is nan; it must "
+        "be finite as float32"
+    )
+    with pytest.raises(UserError, match=message):
         train(config, tmp_path, quiet=True)
     assert int(tiny.restored(config, tmp_path)[0].step) == last - 1
+
+
+def test_run_that_skips_nothing_rejects_the_example_at_once(
+    tmp_path: pathlib.Path, bad_example: set[int]
+) -> None:
+    with pytest.raises(UserError, match=f"^image.* of example {BAD_EXAMPLE} of digits:"):
+        train(tiny.digits(), tmp_path, quiet=True)
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_batch_to_blame_is_named_instead_of_the_rate() -> None:
+    """The guard asks for the batch of the update whose number is not finite."""
+    asked = []
+
+    def examine(step: int) -> None:
+        asked.append(step)
+        raise UserError("image of example 5 is 1e+30")
+
+    config = SimpleNamespace(max_skipped=0, spike_factor=0.0, spike_floor=0.0)
+    guard = Guards(config, lambda step: 0.1, print, print, examine)
+    guard.started(start())
+    with pytest.raises(UserError, match="^loss became inf at update 7, and its batch may be the "
+                       "cause: image of example 5 is 1e.30; the last checkpoint is runs/x/40$"):
+        guard.fetched([(7, update(math.inf))])
+    assert asked == [7]
 
 
 @pytest.mark.long
