@@ -2,6 +2,7 @@
 # once and again only when the pinned requirements, the package's metadata or the interpreter change.
 #   make demo            the batch-scaling study on handwritten digits (under 3 minutes on 2 cores)
 #   make test            the tests but the long ones                   (under half an hour on 2 cores)
+#   make test FILES='tests/optim tests/test_cli.py'       those of some folders or files
 #   make lint            what ruff finds, and mypy in lamb_tpu
 #   make test-long       the tests marked long
 #   make test-all        both
@@ -46,7 +47,7 @@ lint: setup
 	$(RUN) -m mypy
 
 test: setup
-	$(RUN) -m pytest -q -m "not long" -n $(JOBS) --dist loadfile
+	$(RUN) -m pytest -q -m "not long" -n $(JOBS) --dist loadfile $(FILES)
 
 test-long: setup
 	$(RUN) -m pytest -q -m long -n $(JOBS) --dist loadfile $(FILES)

@@ -2,26 +2,36 @@
 
 import os
 import pathlib
+from typing import NoReturn
 
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
-def shared(*parts: str) -> pathlib.Path:
-    """The path of `parts` in the shared folder; skips the calling test where it is absent.
+def folder() -> pathlib.Path:
+    """Returns the shared folder: `$LAMB_TPU_SHARED`, or `../shared` beside the checkout."""
+    return pathlib.Path(os.environ.get("LAMB_TPU_SHARED") or ROOT.parent / "shared")
 
-    The folder is `$LAMB_TPU_SHARED`, or `../shared` beside the checkout. Where it has to be there,
-    `LAMB_TPU_REQUIRE_SHARED` is set, and absence is a failure instead of a skip: see .ci/run.
-    """
-    folder = pathlib.Path(os.environ.get("LAMB_TPU_SHARED", ROOT.parent / "shared"))
-    path = folder.joinpath(*parts)
+
+def shared(*parts: str) -> pathlib.Path:
+    """Returns the path of `parts` in the shared folder; skips the calling test if it is absent."""
+    path = folder().joinpath(*parts)
     if not path.exists():
-        reason = (
-            f"needs {'/'.join(parts)} of the folder of data sets and golden trajectories that is "
-            "kept beside the checkout; set LAMB_TPU_SHARED to its path"
-        )
-        if os.environ.get("LAMB_TPU_REQUIRE_SHARED"):
-            pytest.fail(reason)
-        pytest.skip(reason)
+        missing("/".join(parts))
     return path
+
+
+def missing(name: str) -> NoReturn:
+    """Skips the calling test, which needs `name` of the shared folder.
+
+    Where the folder must be complete, `LAMB_TPU_REQUIRE_SHARED` is set, and the test fails instead:
+    see .ci/run.
+    """
+    reason = (
+        f"needs {name} of the folder of data sets and golden trajectories that is "
+        "kept beside the checkout; set LAMB_TPU_SHARED to its path"
+    )
+    if os.environ.get("LAMB_TPU_REQUIRE_SHARED"):
+        pytest.fail(reason)
+    pytest.skip(reason)

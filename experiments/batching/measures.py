@@ -28,6 +28,7 @@ from lamb_tpu.critical_batch.measuring import Outcome, measure
 from lamb_tpu.errors import UserError
 from lamb_tpu.files import buckets, writing
 from lamb_tpu.reproduce.jobs import Stage
+from lamb_tpu.reproduce.results import machine
 from lamb_tpu.store import runs
 from lamb_tpu.train import train
 
@@ -85,7 +86,8 @@ def record(workdir: str, outcome: Outcome) -> dict[str, Any]:
     trained = [each for each in run.records("train") if "noise_scale" in each]
     receipt, recipe = run.receipt(), outcome.run.recipe
     return {
-        **{name: receipt.get(name) for name in ("commit", "jax", "device", "devices", "cores")},
+        **{name: receipt.get(name) for name in (
+            "commit", "jax", "device", "devices", "cores", "processor")},
         "batch": recipe.batch_size, "updates": recipe.total_steps,
         "examples": recipe.num_examples, "tolerance": outcome.tolerance,
         "factors": list(study.factors), "span": study.at[-1] * recipe.batch_size,
@@ -204,10 +206,7 @@ def _gaps(values: Sequence[float | None]) -> list[float]:
 
 def page(found: Mapping[str, Any]) -> str:
     """Returns the Markdown page of the record."""
-    made_by = (
-        f"{found['devices']} x {found['device']}, {found['cores']} cores, jax {found['jax']}, "
-        f"commit {found['commit']}"
-    )
+    made_by = machine(found)
     return f"""# Noise scale, SimiGrad's cosine and the critical batch over one run
 
 A BERT of two layers on the text that comes with Python, LAMB, {found['updates']:,} updates of

@@ -25,9 +25,8 @@ from absl import flags
 from jax import lax
 
 from experiments.bench.step_networks import NETWORKS, Network, config_of
-from experiments.bench.text_throughput import processor
 from lamb_tpu import cli
-from lamb_tpu.cluster.host import num_cores
+from lamb_tpu.cluster.host import num_cores, processor
 from lamb_tpu.parallel import mesh as mesh_lib
 from lamb_tpu.parallel.changing import ChangingStep
 from lamb_tpu.parallel.compiling import compiler_options

@@ -20,9 +20,8 @@ import jax.numpy as jnp
 from absl import flags
 from jax import lax
 
-from experiments.bench.text_throughput import processor
 from lamb_tpu import cli
-from lamb_tpu.cluster.host import num_cores
+from lamb_tpu.cluster.host import num_cores, processor
 from lamb_tpu.models.convolution import convolve
 from lamb_tpu.parallel.compiling import compiler_options
 

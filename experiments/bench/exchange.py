@@ -25,10 +25,9 @@ from rich.console import Console
 from rich.progress import track
 
 from experiments.bench import bert
-from experiments.bench.text_throughput import processor
 from lamb_tpu import cli
 from lamb_tpu.cluster import cpu_devices
-from lamb_tpu.cluster.host import num_cores
+from lamb_tpu.cluster.host import num_cores, processor
 from lamb_tpu.cost import topology, traffic
 from lamb_tpu.cost.hlo import program_cost
 from lamb_tpu.parallel.exchange import EXCHANGES

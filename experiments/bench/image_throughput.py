@@ -32,8 +32,9 @@ from absl import flags
 
 from experiments.bench import image_routes
 from experiments.bench.image_routes import NotInstalled, Route
-from experiments.bench.text_throughput import core_seconds, processor
+from experiments.bench.text_throughput import core_seconds
 from lamb_tpu import cli
+from lamb_tpu.cluster.host import processor
 from lamb_tpu.errors import UserError
 
 _PIXELS = 224

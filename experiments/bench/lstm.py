@@ -25,9 +25,8 @@ import jax
 import jax.numpy as jnp
 from absl import flags
 
-from experiments.bench.text_throughput import processor
 from lamb_tpu import cli
-from lamb_tpu.cluster.host import num_cores
+from lamb_tpu.cluster.host import num_cores, processor
 from lamb_tpu.models.lstm import LSTM
 from lamb_tpu.models.recurrence import GATES
 from lamb_tpu.parallel.compiling import compiler_options

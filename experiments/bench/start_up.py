@@ -19,9 +19,8 @@ import time
 import jax
 from absl import flags
 
-from experiments.bench.text_throughput import processor
 from lamb_tpu import cli
-from lamb_tpu.cluster.host import num_cores
+from lamb_tpu.cluster.host import num_cores, processor
 from lamb_tpu.data import TrainLoader
 from lamb_tpu.run import phases
 from lamb_tpu.run.build import prepare

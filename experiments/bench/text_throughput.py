@@ -16,7 +16,6 @@ of them, MLPerf Training 4.0); of 128 tokens that is taken to be 4,000.
 import os
 import pathlib
 import platform
-import re
 import statistics
 import tempfile
 import time
@@ -27,6 +26,7 @@ import tokenizers
 from absl import flags
 
 from lamb_tpu import cli
+from lamb_tpu.cluster.host import processor
 from lamb_tpu.data.text.masked_lm import MaskedLmSource, Options
 from lamb_tpu.data.text.preparation import Settings, prepare_text
 from lamb_tpu.data.text.shards import TokenShards
@@ -148,16 +148,6 @@ def main() -> None:
     print(text, end="")
     if values.write:
         pathlib.Path(__file__).with_suffix(".md").write_text(text)
-
-
-def processor() -> str:
-    """Returns the name of the processor, from Linux."""
-    try:
-        told = pathlib.Path("/proc/cpuinfo").read_text()
-    except OSError:
-        told = ""
-    found = re.search(r"^model name\s*: (.*)$", told, re.MULTILINE)
-    return found[1] if found else platform.machine()
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from matplotlib.figure import Figure
 from lamb_tpu import cli, style, terminal
 from lamb_tpu.errors import UserError
 from lamb_tpu.files import buckets, writing
+from lamb_tpu.reproduce.results import machine
 from lamb_tpu.store import runs
 
 RECORD = pathlib.Path(__file__).with_suffix(".json")
@@ -49,7 +50,8 @@ def read(path: str) -> dict[str, Any]:
     receipt = run.receipt()
     return {
         **{name: run.config.get(key) for name, key in _KEYS.items()},
-        **{name: receipt.get(name) for name in ("commit", "jax", "device", "devices")},
+        **{name: receipt.get(name) for name in (
+            "commit", "jax", "device", "devices", "cores", "processor")},
         **{name: [each[name] for each in records] for name in columns},
     }
 
@@ -128,10 +130,7 @@ def picture(found: Sequence[Mapping[str, Any]]) -> Figure:
 def page(found: Sequence[Mapping[str, Any]]) -> str:
     """Returns the Markdown page of the record."""
     first = found[0]
-    made_by = sorted({
-        f"{run['devices']} x {run['device']}, jax {run['jax']}, commit {run['commit']}"
-        for run in found
-    })
+    made_by = sorted(set(map(machine, found)))
     return f"""# The local Lipschitz estimate along training
 
 Curvature of the training loss along its gradient, L = |g'Hg| / |g|², over the same {first['rows']}

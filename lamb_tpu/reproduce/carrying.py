@@ -35,7 +35,7 @@ def write(path: pathlib.Path, measured: Sequence[tuple[Table, Results]]) -> None
 def take(path: pathlib.Path, tables: Mapping[str, Table]) -> list[str]:
     """Takes the records of a file that `write` made to those beside the tables.
 
-    Records whose config is no longer the table's are left out.
+    Records whose config is no longer the table's are left out, and those of uncommitted code.
 
     Args:
       path: the file.
@@ -79,12 +79,15 @@ def take(path: pathlib.Path, tables: Mapping[str, Table]) -> list[str]:
             if changed := jobs_lib.changes(configs, flat):
                 refused.append(f"{name}: {'; '.join(changed[:3])}")
                 continue
+            if reason := results.objection(record["commit"]):
+                refused.append(f"{name}: {reason}")
+                continue
             results.add(record, configs)
             told.append(f"{key}: {job.name}")
     if refused:
         raise UserError(
             f"{path}: {len(told)} records were taken, {len(refused)} were not, because their "
-            f"config is not the table's: {refused[0]}"
+            f"config is not the table's or their code was not committed: {refused[0]}"
         )
     return told
 

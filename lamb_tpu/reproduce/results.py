@@ -14,8 +14,10 @@ from typing import Any
 from lamb_tpu.errors import UserError
 from lamb_tpu.files import locks, reading, writing
 from lamb_tpu.reproduce import jobs as jobs_lib
+from lamb_tpu.reproduce import loading
 from lamb_tpu.reproduce.jobs import Job
 from lamb_tpu.reproduce.tables import Table
+from lamb_tpu.store import checkout
 from lamb_tpu.store.metrics import read_records
 from lamb_tpu.store.workdir import Workdir
 
@@ -49,6 +51,8 @@ class Results:
             self._path = table.records
         else:
             self._path = folder / table.paper.key / table.records.name
+        # Those that are committed with the package.
+        self._is_shipped = folder is None and self._path.is_relative_to(loading.folder())
         self._configs_path = self._path.with_suffix(".configs.json")
         self._changes: dict[Any, list[str]] = {}
         self._read()
@@ -100,8 +104,24 @@ class Results:
         """Returns whether a job has a record of the config that it has now."""
         return self.of(job) is not None and not self.changes(job)
 
+    def objection(self, commit: str | None) -> str:
+        """Returns why no record of code at this commit is added, or '' if it may be added."""
+        if not self._is_shipped or not checkout.is_changed(commit):
+            return ""
+        return (
+            f"{self._path} takes records of committed code only, and the code has changed since "
+            f"commit {str(commit)[:-1]}; commit the changes and then train, or keep the records "
+            "elsewhere with `run --records=FOLDER`"
+        )
+
     def add(self, record: Record, flat: Sequence[Mapping[str, Any]]) -> None:
-        """Adds a record with its configs and writes both files, in place of an older record."""
+        """Adds a record with its configs and writes both files, in place of an older record.
+
+        Raises:
+          UserError: see `objection`.
+        """
+        if reason := self.objection(record["commit"]):
+            raise UserError(reason)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with locks.hold(self._path.parent):
             self._read()  # another process may have added to it
@@ -137,7 +157,9 @@ def of_run(job: Job, folder: pathlib.Path, diverged: str | None = None) -> Recor
     """
     path = folder / "metrics.jsonl"
     evaluations, trained = read_records(path, "eval"), read_records(path, "train")
-    receipt = read_records(folder / "run.jsonl")[-1]
+    receipts = read_records(folder / "run.jsonl")
+    receipt = receipts[-1]
+    commits = [each["commit"] for each in receipts]
     metric = job.scale.metric.key
     ends = dict(evaluations[-1]) if evaluations else {}
     rates = [record[_RATE] for record in trained if _RATE in record]
@@ -179,7 +201,10 @@ def of_run(job: Job, folder: pathlib.Path, diverged: str | None = None) -> Recor
         "optimizer": flat["optimizer.name"],
         "learning_rate": peak,
         "config": "",
-        **{key: receipt[key] for key in ("device", "devices", "cores", "jax", "commit", "python")},
+        **{key: receipt[key] for key in ("device", "devices", "cores", "jax", "python")},
+        "processor": receipt.get("processor"),
+        # A start from a changed tree marks the result of the starts after it too.
+        "commit": next(filter(checkout.is_changed, commits), receipt["commit"]),
         "evaluations": [
             [round(record["epoch"], 4), _rounded(record.get(metric))] for record in evaluations
         ],
@@ -194,6 +219,19 @@ def of_run(job: Job, folder: pathlib.Path, diverged: str | None = None) -> Recor
             for name in names
         },
     }
+
+
+def machine(record: Mapping[str, Any]) -> str:
+    """Describes the hardware, jax and the commit of a record, for a page."""
+    commit = record["commit"]
+    if checkout.is_changed(commit):
+        commit = f"{commit[:-1]} with uncommitted changes"
+    cores = f"{record['cores']} cores, " if "cores" in record else ""
+    return (
+        f"{record['devices']} x {record['device']}, {cores}"
+        f"{record.get('processor') or 'processor not recorded'}, jax {record['jax']}, "
+        f"commit {commit}"
+    )
 
 
 def _sent_bytes(trained: Sequence[Record]) -> int | None:

@@ -19,6 +19,7 @@ from lamb_tpu.reproduce.showing import show_head, show_scale
 from lamb_tpu.reproduce.tables import Cell, Scale, Table
 from lamb_tpu.reproduce.tuning import tuned
 from lamb_tpu.reproduce.watching import Watch
+from lamb_tpu.store import checkout
 from lamb_tpu.watch.progress import format_seconds
 
 # With a budget the machine is lent: no more than this share of a run is lost with it.
@@ -60,8 +61,9 @@ def run(tables: Sequence[Table], request: Request) -> None:
     """Trains what is missing or stale in some tables, and keeps each record as it comes.
 
     Raises:
-      UserError: a mistake in the request, a table or the data, found before anything is trained; or
-        another process runs in the same folder.
+      UserError: an error in the request, a table or the data, found before anything is trained; or
+        the records belong to the package and its code has uncommitted changes; or another process
+        runs in the same folder.
     """
     plans = [_plan(table, request) for table in tables]
     check(plans, request)
@@ -69,6 +71,10 @@ def run(tables: Sequence[Table], request: Request) -> None:
         for plan in plans:
             _list_due(plan, request.budget)
         return
+    commit = checkout.commit()
+    for plan in plans:
+        if (reason := plan.results.objection(commit)) and plan.due():
+            raise UserError(reason)
     train(plans, request, _show)
 
 

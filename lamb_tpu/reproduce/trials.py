@@ -12,7 +12,7 @@ from lamb_tpu import style
 from lamb_tpu.reproduce import jobs
 from lamb_tpu.reproduce.jobs import Job
 from lamb_tpu.reproduce.report import pictures
-from lamb_tpu.reproduce.results import Results
+from lamb_tpu.reproduce.results import Results, machine
 from lamb_tpu.reproduce.search import Choice, Dimension
 from lamb_tpu.reproduce.summary import Summary, measured, summaries
 from lamb_tpu.reproduce.sweeps import NAME, Sweep
@@ -79,10 +79,7 @@ def best_command(sweep: Sweep, found: Sequence[Summary]) -> str | None:
 def page(sweep: Sweep, found: Sequence[Summary]) -> str:
     """Returns the Markdown page of ranked trials, which shows the picture beside it."""
     metric, command = sweep.scale.metric, best_command(sweep, found)
-    machines = sorted({
-        f"{r['devices']} x {r['device']}, {r['cores']} cores, jax {r['jax']}, commit {r['commit']}"
-        for summary in found for r in summary.records
-    })
+    machines = sorted({machine(record) for summary in found for record in summary.records})
     head, *lines = rows(sweep, found)
     return "\n".join([
         f"# {sweep.table.title}", "",

@@ -7,7 +7,6 @@ import os
 import pathlib
 import platform
 import shlex
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -16,13 +15,14 @@ import jax
 from ml_collections import ConfigDict
 
 from lamb_tpu import __version__, own
+from lamb_tpu.cluster import host
 from lamb_tpu.config import FREE_KEYS, differences, flatten, renamed
 from lamb_tpu.data import Source, title
 from lamb_tpu.data.text import saved
 from lamb_tpu.errors import UserError
 from lamb_tpu.files import buckets, leases, locks, reading, writing
 from lamb_tpu.optim import durations, leaves
-from lamb_tpu.store import checksums, programs
+from lamb_tpu.store import checkout, checksums, programs
 
 _LISTED = 8  # differing keys in a message
 # Files and folders of a run.
@@ -279,11 +279,13 @@ class Workdir:
         record = {
             "command": [pathlib.Path(sys.argv[0]).name, *sys.argv[1:]],
             "lamb_tpu": __version__,
-            "commit": _commit(),
+            "commit": checkout.commit(),
             "python": platform.python_version(),
             **{name: importlib.metadata.version(name) for name in _PACKAGES},
             "platform": platform.platform(),
             "cores": os.cpu_count(),
+            "processor": host.processor(),
+            "NPROC": os.environ.get("NPROC"),  # XLA's threads, whose number changes roundings
             "device": jax.devices()[0].device_kind,
             "devices": jax.device_count(),
             "processes": jax.process_count(),
@@ -298,25 +300,3 @@ class Workdir:
 def _names(config: ConfigDict) -> list[Any]:
     sections = [config[section] for section in ("model", "task", "data", "optimizer")]
     return [section.name for section in (*sections, config.parallel.exchange)]
-
-
-def _commit() -> str | None:
-    """Returns the commit of the package's checkout, with '+' if code has changed, or None.
-
-    Records of measurements, which lie in the checkout too, are no code.
-    """
-    def git(*arguments: str) -> "subprocess.CompletedProcess[str]":
-        return subprocess.run(
-            ["git", *arguments], cwd=pathlib.Path(__file__).parent, capture_output=True, text=True,
-            timeout=10,
-        )
-
-    try:
-        # An installed package may lie inside the checkout of another project.
-        if git("ls-files", "--error-unmatch", pathlib.Path(__file__).name).returncode:
-            return None
-        head = git("rev-parse", "--short=12", "HEAD")
-        changed = git("diff", "--quiet", "HEAD", "--", ":(top)*.py", ":(top)*.toml").returncode
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return None if head.returncode else head.stdout.strip() + ("+" if changed else "")

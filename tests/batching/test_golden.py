@@ -54,8 +54,7 @@ def test_a_setting_that_is_not_known_is_an_error(entry) -> None:
 
 def test_simigrads_microbatch_may_grow_with_the_batch() -> None:
     """Worked out by hand: 35 are wanted of 32, so 8 a worker; one step of 4 x 8 is no growth."""
-    goldens.inputs()  # skips where there are no recordings
-    entry = next(e for e in ENTRIES if e["setting"] == "w4_target09")
+    entry = goldens.find(family="simigrad", setting="w4_target09")
     hyper = dict(entry["hyper"], maxmicro=8, updates=1)
     found = FAMILIES["simigrad"](dict(entry, hyper=hyper), {}, goldens.inputs())
     after = {name: int(found[name][0]) for name in ("batch_after", "micro_after", "gas_after")}

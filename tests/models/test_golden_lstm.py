@@ -1,6 +1,5 @@
 """The recorded layouts, perplexities and gradients of language models, repeated."""
 
-import json
 from typing import Any
 
 import numpy as np
@@ -8,7 +7,7 @@ import pytest
 
 from tests.golden_families import FAMILIES
 from tests.models import golden_lstm
-from tests.shared import shared
+from tests.optim import goldens
 
 LAYOUTS = [f"ptb_batching__{setting}" for setting in ("b3_t5", "b4_t5", "b7_t5")]
 TRAININGS = [
@@ -18,10 +17,8 @@ TRAININGS = [
 
 
 def repeated(name: str) -> tuple[dict[str, Any], dict[str, np.ndarray], dict[str, np.ndarray]]:
-    files = json.loads(shared("golden", "index.json").read_text())["files"]
-    (entry,) = [entry for entry in files if entry["file"] == f"legw_lstm/{name}.npz"]
-    with np.load(shared("golden", entry["file"])) as stored:
-        recorded = dict(stored)
+    entry = goldens.find(file=f"legw_lstm/{name}.npz")
+    recorded = goldens.record(entry)
     return entry, recorded, FAMILIES["legw_lstm"](entry, recorded, {})
 
 

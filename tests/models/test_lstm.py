@@ -11,7 +11,6 @@ import pytest
 from lamb_tpu.models.lstm import LSTM, from_torch, to_tensorflow, to_torch
 from tests.golden_families import FAMILIES
 from tests.optim import goldens
-from tests.shared import shared
 
 STEPS, BATCH, INPUTS, FEATURES = 6, 3, 5, 4
 ENTRIES = [e for e in goldens.entries() if e["implementation"] == "torch_lstm_classifier"]
@@ -33,8 +32,8 @@ def test_rows_of_an_image_as_torch(entry: dict[str, Any]) -> None:
 
 
 def test_a_setting_without_meaning_is_refused() -> None:
-    shared("golden", "index.json")
-    entry = ENTRIES[0] | {"hyper": ENTRIES[0]["hyper"] | {"bidirectional": True}}
+    entry = goldens.find(implementation="torch_lstm_classifier")
+    entry["hyper"]["bidirectional"] = True
     with pytest.raises(ValueError, match="bidirectional"):
         FAMILIES[entry["family"]](entry, goldens.record(entry), goldens.inputs())
 

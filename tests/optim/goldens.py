@@ -2,8 +2,7 @@
 
 import functools
 import json
-import os
-import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -11,19 +10,32 @@ import numpy as np
 
 from tests.golden_families import FAMILIES, initial
 from tests.optim import golden
-from tests.shared import ROOT, shared
+from tests.shared import folder, missing, shared
 
 
 def entries() -> list[dict[str, Any]]:
     """The entries of every family; none where the shared folder is absent."""
-    folder = pathlib.Path(os.environ.get("LAMB_TPU_SHARED", ROOT.parent / "shared"))
-    path = folder / "golden" / "index.json"
+    path = folder() / "golden" / "index.json"
     return json.loads(path.read_text())["files"] if path.exists() else []
 
 
 def index() -> list[dict[str, Any]]:
     """The entries of the optimizers' families."""
     return [entry for entry in entries() if entry["family"] in golden.FAMILIES]
+
+
+def find(**fields: str) -> dict[str, Any]:
+    """The first entry with these values; skips the calling test where the index has none."""
+    found = [e for e in entries() if all(e[key] == value for key, value in fields.items())]
+    if not found:
+        missing(f"the entry {' '.join(fields.values())} in golden/index.json")
+    return found[0]
+
+
+def need(number: int, found: Sequence[dict[str, Any]], what: str) -> None:
+    """Skips the calling test where the index has fewer than `number` entries of what it counts."""
+    if len(found) < number:
+        missing(f"all {number} entries of {what} in golden/index.json")
 
 
 def label(entry: dict[str, Any]) -> str:

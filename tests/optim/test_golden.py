@@ -9,7 +9,7 @@ import pytest
 from lamb_tpu import optim
 from tests.marks import some
 from tests.optim import golden, golden_schedules, goldens
-from tests.shared import ROOT, shared
+from tests.shared import ROOT
 
 ENTRIES = goldens.index()
 # One of each implementation.
@@ -45,11 +45,9 @@ def test_trajectory(entry):
 
 @pytest.mark.parametrize("family", golden.FAMILIES)
 def test_counts(family):
-    shared("golden", "index.json")
-    repeated = [
-        golden.transform_for(entry, goldens.params()) is not None
-        for entry in ENTRIES if entry["family"] == family
-    ]
+    entries = [entry for entry in ENTRIES if entry["family"] == family]
+    goldens.need(sum(COUNTS[family]), entries, family)
+    repeated = [golden.transform_for(entry, goldens.params()) is not None for entry in entries]
     assert (sum(repeated), len(repeated) - sum(repeated)) == COUNTS[family]
 
 

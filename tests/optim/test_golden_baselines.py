@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from tests.optim import golden_baselines, goldens
-from tests.shared import shared
 
 ENTRIES = [
     entry for entry in goldens.entries() if entry["family"] in golden_baselines.FAMILIES
@@ -24,7 +23,7 @@ def test_trajectory(entry):
 
 
 def test_counts():
-    shared("golden", "index.json")
+    goldens.need(18, ENTRIES, "Lion, Muon and schedule-free AdamW")
     repeated = [golden_baselines.transform(e, goldens.params()) is not None for e in ENTRIES]
     assert (sum(repeated), len(repeated) - sum(repeated)) == (11, 7)
 
@@ -32,7 +31,8 @@ def test_counts():
 def test_averages_are_compared_where_an_optimizer_is_evaluated_at_them():
     averaged = [e for e in ENTRIES if e["family"] == "schedule_free" and
                 golden_baselines.transform(e, goldens.params()) is not None]
-    for entry in averaged or [shared("golden", "index.json")]:
+    goldens.need(1, averaged, "schedule-free AdamW")
+    for entry in averaged:
         recorded = goldens.record(entry)
         for name in goldens.params():
             moved = np.abs(recorded[f"eval32/{name}"] - recorded[f"p32/{name}"]).max()

@@ -1,23 +1,17 @@
 """Every learning rate recorded from other implementations, repeated by our arguments."""
 
-import json
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from tests.golden_families import FAMILIES
-from tests.optim import golden_schedules
-from tests.shared import shared
+from tests.optim import golden_schedules, goldens
 
 
 def _entry(implementation):
-    entries = json.loads(shared("golden", "index.json").read_text())["files"]
-    found = [e for e in entries
-             if e["family"] == "schedules" and e["implementation"] == implementation]
-    assert len(found) == 1
-    return found[0], dict(np.load(shared("golden", found[0]["file"])))
+    entry = goldens.find(family="schedules", implementation=implementation)
+    return entry, goldens.record(entry)
 
 
 @pytest.mark.parametrize("implementation", golden_schedules.IMPLEMENTATIONS)
@@ -52,8 +46,9 @@ def test_no_curve_is_left_out(implementation):
 
 
 def test_all_implementations_are_here():
-    entries = json.loads(shared("golden", "index.json").read_text())["files"]
-    names = [e["implementation"] for e in entries if e["family"] == "schedules"]
+    entries = [entry for entry in goldens.entries() if entry["family"] == "schedules"]
+    goldens.need(len(golden_schedules.IMPLEMENTATIONS), entries, "schedules")
+    names = [entry["implementation"] for entry in entries]
     assert sorted(names) == sorted(golden_schedules.IMPLEMENTATIONS)
 
 

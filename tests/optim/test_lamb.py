@@ -200,9 +200,8 @@ def test_n_lamb_and_nn_lamb_by_hand():
 
 
 def test_golden_ratios_are_read_from_the_state():
-    entries = {goldens.label(entry): entry for entry in goldens.index()}
+    entry = goldens.find(family="lamb", implementation="timm_lamb", setting="excl")
     params = goldens.params()
-    entry = entries["lamb-timm_lamb-excl"]
     record, inputs = goldens.record(entry), goldens.inputs()
     rules = [("bias|LayerNorm", {"decay": False, "adapt": False}), ("", {})]
     tx = optim.lamb(entry["hyper"]["lr"], rules=rules, collect=True)

@@ -13,7 +13,6 @@ from lamb_tpu import optim
 from lamb_tpu.optim.presets import PRESETS, preset
 from tests.optim import golden_lars, goldens
 from tests.optim.golden_common import Settings
-from tests.shared import shared
 
 MU, WD, C, EPS = 0.8, 0.3, 0.1, 0.05
 COMMON = {"momentum": MU, "weight_decay": WD, "coefficient": C, "eps": EPS}
@@ -279,8 +278,7 @@ def test_weight_decay_may_be_a_schedule():
 
 
 def test_mlperfs_polynomial_is_the_recorded_one():
-    shared("golden", "index.json")
-    entry = next(e for e in goldens.index() if e["setting"] == "poly_schedule")
+    entry = goldens.find(family="lars", setting="poly_schedule")
     rate = golden_lars.learning_rate(Settings(entry["hyper"]))
     found = [rate(count) for count in range(20)]
     np.testing.assert_allclose(found, goldens.record(entry)["lr"], rtol=1e-6)

@@ -51,7 +51,7 @@ def test_a_setting_that_is_not_known_is_an_error(entry) -> None:
 
 
 def test_a_hook_whose_smallest_rank_is_zero_is_not_repeated() -> None:
-    entry = next(e for e in ENTRIES if e["setting"] == "power_rank2")
+    entry = goldens.find(family="lgreco", setting="power_rank2")
     hyper = dict(entry["hyper"], matrix_approximation_rank=1)
     with pytest.raises(NotImplementedError, match="drops a layer"):
         FAMILIES["lgreco"](dict(entry, hyper=hyper), goldens.record(entry), {})

@@ -26,8 +26,7 @@ def test_entry(entry) -> None:
 
 def of(family: str, **changes) -> tuple[dict, dict]:
     """The first entry of a family with other settings, and its record."""
-    goldens.inputs()  # skips where there are no recordings
-    entry = next(entry for entry in ENTRIES if entry["family"] == family)
+    entry = goldens.find(family=family)
     return dict(entry, hyper=entry["hyper"] | changes), goldens.record(entry)
 
 

@@ -6,7 +6,7 @@ import pathlib
 import pytest
 
 from lamb_tpu.errors import UserError
-from lamb_tpu.reproduce import carrying
+from lamb_tpu.reproduce import carrying, loading
 from lamb_tpu.reproduce.results import Results
 from lamb_tpu.reproduce.tuning import forms, tuned
 from tests.reproduce.papers import TABLE, write
@@ -44,6 +44,20 @@ def test_what_does_not_fit_is_left_out(tmp_path: pathlib.Path) -> None:
     with pytest.raises(UserError, match="there is no table 'small/digits'"):
         carrying.take(file, {})
     assert not table.records.exists()
+
+
+def test_records_of_changed_code_stay_out_of_the_package(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = write(tmp_path)
+    there, file = Results(table, tmp_path / "there"), tmp_path / "file.json"
+    add(there, job_of(table), 0.9)
+    add(there, job_of(table, seed=1), 0.9, commit="0123456789ab+")
+    carrying.write(file, [(table, there)])
+    monkeypatch.setattr(loading, "folder", lambda: tmp_path)
+    with pytest.raises(UserError, match="1 records were taken, 1 were not, .*, seed 1: .*commit"):
+        carrying.take(file, {table.key: table})
+    assert [record["seed"] for record in Results(table)] == [0]
 
 
 @pytest.mark.parametrize("content", ["{", "{}", "[1]", json.dumps([{"table": "small/digits"}]),

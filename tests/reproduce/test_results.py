@@ -6,7 +6,7 @@ import pathlib
 import pytest
 
 from lamb_tpu.errors import UserError
-from lamb_tpu.reproduce import jobs, results
+from lamb_tpu.reproduce import jobs, loading, results
 from lamb_tpu.reproduce.jobs import Job
 from lamb_tpu.reproduce.results import Results
 from lamb_tpu.reproduce.tables import Table
@@ -62,6 +62,31 @@ def test_a_changed_config_makes_a_record_stale(tmp_path: pathlib.Path) -> None:
     assert len(json.loads((tmp_path / "small" / "digits.configs.json").read_text())) == 1
 
 
+def test_records_of_the_package_are_of_committed_code(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = write(tmp_path)
+    add(Results(table), job_of(table), 0.9, commit="0123456789ab+")  # a user's own table
+    monkeypatch.setattr(loading, "folder", lambda: tmp_path)
+    shipped = Results(table)
+    message = "digits.jsonl takes records of committed code only, .* since commit 0123456789ab;"
+    with pytest.raises(UserError, match=message):
+        add(shipped, job_of(table, seed=1), 0.9, commit="0123456789ab+")
+    assert [found["seed"] for found in Results(table)] == [0]  # still readable
+    for seed, commit in ((1, "0123456789ab"), (2, None)):  # an installed package has no commit
+        add(shipped, job_of(table, seed=seed), 0.9, commit=commit)
+    add(Results(table, tmp_path / "mine"), job_of(table), 0.9, commit="0123456789ab+")
+    assert len(list(Results(table))) == 3
+
+
+def test_machine() -> None:
+    old = record("lamb", 0, 0.9)
+    versions = "jax 0.10.2, commit 0123456789ab"
+    assert results.machine(old) == f"1 x cpu, 2 cores, processor not recorded, {versions}"
+    new = old | {"processor": "Fast", "commit": "0123456789ab+"}
+    assert results.machine(new) == f"1 x cpu, 2 cores, Fast, {versions} with uncommitted changes"
+
+
 @pytest.mark.parametrize("name, text, message", [
     ("digits.jsonl", "{\n", "line 1 of .*digits.jsonl is not JSON"),
     ("digits.jsonl", '{"cell": "lamb"}\n', "digits.jsonl is damaged .line 1 has no scale"),
@@ -83,12 +108,15 @@ def test_a_metric_that_is_not_finite_is_a_run_that_diverged(tmp_path: pathlib.Pa
     folder.check(stage.config())
     folder.write_config(stage.config())
     receipt = dict.fromkeys(("device", "devices", "cores", "jax", "commit", "python"), "")
-    (folder.path / "run.jsonl").write_text(json.dumps(receipt) + "\n")
+    receipts = [receipt | {"commit": "a+"}, receipt | {"commit": "b", "processor": "Fast"}]
+    (folder.path / "run.jsonl").write_text("".join(json.dumps(each) + "\n" for each in receipts))
     with MetricsWriter(folder.path, 0, tensorboard=False) as writer:
         writer.write(4, "train", {"loss": 2.0, "seconds": 0.5, "learning_rate": 0.1})
         writer.write(4, "eval", {"accuracy": float("nan"), "loss": 2.0, "epoch": 0.3})
     found = results.of_run(job, folder.path)
     assert found["values"] is None and found["diverged"] == "the last accuracy is nan"
+    # The run began with changed code.
+    assert (found["commit"], found["processor"]) == ("a+", "Fast")
     assert found["evaluations"] == [[0.3, None]] and found["losses"] == [[4, 2.0]]
     assert (found["updates"], found["examples"]) == (4, 4 * 128)
     with MetricsWriter(folder.path, 4, tensorboard=False) as writer:  # of a batch that changes

@@ -15,8 +15,10 @@ import pytest
 
 from lamb_tpu.errors import UserError
 from lamb_tpu.reproduce import __main__ as command
+from lamb_tpu.reproduce import loading
 from lamb_tpu.reproduce.results import Results
 from lamb_tpu.reproduce.tuning import tuned
+from lamb_tpu.store import checkout
 from lamb_tpu.store.metrics import read_records
 from tests.reproduce.papers import TABLE, write
 from tests.reproduce.test_jobs import TUNED
@@ -98,6 +100,19 @@ def test_mistakes(tmp_path: pathlib.Path, arguments: list[str], message: str) ->
     with pytest.raises(UserError, match=message):
         call(tmp_path, *arguments)
     assert not (tmp_path / "small" / "digits.jsonl").exists()
+
+
+def test_changed_code_is_rejected_before_training(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path)
+    monkeypatch.setattr(loading, "folder", lambda: tmp_path)
+    monkeypatch.setattr(checkout, "commit", lambda: "0123456789ab+")
+    runs = tmp_path / "runs"
+    with pytest.raises(UserError, match="committed code only, .*`run --records=FOLDER`"):
+        call(tmp_path, "run", "small", f"--runs={runs}")
+    assert not runs.exists()
+    assert "2 runs to train" in call(tmp_path, "run", "small", "--seeds=1", "--dry-run")
 
 
 def test_tables_with_other_numbers_of_devices(tmp_path: pathlib.Path) -> None:

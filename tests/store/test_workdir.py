@@ -1,6 +1,7 @@
 """The folder of a run: receipts, and whether it may be used again."""
 
 import json
+import os
 import pathlib
 import shlex
 import subprocess
@@ -10,12 +11,12 @@ from types import SimpleNamespace
 import jax
 import pytest
 
+from lamb_tpu.cluster import host
 from lamb_tpu.config import flatten
 from lamb_tpu.data import ArraySource
 from lamb_tpu.data.text.vocabulary import SPECIAL_TOKENS, Vocabulary
 from lamb_tpu.errors import UserError
 from lamb_tpu.run.build import prepare
-from lamb_tpu.store import workdir as workdir_lib
 from lamb_tpu.store.workdir import Workdir
 from lamb_tpu.train import train
 from tests import tiny
@@ -84,30 +85,7 @@ def test_each_start_adds_a_line(tmp_path: pathlib.Path) -> None:
     versions = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "lamb_tpu")
     assert all(first[name][0].isdigit() for name in versions)
     assert isinstance(first["command"], list) and "commit" in first
-
-
-def test_commit_is_marked_where_code_has_changed(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    code, records = tmp_path / "workdir.py", tmp_path / "records.jsonl"
-    monkeypatch.setattr(workdir_lib, "__file__", str(code))
-    assert workdir_lib._commit() is None
-
-    def git(*arguments: str) -> None:
-        who = ["-c", "user.name=x", "-c", "user.email=x@example.com"]
-        subprocess.run(["git", *who, *arguments], cwd=tmp_path, check=True, capture_output=True)
-
-    git("init")
-    code.write_text("a = 1\n")
-    records.write_text("1\n")
-    git("add", "--all")
-    git("commit", "--message=first")
-    clean = workdir_lib._commit()
-    assert clean is not None and len(clean) >= 12 and clean.isalnum()
-    records.write_text("2\n")
-    assert workdir_lib._commit() == clean
-    code.write_text("a = 2\n")
-    assert workdir_lib._commit() == f"{clean}+"
+    assert first["processor"] == host.processor() and first["NPROC"] == os.environ["NPROC"]
 
 
 def test_free_keys_may_differ(copy: pathlib.Path) -> None:

@@ -12,7 +12,7 @@ from lamb_tpu.reproduce.jobs import Job
 from lamb_tpu.reproduce.report import pictures
 from lamb_tpu.reproduce.report import plans as plans_lib
 from lamb_tpu.reproduce.report.plans import Plan
-from lamb_tpu.reproduce.results import Results
+from lamb_tpu.reproduce.results import Results, machine
 from lamb_tpu.reproduce.summary import (
     Summary,
     further,
@@ -215,10 +215,7 @@ def _row(table: Table, scale: Scale, summary: Summary, results: Results) -> Row:
         ),
         summary.search, "" if records else stale_mean(summary, metric), stale(summary, metric),
         sum(record["seconds"] for record in records) / 3600,
-        tuple(sorted({
-            f"{r['devices']} x {r['device']}, {r['cores']} cores, jax {r['jax']}, "
-            f"commit {r['commit']}" for r in records
-        })),
+        tuple(sorted(set(map(machine, records)))),
         run, (), (),
     )
     if cell.unknown:
