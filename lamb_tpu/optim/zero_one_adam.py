@@ -17,7 +17,7 @@ from lamb_tpu.optim import chains, checks, leafwise, parameters, staged, trust_r
 from lamb_tpu.optim.leafwise import Leaf, Step
 from lamb_tpu.optim.onebit_adam import direction
 from lamb_tpu.optim.parameters import ParameterFacts, Rules
-from lamb_tpu.optim.staged import FIRST, MaskedRows, Stage
+from lamb_tpu.optim.staged import FIRST, MaskedRows, Stage, number
 from lamb_tpu.optim.trust_ratio import Readings
 
 VARIANCE = Stage("variance")
@@ -207,15 +207,15 @@ def _index(
     growth = np.diff(np.asarray(intervals, np.int32))
 
     def index(count: Any) -> Any:
-        number, since = count + 1, count - freeze
-        changes = number % (1 << (var_ends < number).sum()) == 0
-        exchanges = number % (1 + ((since >= begins) * growth).sum()) == 0
-        before = (since < 0) * 1
-        after = (since == 0) * 2 + (since > 0) * (4 - exchanges * 1)
-        found = before * (1 - changes * 1) + (1 - before) * after
+        update, since = count + 1, count - freeze
+        changes = update % (1 << number(var_ends < update).sum()) == 0
+        exchanges = update % (1 + (number(since >= begins) * growth).sum()) == 0
+        before = number(since < 0)
+        after = number(since == 0) * 2 + number(since > 0) * (4 - number(exchanges))
+        found = before * (1 - number(changes)) + (1 - before) * after
         if discard_first:
             place = 4 + (clipper > 1)
-            found = (count > 0) * found + (count == 0) * place
+            found = number(count > 0) * found + number(count == 0) * place
         return found
 
     return index

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from lamb_tpu.optim.trust_ratio import compute_dtype
 from lamb_tpu.parallel import collectives
 from lamb_tpu.parallel.exchange import cutting, selection, sparse
 from lamb_tpu.parallel.exchange.base import Exchange, Residual
@@ -293,4 +294,4 @@ def _by_rank(leaves: list[Any]) -> tuple[list[Any], list[Any]]:
 
 def _dtype(leaf: Any) -> Any:
     """The dtype of arithmetic: float32 at least."""
-    return jnp.result_type(jnp.float32, leaf.dtype)
+    return compute_dtype(leaf)
