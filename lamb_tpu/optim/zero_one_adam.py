@@ -112,6 +112,10 @@ def zero_one_adam(
     checks.check_whole("var_update_scaler", var_update_scaler, lowest=1)
     checks.check_whole("local_step_scaler", local_step_scaler, lowest=1)
     checks.check_whole("local_step_clipper", local_step_clipper, lowest=1)
+    checks.check_static(  # they decide the stages, which are programs
+        var_freeze_step=var_freeze_step, var_update_scaler=var_update_scaler,
+        local_step_scaler=local_step_scaler, local_step_clipper=local_step_clipper,
+    )
     checks.check_flag("discard_first", discard_first)
     staged.check_mask(mask_unseen, masked_rows)
 
