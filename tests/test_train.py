@@ -306,6 +306,21 @@ def test_best_checkpoint_and_those_for_good_are_kept(
     assert metrics[best] == pytest.approx(expected[best], rel=1e-6)
 
 
+@pytest.mark.parametrize("place", [
+    {}, {"parallel__backend": "shard_map", "parallel__exchange": ConfigDict({"name": "onebit"}),
+         "optimizer": ConfigDict(
+             {"name": "onebit_adam", "learning_rate": 0.01, "freeze_step": 1})},
+], ids=["jit", "shard_map"])
+def test_strict_promotion(tmp_path: pathlib.Path, place: dict[str, Any]) -> None:
+    config = tiny.digits(
+        duration="2 steps", eval__every="2 steps", accumulation_steps=2, ema__decay=0.9,
+        guards__desync_every="1 steps", task__label_smoothing=0.1, **place)
+    with jax.numpy_dtype_promotion("strict"):
+        train(config, tmp_path)
+    records = read_records(tmp_path / "metrics.jsonl")
+    assert any("ema_accuracy" in record for record in records)
+
+
 def test_no_best_checkpoint(copy: pathlib.Path) -> None:
     with pytest.raises(UserError, match="has no best checkpoint.*--step=UPDATE of 4, 8, 12"):
         evaluate_checkpoint(tiny.digits(), copy, "best")

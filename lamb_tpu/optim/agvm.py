@@ -6,7 +6,6 @@ modules whose halves differ more than those of one module, the anchor; it speeds
 wraps any optimizer.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -153,7 +152,9 @@ def agvm(
         checks.gradient_leaves(updates, params)
         checks.check_state(state, AgvmState)
         index = modules.assign(updates, module_rules)
-        active = (state.count >= start) & (state.count <= (math.inf if stop is None else stop))
+        active = state.count >= start
+        if stop is not None:
+            active &= state.count <= stop
         factors, targets = state.factors, state.targets
         if halves is not None:
             if second_moment is not None:

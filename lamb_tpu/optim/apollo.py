@@ -135,8 +135,7 @@ def apollo(
         ("rank", rank, 1), ("update_gap", update_gap, 1), ("seed", seed, 0),
     ):
         checks.check_whole(name, value, lowest)
-    if isinstance(rank, jax.Array):  # shapes depend on it
-        raise ValueError(f"rank must be a whole number of at least 1, not {rank!r}")
+    checks.check_static(rank=rank)  # shapes depend on it
     for name, size in (("scale", scale), ("eps", eps)):
         checks.check_range(name, size)
     checks.check_schedule("weight_decay", weight_decay)

@@ -107,7 +107,9 @@ def in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformat
 
     def init_fn(params: optax.Params) -> optax.OptState:
         checks.check_arrays("params", params)
-        return inner.init(leafwise.widen(params))
+        # Optax mixes integers and floats, as in b1**count, which strict promotion forbids.
+        with jax.numpy_dtype_promotion("standard"):
+            return inner.init(leafwise.widen(params))
 
     def update_fn(
         updates: optax.Updates,
@@ -118,11 +120,12 @@ def in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformat
         checks.gradient_leaves(updates, params)
         wide = leafwise.widen(params)
         try:
-            updates, state = inner.update(leafwise.widen(updates), state, wide, **extra)
+            with jax.numpy_dtype_promotion("standard"):
+                updates, state = inner.update(leafwise.widen(updates), state, wide, **extra)
         except (AttributeError, TypeError, ValueError) as error:
             # A state of the right structure is not the cause: the error of `inner` has its own
             # words.
-            expected = jax.tree.structure(jax.eval_shape(inner.init, wide))
+            expected = jax.tree.structure(jax.eval_shape(init_fn, params))
             if jax.tree.structure(state) == expected:
                 raise
             raise ValueError(

@@ -105,6 +105,18 @@ def check_whole(name: str, value: Any, lowest: int = 0) -> None:
         raise ValueError(f"{name} must be a whole number of at least {lowest}, not {value!r}")
 
 
+def check_static(**values: Any) -> None:
+    """Raises ValueError if one of the values is a JAX array, as `optax.inject_hyperparams` makes.
+
+    These arguments decide shapes or the program itself, so that an update cannot change them.
+    """
+    if any(isinstance(value, jax.Array) for value in values.values()):
+        raise ValueError(
+            f"{', '.join(values)} must be Python numbers, not arrays; give "
+            f"optax.inject_hyperparams static_args={tuple(values)!r}"
+        )
+
+
 def check_axis_name(axis_name: Any) -> None:
     """Raises ValueError unless it is a mesh axis, a tuple of them, a spec, a function, or None.
 

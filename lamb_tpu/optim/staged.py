@@ -255,8 +255,13 @@ def frozen_after(freeze_step: int, discard_first: bool) -> tuple[tuple[Stage, ..
     checks.check_whole("freeze_step", freeze_step, lowest=1)
     checks.check_flag("discard_first", discard_first)
     if discard_first:
-        return (FIRST, WARM_UP, COMPRESSED), lambda c: (c > 0) * 1 + (c >= freeze_step) * 1
-    return (WARM_UP, COMPRESSED), lambda c: (c >= freeze_step) * 1
+        return (FIRST, WARM_UP, COMPRESSED), lambda c: number(c > 0) + number(c >= freeze_step)
+    return (WARM_UP, COMPRESSED), lambda c: number(c >= freeze_step)
+
+
+def number(flag: Any) -> Any:
+    """Returns 1 for True and 0 for False, of an array in int32: no promotion adds a flag."""
+    return flag.astype(np.int32) if hasattr(flag, "astype") else int(flag)
 
 
 def denominator(

@@ -383,7 +383,8 @@ def collected_shape(leaf: jax.Array, facts: ParameterFacts) -> tuple[int, ...]:
 
 def compute_dtype(leaf: Any) -> jnp.dtype:
     """The dtype in which a leaf's arithmetic is done: at least float32, complex for complex."""
-    return jnp.promote_types(jnp.result_type(leaf), jnp.float32)
+    with jax.numpy_dtype_promotion("standard"):  # this promotion is meant
+        return jnp.promote_types(jnp.result_type(leaf), jnp.float32)
 
 
 def real_dtype(leaf: Any) -> jnp.dtype:

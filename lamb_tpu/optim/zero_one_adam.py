@@ -17,7 +17,7 @@ from lamb_tpu.optim import chains, checks, leafwise, parameters, staged, trust_r
 from lamb_tpu.optim.leafwise import Leaf, Step
 from lamb_tpu.optim.onebit_adam import direction
 from lamb_tpu.optim.parameters import ParameterFacts, Rules
-from lamb_tpu.optim.staged import FIRST, MaskedRows, Stage
+from lamb_tpu.optim.staged import FIRST, MaskedRows, Stage, number
 from lamb_tpu.optim.trust_ratio import Readings
 
 VARIANCE = Stage("variance")
@@ -121,6 +121,10 @@ def zero_one_adam(
     checks.check_whole("var_update_scaler", var_update_scaler, lowest=1)
     checks.check_whole("local_step_scaler", local_step_scaler, lowest=1)
     checks.check_whole("local_step_clipper", local_step_clipper, lowest=1)
+    checks.check_static(  # they decide the stages, which are programs
+        var_freeze_step=var_freeze_step, var_update_scaler=var_update_scaler,
+        local_step_scaler=local_step_scaler, local_step_clipper=local_step_clipper,
+    )
     checks.check_flag("discard_first", discard_first)
     staged.check_mask(mask_unseen, masked_rows)
     staged.check_floor(relative_floor)
@@ -224,15 +228,15 @@ def _index(
     growth = np.diff(np.asarray(intervals, np.int32))
 
     def index(count: Any) -> Any:
-        number, since = count + 1, count - freeze
-        changes = number % (1 << (var_ends < number).sum()) == 0
-        exchanges = number % (1 + ((since >= begins) * growth).sum()) == 0
-        before = (since < 0) * 1
-        after = (since == 0) * 2 + (since > 0) * (4 - exchanges * 1)
-        found = before * (1 - changes * 1) + (1 - before) * after
+        update, since = count + 1, count - freeze
+        changes = update % (1 << number(var_ends < update).sum()) == 0
+        exchanges = update % (1 + (number(since >= begins) * growth).sum()) == 0
+        before = number(since < 0)
+        after = number(since == 0) * 2 + number(since > 0) * (4 - number(exchanges))
+        found = before * (1 - number(changes)) + (1 - before) * after
         if discard_first:
             place = 4 + (clipper > 1)
-            found = (count > 0) * found + (count == 0) * place
+            found = number(count > 0) * found + number(count == 0) * place
         return found
 
     return index

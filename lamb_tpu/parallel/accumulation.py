@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding
 
 from lamb_tpu.models.dropout import example_positions
 from lamb_tpu.models.norm import MOMENTS, combine_moments
+from lamb_tpu.optim.trust_ratio import compute_dtype
 from lamb_tpu.tasks import Sums, Task
 
 Batch = Mapping[str, jax.Array]
@@ -110,7 +111,7 @@ def gradients(
     grads, (loss, _, sums) = jax.eval_shape(lambda: of(rows, places, {**model_state, MOMENTS: {}}))
 
     def zeros(leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        return jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32))
+        return jnp.zeros(leaf.shape, compute_dtype(leaf))
 
     start = jax.tree.map(zeros, (grads, loss, sums))
     (grads, loss, sums), (moments, stacked) = lax.scan(step, start, parts)

@@ -23,6 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from lamb_tpu.batching.learning_rate import given_rate
 from lamb_tpu.models.convolution import are_fast_in_loops
 from lamb_tpu.models.norm import MOMENTS, add_moments, as_one, combine_moments
+from lamb_tpu.optim.trust_ratio import compute_dtype
 from lamb_tpu.parallel import accumulation, step
 from lamb_tpu.parallel import mesh as mesh_lib
 from lamb_tpu.parallel.compiling import compiler_options
@@ -294,7 +295,7 @@ class ChangingStep:
             positions + index * quantum,
         )
         grads, loss, sums = jax.tree.map(
-            lambda leaf: leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)),
+            lambda leaf: leaf.astype(compute_dtype(leaf)),
             (grads, loss, sums),
         )
         shares = {} if self._parts is None else self._parts.shares(grads, state, index)
@@ -310,7 +311,13 @@ class ChangingStep:
     @staticmethod
     def _divisors(given: Any, weights: Any, count: jax.Array) -> dict[str, Any]:
         """Returns the weights of the whole batch."""
-        return {**{term: weight * count for term, weight in given.items()}, **weights}
+        return {
+            **{
+                term: weight * count.astype(jnp.result_type(weight))
+                for term, weight in given.items()
+            },
+            **weights,
+        }
 
     def _begin(self, state: TrainState, batch: Batch) -> Total:
         """Returns a total, for its shapes."""

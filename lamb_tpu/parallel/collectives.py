@@ -224,7 +224,8 @@ def _sent(x: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _wider(received: jax.Array, own: jax.Array) -> jax.Array:
-    return received.astype(jnp.promote_types(received.dtype, own.dtype))
+    with jax.numpy_dtype_promotion("standard"):  # this promotion is meant
+        return received.astype(jnp.promote_types(received.dtype, own.dtype))
 
 
 def _pack(rows: Sequence[jax.Array]) -> jax.Array:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from lamb_tpu.optim.trust_ratio import compute_dtype
 from lamb_tpu.parallel import mesh as mesh_lib
 from lamb_tpu.parallel.layout import Layout
 
@@ -133,6 +134,7 @@ class Averages(StatePart):
             return None
         step = update.step
         # The ramp lets early averages forget the initial weights: d_0 is 0.1.
+        step = step.astype(jnp.result_type(float))
         decay = jnp.minimum(self.decay, (1.0 + step) / (10.0 + step))
 
         def moved(average: jax.Array, new: jax.Array) -> jax.Array:
@@ -228,4 +230,4 @@ def _widened(leaf: jax.Array) -> jax.Array:
     # An average of bfloat16 weights that is kept in bfloat16 never moves at 0.9999.
     if not jnp.issubdtype(leaf.dtype, jnp.floating):
         return leaf
-    return leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
+    return leaf.astype(compute_dtype(leaf))

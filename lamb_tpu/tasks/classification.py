@@ -183,7 +183,8 @@ class Classification:
 
         def total(values: jax.Array) -> tuple[jax.Array, jax.Array]:
             # A padded example may give any loss, also a NaN: select, do not multiply.
-            return jnp.sum(jnp.where(mask, values, 0), dtype=jnp.float32), weight
+            selected = jnp.where(mask, values, jnp.zeros_like(values))
+            return jnp.sum(selected, dtype=jnp.float32), weight
 
         sums = {"loss": total(losses), "accuracy": total(jnp.argmax(logits, -1) == labels)}
         if logits.shape[-1] >= _MIN_CLASSES_OF_TOP5:

@@ -59,6 +59,27 @@ def test_every_name_is_a_function_of_the_package(name):
     assert_same(tx, make_optimizer({"name": name}, 0.1))
 
 
+STATIC = {
+    "apollo": ("rank",),
+    "zero_one_adam": ("var_freeze_step", "var_update_scaler", "local_step_scaler",
+                      "local_step_clipper"),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_injected_hyperparams(name):
+    build, static = getattr(optim, name), STATIC.get(name, ())
+    if static:
+        tx = optax.inject_hyperparams(build)(learning_rate=0.1)
+        with pytest.raises(ValueError, match=f"{static[0]}.*static_args=.*{static[-1]}"):
+            tx.init(PARAMS)
+    tx = optax.inject_hyperparams(build, static_args=static)(learning_rate=0.1)
+    state = tx.init(PARAMS)
+    # Under jit, where every other number is traced.
+    updates, _ = jax.eval_shape(tx.update, GRADS, state, PARAMS)
+    assert jax.tree.structure(updates) == jax.tree.structure(PARAMS)
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_one_table_of_rules_serves_all(name):
     rules = [["bias", {"decay": False, "adapt": False}], ["", {"layer_axes": []}]]

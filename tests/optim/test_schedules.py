@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 
 from lamb_tpu import optim
-from lamb_tpu.optim.schedules import by_examples, exponential_decay, phases, step_decay, warmup
+from lamb_tpu.optim.refinement import refined_schedule
+from lamb_tpu.optim.schedules import (
+    DECAYS,
+    by_examples,
+    exponential_decay,
+    phases,
+    step_decay,
+    warmup,
+)
 
 
 def _values(schedule, steps):
@@ -200,6 +208,21 @@ def test_rates_are_float32_scalars_and_float64_where_enabled():
         assert schedule(jnp.arange(6).reshape(2, 3)).shape == (2, 3)
         with jax.enable_x64(True):
             assert schedule(jnp.int32(3)).dtype == jnp.float64
+
+
+@pytest.mark.parametrize("schedule", [
+    *(warmup(1.0, 10, 2, decay=decay, hold_steps=1, min_value=0.1, warmup_power=2)
+      for decay in DECAYS),
+    warmup(1.0, 10, 2, decay=exponential_decay(0.5, 2)),
+    warmup(1.0, 10, 2, decay=exponential_decay(0.5, 2, staircase=False)),
+    warmup(1.0, 10, 2, decay=step_decay([3, 5], 0.1)),
+    phases((warmup(1.0, 10, 2), 10), (warmup(1.0, 5, first_step=1), 5)),
+    by_examples(warmup(1.0, 100, 20), [(8, 3), (16, 5)]), refined_schedule([4.0, 2.0, 1.0], 0.1),
+])
+def test_strict_promotion(schedule):
+    with jax.numpy_dtype_promotion("strict"):
+        assert jax.eval_shape(schedule, jnp.int32(3)).dtype == jnp.float32
+        assert jnp.isfinite(schedule(3))
 
 
 @pytest.mark.parametrize("call, message", [

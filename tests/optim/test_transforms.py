@@ -178,6 +178,20 @@ def test_with_nnx(name):
     assert_close({"kernel": model.kernel[...], "bias": model.bias[...]}, values)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_strict_promotion(name, dtype):
+    params, grads = trees(dtype)
+    extra = {"halves": (grads, grads)} if name == "agvm(lamb)" else {}
+    with jax.numpy_dtype_promotion("strict"):
+        tx = TRANSFORMS[name](RATE)
+        state = jax.eval_shape(tx.init, params)
+        # Traced, a transform with stages traces each of them.
+        updates, after = jax.eval_shape(tx.update, grads, state, params, **extra)
+    assert types(after) == types(state)
+    assert jax.tree.structure(updates) == jax.tree.structure(params)
+
+
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_zeros(name):
     params, grads = trees()

@@ -127,7 +127,7 @@ def _exponent(leaf: jax.Array, num_devices: int) -> jax.Array:
     largest = lax.bitcast_convert_type(jnp.max(bits, initial=0), jnp.float32)
     product = lax.bitcast_convert_type(largest * num_devices, jnp.int32) & np.int32(2**31 - 1)
     stored, mantissa = product >> 23, product & (1 << 23) - 1
-    exponent = stored - 127 + (mantissa != 0)
+    exponent = stored - 127 + (mantissa != 0).astype(jnp.int32)
     exponent = jnp.where(stored == 0, _EMPTY, exponent)  # subnormal values count as zero
     return jnp.where(stored == 255, _NOT_FINITE, exponent)
 

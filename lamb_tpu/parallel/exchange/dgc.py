@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from lamb_tpu.optim.trust_ratio import compute_dtype
 from lamb_tpu.parallel import collectives
 from lamb_tpu.parallel.exchange import cutting, norms, selection, sparse
 from lamb_tpu.parallel.exchange.base import Exchange, Residual
@@ -298,4 +299,4 @@ def _is_matrix(leaf: Any) -> bool:
 
 def _dtype(leaf: Any) -> Any:
     """The dtype of arithmetic: float32 at least."""
-    return jnp.result_type(jnp.float32, leaf.dtype)
+    return compute_dtype(leaf)

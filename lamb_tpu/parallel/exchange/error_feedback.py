@@ -62,7 +62,8 @@ class Compressed(Exchange):
     def _vectors(self, tree: Any) -> Vectors:
         """The leaves as vectors of float32 at least: one each, or one in all."""
         leaves = jax.tree.leaves(tree)
-        dtype = jnp.result_type(jnp.float32, *leaves)
+        with jax.numpy_dtype_promotion("standard"):  # this promotion is meant
+            dtype = jnp.result_type(jnp.float32, *leaves)
         vectors = [leaf.ravel().astype(dtype) for leaf in leaves]
         return tuple(vectors) if self.layerwise or not vectors else (jnp.concatenate(vectors),)
 
