@@ -162,7 +162,8 @@ def _environment() -> Iterator[tuple[str, str]]:
 
 def _named_modules(flat: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yields the digest of each custom module that a config names, imported or not."""
-    for name in sorted({own.module_of(value) for value in flat.values()} - {None}):
+    found = {name for value in flat.values() if (name := own.module_of(value)) is not None}
+    for name in sorted(found):
         module = sys.modules.get(name)
         file = getattr(module, "__file__", None)
         if module is None:
