@@ -15,7 +15,7 @@ import tempfile
 import time
 from typing import Any
 
-SECONDS = 60.0  # for a run; then its processes are killed
+SECONDS = 300.0  # for a run; then its processes are killed
 
 
 def start(process: dict[str, Any], index: int, count: int, port: int) -> bool:
@@ -67,7 +67,7 @@ def main(path: pathlib.Path) -> bool:
             {"status": statuses[child], "stdout": out, "stderr": err}
             for child, (out, err) in zip(children, outputs, strict=True)
         ])
-    path.write_text(json.dumps(found))
+        path.write_text(json.dumps(found))
     return False
 
 

@@ -73,6 +73,7 @@ def start(spawned: float, compares: bool) -> dict[str, float]:
     with timed(seconds, compares):
         identity.check_start(config, None)
         run = prepare(config, None)
+    distributed.agree(None)  # as the trainer does, with or without a comparison
     loader = TrainLoader(run.train_set, run.recipe.batch_size, config.seed, run.local_rows())
     step = run.make_train_step()
     jax.block_until_ready(step(run.first_state(), run.shard_batch(next(loader))))

@@ -55,31 +55,33 @@ def compare(values: Mapping[str, str], remedy: Callable[[str], str]) -> None:
     index, count = distributed.index_and_count()
     if count == 1:
         return
-    room, text = f"lamb_tpu/agreement/{next(_numbers)}", json.dumps(values)
-    own = json.dumps([hashlib.sha256(text.encode()).hexdigest(), socket.gethostname()])
+    prefix, text = f"lamb_tpu/agreement/{next(_numbers)}", json.dumps(values)
+    # The order of the keys is for messages alone.
+    digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+    mine = json.dumps([digest, socket.gethostname()])
     client = distributed.client()
-    client.key_value_set(f"{room}/digest/{index}", own)
+    client.key_value_set(f"{prefix}/digest/{index}", mine)
     if index:
-        verdict = _get(f"{room}/verdict")
+        verdict = _get(f"{prefix}/verdict")
         if verdict == "differ":
-            client.key_value_set(f"{room}/values/{index}", text)
-            verdict = _get(f"{room}/sentence")
+            client.key_value_set(f"{prefix}/values/{index}", text)
+            verdict = _get(f"{prefix}/sentence")
     else:
         members: dict[str, list[tuple[int, str]]] = {}
         for number in range(count):
-            digest, host = json.loads(_get(f"{room}/digest/{number}"))
+            digest, host = json.loads(_get(f"{prefix}/digest/{number}"))
             members.setdefault(digest, []).append((number, host))
         verdict = "" if len(members) == 1 else "differ"
-        client.key_value_set(f"{room}/verdict", verdict)
+        client.key_value_set(f"{prefix}/verdict", verdict)
         if verdict:
             # One process of each group speaks for it, and a message has few groups.
             groups = [
-                Group(tuple(them), json.loads(_get(f"{room}/values/{them[0][0]}")))
+                Group(tuple(them), json.loads(_get(f"{prefix}/values/{them[0][0]}")))
                 if them[0][0] else Group(tuple(them), values)
                 for them in list(members.values())[:8]
             ]
             verdict = sentence(groups, remedy)
-            client.key_value_set(f"{room}/sentence", verdict)
+            client.key_value_set(f"{prefix}/sentence", verdict)
     if verdict:
         raise distributed.of_all(UserError(verdict))
 
@@ -101,15 +103,15 @@ def sentence(groups: Sequence[Group], remedy: Callable[[str], str]) -> str:
         found.setdefault(text, []).extend(group.processes)
     # The fewest first: most likely it is they that are wrong.
     order = sorted(found, key=lambda value: (len(found[value]), -found[value][0][0]))
-    told = [f"{value} on {_processes(sorted(found[value]))}" for value in order[:_VALUES]]
+    parts = [f"{value} on {_processes(sorted(found[value]))}" for value in order[:_VALUES]]
     if len(order) > _VALUES:
-        told.append(f"other values on {sum(len(found[value]) for value in order[_VALUES:])} more")
+        parts.append(f"other values on {sum(len(found[value]) for value in order[_VALUES:])} more")
     more = ""
     if others:
         listed = ", ".join(others[:_LISTED])
         listed += f" and {len(others) - _LISTED} more" if len(others) > _LISTED else ""
         more = f"; {listed} {'differ' if len(others) > 1 else 'differs'} too"
-    return f"{key} is {_join(told)}{more}; {remedy(key)}"
+    return f"{key} is {_join(parts)}{more}; {remedy(key)}"
 
 
 def _processes(members: Sequence[tuple[int, str]]) -> str:

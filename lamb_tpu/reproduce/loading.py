@@ -104,8 +104,9 @@ def load_all(papers: pathlib.Path, trusted: bool = False) -> dict[str, Table]:
 
 def _check_code(table: Table) -> None:
     """Rejects a table that would run code of the folder's author: a recipe file, a custom name."""
-    parts = [*table.scales.values(), *table.cells.values()]
-    for recipe in dict.fromkeys(recipe for part in parts for recipe in part.stages):
+    recipes = [recipe for scale in table.scales.values() for recipe in scale.stages]
+    recipes += [recipe for cell in table.cells.values() for recipe in cell.stages]
+    for recipe in dict.fromkeys(recipes):
         file = pathlib.Path(recipe_path(recipe.partition(":")[0]))
         if file.exists() and not file.resolve().is_relative_to(recipe_folder().resolve()):
             raise UserError(

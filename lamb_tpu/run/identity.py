@@ -49,8 +49,10 @@ _SETTINGS = (
 _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE")
 # Flags of XLA that may differ: where it writes, and how many devices a CPU has.
 _FREE_FLAG = re.compile(r"--xla_(dump_|force_host_platform_device_count|gpu_per_fusion_autotune)")
-# Examples of a set that are compared, evenly spread.
-_IN_MEMORY, _READ = 64, 8
+# A set in memory of at most this size is compared completely, of a larger or another one some
+# examples, evenly spread.
+_COMPLETE_BYTES = 32 * 2**20
+_IN_MEMORY, _READ = 1024, 8
 _REMEDIES = {
     "lamb_tpu": "install the same version on every host",
     "library": "install the same versions on every host",
@@ -98,7 +100,7 @@ def check_data(training: Source, evaluation: Source) -> None:
     """Compares the data sets of all processes, and the custom modules that they have loaded.
 
     Of a set these are compared: its name, which has a digest for some, length, fields, classes,
-    vocabulary, and some examples.
+    vocabulary, and all or some examples.
 
     Raises:
       UserError: processes differ; it is raised in all of them.
@@ -162,7 +164,8 @@ def _environment() -> Iterator[tuple[str, str]]:
 
 def _named_modules(flat: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yields the digest of each custom module that a config names, imported or not."""
-    for name in sorted({own.module_of(value) for value in flat.values()} - {None}):
+    found = {name for value in flat.values() if (name := own.module_of(value)) is not None}
+    for name in sorted(found):
         module = sys.modules.get(name)
         file = getattr(module, "__file__", None)
         if module is None:
@@ -203,6 +206,9 @@ def _of_set(source: Source) -> Iterator[tuple[str, str]]:
     if source.vocabulary is not None:
         yield "the vocabulary", _digest("\n".join(source.vocabulary.tokens).encode())
     number = min(len(source), _IN_MEMORY if source.in_memory else _READ)
+    size = len(source) * sum(spec.num_bytes for spec in source.element_spec.values())
+    if source.in_memory and size <= _COMPLETE_BYTES:
+        number = len(source)
     batch = source.gather(np.linspace(0, len(source) - 1, number).astype(np.int64))
     for name, values in sorted(batch.items()):
         yield f"examples (SHA-256 of {name!r})", _digest(np.ascontiguousarray(values).tobytes())

@@ -100,12 +100,12 @@ def test_another_rate_on_one_of_three_processes(tmp_path: pathlib.Path) -> None:
     plain = process(folder, workdir)
     other = process(folder, workdir, "--config.optimizer.learning_rate=0.05")
     (outcome,) = run(tmp_path, [[plain, other, plain]])
-    (told,) = set(errors(outcome))
+    (found,) = set(errors(outcome))
     host = distributed.socket.gethostname()
-    assert told.startswith(
+    assert found.startswith(
         f"error: config.optimizer.learning_rate is 0.05 on process 1 (host {host}) and "
     )
-    assert told.endswith(
+    assert found.endswith(
         f" on processes 0 (host {host}) and 2 (host {host}); start all processes with the same "
         "command"
     )
@@ -171,9 +171,9 @@ def test_every_difference_is_rejected_before_the_first_update(tmp_path: pathlib.
     }
     outcomes = run(tmp_path, [started for started, _ in cases.values()])
     for (name, (_, message)), outcome in zip(cases.items(), outcomes, strict=True):
-        told = {line.replace("error: process 1: ", "error: ") for line in errors(outcome)}
-        assert len(told) == 1, (name, told)
-        assert told.pop().startswith(f"error: {message}"), (name, outcome)
+        found = {line.replace("error: process 1: ", "error: ") for line in errors(outcome)}
+        assert len(found) == 1, (name, found)
+        assert found.pop().startswith(f"error: {message}"), (name, outcome)
         assert not (tmp_path / "run" / "metrics.jsonl").exists(), name
     # The same processes without a difference train; so do evaluations, but not of two steps.
     plain = process(here, workdir, *OWN_NET, *OWN_DATA)
