@@ -206,7 +206,7 @@ def of_weights(config: ConfigDict) -> Start:
         # The other run may itself have continued the counts of a third one.
         "updates_before": weights.updates_before + (weights.step or 0) if keeps else 0,
     }
-    notes = ()
+    notes: tuple[str, ...] = ()
     if weights.unfinished:
         record["unfinished"] = weights.unfinished
         notes = (f"that run has not ended ({weights.unfinished})",)
