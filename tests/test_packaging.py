@@ -65,7 +65,13 @@ def test_wheel_runs_a_recipe_by_its_name(tmp_path: pathlib.Path) -> None:
         copy = tmp_path / "source" / name
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_bytes((tiny.ROOT / name).read_bytes())
-    run("pip", "wheel", "-q", "--no-deps", "-w", "wheels", "./source")
+    try:
+        run("pip", "wheel", "-q", "--no-deps", "-w", "wheels", "./source")
+    except subprocess.CalledProcessError as error:
+        # pip takes the build backend from the index.
+        if "No matching distribution found for setuptools" not in error.stderr:
+            raise
+        pytest.skip("pip reaches no package index")
     (wheel,) = (tmp_path / "wheels").glob("*.whl")
     run("pip", "install", "-q", "--no-deps", "--target", "site", str(wheel))
     shipped = {path.name for path in (tmp_path / "site" / "lamb_tpu" / "configs").glob("*.py")}

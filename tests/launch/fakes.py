@@ -8,11 +8,19 @@ arguments and ends with the statuses that the test has put down.
 import json
 import os
 import pathlib
+import shlex
 import stat
 import subprocess
 import sys
 
-_HEAD = f"#!{sys.executable} -IS\nimport json, os, pathlib, shutil, subprocess, sys, time\n"
+# A path with a space cannot follow #!, so sh starts Python with this file. To Python, the lines for
+# sh are a string.
+_HEAD = f"""#!/bin/sh
+''':'
+exec {shlex.quote(sys.executable)} -IS "$0" "$@"
+'''
+import json, os, pathlib, shutil, subprocess, sys, time
+"""
 _GCLOUD = _HEAD + r'''
 cloud = pathlib.Path(os.environ["CLOUD"])
 argv = sys.argv[1:]

@@ -38,7 +38,7 @@ def script(train: list[str] = TRAIN, **options: Any) -> str:
 def run(text: str, folder: pathlib.Path, srun: str, **environment: str):
     (folder / "bin").mkdir()
     for name, program in (
-        ("srun", srun), ("scontrol", f'#!/bin/bash\necho "$@" >{folder}/scontrol\n')
+        ("srun", srun), ("scontrol", f'#!/bin/bash\necho "$@" >"{folder}/scontrol"\n')
     ):
         (folder / "bin" / name).write_text(program)
         (folder / "bin" / name).chmod(0o755)
@@ -77,7 +77,7 @@ def test_directives() -> None:
 def test_preempted_job_is_queued_again(
     tmp_path: pathlib.Path, status: int, requeued: bool
 ) -> None:
-    srun = f'#!/bin/bash\nprintf "%s\\0" "$@" >{tmp_path}/argv\nexit {status}\n'
+    srun = f'#!/bin/bash\nprintf "%s\\0" "$@" >"{tmp_path}/argv"\nexit {status}\n'
     done = run(script(), tmp_path, srun)
     assert done.returncode == status, done.stderr
     called = tmp_path / "scontrol"

@@ -6,7 +6,7 @@ import pytest
 
 from lamb_tpu.optim.quiet import hush_libtpu
 
-NAMES = ("TPU_ACCELERATOR_TYPE", "TPU_WORKER_HOSTNAMES")
+NAMES = ("TPU_ACCELERATOR_TYPE", "TPU_WORKER_HOSTNAMES", "TPU_LOG_DIR")
 
 
 def test_variables_of_libtpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -19,4 +19,4 @@ def test_variables_of_libtpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
     monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "the user's")
     hush_libtpu()
-    assert [os.environ[name] for name in NAMES] == ["v3-8", "the user's"]
+    assert [os.environ[name] for name in NAMES] == ["v3-8", "the user's", "disabled"]
