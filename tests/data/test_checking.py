@@ -129,7 +129,8 @@ def test_examined_batch_of_a_task_without_ranges_has_labels_of_the_set() -> None
     """Another task may ignore labels of -1, so a new batch may have them."""
     generic, batch = Check(source(), "train", {}), changed("label", 1, -1)
     generic(batch, INDICES)
-    with pytest.raises(UserError, match="^label of example 10 .* is -1; .* classes of the data set"):
+    message = "^label of example 10 .* is -1; .* the classes of the data set"
+    with pytest.raises(UserError, match=message):
         generic.examine(batch, INDICES)
 
 

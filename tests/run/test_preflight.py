@@ -60,12 +60,11 @@ def points(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.P
 
 def config(options: dict[str, Any], **changes: Any) -> ConfigDict:
     """A small run on the points."""
-    found = tiny.digits(**{
+    return tiny.digits(**{
         "data__name": "my_points:points", "data__train_split": "train", "data__options": options,
         "model": ConfigDict({"name": "mlp", "hidden_sizes": (4,), "num_classes": 3}),
         "task__input_std": 1.0, "duration": "8 steps", "checkpoint__every": "1 steps",
     } | changes)
-    return found
 
 
 # Options of the set, and the message: the field, the value, the range, the example and the set.
@@ -117,7 +116,8 @@ def test_later_batch_with_a_value_that_is_not_finite(points: pathlib.Path, value
     order = data.global_indices(0, 0, 64 * 4, 256)
     at = int(order[64 * 3 + 5])  # in update 4
     settings = config({"pixel": value, "at": at, "parts": True})
-    with pytest.raises(UserError, match=f"^image.1. of example {at} of points:train .* is {value};"):
+    message = f"^image.1. of example {at} of points:train .* is {value}; it must be finite"
+    with pytest.raises(UserError, match=message):
         train(settings, points / "run", quiet=True)
 
 
