@@ -79,9 +79,9 @@ class Check:
                 f"gather of {self._title} returns {type(batch).__name__}; it must return a dict "
                 "of arrays"
             )
-        batch = {field: np.asarray(values) for field, values in batch.items()}
-        self(batch, indices)
-        return batch
+        arrays = {field: np.asarray(values) for field, values in batch.items()}
+        self(arrays, indices)
+        return arrays
 
     def __call__(self, batch: Batch, indices: np.ndarray) -> None:
         """Checks a batch of the examples `indices`, int (n,).
@@ -89,7 +89,12 @@ class Check:
         Raises:
           UserError: see `read`.
         """
-        self._check_specs(batch, indices)
+        rows = len(indices)
+        if batch.keys() != self._spec.keys() or any(
+            batch[field].shape != (rows, *spec.shape) or batch[field].dtype != spec.dtype
+            for field, spec in self._spec.items()
+        ):
+            self._check_specs(batch, indices)
         self._check_values(batch, indices, self._finite)
 
     def _check_values(self, batch: Batch, indices: np.ndarray, finite: bool) -> None:
@@ -100,8 +105,9 @@ class Check:
             if bound is None and values.dtype.kind == "f":
                 bound = _FINITE
             if bound is not None and values.dtype.kind in "iuf" and values.size:
-                # A comparison with NaN, which `min` returns if there is any, is False.
-                low, high = values.min(), values.max()
+                # A comparison with NaN, which both return if there is any, is False.
+                low = np.minimum.reduce(values, axis=None)
+                high = np.maximum.reduce(values, axis=None)
                 if not (bound.low <= low and high <= bound.high) or (
                     bound.whole and values.dtype.kind == "f"
                 ):
