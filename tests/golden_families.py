@@ -16,6 +16,7 @@ from lamb_tpu import optim
 from tests.batching import golden_adadagrad, golden_noise_scale, golden_simigrad
 from tests.models import golden_gnmt, golden_lstm, golden_lstm_classifier
 from tests.optim import golden, golden_agvm, golden_baselines, golden_onebit, golden_schedules
+from tests.optim.golden_common import Settings
 from tests.parallel import golden_cpd, golden_dgc, golden_econtrol, golden_lgreco, golden_powersgd
 
 Entry = Mapping[str, Any]
@@ -118,11 +119,30 @@ _LSTM: dict[str, Repeat] = {
 }
 
 
+# The settings that each of them reads, or that the arrays show.
+_LSTM_SETTINGS: dict[str, tuple[str, ...]] = {
+    "label_smoothing": ("rows", "classes", "smoothing", "padding_index", "reduction"),
+    "mlperf_gnmt": (
+        "vocabulary", "hidden", "layers", "lengths", "smoothing", "max_seq_len", "searches",
+        "special", "arrays",
+    ),
+    "ptb_batching": ("batch_size", "num_steps", "tokens", "arrays"),
+    "torch_lstm_lm": (
+        "batch", "num_steps", "hidden", "layers", "windows_per_epoch", "epochs", "clip", "lr",
+        "lr_decay", "max_epoch", "loss", "arrays", "vocabulary",
+    ),
+}
+
+
 def _legw_lstm(entry: Entry, recorded: Arrays, inputs: Arrays) -> dict[str, np.ndarray]:
     """Repeats an entry of the recurrent networks, by its implementation."""
     name = entry["implementation"]
     if name not in _LSTM:
         raise ValueError(f"the implementation {name!r} is unknown; known: {', '.join(_LSTM)}")
+    if name in _LSTM_SETTINGS:
+        known = _LSTM_SETTINGS[name]
+        unread = {key: value for key, value in entry["hyper"].items() if key not in known}
+        Settings(unread).check_empty(name)
     return _LSTM[name](entry, recorded, inputs)
 
 

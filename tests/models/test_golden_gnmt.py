@@ -41,3 +41,10 @@ def test_there_are_entries() -> None:
 def test_another_implementation_is_refused() -> None:
     with pytest.raises(ValueError, match="'mosesdecoder' is unknown; known: .*mlperf_gnmt"):
         FAMILIES["legw_lstm"]({"implementation": "mosesdecoder"}, {}, {})
+
+
+@pytest.mark.parametrize(
+    "name", ["label_smoothing", "mlperf_gnmt", "ptb_batching", "torch_lstm_lm"])
+def test_a_setting_that_is_not_known_is_an_error(name: str) -> None:
+    with pytest.raises(ValueError, match="warp_factor"):
+        FAMILIES["legw_lstm"]({"implementation": name, "hyper": {"warp_factor": 9}}, {}, {})
