@@ -45,7 +45,7 @@ import my_helper
 
 class Net(nn.Module):
     @nn.compact
-    def __call__(self, inputs):
+    def __call__(self, inputs, train):
         x = nn.relu(nn.Dense(my_helper.WIDTH)(inputs.reshape(len(inputs), -1)))
         return nn.Dense(10)(x)
 """,
