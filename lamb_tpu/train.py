@@ -33,7 +33,7 @@ from lamb_tpu.run import phases
 from lamb_tpu.run.build import prepare
 from lamb_tpu.run.describe import describe
 from lamb_tpu.run.evaluator import make_evaluator, metric_names
-from lamb_tpu.run.preflight import check_data
+from lamb_tpu.run.preflight import check_data, train_check
 from lamb_tpu.run.session import Session
 from lamb_tpu.run.updating import make_updating
 from lamb_tpu.store.position import Position
@@ -109,7 +109,7 @@ def _train(
     # A misspelt metric must be refused here, not at the first evaluation.
     observers.check(metric_names(run))
     loader = data.TrainLoader(
-        run.train_set, recipe.batch_size, config.seed, run.local_rows(), run.train_check
+        run.train_set, recipe.batch_size, config.seed, run.local_rows(), train_check(run)
     )
     check_data(run)
 
