@@ -36,6 +36,7 @@ from lamb_tpu.run.evaluator import make_evaluator, metric_names
 from lamb_tpu.run.preflight import check_data, train_check
 from lamb_tpu.run.session import Session
 from lamb_tpu.run.updating import make_updating
+from lamb_tpu.store.metrics import nonfinite
 from lamb_tpu.store.position import Position
 from lamb_tpu.store.workdir import Workdir
 from lamb_tpu.watch.clock import Clock
@@ -147,6 +148,9 @@ def _train(
                         with observers.paused(step, "evaluation"):
                             metrics = evaluate(state)
                         eval_due = False
+                        if nonfinite(metrics):
+                            # An update before it may be the cause, which the guards then name.
+                            observers.fetched(updates.fetch())
                         observers.evaluated(step, metrics)
                     # Saved after its evaluation, which may make it the best checkpoint or end the
                     # run, and which a resumed run must not repeat.
