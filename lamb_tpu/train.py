@@ -33,9 +33,10 @@ from lamb_tpu.run import identity, phases
 from lamb_tpu.run.build import prepare
 from lamb_tpu.run.describe import describe
 from lamb_tpu.run.evaluator import make_evaluator, metric_names
-from lamb_tpu.run.preflight import check_data
+from lamb_tpu.run.preflight import check_data, train_check
 from lamb_tpu.run.session import Session
 from lamb_tpu.run.updating import make_updating
+from lamb_tpu.store.metrics import nonfinite
 from lamb_tpu.store.position import Position
 from lamb_tpu.store.workdir import Workdir
 from lamb_tpu.watch.clock import Clock
@@ -111,7 +112,7 @@ def _train(
     # A misspelt metric must be refused here, not at the first evaluation.
     observers.check(metric_names(run))
     loader = data.TrainLoader(
-        run.train_set, recipe.batch_size, config.seed, run.local_rows(), run.train_check
+        run.train_set, recipe.batch_size, config.seed, run.local_rows(), train_check(run)
     )
     check_data(run)
 
@@ -149,6 +150,9 @@ def _train(
                         with observers.paused(step, "evaluation"):
                             metrics = evaluate(state)
                         eval_due = False
+                        if nonfinite(metrics):
+                            # An update before it may be the cause, which the guards then name.
+                            observers.fetched(updates.fetch())
                         observers.evaluated(step, metrics)
                     # Saved after its evaluation, which may make it the best checkpoint or end the
                     # run, and which a resumed run must not repeat.

@@ -13,6 +13,7 @@ from lamb_tpu.optim import scaling
 from lamb_tpu.parallel.state import TrainState, resumed
 from lamb_tpu.run import checks, memory
 from lamb_tpu.run.build import Run, make_optimizer
+from lamb_tpu.run.preflight import train_check
 from lamb_tpu.store.checkpoint import Checkpoints
 from lamb_tpu.store.position import Position
 
@@ -155,7 +156,7 @@ class Branches:
         state = resumed(state, run.parts)
         # With the run's own batch size, because the order of batches of like lengths depends on it.
         loader = data.TrainLoader(
-            run.train_set, run.config.batch_size, seed, check=run.train_check
+            run.train_set, run.config.batch_size, seed, check=train_check(run)
         )
         loader.restore({**(Position.from_json(saved).loader or {}), "seed": seed})
         batch_size, rows = wide.config.batch_size, wide.local_rows()

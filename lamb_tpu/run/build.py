@@ -94,22 +94,6 @@ class Run:
         return tasks.build(model=models.build(**self.config.model), **self.config.task)
 
     @functools.cached_property
-    def train_check(self) -> data.Check:
-        """Check of training batches."""
-        return data.Check(
-            self.train_set, self.config.data.train_split,
-            tasks.field_ranges(self.task, self.train_set), not self.config.guards.max_skipped,
-        )
-
-    @functools.cached_property
-    def eval_check(self) -> data.Check:
-        """Check of evaluation batches."""
-        return data.Check(
-            self.eval_set, self.config.data.eval_split,
-            tasks.field_ranges(self.task, self.eval_set),
-        )
-
-    @functools.cached_property
     def model_flops(self) -> int | None:
         """Model FLOPs of an update, see `flops.training_flops`; None if they cannot be counted."""
         task, state, batch = self.plain_task, self.abstract_state, self.abstract_batch()

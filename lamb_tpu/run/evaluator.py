@@ -15,6 +15,7 @@ from lamb_tpu.parallel import mesh as mesh_lib
 from lamb_tpu.parallel import step as step_lib
 from lamb_tpu.parallel.state import TrainState
 from lamb_tpu.run.build import Run
+from lamb_tpu.run.preflight import eval_check
 from lamb_tpu.store.metrics import fetched, mean_metrics
 from lamb_tpu.tasks import HostScored, Sums
 
@@ -122,7 +123,7 @@ def _batches(
     One of several processes that cannot read its rows adds the error to `failures`, and yields
     masked zeros to the end: the other processes wait for it in each batch.
     """
-    batches = data.eval_batches(run.eval_set, batch_size, rows, run.eval_check)
+    batches = data.eval_batches(run.eval_set, batch_size, rows, eval_check(run))
     for _ in range(-(-len(run.eval_set) // batch_size)):
         try:
             batch = None if failures else next(batches)

@@ -4,7 +4,7 @@
 import jax
 import numpy as np
 
-from lamb_tpu import data
+from lamb_tpu import data, tasks
 from lamb_tpu.cluster import distributed
 from lamb_tpu.errors import UserError
 from lamb_tpu.run.build import Run
@@ -12,6 +12,22 @@ from lamb_tpu.run.build import Run
 _ALL_BYTES = 2**26  # a set of arrays up to this size is checked in full
 # Examples of other sets: to gather them may cost work, or reading a file for each.
 _IN_MEMORY, _READ = 512, 32
+
+
+def train_check(run: Run) -> data.Check:
+    """Returns the check of training batches."""
+    return data.Check(
+        run.train_set, run.config.data.train_split, tasks.field_ranges(run.task, run.train_set),
+        # A run that may skip updates gets past NaN; the guards then name the example.
+        finite=not run.config.guards.max_skipped,
+    )
+
+
+def eval_check(run: Run) -> data.Check:
+    """Returns the check of evaluation batches."""
+    return data.Check(
+        run.eval_set, run.config.data.eval_split, tasks.field_ranges(run.task, run.eval_set)
+    )
 
 
 def check_data(run: Run, training: bool = True) -> None:
@@ -35,14 +51,14 @@ def check_data(run: Run, training: bool = True) -> None:
                 indices, epochs, _ = loader.places(0, run.config.batch_size, rows[:count])
             else:
                 indices, epochs = np.arange(count), np.zeros(count, np.int64)
-            run.train_check.read(indices, epochs)
+            train_check(run).read(indices, epochs)
         trained, evaluated = train_set.num_classes, eval_set.num_classes
         if trained is not None and evaluated is not None and evaluated > trained:
             raise UserError(
                 f"config.data.eval_split is {run.config.data.eval_split!r}, which has {evaluated} "
                 f"classes, and the training set has {trained}; both must have the same"
             )
-        run.eval_check.read(np.arange(_count(eval_set)))
+        eval_check(run).read(np.arange(_count(eval_set)))
 
 
 def examine(run: Run, update: int) -> None:
@@ -64,7 +80,8 @@ def examine(run: Run, update: int) -> None:
     loader = data.TrainLoader(run.train_set, config.batch_size, config.seed)
     with distributed.together():
         indices, epochs, _ = loader.places(start, count, rows)
-        run.train_check.examine(run.train_check.read(indices, epochs), indices)
+        check = train_check(run)
+        check.examine(check.read(indices, epochs), indices)
 
 
 def _count(source: data.Source) -> int:

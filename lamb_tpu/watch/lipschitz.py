@@ -10,6 +10,7 @@ from lamb_tpu.errors import UserError
 from lamb_tpu.parallel import mesh as mesh_lib
 from lamb_tpu.parallel import step as step_lib
 from lamb_tpu.run.build import Run
+from lamb_tpu.run.preflight import train_check
 from lamb_tpu.watch.observer import Observer, Record
 
 
@@ -50,7 +51,7 @@ class Lipschitz(Observer):
         mesh, config = self._run.mesh, self._run.config
         own = mesh_lib.local_rows(self._rows, mesh)
         loader = data.TrainLoader(
-            self._run.train_set, self._rows, config.seed, own, self._run.train_check
+            self._run.train_set, self._rows, config.seed, own, train_check(self._run)
         )
         return mesh_lib.shard_batch(next(loader), self._rows, mesh)
 
