@@ -276,8 +276,9 @@ def denominator(
     with the layer's mean second moment. Elements below the floor, such as rows of rare words, learn
     more slowly than in Adam. A mask in its place would stop them for the rest of the run.
 
-    On the digits of configs/digits.py a floor of 0.01 still lets the norm of the parameters grow
-    to twice Adam's, 0.1 does not, and with 1 the training loss falls half as fast.
+    On configs/digits.py, one seed, `onebit_adam` ends with parameters of the norm 47 at a floor of
+    0.01, 22 at 0.1 and 21 at 1, where Adam has 19, and with a training loss of 0.0026, 0.0026 and
+    0.0043. A mask below the same 0.1 in its place has 22 and 0.0026.
 
     Args:
       nu: second moments of a leaf.
