@@ -2,7 +2,7 @@
 
 import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,6 +24,12 @@ def check_flag(name: str, value: Any) -> None:
     """Raises ValueError unless the value is True or False."""
     if not isinstance(value, bool):
         raise ValueError(f"{name} must be True or False, not {value!r}")
+
+
+def check_mapping(name: str, value: Any) -> None:
+    """Raises ValueError unless the value is a mapping or None."""
+    if value is not None and not isinstance(value, Mapping):
+        raise ValueError(f"{name} must be a mapping or None, not {value!r}")
 
 
 def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from lamb_tpu.optim import parameters, sharding
+from lamb_tpu.optim import checks, parameters, sharding
 from lamb_tpu.optim.parameters import ParameterFacts, Rules
 
 
@@ -170,7 +170,14 @@ def report(
       params: the parameters, or the shapes and dtypes of them.
       rules: its rules, see `parameters.resolve`.
       arguments: the arguments that it has, as `factory.arguments_of` gives them, for the line.
+
+    Raises:
+      ValueError: an argument is of another type, or the rules do not fit, see `parameters.resolve`.
     """
+    if not isinstance(optimizer, str):
+        raise ValueError(f"optimizer must be the name of an optimizer, not {optimizer!r}")
+    checks.check_opt_state(opt_state)
+    checks.check_mapping("arguments", arguments)
     kept: dict[Any, list[Buffer]] = {
         path: [] for path, _ in jax.tree_util.tree_leaves_with_path(params)
     }

@@ -342,7 +342,12 @@ def table(
       by_name: for an optimizer that goes by names: also show matrix axes that a leaf has by its
         name, where they are others than by the number of its axes.
       columns: titles of further columns, and their cells in the order of `jax.tree.leaves(params)`.
+
+    Raises:
+      ValueError: see `resolve`; `by_name` is not a bool, or `columns` is not a mapping.
     """
+    checks.check_flag("by_name", by_name)
+    checks.check_mapping("columns", columns)
     columns = columns or {}
     facts = jax.tree.leaves(resolve(params, rules))
     factors = [  # most tables have none, and those of older runs know none

@@ -31,10 +31,11 @@ PARAMS = {"kernel": jnp.ones((4, 3)), "bias": jnp.ones(3)}
 
 # Modules, and functions of arrays inside an update, that serve the package itself.
 INNER = {
-    "checks", "leafwise", "modules", "reducing", "splits", "staged",
+    "checks", "leafwise", "matrices", "modules", "reducing", "splits", "staged",
+    "leaves.difference",
     "chains.check_numbers", "chains.refuse_leaves", "chains.under_rules",
     "directions.AdamDirection", "directions.Momentum", "onebit_adam.direction",
-    "parameters.leaf_paths", "clipping.check_max_norm",
+    "parameters.leaf_paths", "parameters.matches", "sharding.owner_of", "clipping.check_max_norm",
     "clipping.global_norm", "clipping.global_scale", "rounding.round_to_bfloat16",
     "apollo.project", "apollo.projected_side", "apollo.projection", "apollo.projection_shape",
     *(f"trust_ratio.{name}" for name, value in vars(trust_ratio).items()
@@ -101,6 +102,8 @@ NEEDED = {
     "random_matrix_rule": dict(optimizer="lamb"),
     "read": dict(opt_state=optax.EmptyState()),
     "refined_schedule": dict(gradient_norms=[2.0, 1.0], peak=0.1),
+    "report": dict(
+        optimizer="sgd", opt_state=optax.EmptyState(), params=PARAMS, rules="all"),
     "resolve": dict(params=PARAMS, rules="all"),
     "scalars": dict(opt_state=optax.EmptyState()),
     "second_moments": dict(opt_state=optax.EmptyState()),
@@ -121,6 +124,7 @@ RIGHT = {
     ("clip_global_norm", "max_norm"): {"inf"},  # never clips
     ("optimal_timescale", "exponent"): {"negative"},
     ("own_arguments", "name"): {"callable"},
+    ("report", "optimizer"): {"string"},  # of a transform that is not shipped
     ("step_decay", "boundaries"): {"list", "array"},
     ("refined_schedule", "gradient_norms"): {"array"},
     ("*", "clip_global_norm"): {"inf"},
@@ -206,7 +210,7 @@ def test_a_hold_beyond_the_end():
     with pytest.raises(ValueError, match="hold_steps 6 after warmup_steps 5 must end by total_s"):
         optim.warmup(0.1, 10, 5, hold_steps=6)
     optim.warmup(0.1, 10, 5, hold_steps=5)
-    optim.warmup(0.1, 10, 15)  # ends in its warm-up, as is said
+    optim.warmup(0.1, 10, 10)  # reaches its peak at its end
 
 
 @pytest.mark.parametrize("good", [
