@@ -118,8 +118,8 @@ def check_static(**values: Any) -> None:
     """
     if any(isinstance(value, jax.Array) for value in values.values()):
         raise ValueError(
-            f"{', '.join(values)} must be Python numbers, not arrays; give "
-            f"optax.inject_hyperparams static_args={tuple(values)!r}"
+            f"{' and '.join(values)} must not be an array; give optax.inject_hyperparams "
+            f"static_args={tuple(values)!r}"
         )
 
 

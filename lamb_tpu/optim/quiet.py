@@ -8,8 +8,8 @@ def hush_libtpu() -> None:
 
     JAX tries every library that is installed, so where libtpu is there as a compiler, as for
     planning, its first use prints lines about a TPU that it cannot find. They ask for the first
-    two variables. Without the third, libtpu writes its log below /tmp/tpu_logs and prints thousands
-    of lines if another user of the machine has made that folder. Only libtpu reads the three. With
+    two variables. Without the third, libtpu writes its log into the folder tpu_logs of the temporary
+    folder, and prints thousands of lines if another user of the machine owns it. Only libtpu reads the three. With
     a TPU nothing is changed.
     """
     # JAX sets this when it is imported and finds no TPU.
