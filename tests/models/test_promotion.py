@@ -26,7 +26,7 @@ def _images(side: int, channels: int = 3) -> Fields:
 
 
 WORDS = _array(LENGTH)
-TEXT = {name: WORDS for name in ("input_ids", "token_type_ids", "attention_mask")}
+TEXT = dict.fromkeys(("input_ids", "token_type_ids", "attention_mask"), WORDS)
 MASKED = {
     **TEXT, "masked_positions": _array(3), "masked_ids": _array(3),
     "masked_weights": _array(3, dtype=jnp.float32), "next_sentence_label": _array(),
