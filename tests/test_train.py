@@ -22,6 +22,7 @@ from lamb_tpu.store.workdir import Workdir
 from lamb_tpu.train import train
 from lamb_tpu.watch.guards import Diverged
 from tests import tiny
+from tests.parallel.nets import NARROW
 
 
 class Interrupted(Exception):
@@ -310,7 +311,11 @@ def test_best_checkpoint_and_those_for_good_are_kept(
     {}, {"parallel__backend": "shard_map", "parallel__exchange": ConfigDict({"name": "onebit"}),
          "optimizer": ConfigDict(
              {"name": "onebit_adam", "learning_rate": 0.01, "freeze_step": 1})},
-], ids=["jit", "shard_map"])
+    *({"model": ConfigDict({"name": NARROW}), "parallel__backend": backend,
+       "optimizer": ConfigDict(
+           {"name": "lamb", "learning_rate": 0.01, "stochastic_rounding": True})}
+      for backend in ("jit", "shard_map")),
+], ids=["jit", "shard_map", "jit-bfloat16", "shard_map-bfloat16"])
 def test_strict_promotion(tmp_path: pathlib.Path, place: dict[str, Any]) -> None:
     config = tiny.digits(
         duration="2 steps", eval__every="2 steps", accumulation_steps=2, ema__decay=0.9,

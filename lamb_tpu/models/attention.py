@@ -80,10 +80,12 @@ def _backward(
     query, key, value, signed, total, mixed = saved
     # Softmax p of s has ds = p (dp - sum p dp); the sum equals that of grad times the output.
     inner = jnp.einsum("bqnh,bqnh->bnq", grad, mixed, preferred_element_type=jnp.float32) / total
-    grad = (grad * _of_queries(1 / ((1 - rate) * total))).astype(value.dtype)
+    grad = grad.astype(inner.dtype) * _of_queries(1 / ((1 - rate) * total))
+    grad = grad.astype(value.dtype)
     of_weights = jnp.einsum("bqnh,bknh->bnqk", grad, value, preferred_element_type=jnp.float32)
     # p is |signed| / total. The division by `total` is already in `grad` and in `inner`.
-    of_scores = jnp.abs(signed) * (jnp.where(signed > 0, of_weights, 0) - inner[..., None])
+    of_scores = jnp.where(signed > 0, of_weights, 0) - inner[..., None]
+    of_scores = jnp.abs(signed).astype(of_scores.dtype) * of_scores
     of_scores = of_scores.astype(value.dtype)
     of_value = jnp.einsum("bnqk,bqnh->bknh", jnp.maximum(signed, 0), grad)
     # Scaling is linear, so its gradient is the same scaling.

@@ -101,7 +101,7 @@ def search(step: Step, memory: Any, state: Any, settings: Search) -> Found:
         words = jnp.where(ended[..., None], settings.end, words)
         added = jnp.where(ended[..., None], 0, weights.reshape(found.coverage.shape))
         coverage = found.coverage + added
-        lengths = found.lengths + ~ended
+        lengths = found.lengths + jnp.int32(~ended)
         scores, place = lax.top_k(
             (found.scores[..., None] + likely).reshape(rows, beam * width), beam
         )
@@ -128,10 +128,11 @@ def search(step: Step, memory: Any, state: Any, settings: Search) -> Found:
 
     found, _, done = lax.while_loop(goes_on, advance, (found, state, jnp.zeros(rows, bool)))
     constant = settings.length_constant
-    norm = ((constant + found.lengths) / (constant + 1)) ** settings.length_penalty
+    lengths = found.lengths.astype(jnp.result_type(float))
+    norm = ((constant + lengths) / (constant + 1)) ** settings.length_penalty
     covered = jnp.minimum(found.coverage, 1)
     penalty = jnp.sum(jnp.where(covered > 0, jnp.log(jnp.where(covered > 0, covered, 1)), 0), -1)
-    scores = found.scores / norm + settings.coverage_penalty * penalty
+    scores = found.scores / norm.astype(found.scores.dtype) + settings.coverage_penalty * penalty
     if settings.published:
         scores = jnp.where(done[:, None], scores, found.scores)
     return found._replace(scores=scores)
@@ -142,7 +143,7 @@ def best(found: Found, end: int) -> jax.Array:
     chosen = jnp.argmax(found.scores, -1)
     tokens = jnp.take_along_axis(found.tokens, chosen[:, None, None], 1)[:, 0]
     is_end = tokens == end
-    return jnp.where(jnp.cumsum(is_end, -1) - is_end > 0, 0, tokens)
+    return jnp.where(jnp.cumsum(is_end, -1) > jnp.where(is_end, 1, 0), 0, tokens)
 
 
 def _moved(x: jax.Array, source: jax.Array) -> jax.Array:

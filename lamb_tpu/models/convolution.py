@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from lamb_tpu.models import axes
@@ -182,7 +183,7 @@ def _sums(
     """Computes a convolution as a sum over the kernel's places of weighted pixels."""
     padded = jnp.pad(x, ((0, 0), *pads, (0, 0)))
     (height, width), (down, right) = kernel.shape[:2], strides
-    dtype = jnp.promote_types(x.dtype, jnp.float32)
+    dtype = np.promote_types(x.dtype, jnp.float32)
     total: int | jax.Array = 0
     for row, column in itertools.product(range(height), range(width)):
         pixels = padded[
@@ -197,7 +198,7 @@ def _sums(
             product = jnp.matmul(rows, place, preferred_element_type=dtype)
             total += product.reshape(*pixels.shape[:3], -1)
         else:
-            total += pixels * place.astype(dtype)
+            total += pixels.astype(dtype) * place.astype(dtype)
     return jnp.asarray(total, x.dtype)
 
 
@@ -313,7 +314,7 @@ def _depthwise_gradient(
     are summed at the end. Rows and sums stay in a core's cache, and sums that keep the channels
     and another axis are the ones that XLA's CPU backend computes on whole vectors.
     """
-    dtype = jnp.promote_types(x.dtype, jnp.float32)
+    dtype = np.promote_types(x.dtype, jnp.float32)
     padded = jnp.pad(x, ((0, 0), *pads, (0, 0)))
     (height, width), (down, right) = kernel.shape[:2], strides
 
@@ -341,7 +342,7 @@ def _kernel_gradient(
 
     It is the product of their patches, one for each output, with the outputs' gradients.
     """
-    dtype = jnp.promote_types(x.dtype, jnp.float32)
+    dtype = np.promote_types(x.dtype, jnp.float32)
     padded = jnp.pad(x, ((0, 0), *pads, (0, 0)))
     (height, width, channels, outputs), (down, right) = kernel.shape, strides
     batch, rows, columns = gradient.shape[:3]

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from lamb_tpu.models.dropout import Dropout
 from lamb_tpu.models.lanes import Conv, examples_a_row, pack, unpack
@@ -141,7 +142,9 @@ class Block(nn.Module):
             # Dropped for each example by itself, because examples may share a row.
             ones = jnp.ones((len(x) * self.packed, channels))
             kept = Dropout(self.stochastic_depth_rate, whole_examples=True)(ones, train)
-            x = (x * kept.reshape(len(x), 1, 1, -1) + inputs).astype(x.dtype)
+            kept = kept.reshape(len(x), 1, 1, -1)
+            branch = x.astype(np.promote_types(x.dtype, kept.dtype)) * kept
+            x = (branch + inputs.astype(branch.dtype)).astype(x.dtype)
         return x
 
 

@@ -7,11 +7,13 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from lamb_tpu.errors import UserError
 from lamb_tpu.models.dropout import Dropout
 from lamb_tpu.models.lstm import LSTM, uniform_within
 from lamb_tpu.models.product import dot_general
+from lamb_tpu.models.promotion import Dense
 from lamb_tpu.models.recurrence import Carry
 
 # Score of padding, below every score of a token: the vector's length bounds those.
@@ -230,7 +232,7 @@ class Attention(nn.Module):
         dtype = jnp.dtype(self.dtype)
         context = jnp.einsum(
             "bts,bsh->bth", weights.astype(dtype), memory.outputs.astype(dtype),
-            preferred_element_type=jnp.promote_types(dtype, jnp.float32),
+            preferred_element_type=np.promote_types(dtype, jnp.float32),
         )
         return context, weights
 
@@ -278,9 +280,9 @@ def _dense(
     init, dtype = uniform_within(module.init_scale), jnp.dtype(module.dtype)
     # By default a product of bfloat16 is rounded to it.
     product = functools.partial(
-        dot_general, preferred_element_type=jnp.promote_types(dtype, jnp.float32)
+        dot_general, preferred_element_type=np.promote_types(dtype, jnp.float32)
     )
-    return nn.Dense(
+    return Dense(
         features, use_bias=use_bias, kernel_init=init, bias_init=init, dtype=dtype,
         dot_general=product, name=name,
     )

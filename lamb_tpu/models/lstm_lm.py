@@ -7,10 +7,12 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from lamb_tpu.models.dropout import Dropout
 from lamb_tpu.models.lstm import LSTM, uniform_within
 from lamb_tpu.models.product import dot_general
+from lamb_tpu.models.promotion import Dense
 from lamb_tpu.models.recurrence import Carry
 
 DROPOUTS = ("plain", "variational")
@@ -113,9 +115,10 @@ class LSTMLanguageModel(nn.Module):
             carries.append(jnp.stack(last, axis=1))
         if self.tied:
             bias = self.param("output_bias", uniform, (self.vocab_size,), jnp.float32)
-            logits = embed.attend(x) + bias
+            logits = embed.attend(x)
+            logits = logits.astype(np.promote_types(logits.dtype, bias.dtype)) + bias
         else:
-            dense = nn.Dense(
+            dense = Dense(
                 self.vocab_size, kernel_init=uniform, bias_init=uniform, dtype=dtype,
                 dot_general=functools.partial(dot_general, preferred_element_type=jnp.float32),
                 name="output",

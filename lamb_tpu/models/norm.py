@@ -12,6 +12,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from lamb_tpu.models.groups import Groups, groups_of
@@ -114,7 +115,7 @@ class BatchNorm(nn.Module):
             raise ValueError(f"epsilon must be at least 0, not {self.epsilon}")
         dtype, rows, channels = x.dtype, len(x) * self.packed, x.shape[-1] // self.packed
         # Once, so that gradients with respect to x are summed in float32 too.
-        x = x.astype(jnp.promote_types(dtype, jnp.float32))
+        x = x.astype(np.promote_types(dtype, jnp.float32))
         running_mean = self.variable("batch_stats", "mean", jnp.zeros, channels, jnp.float32)
         running_var = self.variable("batch_stats", "var", jnp.ones, channels, jnp.float32)
         scale = self.param("scale", self.scale_init, (channels,), jnp.float32)

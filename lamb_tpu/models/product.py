@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 _Numbers = tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]]
@@ -70,7 +71,7 @@ def _backward(
         x: jax.Array, kernel: jax.Array, gradient: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         rows = tuple(range(x.ndim - 1))
-        sums = jnp.promote_types(kernel.dtype, jnp.float32)
+        sums = np.promote_types(kernel.dtype, jnp.float32)
         product = functools.partial(lax.dot_general, preferred_element_type=sums)
         gradient = gradient.astype(kernel.dtype)
         of_x = product(gradient, kernel, (((x.ndim - 1,), (1,)), ((), ())))

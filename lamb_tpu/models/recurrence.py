@@ -181,10 +181,16 @@ def _backward(
     )
     # Written as gradients of a factor, so that under shard_map's check_vma JAX sums those of a
     # replicated kernel, as in its own derivatives.
-    found = jax.tree.leaves((of_inputs, of_kernels, of_carry))
-    of_all = jax.grad(lambda each: sum(map(jnp.vdot, jax.tree.leaves(each), found)))(
-        (inputs, kernels, first)
-    )
+    given = inputs, kernels, first
+    found = jax.tree.leaves(jax.tree.map(
+        lambda leaf, slope: slope.astype(leaf.dtype), given, (of_inputs, of_kernels, of_carry)
+    ))
+
+    def pairing(each: Any) -> jax.Array:
+        terms = map(jnp.vdot, jax.tree.leaves(each), found)
+        return sum((term.astype(jnp.float32) for term in terms), jnp.float32(0))
+
+    of_all = jax.grad(pairing)(given)
     return *of_all, None, None
 
 

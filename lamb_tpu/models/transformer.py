@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 from lamb_tpu.models.attention import attend
 from lamb_tpu.models.axes import WITHIN_EXAMPLES
 from lamb_tpu.models.dropout import Dropout, draw_kept, rounded
+from lamb_tpu.models.promotion import LayerNorm
 
 # Axes of a mesh.
 HEADS_AXIS, SEQUENCE_AXIS = WITHIN_EXAMPLES
@@ -59,7 +60,7 @@ class LayerConfig:
     def layer_norm(self, name: str) -> nn.LayerNorm:
         """LayerNorm over the last axis."""
         # The fast variance, mean of squares minus squared mean, would lose it to rounding.
-        return nn.LayerNorm(
+        return LayerNorm(
             epsilon=self.layer_norm_eps, dtype=self.dtype, use_fast_variance=False, name=name
         )
 

@@ -8,7 +8,6 @@ Without `stage`, as in any loop with Optax, the stage follows from the count in 
 gradients are those of all devices together.
 """
 
-import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -331,7 +330,7 @@ def masked(
     if mask_unseen:
         values = jnp.where(nu == 0, 0.0 * values, values)
     for pattern, (first, last) in masked_rows:
-        if not re.search(pattern, leaf.path):
+        if not parameters.matches(pattern, leaf.path):
             continue
         axes = [axis for axis in range(values.ndim) if axis not in leaf.facts.layer_axes]
         if not axes or values.shape[axes[0]] < last:

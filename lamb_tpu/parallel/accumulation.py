@@ -101,7 +101,9 @@ def gradients(
         # Each microbatch starts from the same running averages. Its moments are stacked by the scan
         # and combined once, behind it.
         grads, (loss, state, sums) = of(*part, {**model_state, MOMENTS: {}})
-        totals = jax.tree.map(lambda total, x: total + x, totals, (grads, loss, sums))
+        totals = jax.tree.map(
+            lambda total, x: total + x.astype(total.dtype), totals, (grads, loss, sums)
+        )
         return totals, (state.get(MOMENTS, {}), {name: state[name] for name in carried})
 
     # A scan needs a carry of fixed shapes and dtypes, so these are known before it begins. Sums are

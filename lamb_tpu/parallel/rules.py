@@ -50,7 +50,7 @@ def partition_params(
     def place(name: str, leaf: Any, fact: ParameterFacts) -> NamedSharding:
         # All matches, so that an idle rule can be told apart: it matches nothing, or only what
         # earlier rules have decided.
-        found = [i for i, (pattern, _) in enumerate(checked) if pattern.search(name)]
+        found = [i for i, (pattern, _) in enumerate(checked) if parameters.matches(pattern, name)]
         decided.update(found)
         if not found:
             return mesh_lib.replicated(mesh)
@@ -288,7 +288,7 @@ def describe(
         parameters.leaf_paths(params), jax.tree.leaves(params), jax.tree.leaves(shardings),
         strict=True,
     ):
-        decides = next((rule for rule in rules if re.search(rule[0], path)), None)
+        decides = next((rule for rule in rules if parameters.matches(rule[0], path)), None)
         by = f"by the rule {decides[0]!r}" if decides else "by no rule"
         split = ", ".join(str(entry) if entry else "-" for entry in sharding.spec)
         how = f"split ({split})" if split else "replicated"

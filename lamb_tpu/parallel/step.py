@@ -148,7 +148,9 @@ def make_finish(
         if len(reduced) != 1:
             raise ValueError(f"the optimizer has called `reduce` {len(reduced)} times and not once")
         sums, residual = reduced[0]
-        params = optax.apply_updates(old, updates)
+        # Updates of `stochastic_rounding` are wider than the parameters on purpose.
+        with jax.numpy_dtype_promotion("standard"):
+            params = optax.apply_updates(old, updates)
         # The metrics, each a pair (sum, weight). Loss and norms are already those of the whole
         # batch.
         norm, one = backend.norm(_as(state.params, sums)), jnp.ones((), jnp.float32)

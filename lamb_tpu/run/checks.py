@@ -1,6 +1,5 @@
 """Checks of a config against the mesh, the task and the model that it names."""
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -129,7 +128,7 @@ def check_stacked(stacked: str | None, facts: Any) -> None:
     if stacked is None:
         return
     for path, fact in zip(parameters.leaf_paths(facts), jax.tree.leaves(facts), strict=True):
-        if re.search(stacked, path) and fact.adapt and 0 not in fact.layer_axes:
+        if parameters.matches(stacked, path) and fact.adapt and 0 not in fact.layer_axes:
             raise UserError(
                 f"config.model stacks its layers along axis 0 of {path!r}, and "
                 "config.optimizer.rules give it no layer_axes, so all layers would share one trust "

@@ -185,12 +185,12 @@ def placed(
     name, options, patterns = _read(config)
     paths = parameters.leaf_paths(params)
     for pattern in patterns:
-        if not any(re.search(pattern, path) for path in paths):
+        if not any(parameters.matches(pattern, path) for path in paths):
             raise UserError(
                 f"{_KEY}.{_WIDE} has the regex {pattern!r}, which matches no parameter; they are: "
                 f"{', '.join(paths[:8])}{' ...' if len(paths) > 8 else ''}"
             )
-    if patterns and all(any(re.search(p, path) for p in patterns) for path in paths):
+    if patterns and all(any(parameters.matches(p, path) for p in patterns) for path in paths):
         raise UserError(
             f"{_KEY}.{_WIDE} is {patterns!r}, which matches every parameter; take {_KEY}.name="
             "'float32'"

@@ -151,7 +151,7 @@ class Classification:
         correct = jnp.float32(named == labels)
         if self.mixed_by:
             others = mixing.partners(labels)
-            correct = shares * correct + (1 - shares) * (named == others)
+            correct = shares * correct + (1 - shares) * jnp.float32(named == others)
         # Targets as an array (batch, num_classes) are made only where they are not one-hot.
         if self.mixed_by or self.label_smoothing:
             targets = jax.nn.one_hot(labels, logits.shape[-1])

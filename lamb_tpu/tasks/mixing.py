@@ -115,7 +115,7 @@ def _cutmix(chance: jax.Array, alpha: float, shape: list[int]) -> tuple[jax.Arra
     columns = _stretch(width, side, chance[:, 3])
     box = rows[:, :, None] & columns[:, None, :]
     area = jnp.sum(rows, 1) * jnp.sum(columns, 1)
-    share = (height * width - area) / jnp.float32(height * width)
+    share = jnp.float32(height * width - area) / jnp.float32(height * width)
     return share, jnp.where(box, 0.0, 1.0).reshape(*box.shape, *(1,) * len(channels))
 
 

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 def smoothed_cross_entropy(
@@ -23,7 +24,7 @@ def smoothed_cross_entropy(
     References:
       Szegedy et al., Rethinking the Inception Architecture, arXiv:1512.00567.
     """
-    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    logits = logits.astype(np.promote_types(logits.dtype, jnp.float32))
     total = jax.nn.logsumexp(logits, -1)
     label = jnp.take_along_axis(logits, labels[..., None], -1)[..., 0]
     losses = total - (1 - smoothing) * label

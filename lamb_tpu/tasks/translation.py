@@ -120,7 +120,7 @@ class Translation:
         )
         logits, labels, counts = outputs["logits"], batch["target_ids"][:, 1:], _counts(batch)
         total, weight = smoothed_cross_entropy(logits, labels, counts, self.label_smoothing)
-        right = jnp.sum(counts * (jnp.argmax(logits, -1) == labels))
+        right = jnp.sum(counts * jnp.float32(jnp.argmax(logits, -1) == labels))
         return {"cross_entropy": total}, (model_state, {"accuracy": (right, weight)})
 
     def evaluate(self, params: Any, model_state: Any, batch: Mapping[str, jax.Array]) -> dict:
@@ -152,7 +152,7 @@ class Translation:
         )
         return {
             "loss": losses, "tokens": tokens,
-            "correct": jnp.sum(counts * (jnp.argmax(logits, -1) == labels), -1),
+            "correct": jnp.sum(counts * jnp.float32(jnp.argmax(logits, -1) == labels), -1),
             "translation": best(found, _END),
         }
 

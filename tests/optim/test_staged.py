@@ -107,6 +107,16 @@ def test_masked_rows(facts, kept):
     assert (state.mu["bias"] != 0).all()
 
 
+def test_masked_rows_find_nnx_paths():
+    params = {name: {"value": leaf} for name, leaf in PARAMS.items()}
+    tx = optim.onebit_adam(0.1, freeze_step=1, masked_rows=[("^kernel$", (1, 3))])
+    state = tx.init(params)
+    for _ in range(3):
+        _, state = tx.update(jax.tree.map(jnp.ones_like, params), state, params)
+    assert (state.mu["kernel"]["value"][1:3] == 0).all()
+    assert (state.mu["kernel"]["value"][0] != 0).all()
+
+
 def test_rows_that_are_not_there():
     tx = optim.onebit_adam(0.1, freeze_step=1, masked_rows=[("bias", (1, 9))])
     with pytest.raises(ValueError, match=r"rows \(1, 9\) for the parameter 'bias', whose shape"):

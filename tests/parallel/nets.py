@@ -86,3 +86,21 @@ class WeightedSum:
         error = jnp.sum(batch["w"] * optax.l2_loss(products, batch["y"]))
         terms = {"error": error, "product": jnp.sum(batch["v"] * products)}
         return terms, (model_state, {"error": (error, jnp.sum(batch["w"]))})
+
+
+def narrow() -> tuple[Any, Any]:
+    """A layer of bfloat16 for images of 64 pixels; `NARROW` is its name in a config."""
+
+    def init(key: jax.Array, inputs: jax.Array) -> Any:
+        kernel = jax.random.normal(key, (inputs[0].size, 10), jnp.bfloat16)
+        return {"params": {"kernel": 0.1 * kernel, "bias": jnp.zeros(10, jnp.bfloat16)}}
+
+    def apply(variables: Any, inputs: jax.Array, *, train: bool, key: Any = None) -> Any:
+        params, rows = variables["params"], inputs.reshape(len(inputs), -1)
+        logits = rows.astype(jnp.bfloat16) @ params["kernel"] + params["bias"]
+        return logits.astype(jnp.float32), {}
+
+    return init, apply
+
+
+NARROW = "tests.parallel.nets:narrow"

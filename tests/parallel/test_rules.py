@@ -61,6 +61,17 @@ def test_rules_split(rules: list, mesh: dict[str, int], split: dict[str, tuple])
     assert specs(rules, mesh) == whole | split
 
 
+def test_rules_find_nnx_paths() -> None:
+    tree = jax.tree.map(lambda leaf: {"value": leaf}, params())
+    facts = parameters.resolve(tree, FACTS)
+    found = rules_lib.partition_params(
+        tree, [("output/kernel$", "fsdp")], mesh_lib.make_mesh(DATA), facts
+    )
+    assert tuple(found["output"]["kernel"]["value"].spec) == ("data",)
+    described = rules_lib.describe(tree, found, [("output/kernel$", "fsdp")], {})
+    assert "by the rule 'output/kernel$'" in described
+
+
 def test_zero1_splits_state_along_axes_that_divide() -> None:
     assert specs([], DATA, zero1=True) == {
         "layers/kernel": (None, "data"), "layers/bias": (None, "data"),

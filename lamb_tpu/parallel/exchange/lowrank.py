@@ -6,7 +6,6 @@ each device multiplies its own matrix and only the factors are summed.
 """
 
 import math
-import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -58,7 +57,7 @@ def find(
     leaves = zip(parameters.leaf_paths(params), jax.tree.leaves(params), strict=True)
     for index, (path, leaf) in enumerate(leaves):
         layers, sides = 1, leaf.shape
-        if any(re.search(pattern, path) for pattern in stacked):
+        if any(parameters.matches(pattern, path) for pattern in stacked):
             layers, sides = leaf.shape[0], leaf.shape[1:]
         if len(sides) < 2 or not leaf.size:
             continue

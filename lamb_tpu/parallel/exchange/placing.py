@@ -8,7 +8,6 @@ sends few bits works between slices, and the fast network within a slice sends a
 
 import dataclasses
 import math
-import re
 from typing import Any
 
 import jax
@@ -158,7 +157,7 @@ class Placed:
         """Returns the numbers of the leaves that the exchange sends."""
         return [
             number for number, path in enumerate(parameters.leaf_paths(tree))
-            if not any(re.search(pattern, path) for pattern in self.full_precision)
+            if not any(parameters.matches(pattern, path) for pattern in self.full_precision)
         ]
 
     def _cuts(self, leaves: list[Any]) -> list[int]:

@@ -295,7 +295,7 @@ def check_matrices(exchange: Any, params: Any) -> None:
     """Raises ValueError if no leaf is sent as factors, or a regex of `stacked` matches none."""
     paths = parameters.leaf_paths(params)
     for pattern in exchange.stacked:
-        if not any(re.search(pattern, path) for path in paths):
+        if not any(parameters.matches(pattern, path) for path in paths):
             raise ValueError(
                 f"stacked has the regex {pattern!r}, which matches no parameter; they are: "
                 f"{', '.join(paths[:8])}{' ...' if len(paths) > 8 else ''}"

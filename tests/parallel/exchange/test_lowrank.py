@@ -25,6 +25,13 @@ def test_matrices(shape, stacked, expected) -> None:
     assert all(m.number == 1 and m.path == "b" for m in found)
 
 
+def test_stacks_of_matrices_are_found_by_nnx_paths() -> None:
+    (found,) = lowrank.find(
+        {"b": {"value": jnp.zeros((5, 20, 30))}}, ("^b$",), lambda rows, columns: True
+    )
+    assert (found.path, *found[-3:]) == ("b/value", 5, 20, 30)
+
+
 def test_only_matrices_that_are_worth_it() -> None:
     params = {"narrow": jnp.zeros((100, 2)), "wide": jnp.zeros((100, 100))}
     (found,) = lowrank.find(params, (), lambda rows, columns: columns > 2)

@@ -130,6 +130,15 @@ def test_named_leaves_stay_in_full_precision(name: str, made: Any) -> None:
         )
 
 
+def test_full_precision_finds_nnx_paths() -> None:
+    params = {"a": {"kernel": {"value": jnp.zeros((16, 24))}, "bias": {"value": jnp.zeros(24)}}}
+    mesh = make_mesh(tiny.digits().mesh)
+    whole = make_layout(params, mesh, parameters.resolve(params, "all"), (), "replicated")
+    placed = make_exchange(whole, Spread, full_precision=("bias$",))
+    (sent,) = jax.tree.leaves(placed.init(params).device)
+    assert sent.size == 8 * 16 * 24
+
+
 def test_one_element_that_is_not_finite_is_found_on_all_devices() -> None:
     made = layout(mesh__data=2, mesh__fsdp=4)
     axes = batch_axes(made.mesh)
