@@ -8,9 +8,9 @@ def hush_libtpu() -> None:
 
     JAX tries every library that is installed, so where libtpu is there as a compiler, as for
     planning, its first use prints lines about a TPU that it cannot find. They ask for the first
-    two variables. Without the third, libtpu writes its log into the folder tpu_logs of the temporary
-    folder, and prints thousands of lines if another user of the machine owns it. Only libtpu reads the three. With
-    a TPU nothing is changed.
+    two variables. Without the third, libtpu writes its log into the folder tpu_logs of the
+    temporary folder, and prints thousands of lines if another user of the machine owns it. Only
+    libtpu reads the three. With a TPU nothing is changed.
     """
     # JAX sets this when it is imported and finds no TPU.
     if os.environ.get("TPU_SKIP_MDS_QUERY") == "1":
