@@ -173,7 +173,7 @@ def _torch(settings: Settings, recorded: Arrays, inputs: Arrays) -> dict[str, np
     # The bucket holds the parameters in reverse, and Q are drawn in its order.
     bucket = list(reversed(names))
     matrices = [name for name in bucket if name in run.residual.whole["q"]]
-    draws, errors, drawn = _random_order(recorded, matrices, inputs), [], 0
+    draws, errors, drawn = random_order(recorded, matrices, inputs), [], 0
     for step in range(_updates(recorded)):
         if step >= start and (not warm or step == start):
             run.set_whole("q", {
@@ -191,7 +191,7 @@ def _torch(settings: Settings, recorded: Arrays, inputs: Arrays) -> dict[str, np
     return found
 
 
-def _random_order(
+def random_order(
     recorded: Arrays, matrices: Sequence[str], inputs: Arrays
 ) -> dict[str, tuple[int, int]]:
     """Returns for each matrix the place of its Q among the draws of an update, and within a draw.
