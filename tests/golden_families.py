@@ -134,6 +134,37 @@ _LSTM_SETTINGS: dict[str, tuple[str, ...]] = {
 }
 
 
+# Nested settings of GNMT.
+_SEARCH = {"beam", "len_norm_factor", "len_norm_const", "cov_penalty_factor"}
+_SPECIAL = {"PAD": 0, "UNK": 1, "BOS": 2, "EOS": 3}
+
+
+def _check_shapes(name: str, hyper: Mapping[str, Any], recorded: Arrays) -> None:
+    """Raises ValueError if settings that the arrays show differ from the arrays."""
+    shown: list[tuple[Any, Any]] = []
+    for key, known in {"reduction": ("sum", "mean"), "loss": ("sum_over_time", "mean")}.items():
+        if hyper.get(key, known[0]) not in known:
+            raise NotImplementedError(f"{key} is {hyper[key]!r}; here it is one of {known}")
+    if name == "label_smoothing":
+        shown = [(recorded["logits"].shape, (hyper["rows"], hyper["classes"]))]
+    elif name == "ptb_batching":
+        shown = [(recorded["ids"].shape, (hyper["tokens"],))]
+    elif name == "torch_lstm_lm":
+        window = recorded["x"].shape
+        shown = [
+            (window, (hyper["windows_per_epoch"], hyper["batch"], hyper["num_steps"])),
+            (len(recorded["lr"]), hyper["windows_per_epoch"] * hyper["epochs"]),
+        ]
+    elif name == "mlperf_gnmt":
+        shown = [(hyper["special"], _SPECIAL)]
+        for search in hyper["searches"]:
+            unread = {key: value for key, value in search.items() if key not in _SEARCH}
+            Settings(unread).check_empty("a search")
+    for found, expected in shown:
+        if found != expected:
+            raise ValueError(f"{name}: {expected} in the settings, {found} in the arrays")
+
+
 def _legw_lstm(entry: Entry, recorded: Arrays, inputs: Arrays) -> dict[str, np.ndarray]:
     """Repeats an entry of the recurrent networks, by its implementation."""
     name = entry["implementation"]
@@ -143,6 +174,7 @@ def _legw_lstm(entry: Entry, recorded: Arrays, inputs: Arrays) -> dict[str, np.n
         known = _LSTM_SETTINGS[name]
         unread = {key: value for key, value in entry["hyper"].items() if key not in known}
         Settings(unread).check_empty(name)
+        _check_shapes(name, entry["hyper"], recorded)
     return _LSTM[name](entry, recorded, inputs)
 
 

@@ -16,6 +16,13 @@ from tests.optim.golden_common import Settings
 
 Arrays = Mapping[str, np.ndarray]
 Statistics = dict[str, float]
+GIVEN = {
+    "model": "tanh MLP (6, 5, 4), torch Linear layout [out,in]",
+    "data": "batch t takes samples start..start+batch-1 modulo N, in order; worker k takes the k-th "
+    "part",
+    "rounding": "with several workers the next batch is rounded UP to a multiple of the workers "
+    "(modelled)",
+}
 # The tests that are run without a largest batch.
 UNLIMITED = {"quantum": 1, "upper": 2**40}
 
@@ -24,9 +31,7 @@ def repeat(entry: Mapping[str, Any], recorded: Arrays, inputs: Arrays) -> dict[s
     """Returns our statistics and batch sizes under the recorded keys."""
     del inputs
     settings = Settings(entry["hyper"])
-    found = (_trajectory if "test" in settings else _single)(settings, recorded)
-    settings.check_empty(entry["implementation"])
-    return found
+    return (_trajectory if "test" in settings else _single)(settings, recorded)
 
 
 def _statistics(parts: list[Any], law: str, per_tensor: bool) -> Statistics:
@@ -51,8 +56,10 @@ def _single(settings: Settings, recorded: Arrays) -> dict[str, np.ndarray]:
     """One measurement, and each test at several settings."""
     workers, rows = settings.take("workers"), settings.take("batch_per_worker")
     accumulation, batch = settings.take("accumulation"), settings.take("current_global_batch")
-    settings.take("noise")
-    settings.take("hypers")
+    if not settings.take("noise") > 0:
+        raise NotImplementedError("gradients without noise have no variance to test")
+    settings.legend("hypers")
+    settings.check_empty("author_adadagrad")
     gradients = {
         name: jnp.asarray(leaf) for name, leaf in recorded.items() if name.startswith("psg/")
     }
@@ -124,8 +131,10 @@ def _trajectory(settings: Settings, recorded: Arrays) -> dict[str, np.ndarray]:
     batch, workers = settings.take("initial_batch"), settings.take("workers")
     interval, largest = settings.take("test_interval"), settings.take("max_batch")
     samples = settings.take("samples")
-    for name in ("model", "data", "rounding", "arrays"):  # as below
-        settings.take(name)
+    settings.legend("arrays")
+    for name, text in GIVEN.items():
+        settings.assume(name, text, why="it is otherwise here")
+    settings.check_empty("author_adadagrad")
     free = kind(**thresholds, **UNLIMITED, interval=interval)
     bounded = kind(**thresholds, quantum=workers, upper=largest)
     params = {

@@ -63,7 +63,11 @@ def _gptneox(settings: Settings, recorded: Arrays) -> dict[str, np.ndarray]:
     """The small norm is that of the last of n gradients; the averages are those that it stores."""
     small, parts = settings.take("batch_size_small"), settings.take("n_batches")
     decay = settings.take("beta")
-    settings.take("gradients_with_inf_at")  # as the gradients themselves show
+    # As the gradients themselves show.
+    overflown = ~np.isfinite(recorded["gradients"]).all(axis=-1)
+    listed = settings.take("gradients_with_inf_at", np.flatnonzero(overflown).tolist())
+    if listed != np.flatnonzero(overflown).tolist():
+        raise ValueError(f"gradients_with_inf_at is {listed}, and the gradients have others")
     state, buffer, counted, latest = noise_scale.init(), [], 0, -1.0
     rows = []
     for gradient in recorded["gradients"].astype(np.float64):

@@ -29,7 +29,7 @@ def repeat(
         num_classes=settings.take("classes"), features=settings.take("hidden"),
         transform=settings.take("transform_layer") or 0,
     )
-    settings.take("arrays")  # the layout, in words
+    settings.legend("arrays")
     settings.check_empty(entry["implementation"])
     images = jnp.asarray(recorded["x"]).reshape(*shape, 1)
 

@@ -21,7 +21,7 @@ def repeat(entry: Mapping[str, Any], recorded: Arrays, inputs: Arrays) -> dict[s
     workers, steps = settings.take("workers"), settings.take("steps")
     hook = Settings(settings.take("hook"))
     modules = [f"^{name}/" for name in settings.take("modules")]
-    settings.take("arrays")
+    settings.legend("arrays")
     inner, second_moment, b2, eps = _inner(settings)
     settings.check_empty(entry["implementation"])
 
@@ -34,8 +34,9 @@ def repeat(entry: Mapping[str, Any], recorded: Arrays, inputs: Arrays) -> dict[s
         inner, modules, interval, start, stop, hook.take("momentum", 0.97),
         second_moment=second_moment if use_adam else None, b2=b2, eps_root=eps,
     )
-    for name in ("warmup_iters", "debug_mode"):  # a warning and a print
-        hook.take(name)
+    hook.same_numbers("debug_mode")  # a print
+    if hook.take("warmup_iters", 0) > start:
+        raise NotImplementedError("the hook warns where it starts within the warm-up")
     hook.check_empty(entry["implementation"])
     if use_adam and start == 0:
         raise NotImplementedError("the hook reads second moments that there are none of: KeyError")

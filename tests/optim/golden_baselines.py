@@ -45,7 +45,7 @@ def _lion(settings: Settings, params: Any) -> optax.GradientTransformation:
     peak, schedule = settings["lr"], rate(settings)
     b1, b2 = settings.take("betas", (0.9, 0.99))
     strength = settings.take("weight_decay", 0.0)
-    settings.take("use_triton")  # the same numbers, another way to compute them
+    settings.same_numbers("use_triton")
     if settings.take("cautious_factor", 1.0) != 1.0:
         raise NotImplementedError("cautious_factor is no option of optax.scale_by_lion")
     if settings.take("decoupled_weight_decay", False):
@@ -77,7 +77,7 @@ def _schedule_free(settings: Settings, params: Any) -> optax.GradientTransformat
     warmup_steps = max(settings.take("warmup_steps", 0), 1)
     table = settings.take("lr") * np.minimum((np.arange(20) + 1) / warmup_steps, 1.0)
     b1, b2 = settings.take("betas", (0.9, 0.999))
-    settings.take("foreach")  # the same numbers, another way to compute them
+    settings.same_numbers("foreach")
     return optim.make_optimizer({
         "name": "schedule_free_adamw", "b1": b1, "b2": b2, "eps": settings.take("eps", 1e-8),
         "weight_decay": settings.take("weight_decay", 0.0),

@@ -20,6 +20,28 @@ class Settings(dict):
         """The value of a setting, or the default that the implementation has."""
         return self.pop(name, default)
 
+    def assume(self, name: str, *values: Any, why: str = "the mapping assumes otherwise") -> None:
+        """Takes a setting that may be absent, None or one of `values`.
+
+        Raises NotImplementedError with `why` for another value, rather than ignoring it.
+        """
+        value = self.pop(name, None)
+        # True is not the number 1 here.
+        if value is not None and not any(
+            value == known and isinstance(value, bool) == isinstance(known, bool)
+            for known in values
+        ):
+            raise NotImplementedError(f"{name} is {value!r}: {why}")
+
+    def same_numbers(self, name: str) -> None:
+        """Takes a flag for another way to compute the same numbers."""
+        self.assume(name, True, False, why="it must be True or False")
+
+    def legend(self, name: str) -> None:
+        """Takes a text that says how the recorded arrays are to be read."""
+        if not isinstance(self.pop(name, ""), str):
+            raise NotImplementedError(f"{name} must be a text about the recorded arrays")
+
     def check_empty(self, implementation: str) -> None:
         """Raises ValueError if a setting was not read."""
         if self:

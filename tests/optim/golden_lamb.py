@@ -153,7 +153,7 @@ def _mlperf_jax(settings, params):
 
 
 def _timm(settings, params):
-    settings.take("foreach")  # the same numbers, another way to compute them
+    settings.same_numbers("foreach")
     settings.setdefault("weight_decay", 0.01)
     rules = grouped(settings, params, 0.01, tied=True)
     arguments = _arguments(
@@ -167,8 +167,8 @@ def _timm(settings, params):
 
 
 def _apex(settings, params):
-    for name in ("set_grad_none", "amsgrad"):
-        settings.take(name)  # no matter, and not supported
+    settings.same_numbers("set_grad_none")
+    settings.assume("amsgrad", False, why="apex's FusedLAMB rejects it")
     adapts = settings.take("use_nvlamb", False)
     settings["always_adapt"] = adapts
     rules = grouped(settings, params, 0.01, tied=True)
@@ -188,14 +188,16 @@ def _moments(settings: Settings) -> str:
 
 
 def _deepspeed(settings, params):
-    settings.take("scale")  # of the loss, so of the gradients that were given, and divided out
+    # Of the loss, so of the gradients that were given, and divided out.
+    if not settings.take("scale", 1.0) > 0:
+        raise NotImplementedError("a scale of the loss that is not positive")
     norms = settings.take("grad_norms")
     if norms == "scalar":
         return None
     max_norm = settings.take("max_grad_norm", 0.0)
     if norms not in (None, "list") or (max_norm and norms is None):
         raise ValueError(f"grad_norms {norms!r} with max_grad_norm {max_norm!r} is unknown")
-    settings.take("amsgrad")  # not supported
+    settings.assume("amsgrad", False, why="DeepSpeed's FusedLamb rejects it")
     rules = grouped(settings, params, 0.0)
     arguments = _arguments(
         settings, "deepspeed",
@@ -235,7 +237,7 @@ def _nvidia_torch(settings, params):
 
 def _nvidia_jit(settings, params):
     """Learning rate and ratio are float32, and multiplied so, whatever the parameters' dtype."""
-    settings.take("adam")  # not read there
+    settings.assume("adam", False, why="JITLamb has the argument, and its kernel does not read it")
     rules = grouped(settings, params, 0.0, adapt=False)
     arguments = _arguments(settings, "transformer_xl")
     schedule = rate(settings)

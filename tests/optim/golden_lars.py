@@ -124,7 +124,7 @@ def _tf_contrib(settings, params):
 
 
 def _timm(settings, params):
-    settings.take("foreach")  # the same numbers, another way to compute them
+    settings.same_numbers("foreach")
     return _lars_of_torch(settings, "timm", grouped(settings, params, 0.0, tied=True))
 
 

@@ -82,9 +82,8 @@ def _apex(settings):
     if settings.take("reg_inside_moment", False):
         arguments |= {"normalise": "gradient", "decay": "momentum"}
     arguments["norm"] = {0: "linf", 2: "l2"}[settings.take("norm_type", 2)]
-    if settings.take("amsgrad", False):
-        raise ValueError("apex's FusedNovoGrad refuses amsgrad")
-    settings.take("set_grad_none")  # what becomes of a gradient after it has been used
+    settings.assume("amsgrad", False, why="apex's FusedNovoGrad rejects it")
+    settings.same_numbers("set_grad_none")  # what becomes of a gradient after it has been used
     excluded = group_without_decay(settings)
     return _novograd(
         settings, (*MOST, "bias_correction", "init_zero"), "apex", excluded, **arguments
@@ -96,8 +95,9 @@ def _openseq2seq(settings):
     # The eps is inside the root.
     eps_root = settings.take("epsilon", 1e-8)
     averaging = "all" if settings.take("grad_averaging", False) else "none"
-    settings.take("beta2")
-    settings.take("use_locking")  # of variables, between threads
+    if not isinstance(settings.take("beta2", 0.98), float):
+        raise NotImplementedError("beta2, which has no effect there, must still be a number")
+    settings.same_numbers("use_locking")  # of variables, between threads
     return _novograd(
         settings, ("b1", "weight_decay"), "paper",
         b2=0.0, eps=0.0, eps_root=eps_root, grad_averaging=averaging,

@@ -25,6 +25,7 @@ from tests.optim.golden_common import Settings, rate
 Entry = Mapping[str, Any]
 Arrays = Mapping[str, np.ndarray]
 
+FED = "wgrad/<name>[:world]; averaged over ranks while local_gradients is False"
 # Our field of a state -> its name in the records.
 FIELDS = {
     "mu": "exp_avg", "nu": "exp_avg_sq", "coefficient": "lamb_coeff_freeze",
@@ -44,7 +45,7 @@ def repeat(entry: Entry, recorded: Arrays, inputs: Arrays) -> dict[str, np.ndarr
     # A mask belongs to a group of parameters of its own, which comes last in the buffer of all.
     mask = str(settings.get("exp_avg_mask")).partition(" ")[0]
     names = sorted(names, key=lambda name: name.startswith(f"{mask}/"))
-    settings.take("gradients")
+    settings.assume("gradients", FED, why="gradients are fed otherwise than here")
     if name == "zero_one_adam" and world == 1:
         raise NotImplementedError(
             "of a single worker the reference throws away every gradient between two changes of "
@@ -138,7 +139,8 @@ def _all_reduces(entry: Entry, recorded: Arrays, inputs: Arrays) -> dict[str, np
     """The exchange alone, call after call, of one tensor of each worker."""
     settings = Settings(entry["hyper"])
     world = settings.take("world")
-    settings.take("zero_div_with_zero_momentum")  # of OnebitLamb, which is not called
+    # Of OnebitLamb, which is not called.
+    settings.assume("zero_div_with_zero_momentum", "ZeroDivisionError")
     described = re.fullmatch(
         r"(\S+)\[rank, t\], t=0\.\.(\d+), error buffers carried over", settings.take("input"))
     if described is None:
@@ -176,8 +178,10 @@ def _common(name: str, settings: Settings) -> dict[str, Any]:
         if found is None:
             raise ValueError(f"exp_avg_mask {mask!r} is unknown")
         rows = ((f"^{found[1]}/", (int(found[2]), int(found[3]) + 1)),)
-    # Flags of the constructor that no line of these optimizers reads.
-    settings.take("bias_correction")
+    settings.assume(
+        "bias_correction", True,
+        why="these optimizers read the flag and use it nowhere, so no run shows its effect",
+    )
     return {
         "learning_rate": rate(settings), "b1": settings.take("beta1", 0.9),
         "b2": settings.take("beta2", 0.999), "eps": settings.take("eps", 1e-8),

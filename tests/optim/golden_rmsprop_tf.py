@@ -52,7 +52,7 @@ def _rmsprop(
 
 def _timm(settings, params):
     del params
-    settings.take("foreach")  # the same numbers, another way to compute them
+    settings.same_numbers("foreach")
     if not settings.get("momentum"):
         # Caution is for the momentum; ours would scale for the gradients that are 0.
         settings.take("caution")
@@ -64,7 +64,7 @@ def _timm(settings, params):
 
 
 def _tf1(settings, params):
-    settings.take("use_locking")  # of variables, between threads
+    settings.same_numbers("use_locking")  # of variables, between threads
     weight_decay = 0.0
     if settings.take("l2_in_loss", False):
         weight_decay = settings.take("weight_decay", 1e-5)

@@ -4,6 +4,7 @@ The family records learning rates, not trajectories, so it is not among the fami
 `curves_for(entry, record)` gives schedules where `golden.transform_for` gives an optimizer.
 """
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -62,13 +63,13 @@ def _init2winit(settings: Settings, record: Record) -> list[Curve]:
 def _legw(settings: Settings, record: Record) -> list[Curve]:
     curves = []
     for case in [key.partition("/")[0] for key in record if key.endswith("/k1/step")]:
-        base = settings.take(case)
-        epochs, num_examples = base["epochs"], base["n"]
+        base = Settings(settings.take(case))
+        epochs, num_examples = base.take("epochs"), base.take("n")
+        of_base = [base.take(f"base_{name}") for name in ("lr", "warmup_epochs", "batch")]
+        base.check_empty(case)
         for key in [key for key in record if re.fullmatch(rf"{case}/k\d+/scalars", key)]:
             batch, name = int(record[key][0]), key.removesuffix("scalars")
-            scaled = legw(
-                base["base_lr"], base["base_warmup_epochs"], base["base_batch"], batch
-            )
+            scaled = legw(*of_base, batch)
             warmup_steps = scaled.warmup_epochs * num_examples / batch
             total = epochs * num_examples // batch
             np.testing.assert_allclose(record[key], [batch, *scaled, warmup_steps, total], 1e-15)
@@ -85,10 +86,12 @@ def _mlperf(settings: Settings, record: Record) -> list[Curve]:
     table = {  # batch size: peak, warm-up epochs; the code's own table
         8192: (10.0, 5), 16384: (25.0, 5), 32768: (29.0, 18), 65536: (23.080977304670448, 33),
     }
-    epochs, _ = settings.take("epochs"), settings.take("n")
+    epochs, num_examples = settings.take("epochs"), settings.take("n")
     curves = []
     for batch, (peak, warmup_epochs) in table.items():
-        per_epoch = int(record[f"b{batch}/steps_per_epoch"])
+        per_epoch = math.ceil(num_examples / batch)
+        if record[f"b{batch}/steps_per_epoch"] != per_epoch:
+            raise ValueError(f"another number of updates is recorded than {per_epoch} an epoch")
         rate = warmup(
             peak, epochs * per_epoch + 1, warmup_epochs * per_epoch, power=2, end_value=1e-4
         )
@@ -114,7 +117,7 @@ def _nvidia_bert(settings: Settings, record: Record) -> list[Curve]:
         else:
             decay = "constant" if name == "constant" else "polynomial"
             rate = warmup(base, total, warmup_steps, decay=decay)
-        assert not values, f"{name}: settings without a meaning here: {values}"
+        Settings(values).check_empty(name)
         curves.append(Curve(name, rate, np.arange(len(record[name])), base))
     return curves
 
@@ -164,11 +167,11 @@ def _tpu_efficientnet(settings: Settings, record: Record) -> list[Curve]:
 def _tpu_resnet(settings: Settings, record: Record) -> list[Curve]:
     table = {4096: (10.0, 5), 16384: (25.0, 5), 32768: (32.0, 14), 65536: (35.6, 40)}
     num_examples, override = settings.take("n"), settings.take("poly_rate")
-    settings.take("epochs")  # stored resolved, as train_steps
+    epochs = settings.take("epochs")
     curves = []
     for batch, (peak, warmup_epochs) in table.items():
         peak = override if override > 0 else peak
-        total = int(record[f"b{batch}/train_steps"]) + 1
+        total = int(epochs * num_examples / batch) + 1
         warmup_steps = warmup_epochs * num_examples / batch
         rising = warmup(peak, total, warmup_steps)
         # The decay starts where the warm-up's length, rounded down, ends.

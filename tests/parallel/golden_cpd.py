@@ -26,7 +26,6 @@ def repeat_quant(
         raise ValueError(f"{implementation!r} of cpd_quant is unknown")
     settings = Settings(entry["hyper"])
     found = _QUANT[implementation](settings, recorded)
-    settings.check_empty(implementation)
     return {key: found[key] for key in recorded if key not in GIVEN}
 
 
@@ -35,6 +34,7 @@ GIVEN = ("in_bits", "a", "b")
 
 def _casts(settings: Settings, recorded: Arrays) -> dict[str, np.ndarray]:
     exponent_bits, mantissa_bits = settings.take("exp_bits"), settings.take("man_bits")
+    settings.check_empty("cpd_float_quantize")
     x = recorded["in_bits"].view(np.float32)
 
     def bits(style: str) -> np.ndarray:
@@ -55,6 +55,7 @@ def _casts(settings: Settings, recorded: Arrays) -> dict[str, np.ndarray]:
 def _product(settings: Settings, recorded: Arrays) -> dict[str, np.ndarray]:
     a, b = recorded["a"], recorded["b"]
     rows, inner, columns = (settings.take(name) for name in ("M", "K", "N"))
+    settings.check_empty("cpd_quant_gemm")
     if (a.shape, b.shape) != ((rows, inner), (inner, columns)):
         raise ValueError(f"a and b have the shapes {a.shape} and {b.shape}")
     found = {"c_exact": a.astype(np.float64) @ b.astype(np.float64)}

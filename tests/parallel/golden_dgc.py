@@ -49,10 +49,12 @@ class Recorded(DGC):
 def repeat(entry: Mapping[str, Any], recorded: Arrays, inputs: Arrays) -> dict[str, np.ndarray]:
     """Returns our arrays under the recorded keys."""
     settings = Settings(entry["hyper"])
-    # The layout in words, the seed of starts that are recorded, and the dtype of indices, which no
-    # value depends on.
-    for name in ("gradients", "sent_bits", "seed", "int32_indices"):
-        settings.take(name)
+    settings.legend("sent_bits")
+    settings.assume("gradients", "wgrad/<name>[worker, t]", "", why="gradients are fed otherwise")
+    # The starts that a seed draws are recorded.
+    if not isinstance(settings.take("seed"), int | None):
+        raise NotImplementedError("seed must be a whole number, or None")
+    settings.same_numbers("int32_indices")
     for name, default in FIXED.items():
         if settings.take(name, default) != default:
             raise NotImplementedError(f"{name} is {default!r} in the exchange, and no option of it")

@@ -16,19 +16,27 @@ from tests.quick import jit
 
 Arrays = Mapping[str, np.ndarray]
 AXES = ("data",)
+OBJECTIVES = tuple(
+    "f_i = |A_i x - b_i|^2/(2 m) + la |x|^2" + noise
+    for noise in ("", ", plus stored gradient noise[t, i]")
+)
 
 
 def repeat(entry: Mapping[str, Any], recorded: Arrays, inputs: Arrays) -> dict[str, np.ndarray]:
     """Returns our iterates, estimates and errors under the recorded keys."""
     del inputs
     settings = Settings(entry["hyper"])
-    for name in ("rows", "dimension", "objective", "sigma"):  # as the arrays say
-        settings.take(name)
+    settings.assume("objective", *OBJECTIVES, why="the gradient here is that of another objective")
+    # As the arrays say.
+    shape = tuple(settings.take(name) for name in ("workers", "rows", "dimension"))
+    settings["workers"] = shape[0]
+    if recorded["A"].shape != shape:
+        raise ValueError(f"A has the shape {recorded['A'].shape}, and the settings say {shape}")
+    if "noise" in recorded and (settings.take("sigma") == 0) == recorded["noise"].any():
+        raise ValueError("sigma is 0 and there is noise, or the reverse")
     source, _, method = entry["implementation"].partition("_")
     run = {"author": _authors, "efface": _federated}[source]
-    found = run(method, settings, recorded)
-    settings.check_empty(entry["implementation"])
-    return found
+    return run(method, settings, recorded)
 
 
 def _exchange(method: str, settings: Settings, **common: Any) -> Compressed:
@@ -108,6 +116,7 @@ def _federated(method: str, settings: Settings, recorded: Arrays) -> dict[str, n
         layerwise=settings.take("layerwise"),
         whole_start=not settings.take("is_init_compressed"),
     )
+    settings.check_empty(f"efface_{method}")
     found = {}
     for dtype in ("float32", "float64"):
         with jax.enable_x64(dtype == "float64"):
@@ -137,6 +146,7 @@ def _authors(method: str, settings: Settings, recorded: Arrays) -> dict[str, np.
     regulariser, size = settings.take("regulariser"), len(recorded["x0"])
     exchange = _exchange(
         method, settings, compressor=_compressor(settings), whole_start=method != "ef14")
+    settings.check_empty(f"author_{method}")
     with jax.enable_x64(True):
         A, b, x = (recorded[name] for name in ("A", "b", "x0"))
         residual, points = _start(exchange, (size,), "float64"), [x]

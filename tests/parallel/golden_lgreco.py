@@ -26,21 +26,21 @@ def repeat(entry: Mapping[str, Any], recorded: Arrays, inputs: Arrays) -> dict[s
     if implementation not in REPEATS:
         raise ValueError(f"{implementation!r} of lgreco is unknown")
     settings = Settings(entry["hyper"])
-    settings.take("arrays")
-    found = REPEATS[implementation](settings, recorded)
-    settings.check_empty(implementation)
-    return found
+    settings.legend("arrays")
+    return REPEATS[implementation](settings, recorded)
 
 
 def _choices(settings: Settings, recorded: Arrays) -> dict[str, np.ndarray]:
     """The dynamic programme on a table, with several budgets."""
-    settings.take("kind")
+    settings.legend("kind")
     errors, sizes = recorded["errors"], recorded["sizes"]
     if errors.shape != (settings.take("layers"), settings.take("choices")):
         raise ValueError(f"the errors have the shape {errors.shape}")
     reference, layers = int(recorded["reference_column"]), np.arange(len(errors))
     rows = []
-    for factor in settings.take("alphas"):
+    factors = settings.take("alphas")
+    settings.check_empty("author_dp")
+    for factor in factors:
         target = choosing.budget(errors, reference, factor)
         buckets = choosing.in_buckets(errors, target)
         choice = choosing.choose(errors, sizes, reference, factor)
@@ -94,6 +94,7 @@ def _hook(settings: Settings, recorded: Arrays) -> dict[str, np.ndarray]:
         error_feedback=settings.take("error_feedback"), max_programs=100,
     )
     random = TorchGenerator(settings.take("seed"))
+    settings.check_empty("author_powersgd_hook")
     names = [str(index) for index in range(len(shapes))]
     grads = {name: recorded["grad/" + name][None] for name in names}
     run, params = Run(exchange, grads), {name: leaf[0, 0] for name, leaf in grads.items()}

@@ -17,6 +17,7 @@ from tests.optim.golden_common import Settings
 
 Arrays = Mapping[str, np.ndarray]
 FED = "wgrad/<name>[rank, t]"
+BUCKET = "DDP bucket: reversed parameter order after the first iteration"
 ERRORS_AFTER = (1, 2, 5, 10, 20)
 
 
@@ -28,9 +29,7 @@ def repeat(entry: Mapping[str, Any], recorded: Arrays, inputs: Arrays) -> dict[s
     settings = Settings(entry["hyper"])
     if settings.take("gradients", FED) != FED:
         raise ValueError("gradients are fed otherwise than here")
-    found = REPEATS[implementation](settings, recorded, inputs)
-    settings.check_empty(implementation)
-    return found
+    return REPEATS[implementation](settings, recorded, inputs)
 
 
 class Run:
@@ -102,6 +101,7 @@ def _paper(settings: Settings, recorded: Arrays, inputs: Arrays) -> dict[str, np
     exchange = PowerSGD(
         **options(settings), rank=settings.take("rank"), min_saving=0.0, warm_start=reuse
     )
+    settings.check_empty("epfml_paper_rankk")
     run = Run(exchange, given(names, inputs, exchange.num_devices))
     matrices = list(run.residual.whole["q"])
     run.set_whole("q", {name: recorded["q0/" + name] for name in matrices})
@@ -117,7 +117,7 @@ def _paper(settings: Settings, recorded: Arrays, inputs: Arrays) -> dict[str, np
 
 def _package(settings: Settings, recorded: Arrays, inputs: Arrays) -> dict[str, np.ndarray]:
     """`PowerSGD` of the package: one factor in an iteration, and a device's own errors."""
-    settings.take("saved")
+    settings.legend("saved")
     names = settings.take("tensors")
     # The basic class compresses all that it is given.
     wrapped = "compressed" in recorded
@@ -127,6 +127,7 @@ def _package(settings: Settings, recorded: Arrays, inputs: Arrays) -> dict[str, 
         start=settings.take("start_compressing_after_num_steps", 100),
         min_saving=settings.take("min_compression_rate", 2.0) if wrapped else 0.0,
     )
+    settings.check_empty("epfml_powersgd")
     run = Run(exchange, given(names, inputs, exchange.num_devices))
     groups: dict[tuple[int, int], list[str]] = {}
     matrices = exchange.matrices({name: inputs["param/" + name] for name in names})
@@ -158,22 +159,23 @@ def _package(settings: Settings, recorded: Arrays, inputs: Arrays) -> dict[str, 
 
 def _torch(settings: Settings, recorded: Arrays, inputs: Arrays) -> dict[str, np.ndarray]:
     """PyTorch's hook, which also keeps errors of leaves that are sent whole."""
-    settings.take("bucket_order")
+    settings.assume("bucket_order", BUCKET, why="the bucket is reversed here")
     names, feedback = settings.take("tensors"), settings.take("use_error_feedback", True)
     warm, start = settings.take("warm_start", True), settings.take("start_powerSGD_iter", 1000)
-    if settings.take("orthogonalization_epsilon", 0) > 1e-7:
-        raise ValueError("orthogonalization_epsilon is part of no exchange here")
-    settings.take("batch_tensors_with_same_shape", False)  # the same numbers
+    if not 0 <= settings.take("orthogonalization_epsilon", 0) <= 1e-7:
+        raise NotImplementedError("orthogonalization_epsilon is part of no exchange here")
+    settings.same_numbers("batch_tensors_with_same_shape")
     exchange = PowerSGD(
         **options(settings), rank=settings.take("matrix_approximation_rank", 1), start=start,
         min_saving=settings.take("min_compression_rate", 2), warm_start=warm,
         error_feedback=feedback,
     )
+    settings.check_empty("torch_powersgd_hook")
     run = Run(exchange, given(names, inputs, exchange.num_devices))
     # The bucket holds the parameters in reverse, and Q are drawn in its order.
     bucket = list(reversed(names))
     matrices = [name for name in bucket if name in run.residual.whole["q"]]
-    draws, errors, drawn = _random_order(recorded, matrices, inputs), [], 0
+    draws, errors, drawn = random_order(recorded, matrices, inputs), [], 0
     for step in range(_updates(recorded)):
         if step >= start and (not warm or step == start):
             run.set_whole("q", {
@@ -191,7 +193,7 @@ def _torch(settings: Settings, recorded: Arrays, inputs: Arrays) -> dict[str, np
     return found
 
 
-def _random_order(
+def random_order(
     recorded: Arrays, matrices: Sequence[str], inputs: Arrays
 ) -> dict[str, tuple[int, int]]:
     """Returns for each matrix the place of its Q among the draws of an update, and within a draw.
