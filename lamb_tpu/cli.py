@@ -268,7 +268,7 @@ def _check_phases(argv: list[str], config: ConfigDict) -> None:
     phases = config.get("phases") or {}
     for item in argv:
         override = re.match(r"-{1,2}(?:no)?config\.([^=]*)", item)
-        if phases and override and all(_has(phases[name], override[1]) for name in phases):
+        if phases and override and all(_sets(phases[name], override[1]) for name in phases):
             own = " and ".join(f"--config.phases.{name}.{override[1]}" for name in phases)
             raise UserError(
                 f"--config.{override[1]} changes nothing, because every phase of the config sets "
@@ -276,13 +276,13 @@ def _check_phases(argv: list[str], config: ConfigDict) -> None:
             )
 
 
-def _has(config: object, key: str) -> bool:
-    """Returns whether a dotted key is in a config."""
+def _sets(phase: object, key: str) -> bool:
+    """Returns whether a phase sets a dotted key; of a section it may set some keys alone."""
     for part in key.split("."):
-        if not isinstance(config, ConfigDict) or part not in config:
+        if not isinstance(phase, ConfigDict) or part not in phase:
             return False
-        config = config[part]
-    return True
+        phase = phase[part]
+    return not isinstance(phase, ConfigDict)
 
 
 def run_main(main: Callable[[], None], required: Sequence[str] = ()) -> None:

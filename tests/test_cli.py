@@ -11,7 +11,7 @@ import pytest
 
 from lamb_tpu import cli, own
 from lamb_tpu.cluster import distributed
-from lamb_tpu.errors import Preempted
+from lamb_tpu.errors import Preempted, UserError
 from tests import tiny
 
 RECIPE = "--config=configs/digits.py"
@@ -54,6 +54,14 @@ def test_mistake_on_the_command_line(
 ) -> None:
     assert message in refused("lamb_tpu.train", f"--workdir={tmp_path / 'run'}", *arguments)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_section_that_phases_set_in_part_can_be_replaced() -> None:
+    """The remedy for a recipe's optimizer, of which each phase sets the rate alone."""
+    config = tiny.recipe_file(tiny.ROOT / "configs" / "bert_pretrain.py").get_config("smoke")
+    cli._check_phases(["--config.optimizer={'name': 'muon'}"], config)
+    with pytest.raises(UserError, match="changes nothing.*phase_1.optimizer.learning_rate"):
+        cli._check_phases(["--config.optimizer.learning_rate=0.1"], config)
 
 
 @pytest.mark.long
