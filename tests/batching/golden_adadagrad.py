@@ -18,8 +18,8 @@ Arrays = Mapping[str, np.ndarray]
 Statistics = dict[str, float]
 GIVEN = {
     "model": "tanh MLP (6, 5, 4), torch Linear layout [out,in]",
-    "data": "batch t takes samples start..start+batch-1 modulo N, in order; worker k takes the k-th "
-    "part",
+    "data": "batch t takes samples start..start+batch-1 modulo N, in order; worker k takes the "
+    "k-th part",
     "rounding": "with several workers the next batch is rounded UP to a multiple of the workers "
     "(modelled)",
 }
