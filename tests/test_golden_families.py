@@ -38,9 +38,6 @@ def test_a_setting_without_a_meaning_is_an_error(entry: dict[str, Any]) -> None:
 
 # Flags and texts whose value the mappings assume, by implementation.
 ASSUMED: list[tuple[str, str, dict[str, Any]]] = [
-    ("onebit", "onebit_adam", {"bias_correction": False}),
-    ("onebit", "onebit_lamb", {"bias_correction": False}),
-    ("onebit", "zero_one_adam", {"bias_correction": False}),
     ("onebit", "onebit_adam", {"gradients": "summed"}),
     ("lamb", "apex_fusedlamb", {"amsgrad": True}),
     ("lamb", "apex_fusedlamb", {"set_grad_none": "maybe"}),
