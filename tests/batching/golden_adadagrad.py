@@ -16,13 +16,6 @@ from tests.optim.golden_common import Settings
 
 Arrays = Mapping[str, np.ndarray]
 Statistics = dict[str, float]
-GIVEN = {
-    "model": "tanh MLP (6, 5, 4), torch Linear layout [out,in]",
-    "data": "batch t takes samples start..start+batch-1 modulo N, in order; worker k takes the "
-    "k-th part",
-    "rounding": "with several workers the next batch is rounded UP to a multiple of the workers "
-    "(modelled)",
-}
 # The tests that are run without a largest batch.
 UNLIMITED = {"quantum": 1, "upper": 2**40}
 
@@ -131,9 +124,8 @@ def _trajectory(settings: Settings, recorded: Arrays) -> dict[str, np.ndarray]:
     batch, workers = settings.take("initial_batch"), settings.take("workers")
     interval, largest = settings.take("test_interval"), settings.take("max_batch")
     samples = settings.take("samples")
-    settings.legend("arrays")
-    for name, text in GIVEN.items():
-        settings.assume(name, text, why="it is otherwise here")
+    for name in ("arrays", "model", "data", "rounding"):
+        settings.legend(name)
     settings.check_empty("author_adadagrad")
     free = kind(**thresholds, **UNLIMITED, interval=interval)
     bounded = kind(**thresholds, quantum=workers, upper=largest)
