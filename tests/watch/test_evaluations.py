@@ -104,5 +104,5 @@ def tiny_flags(workdir: pathlib.Path):
 
     return SimpleNamespace(
         step=None, workdir=str(workdir), config=None, split=None, cpu_devices=None,
-        coordinator_address=None, num_processes=None, process_id=None,
+        coordinator_address=None, num_processes=None, process_id=None, trust_workdir=False,
     )
