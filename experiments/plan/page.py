@@ -36,7 +36,7 @@ class Line(NamedTuple):
 
     @property
     def is_covered(self) -> bool:
-        """Whether the measured time is between these."""
+        """Returns whether the measured time is between these."""
         return interval.covers(self.nested, self.sample)
 
 

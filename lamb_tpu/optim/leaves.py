@@ -1,4 +1,4 @@
-"""What an optimizer does with each parameter: its update, and the state that it keeps for it.
+"""Report of an optimizer's update and state for each parameter.
 
 >>> import jax, jax.numpy as jnp, optax
 >>> params = {'conv': {'kernel': jnp.ones((3, 3, 4, 8)), 'bias': jnp.ones(8)}}
@@ -51,7 +51,7 @@ class Leaf(NamedTuple):
         return next((buffer for buffer in self.buffers if buffer.name == name), None)
 
     def is_whole(self, name: str) -> bool:
-        """Whether the buffer of that name has a number for each of the parameter's."""
+        """Returns whether the buffer of that name has a number for each of the parameter's."""
         buffer = self.buffer(name)
         return buffer is not None and buffer.shape == self.shape
 
