@@ -59,12 +59,25 @@ from lamb_tpu.models.bert_rules import (
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "lamb": {"name": "lamb", "preset": "author", "learning_rate": 5e-3, "b2": 0.999},
     # Devlin et al., arXiv:1810.04805: 1e-4 at 256, linear decay; the paper's baseline is at 512.
-    "adamw": {"name": "adamw", "learning_rate": 1e-4, "b2": 0.999, "eps": 1e-6,
-              "weight_decay": 0.01, "clip_global_norm": 1.0},
+    "adamw": {
+        "name": "adamw",
+        "learning_rate": 1e-4,
+        "b2": 0.999,
+        "eps": 1e-6,
+        "weight_decay": 0.01,
+        "clip_global_norm": 1.0,
+    },
     # DeepSpeed's recipe of 1-bit LAMB has bounds, freeze_step and clipping; the rest is LAMB's.
-    "onebit_lamb": {"name": "onebit_lamb", "learning_rate": 5e-3, "b2": 0.999, "eps": 1e-6,
-                    "weight_decay": 0.01, "clip_global_norm": 1.0, "ratio_bounds": (0.01, 0.3),
-                    "freeze_step": 1000},
+    "onebit_lamb": {
+        "name": "onebit_lamb",
+        "learning_rate": 5e-3,
+        "b2": 0.999,
+        "eps": 1e-6,
+        "weight_decay": 0.01,
+        "clip_global_norm": 1.0,
+        "ratio_bounds": (0.01, 0.3),
+        "freeze_step": 1000,
+    },
 }
 # 15,625 updates of 32,768: nine tenths at 128 tokens and one tenth at 512.
 _EXAMPLES = (14_063 * 32_768, 1_562 * 32_768)
@@ -83,19 +96,19 @@ def _untuned(batches: tuple[int, int], examples: tuple[int, int]) -> tuple[Confi
 def _phase(
     batch: int, duration: str, learning_rate: float, warmup: str, **schedule: Any
 ) -> ConfigDict:
-    return ConfigDict({
-        "batch_size": batch,
-        "duration": duration,
-        "optimizer": {"learning_rate": learning_rate},
-        "schedule": {"warmup": warmup, **schedule},
-    })
+    return ConfigDict(
+        {
+            "batch_size": batch,
+            "duration": duration,
+            "optimizer": {"learning_rate": learning_rate},
+            "schedule": {"warmup": warmup, **schedule},
+        }
+    )
 
 
 _NVIDIA = {"decay": "polynomial", "power": 0.5, "decay_from": "zero", "first_step": 1}
 # deepspeed_train.py --lr_schedule EE: warmup_exp_decay_exp, of degree 2.
-_DEEPSPEED = {
-    "decay": "exponential", "decay_factor": 0.9, "staircase": False, "warmup_power": 2.0,
-}
+_DEEPSPEED = {"decay": "exponential", "decay_factor": 0.9, "staircase": False, "warmup_power": 2.0}
 # Both phases of each recipe; rates and warm-ups of nvidia and deepspeed belong to their batches.
 RECIPES = {
     "mixed": _untuned((65_536, 32_768), (7_038 * 65_536, 1_561 * 32_768)),
@@ -106,10 +119,19 @@ RECIPES = {
     ),
     "deepspeed": (
         # --lr_offset 10e-4 is added to the whole schedule: to its start, peak and end.
-        _phase(65_536, "403_000_000 examples", 1.1e-2 + 1e-3, "450 steps", **_DEEPSPEED,
-               decay_every="250 steps", start_factor=1e-3 / 1.2e-2, end_factor=1e-3 / 1.2e-2),
-        _phase(32_768, "22_000_000 examples", 2e-3, "150 steps", **_DEEPSPEED,
-               decay_every="150 steps"),
+        _phase(
+            65_536,
+            "403_000_000 examples",
+            1.1e-2 + 1e-3,
+            "450 steps",
+            **_DEEPSPEED,
+            decay_every="250 steps",
+            start_factor=1e-3 / 1.2e-2,
+            end_factor=1e-3 / 1.2e-2,
+        ),
+        _phase(
+            32_768, "22_000_000 examples", 2e-3, "150 steps", **_DEEPSPEED, decay_every="150 steps"
+        ),
     ),
 }
 # LAMB's settings that differ from the paper's authors'. NVIDIA's run has apex's FusedLAMB, which
@@ -118,8 +140,11 @@ RECIPES = {
 _LAMB: dict[str, dict[str, Any]] = {
     "nvidia": {"preset": "apex"},
     "deepspeed": {
-        "preset": "deepspeed", "bias_correction": "none", "weight_decay": 0.01,
-        "clip_global_norm": 1.0, "ratio_bounds": (0.01, 0.3),
+        "preset": "deepspeed",
+        "bias_correction": "none",
+        "weight_decay": 0.01,
+        "clip_global_norm": 1.0,
+        "ratio_bounds": (0.01, 0.3),
     },
 }
 
@@ -130,11 +155,19 @@ def get_config(argument: str | None = None) -> ConfigDict:
     runs slower), smoke.
     """
     arg = parse_argument(
-        argument, size="large", recipe="paper", batch=32_768, optimizer="lamb", phase=0,
-        scan=False, smoke=False,
+        argument,
+        size="large",
+        recipe="paper",
+        batch=32_768,
+        optimizer="lamb",
+        phase=0,
+        scan=False,
+        smoke=False,
     )
     for key, known in (
-        ("size", SIZES), ("recipe", ("paper", *RECIPES)), ("optimizer", OPTIMIZERS),
+        ("size", SIZES),
+        ("recipe", ("paper", *RECIPES)),
+        ("optimizer", OPTIMIZERS),
         ("phase", (0, 1, 2)),
     ):
         check_argument(key, arg[key], known)
@@ -147,17 +180,32 @@ def get_config(argument: str | None = None) -> ConfigDict:
     config.data.name = "masked_lm"
     config.data.train_split, config.data.eval_split = "train", "validation"
     # Masks are drawn anew in every epoch; the other values are those of create_pretraining_data.py.
-    config.data.options = ConfigDict({
-        "next_sentence": True, "whole_words": False, "dupe_factor": 0, "short_probability": 0.1,
-        "mask_probability": 0.15,
-    })
+    config.data.options = ConfigDict(
+        {
+            "next_sentence": True,
+            "whole_words": False,
+            "dupe_factor": 0,
+            "short_probability": 0.1,
+            "mask_probability": 0.15,
+        }
+    )
     config.task = ConfigDict({"name": "masked_lm"})
-    config.model = ConfigDict({
-        "name": "bert", **SIZES[arg.size], "vocab_size": 30_522, "max_positions": 512,
-        "heads": ("mlm", "nsp"), "gelu": "tanh", "dropout_rate": 0.1,
-        "attention_dropout_rate": 0.1, "initializer_range": 0.02, "dtype": "bfloat16",
-        "scan_layers": arg.scan, "remat": "none",
-    })
+    config.model = ConfigDict(
+        {
+            "name": "bert",
+            **SIZES[arg.size],
+            "vocab_size": 30_522,
+            "max_positions": 512,
+            "heads": ("mlm", "nsp"),
+            "gelu": "tanh",
+            "dropout_rate": 0.1,
+            "attention_dropout_rate": 0.1,
+            "initializer_range": 0.02,
+            "dtype": "bfloat16",
+            "scan_layers": arg.scan,
+            "remat": "none",
+        }
+    )
     rules = PARAMETERS_SCANNED if arg.scan else PARAMETERS
     config.optimizer = ConfigDict({**OPTIMIZERS[arg.optimizer], "rules": rules})
     config.schedule.base_batch_size = 32_768
@@ -195,8 +243,9 @@ def get_config(argument: str | None = None) -> ConfigDict:
         # The baseline's schedule: one rate for every batch, unless --config.schedule.scaling asks.
         config.schedule.base_batch_size = 512
         phases = tuple(
-            _phase(phase.batch_size, phase.duration, 1e-4, "1 percent", scaling="identity",
-                   **_LINEAR)
+            _phase(
+                phase.batch_size, phase.duration, 1e-4, "1 percent", scaling="identity", **_LINEAR
+            )
             for phase in phases
         )
     sequences = (
@@ -206,8 +255,10 @@ def get_config(argument: str | None = None) -> ConfigDict:
     )
     if arg.smoke:
         _smoke(config)
-        sequences = ({"sequence_length": 64, "max_predictions": 10},
-                     {"sequence_length": 128, "max_predictions": 20})
+        sequences = (
+            {"sequence_length": 64, "max_predictions": 10},
+            {"sequence_length": 128, "max_predictions": 20},
+        )
         phases = tuple(
             _phase(32, f"{steps} steps", 5e-3, "20 percent", **_LINEAR) for steps in (24, 12)
         )

@@ -32,8 +32,13 @@ from lamb_tpu.models.bert_rules import PARAMETERS
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "lamb": {"name": "lamb", "preset": "author", "learning_rate": 4e-4},
-    "adamw": {"name": "adamw", "learning_rate": 4e-5, "eps": 1e-6, "weight_decay": 0.01,
-              "clip_global_norm": 1.0},
+    "adamw": {
+        "name": "adamw",
+        "learning_rate": 4e-5,
+        "eps": 1e-6,
+        "weight_decay": 0.01,
+        "clip_global_norm": 1.0,
+    },
 }
 
 
@@ -47,18 +52,26 @@ def get_config(argument: str | None = None) -> ConfigDict:
     config.duration = "2 epochs"
     config.data.name = "squad"
     config.data.train_split, config.data.eval_split = "train-v1.1.json", "dev-v1.1.json"
-    config.data.options = ConfigDict({
-        "vocab": "", "cased": False, "max_length": 384, "document_stride": 128, "max_query": 64,
-    })
-    config.task = ConfigDict({
-        "name": "question_answering", "version2": False, "null_threshold": 0.0,
-    })
+    config.data.options = ConfigDict(
+        {"vocab": "", "cased": False, "max_length": 384, "document_stride": 128, "max_query": 64}
+    )
+    config.task = ConfigDict(
+        {"name": "question_answering", "version2": False, "null_threshold": 0.0}
+    )
     # Windows of 384 tokens, but 512 positions: the pre-trained network has as many.
-    config.model = ConfigDict({
-        "name": "bert", **SIZES[arg.size], "vocab_size": 30_522, "max_positions": 512,
-        "heads": ("span",), "gelu": "tanh", "dropout_rate": 0.1, "attention_dropout_rate": 0.1,
-        "dtype": "bfloat16",
-    })
+    config.model = ConfigDict(
+        {
+            "name": "bert",
+            **SIZES[arg.size],
+            "vocab_size": 30_522,
+            "max_positions": 512,
+            "heads": ("span",),
+            "gelu": "tanh",
+            "dropout_rate": 0.1,
+            "attention_dropout_rate": 0.1,
+            "dtype": "bfloat16",
+        }
+    )
     config.optimizer = ConfigDict({**OPTIMIZERS[arg.optimizer], "rules": PARAMETERS})
     config.schedule.base_batch_size = 64
     config.schedule.scaling = "sqrt" if arg.optimizer == "lamb" else "identity"
@@ -74,9 +87,9 @@ def get_config(argument: str | None = None) -> ConfigDict:
     if arg.smoke:
         config.data.name = "python_docs_cloze"
         config.data.train_split, config.data.eval_split = "train", "test"
-        config.data.options = ConfigDict({
-            "vocab_size": 2048, "max_length": 128, "document_stride": 32, "max_query": 48,
-        })
+        config.data.options = ConfigDict(
+            {"vocab_size": 2048, "max_length": 128, "document_stride": 32, "max_query": 48}
+        )
         config.model.update({**SIZES["tiny"], "vocab_size": 2048, "dtype": "float32"})
         # From random weights, so at a rate of pre-training.
         config.optimizer.learning_rate = 5e-3

@@ -54,27 +54,51 @@ _SUM = 512  # a loss summed over the batch is this many times the mean
 # Optimizer fields, scaling rule, epochs of warm-up of 24, decay and its power.
 OPTIMIZERS: dict[str, tuple[dict[str, Any], str, int, str, float]] = {
     "lamb": (
-        {"name": "lamb", "learning_rate": 10.0 / _SUM, "weight_decay": 1.0,
-         "bias_correction": "none", "eps": 1e-6 / _SUM},
-        "sqrt", 6, "polynomial", 1.0,
+        {
+            "name": "lamb",
+            "learning_rate": 10.0 / _SUM,
+            "weight_decay": 1.0,
+            "bias_correction": "none",
+            "eps": 1e-6 / _SUM,
+        },
+        "sqrt",
+        6,
+        "polynomial",
+        1.0,
     ),
     "momentum": (
         {"name": "nesterov", "learning_rate": 0.4, "momentum": 0.9, "weight_decay": 5e-4},
-        "linear", 5, "polynomial", 1.0,
+        "linear",
+        5,
+        "polynomial",
+        1.0,
     ),
     "adamw": (
         {"name": "adamw", "learning_rate": 5.0 / _SUM, "weight_decay": 0.02},
-        "identity", 5, "polynomial", 1.0,
+        "identity",
+        5,
+        "polynomial",
+        1.0,
     ),
     "adam": ({"name": "adam", "learning_rate": 5.0 / _SUM}, "identity", 5, "polynomial", 1.0),
     "adagrad": (
-        {"name": "adagrad", "learning_rate": 0.013,
-         "initial_accumulator_value": 0.1 / _SUM**2, "eps": 0.0},
-        "identity", 0, "constant", 1.0,
+        {
+            "name": "adagrad",
+            "learning_rate": 0.013,
+            "initial_accumulator_value": 0.1 / _SUM**2,
+            "eps": 0.0,
+        },
+        "identity",
+        0,
+        "constant",
+        1.0,
     ),
     "lars": (
         {"name": "lars", "preset": "you2017", "learning_rate": 4.0, "weight_decay": 5e-4},
-        "sqrt", 5, "polynomial", 2.0,
+        "sqrt",
+        5,
+        "polynomial",
+        2.0,
     ),
 }
 MODELS: dict[str, dict[str, Any]] = {
@@ -90,8 +114,13 @@ def get_config(argument: str | None = None) -> ConfigDict:
     batch=512, epochs=24, data=cifar10|cifar10_jpeg, smoke.
     """
     arg = parse_argument(
-        argument, model="davidnet", optimizer="lamb", batch=512, epochs=float(EPOCHS),
-        data="cifar10", smoke=False,
+        argument,
+        model="davidnet",
+        optimizer="lamb",
+        batch=512,
+        epochs=float(EPOCHS),
+        data="cifar10",
+        smoke=False,
     )
     for key, known in (("model", MODELS), ("optimizer", OPTIMIZERS), ("data", DATA)):
         check_argument(key, arg[key], known)
@@ -100,20 +129,28 @@ def get_config(argument: str | None = None) -> ConfigDict:
     config.batch_size = arg.batch
     config.duration = f"{arg.epochs:.12g} epochs"
     config.data.name = arg.data
-    config.data.options = ConfigDict({
-        "pad": 4, "pad_mode": "reflect", "flip": True, "cutout": 8,
-    })
-    config.task = ConfigDict({
-        "name": "classification", "label_smoothing": 0.0,
-        # Mean and deviation of the training pixels, 0 to 255.
-        "input_mean": (125.307, 122.950, 113.865), "input_std": (62.993, 62.089, 66.705),
-        "mixup_alpha": 0.0, "cutmix_alpha": 0.0,
-    })
-    config.model = ConfigDict({
-        **MODELS[arg.model], "num_classes": 10, "dtype": "float32",
-        # The running averages keep 0.9 of themselves for each 512 examples, whatever the batch.
-        "group_size": min(512, arg.batch), "momentum": 0.9 ** max(1.0, arg.batch / 512),
-    })
+    config.data.options = ConfigDict({"pad": 4, "pad_mode": "reflect", "flip": True, "cutout": 8})
+    config.task = ConfigDict(
+        {
+            "name": "classification",
+            "label_smoothing": 0.0,
+            # Mean and deviation of the training pixels, 0 to 255.
+            "input_mean": (125.307, 122.950, 113.865),
+            "input_std": (62.993, 62.089, 66.705),
+            "mixup_alpha": 0.0,
+            "cutmix_alpha": 0.0,
+        }
+    )
+    config.model = ConfigDict(
+        {
+            **MODELS[arg.model],
+            "num_classes": 10,
+            "dtype": "float32",
+            # The running averages keep 0.9 of themselves for each 512 examples, whatever the batch.
+            "group_size": min(512, arg.batch),
+            "momentum": 0.9 ** max(1.0, arg.batch / 512),
+        }
+    )
     config.optimizer = ConfigDict({**fields, "rules": "no_bias_no_norm"})
     config.schedule.base_batch_size = 512
     config.schedule.scaling = scaling

@@ -46,11 +46,15 @@ from lamb_tpu.run.weights import network_of
 OPTIMIZERS: dict[str, tuple[dict[str, Any], str, float, float]] = {
     "lamb": (
         {"name": "lamb", "preset": "author", "weight_decay": 0.01, "rules": "resnet"},
-        "sqrt", 0.005, 0.005,
+        "sqrt",
+        0.005,
+        0.005,
     ),
     "momentum": (
         {"name": "nesterov", "momentum": 0.9, "weight_decay": 1e-4, "rules": "resnet"},
-        "linear", 0.05, 0.02,
+        "linear",
+        0.05,
+        0.02,
     ),
 }
 MODELS = tuple(name for name in MODULES if name.startswith(("resnet", "efficientnet")))
@@ -89,23 +93,36 @@ def get_config(argument: str | None = None) -> ConfigDict:
     if arg.dir:
         config.data.dir = arg.dir
     config.data.train_split, config.data.eval_split = found.train_split, found.eval_split
-    config.data.options = ConfigDict({
-        # Multiples of 32, because the networks halve the picture five times.
-        "size": min(network.image_size, max(32, 32 * round(found.side / 32))),
-        "crop": "inception", "min_area": 0.25, "min_covered": 0.1, "resize": "bilinear",
-        "flip": True, "central_fraction": 0.875, "erasing": 0.0, "on_bad_record": "error",
-        "max_megapixels": 100.0,
-        # Only a folder without a split for evaluation needs one.
-        "holdout": _HOLDOUT if found.eval_split == found.train_split else 0.0,
-        "num_classes": found.num_classes, "threads": 0,
-    })
-    config.task = ConfigDict({
-        "name": "classification", "label_smoothing": 0.1, "input_mean": mean,
-        "input_std": deviation, "mixup_alpha": 0.0, "cutmix_alpha": 0.0,
-    })
-    config.model = ConfigDict({
-        "name": name, "num_classes": found.num_classes, "dtype": "float32",
-    })
+    config.data.options = ConfigDict(
+        {
+            # Multiples of 32, because the networks halve the picture five times.
+            "size": min(network.image_size, max(32, 32 * round(found.side / 32))),
+            "crop": "inception",
+            "min_area": 0.25,
+            "min_covered": 0.1,
+            "resize": "bilinear",
+            "flip": True,
+            "central_fraction": 0.875,
+            "erasing": 0.0,
+            "on_bad_record": "error",
+            "max_megapixels": 100.0,
+            # Only a folder without a split for evaluation needs one.
+            "holdout": _HOLDOUT if found.eval_split == found.train_split else 0.0,
+            "num_classes": found.num_classes,
+            "threads": 0,
+        }
+    )
+    config.task = ConfigDict(
+        {
+            "name": "classification",
+            "label_smoothing": 0.1,
+            "input_mean": mean,
+            "input_std": deviation,
+            "mixup_alpha": 0.0,
+            "cutmix_alpha": 0.0,
+        }
+    )
+    config.model = ConfigDict({"name": name, "num_classes": found.num_classes, "dtype": "float32"})
     config.optimizer = ConfigDict({**fields, "learning_rate": tuned if arg.weights else scratch})
     if arg.weights:
         config.init_from = arg.weights

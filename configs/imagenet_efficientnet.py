@@ -79,42 +79,77 @@ def get_config(argument: str | None = None) -> ConfigDict:
     config.duration = "350 epochs"
     config.data.name = "imagenet2012"
     config.data.train_split, config.data.eval_split = "train", "validation"
-    config.data.options = ConfigDict({
-        "size": network.image_size, "crop": "inception", "min_covered": 0.1,
-        "resize": "bicubic", "flip": True,
-        "central_fraction": 0.0,  # of the TPU code: size / (size + 32)
-        "policy": "" if arg.augment == "none" else arg.augment, "policy_layers": 2,
-        "policy_magnitude": 10.0, "erasing": 0.0, "on_bad_record": "error",
-        "max_megapixels": 100.0, "num_classes": 0, "threads": 0,
-    })
-    config.task = ConfigDict({
-        "name": "classification", "label_smoothing": 0.1,
-        "input_mean": (123.675, 116.28, 103.53), "input_std": (58.395, 57.12, 57.375),
-        "mixup_alpha": 0.0, "cutmix_alpha": 0.0,
-    })
-    config.model = ConfigDict({
-        "name": name, "num_classes": 1000, "dropout_rate": network.dropout_rate,
-        "stochastic_depth_rate": network.stochastic_depth_rate, "dtype": "bfloat16",
-        "momentum": network.momentum, "group_size": _CORES * examples_a_core,
-    })
+    config.data.options = ConfigDict(
+        {
+            "size": network.image_size,
+            "crop": "inception",
+            "min_covered": 0.1,
+            "resize": "bicubic",
+            "flip": True,
+            "central_fraction": 0.0,  # of the TPU code: size / (size + 32)
+            "policy": "" if arg.augment == "none" else arg.augment,
+            "policy_layers": 2,
+            "policy_magnitude": 10.0,
+            "erasing": 0.0,
+            "on_bad_record": "error",
+            "max_megapixels": 100.0,
+            "num_classes": 0,
+            "threads": 0,
+        }
+    )
+    config.task = ConfigDict(
+        {
+            "name": "classification",
+            "label_smoothing": 0.1,
+            "input_mean": (123.675, 116.28, 103.53),
+            "input_std": (58.395, 57.12, 57.375),
+            "mixup_alpha": 0.0,
+            "cutmix_alpha": 0.0,
+        }
+    )
+    config.model = ConfigDict(
+        {
+            "name": name,
+            "num_classes": 1000,
+            "dropout_rate": network.dropout_rate,
+            "stochastic_depth_rate": network.stochastic_depth_rate,
+            "dtype": "bfloat16",
+            "momentum": network.momentum,
+            "group_size": _CORES * examples_a_core,
+        }
+    )
     # Rates are for each 256 examples.
     config.schedule.base_batch_size = 256
     config.schedule.scaling = "linear"
     config.schedule.warmup = f"{warmup_epochs} epochs"
     if arg.optimizer == "rmsprop":
-        config.optimizer = ConfigDict({
-            "name": "rmsprop_tf", "learning_rate": rate, "b2": 0.9, "momentum": 0.9, "eps": 1e-3,
-            "weight_decay": 1e-5, "rules": "resnet",
-        })
+        config.optimizer = ConfigDict(
+            {
+                "name": "rmsprop_tf",
+                "learning_rate": rate,
+                "b2": 0.9,
+                "momentum": 0.9,
+                "eps": 1e-3,
+                "weight_decay": 1e-5,
+                "rules": "resnet",
+            }
+        )
         config.schedule.decay = "exponential"
         config.schedule.decay_from = "zero"
         config.schedule.decay_factor = 0.97
         config.schedule.decay_every = "2.4 epochs"
     else:
-        config.optimizer = ConfigDict({
-            "name": "lars", "preset": "you2017", "learning_rate": rate, "weight_decay": 1e-5,
-            "rules": "efficientnet", "l2": 1e-5, "l2_rules": "resnet",
-        })
+        config.optimizer = ConfigDict(
+            {
+                "name": "lars",
+                "preset": "you2017",
+                "learning_rate": rate,
+                "weight_decay": 1e-5,
+                "rules": "efficientnet",
+                "l2": 1e-5,
+                "l2_rules": "resnet",
+            }
+        )
         config.schedule.decay = "polynomial"
         config.schedule.power = 2.0
         # A share of the peak, which is the scaled rate.
@@ -137,13 +172,22 @@ def _smoke(config: ConfigDict) -> None:
     config.data.name = "digits"
     config.data.eval_split = "test"
     config.data.options = ConfigDict()
-    config.task = ConfigDict({
-        "name": "classification", "label_smoothing": config.task.label_smoothing, "input_std": 16.0,
-    })
-    config.model.update({
-        "name": "efficientnet_b0", "num_classes": 10, "dtype": "float32", "momentum": 0.8,
-        "group_size": 32,
-    })
+    config.task = ConfigDict(
+        {
+            "name": "classification",
+            "label_smoothing": config.task.label_smoothing,
+            "input_std": 16.0,
+        }
+    )
+    config.model.update(
+        {
+            "name": "efficientnet_b0",
+            "num_classes": 10,
+            "dtype": "float32",
+            "momentum": 0.8,
+            "group_size": 32,
+        }
+    )
     # Four of the 16 blocks, because all take a minute to compile on a CPU.
     config.model.stages = ((1, 3, 1, 1, 16), (1, 3, 2, 6, 24), (2, 5, 2, 6, 40))
     config.batch_size = 32

@@ -85,13 +85,20 @@ MLPERF = {
         31.2, "977 steps", "2983 steps", 1e-4, 32, {**_TPU, "l2_in_loss": False, "eps": 1e-5}
     ),
     ("mlperf", 65_536): Row(
-        24.699, "606 steps", "1738 steps", 1e-4, 64,
+        24.699,
+        "606 steps",
+        "1738 steps",
+        1e-4,
+        64,
         {**_TPU, "l2_in_loss": False, "momentum": 0.951807},
     ),
     ("mlperf_jax", 65_536): Row(
-        23.080977304670448, "651.75 steps", "1817 steps", 1e-4, 64,
-        {"name": "lars", "preset": "you2017", "weight_decay": 1e-4,
-         "momentum": 0.9537213777059405},
+        23.080977304670448,
+        "651.75 steps",
+        "1817 steps",
+        1e-4,
+        64,
+        {"name": "lars", "preset": "you2017", "weight_decay": 1e-4, "momentum": 0.9537213777059405},
     ),
 }
 RECIPES = {
@@ -106,9 +113,7 @@ def get_config(argument: str | None = None) -> ConfigDict:
     """Arguments: size=50 (18 | 34 | 50 | 101 | 152), optimizer=lamb|lars|momentum, recipe (of that
     optimizer, see above), batch=32768, smoke.
     """
-    arg = parse_argument(
-        argument, size=50, optimizer="lamb", recipe="", batch=32_768, smoke=False
-    )
+    arg = parse_argument(argument, size=50, optimizer="lamb", recipe="", batch=32_768, smoke=False)
     check_argument("size", arg.size, SIZES)
     check_argument("optimizer", arg.optimizer, RECIPES)
     recipe = arg.recipe or RECIPES[arg.optimizer][0]
@@ -118,21 +123,42 @@ def get_config(argument: str | None = None) -> ConfigDict:
     config.duration = "90 epochs"
     config.data.name = "imagenet2012"
     config.data.train_split, config.data.eval_split = "train", "validation"
-    config.data.options = ConfigDict({
-        "size": 224, "crop": "inception", "min_covered": 0.1, "resize": "bicubic", "flip": True,
-        "central_fraction": 0.875, "erasing": 0.0, "on_bad_record": "error",
-        "max_megapixels": 100.0, "num_classes": 0, "threads": 0,
-    })
-    config.task = ConfigDict({
-        "name": "classification", "label_smoothing": 0.1,
-        # Mean and deviation of ImageNet's pixels by channel, 0 to 255, as torchvision has them.
-        "input_mean": (123.675, 116.28, 103.53), "input_std": (58.395, 57.12, 57.375),
-        "mixup_alpha": 0.0, "cutmix_alpha": 0.0,
-    })
-    config.model = ConfigDict({
-        "name": f"resnet{arg.size}", "num_classes": 1000, "stem": "imagenet", "zero_gamma": True,
-        "dtype": "bfloat16", "group_size": 32,
-    })
+    config.data.options = ConfigDict(
+        {
+            "size": 224,
+            "crop": "inception",
+            "min_covered": 0.1,
+            "resize": "bicubic",
+            "flip": True,
+            "central_fraction": 0.875,
+            "erasing": 0.0,
+            "on_bad_record": "error",
+            "max_megapixels": 100.0,
+            "num_classes": 0,
+            "threads": 0,
+        }
+    )
+    config.task = ConfigDict(
+        {
+            "name": "classification",
+            "label_smoothing": 0.1,
+            # Mean and deviation of ImageNet's pixels by channel, 0 to 255, as torchvision has them.
+            "input_mean": (123.675, 116.28, 103.53),
+            "input_std": (58.395, 57.12, 57.375),
+            "mixup_alpha": 0.0,
+            "cutmix_alpha": 0.0,
+        }
+    )
+    config.model = ConfigDict(
+        {
+            "name": f"resnet{arg.size}",
+            "num_classes": 1000,
+            "stem": "imagenet",
+            "zero_gamma": True,
+            "dtype": "bfloat16",
+            "group_size": 32,
+        }
+    )
     config.schedule.decay = "polynomial"
     # Rates are for the batch itself, unless an optimizer scales them.
     config.schedule.base_batch_size = arg.batch
@@ -154,10 +180,15 @@ def get_config(argument: str | None = None) -> ConfigDict:
 
 
 def _lamb(config: ConfigDict, recipe: str) -> None:
-    config.optimizer = ConfigDict({
-        "name": "lamb", "preset": "author", "learning_rate": 0.04, "weight_decay": 1.5,
-        "rules": "resnet",
-    })
+    config.optimizer = ConfigDict(
+        {
+            "name": "lamb",
+            "preset": "author",
+            "learning_rate": 0.04,
+            "weight_decay": 1.5,
+            "rules": "resnet",
+        }
+    )
     config.model.group_size = 128
     config.schedule.base_batch_size = 32_768
     config.schedule.scaling = "legw"
@@ -179,9 +210,9 @@ def _lars(config: ConfigDict, recipe: str) -> None:
         known = [batch for name, batch in MLPERF if name == recipe]
         check_argument("batch", config.batch_size, known)
         row = MLPERF[recipe, config.batch_size]
-    config.optimizer = ConfigDict({
-        **row.optimizer, "learning_rate": row.learning_rate, "rules": "no_bias_no_norm",
-    })
+    config.optimizer = ConfigDict(
+        {**row.optimizer, "learning_rate": row.learning_rate, "rules": "no_bias_no_norm"}
+    )
     config.duration = row.duration
     config.model.group_size = row.group_size
     config.schedule.warmup = row.warmup
@@ -190,10 +221,15 @@ def _lars(config: ConfigDict, recipe: str) -> None:
 
 
 def _momentum(config: ConfigDict) -> None:
-    config.optimizer = ConfigDict({
-        "name": "nesterov", "learning_rate": 0.1, "momentum": 0.9, "weight_decay": 1e-4,
-        "rules": "resnet",
-    })
+    config.optimizer = ConfigDict(
+        {
+            "name": "nesterov",
+            "learning_rate": 0.1,
+            "momentum": 0.9,
+            "weight_decay": 1e-4,
+            "rules": "resnet",
+        }
+    )
     config.task.label_smoothing = 0.0
     config.data.options.min_covered = 0.0
     config.schedule.base_batch_size = 256
@@ -212,12 +248,16 @@ def _smoke(config: ConfigDict) -> None:
     config.data.name = "digits"
     config.data.eval_split = "test"
     config.data.options = ConfigDict()
-    config.task = ConfigDict({
-        "name": "classification", "label_smoothing": config.task.label_smoothing, "input_std": 16.0,
-    })
-    config.model.update({
-        "name": "resnet18", "num_classes": 10, "dtype": "float32", "group_size": 32,
-    })
+    config.task = ConfigDict(
+        {
+            "name": "classification",
+            "label_smoothing": config.task.label_smoothing,
+            "input_std": 16.0,
+        }
+    )
+    config.model.update(
+        {"name": "resnet18", "num_classes": 10, "dtype": "float32", "group_size": 32}
+    )
     config.model.momentum = 0.8  # BatchNorm's averages must keep up with a short run
     config.batch_size = config.schedule.base_batch_size = 32
     config.duration = "40 steps"

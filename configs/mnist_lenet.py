@@ -36,36 +36,56 @@ _LARS_RULES = (("bias$", {"decay": False, "adapt": False}), (".*", {}))
 OPTIMIZERS = {
     "lamb": (
         dict(
-            learning_rate=0.004, weight_decay=0.01, bias_correction="none", rules=_RULES,
+            learning_rate=0.004,
+            weight_decay=0.01,
+            bias_correction="none",
+            rules=_RULES,
             clip_global_norm=1.0,
         ),
-        "legw", "1 epochs", 0.0,
+        "legw",
+        "1 epochs",
+        0.0,
     ),
     "adamw": (
         dict(learning_rate=0.004, weight_decay=0.01, rules=_RULES, clip_global_norm=1.0),
-        "identity", "1 epochs", 0.0,
+        "identity",
+        "1 epochs",
+        0.0,
     ),
     "adam": (
-        dict(learning_rate=0.004, rules=_RULES, clip_global_norm=1.0), "identity", "1 epochs", 0.0,
+        dict(learning_rate=0.004, rules=_RULES, clip_global_norm=1.0),
+        "identity",
+        "1 epochs",
+        0.0,
     ),
     "momentum": (
-        dict(learning_rate=0.08, momentum=0.9, rules=_RULES), "linear", "0 epochs", 0.0001 / 0.08,
+        dict(learning_rate=0.08, momentum=0.9, rules=_RULES),
+        "linear",
+        "0 epochs",
+        0.0001 / 0.08,
     ),
     # Not in the author's logs: momentum's settings.
     "nesterov": (
-        dict(learning_rate=0.08, momentum=0.9, rules=_RULES), "linear", "0 epochs", 0.0001 / 0.08,
+        dict(learning_rate=0.08, momentum=0.9, rules=_RULES),
+        "linear",
+        "0 epochs",
+        0.0001 / 0.08,
     ),
     # By LEGW the author's rate 6.0 and warm-up of 16 epochs at batch 8,192.
     "lars": (
         dict(learning_rate=6.0 / 8**0.5, momentum=0.9, weight_decay=1e-4, rules=_LARS_RULES),
-        "legw", "2 epochs", 0.0,
+        "legw",
+        "2 epochs",
+        0.0,
     ),
     # Not in the author's logs: for studies of the batch. SGD's was 0.4, which left lenet5 at chance
     # in the first runs at 1,024 and above. AdaGrad's is PyTorch's default, 0.01, at batch 64.
     "sgd": (dict(learning_rate=0.1, rules=_RULES), "sqrt", "0 epochs", 0.0),
     "adagrad": (
         dict(learning_rate=0.04, initial_accumulator_value=0.0, eps=0.0, rules=_RULES),
-        "sqrt", "0 epochs", 0.0,
+        "sqrt",
+        "0 epochs",
+        0.0,
     ),
 }
 

@@ -36,10 +36,7 @@ RULES = {
     "sqrt": ("sqrt", "0 epochs", "constant"),
     "linear_poly": ("linear", "5 epochs", "polynomial"),
 }
-OPTIMIZERS = {
-    "momentum": dict(learning_rate=0.1, momentum=0.9),
-    "adam": dict(learning_rate=0.001),
-}
+OPTIMIZERS = {"momentum": dict(learning_rate=0.1, momentum=0.9), "adam": dict(learning_rate=0.001)}
 
 
 def get_config(argument: str | None = None) -> ConfigDict:

@@ -73,15 +73,26 @@ def get_config(argument: str | None = None) -> ConfigDict:
     config.data.eval_split = "valid"
     config.data.options = ConfigDict({"steps": steps, "layout": "tensorflow", "eval_streams": 1})
     config.task = ConfigDict({"name": "language_model", "sum_over_time": True})
-    config.model = ConfigDict({
-        "name": "lstm_lm", "num_layers": 2, **SIZES[arg.size], "vocab_size": 10_000,
-        "dropout": "plain", "tied": False, "dtype": "float32",
-    })
-    config.optimizer = ConfigDict({
-        "name": arg.optimizer, **OPTIMIZERS[arg.optimizer], "clip_global_norm": clip,
-        # Nothing decays; a trust ratio, of an optimizer that has one, is of matrices alone.
-        "rules": (("bias$", {"decay": False, "adapt": False}), (".*", {"decay": False})),
-    })
+    config.model = ConfigDict(
+        {
+            "name": "lstm_lm",
+            "num_layers": 2,
+            **SIZES[arg.size],
+            "vocab_size": 10_000,
+            "dropout": "plain",
+            "tied": False,
+            "dtype": "float32",
+        }
+    )
+    config.optimizer = ConfigDict(
+        {
+            "name": arg.optimizer,
+            **OPTIMIZERS[arg.optimizer],
+            "clip_global_norm": clip,
+            # Nothing decays; a trust ratio, of an optimizer that has one, is of matrices alone.
+            "rules": (("bias$", {"decay": False, "adapt": False}), (".*", {"decay": False})),
+        }
+    )
     config.schedule.base_batch_size = 20
     config.schedule.scaling, config.schedule.warmup = RULES[arg.rule]
     if arg.rule == "linear_poly":

@@ -33,29 +33,32 @@ from ml_collections import ConfigDict
 from lamb_tpu.config import base_config, check_argument, parse_argument
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "adam": {"name": "adam"}, "lamb": {"name": "lamb", "weight_decay": 0.0},
+    "adam": {"name": "adam"},
+    "lamb": {"name": "lamb", "weight_decay": 0.0},
 }
 # Learning rates at the base batch.
-RATES = {
-    "multi30k": {"adam": 4e-3, "lamb": 16e-3},
-    "wmt16": {"adam": 1e-3, "lamb": 4e-3},
-}
+RATES = {"multi30k": {"adam": 4e-3, "lamb": 16e-3}, "wmt16": {"adam": 1e-3, "lamb": 4e-3}}
 # Base batch, duration, warm-up at the base batch, and fields of the data set and the network.
 _DATA: dict[str, tuple[int, str, str, dict[str, Any], dict[str, Any]]] = {
     "multi30k": (
-        64, "10 epochs", "0.1 epochs", {"vocab_size": 4000, "max_length": 48, "widths": 4},
+        64,
+        "10 epochs",
+        "0.1 epochs",
+        {"vocab_size": 4000, "max_length": 48, "widths": 4},
         {"features": 128, "num_layers": 2, "dropout_rate": 0.2},
     ),
     "wmt16": (
-        256, "2 epochs", "0.0145 epochs", {"vocab_size": 32_320, "max_length": 48, "widths": 3},
+        256,
+        "2 epochs",
+        "0.0145 epochs",
+        {"vocab_size": 32_320, "max_length": 48, "widths": 3},
         {"features": 1024, "num_layers": 4, "dropout_rate": 0.2},
     ),
 }
 
 
 def _init_scale(features: int) -> float:
-    """MLPerf's 0.1 at width 1024; narrower layers need as large sums, or attention is learned late.
-    """
+    """MLPerf's 0.1 at width 1024; narrower layers need as large sums, or attention is learned late."""
     return 0.1 * (1024 / features) ** 0.5
 
 
@@ -71,18 +74,33 @@ def get_config(argument: str | None = None) -> ConfigDict:
     config.data.name = arg.data
     config.data.eval_split = "validation"
     config.data.options = ConfigDict(text)
-    config.task = ConfigDict({
-        "name": "translation", "label_smoothing": 0.1, "beam": 5, "length_penalty": 0.6,
-        "coverage_penalty": 0.1, "max_length": 80,
-    })
-    config.model = ConfigDict({
-        "name": "gnmt", "vocab_size": text["vocab_size"], **network, "dtype": "float32",
-        "init_scale": _init_scale(network["features"]),
-    })
-    config.optimizer = ConfigDict({
-        **OPTIMIZERS[arg.optimizer], "learning_rate": RATES[arg.data][arg.optimizer],
-        "clip_global_norm": 5.0, "rules": "no_bias_no_norm",
-    })
+    config.task = ConfigDict(
+        {
+            "name": "translation",
+            "label_smoothing": 0.1,
+            "beam": 5,
+            "length_penalty": 0.6,
+            "coverage_penalty": 0.1,
+            "max_length": 80,
+        }
+    )
+    config.model = ConfigDict(
+        {
+            "name": "gnmt",
+            "vocab_size": text["vocab_size"],
+            **network,
+            "dtype": "float32",
+            "init_scale": _init_scale(network["features"]),
+        }
+    )
+    config.optimizer = ConfigDict(
+        {
+            **OPTIMIZERS[arg.optimizer],
+            "learning_rate": RATES[arg.data][arg.optimizer],
+            "clip_global_norm": 5.0,
+            "rules": "no_bias_no_norm",
+        }
+    )
     config.schedule.base_batch_size = base
     config.schedule.scaling = "legw"
     config.schedule.warmup = warmup
@@ -95,9 +113,9 @@ def get_config(argument: str | None = None) -> ConfigDict:
     if arg.smoke:
         config.data.name, config.data.eval_split = "grammar_de_en", "test"
         config.data.options = ConfigDict({"vocab_size": 325, "max_length": 12, "widths": 2})
-        config.model.update({
-            "vocab_size": 325, "features": 64, "dropout_rate": 0.0, "init_scale": _init_scale(64),
-        })
+        config.model.update(
+            {"vocab_size": 325, "features": 64, "dropout_rate": 0.0, "init_scale": _init_scale(64)}
+        )
         config.task.max_length = 24
         config.duration = "15 epochs"
         config.eval.every = "100 percent"

@@ -51,7 +51,8 @@ def define_trust_flag() -> None:
     """Defines --trust_workdir, for commands that take a run's config from its folder."""
     flags.disclaim_key_flags()
     flags.DEFINE_bool(
-        "trust_workdir", False,
+        "trust_workdir",
+        False,
         "Without --config, follow every name of custom code in the config.json of --workdir, such "
         "as 'optax:adabelief'; by default only names of classes and functions that your own "
         "modules define. Such a name can run any program: give this flag only for a folder whose "
@@ -170,8 +171,10 @@ def _check_given(rest: Sequence[str], required: Sequence[str]) -> None:
         # Keys of the config may be empty, and a required flag that is empty counts as missing
         # below.
         if (
-            flag.present and flag.value == "" != flag.default
-            and not name.startswith("config.") and name not in required
+            flag.present
+            and flag.value == "" != flag.default
+            and not name.startswith("config.")
+            and name not in required
         ):
             raise UserError(f"--{name} is empty; give a value, or leave it out")
     for name in required:

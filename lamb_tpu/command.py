@@ -38,8 +38,10 @@ def main() -> None:
         print(_help())
         return
     if name not in MODULES:
-        print(f"error: lamb_tpu has no command {name!r}; it has: {', '.join(MODULES)}",
-              file=sys.stderr)
+        print(
+            f"error: lamb_tpu has no command {name!r}; it has: {', '.join(MODULES)}",
+            file=sys.stderr,
+        )
         sys.exit(2)
     # The command's own arguments begin at index 1.
     del sys.argv[1]
@@ -51,7 +53,8 @@ def main() -> None:
     except ModuleNotFoundError as error:
         print(
             f"error: lamb_tpu {name} needs {error.name}, which is not installed; install what "
-            "training needs, as by pip install 'lamb_tpu[train]'", file=sys.stderr,
+            "training needs, as by pip install 'lamb_tpu[train]'",
+            file=sys.stderr,
         )
         sys.exit(2)
 
@@ -60,15 +63,16 @@ def _help() -> str:
     width = max(map(len, MODULES))
     lines = [
         textwrap.fill(
-            _summary(module), 80, initial_indent=f"  {name:<{width}}  ",
+            _summary(module),
+            80,
+            initial_indent=f"  {name:<{width}}  ",
             subsequent_indent=" " * (width + 4),
         )
         for name, module in MODULES.items()
     ]
-    return "\n".join([
-        "usage: lamb_tpu COMMAND ...", "", *lines, "",
-        "lamb_tpu COMMAND --help tells more.",
-    ])
+    return "\n".join(
+        ["usage: lamb_tpu COMMAND ...", "", *lines, "", "lamb_tpu COMMAND --help tells more."]
+    )
 
 
 def _summary(module: str) -> str:

@@ -90,8 +90,9 @@ def choose_metric(
     """
     from lamb_tpu.run import metric as metric_lib
 
-    names = [set(run.evaluations[-1]) - {"step", "kind", "epoch"} for run in found
-             if run.evaluations]
+    names = [
+        set(run.evaluations[-1]) - {"step", "kind", "epoch"} for run in found if run.evaluations
+    ]
     if not names:
         if metric is not None:
             raise UserError(f"--metric is {metric!r}, and no run has an evaluation yet")
@@ -110,10 +111,17 @@ def choose_metric(
 
 def _of_training(found: Sequence[Run]) -> list[str]:
     """Returns the metrics that only training records have, those of every run, sorted."""
-    names = set.intersection(*(
-        {key for record in run.trained for key, value in record.items() if isinstance(value, float)}
-        for run in found
-    ))
+    names = set.intersection(
+        *(
+            {
+                key
+                for record in run.trained
+                for key, value in record.items()
+                if isinstance(value, float)
+            }
+            for run in found
+        )
+    )
     return sorted(name for name in names if is_recorded(found, name))
 
 
@@ -127,10 +135,12 @@ def differing(found: Sequence[Run]) -> dict[str, list[str]]:
     keys = sorted({key for run in found for key in run.files.config})
     values = {
         key: [_value(run.files.config, key) for run in found]
-        for key in keys if not key.startswith(FREE_KEYS)
+        for key in keys
+        if not key.startswith(FREE_KEYS)
     }
     return {
-        key: list(map(_text, each)) for key, each in values.items()
+        key: list(map(_text, each))
+        for key, each in values.items()
         if any(value != each[0] for value in each)
     }
 
@@ -157,7 +167,7 @@ def _value(config: Mapping[str, Any], key: str) -> Any:
 def _text(value: Any) -> str:
     # JSON has made lists of tuples.
     text = str(tuple(value) if isinstance(value, list) else value)
-    return text if len(text) <= _MAX_LENGTH else f"{text[:_MAX_LENGTH - 3]}..."
+    return text if len(text) <= _MAX_LENGTH else f"{text[: _MAX_LENGTH - 3]}..."
 
 
 def tables(found: Sequence[Run], metric: tuple[str, str] | None) -> list[list[list[str]]]:
@@ -177,19 +187,28 @@ def tables(found: Sequence[Run], metric: tuple[str, str] | None) -> list[list[li
         best: Callable[..., tuple[Mapping[str, Any], float]] = max if better == "higher" else min
         at, value = best(points, key=lambda point: point[1]) if points else ({}, None)
         last = run.trained[-1] if run.trained else {}
-        rows.append([
-            run.name, *([] if wide else [texts[number] for texts in keys.values()]),
-            "" if value is None else f"{value:.4f}", f"{at['epoch']:.4g}" if at else "",
-            f"{points[-1][1]:.4f}" if points else "",
-            f"{last['step']:,}" if last else "0",
-            format_seconds(last["seconds"]) if last else "",
-            f"{receipt['devices']} x {receipt['device']}" if receipt else "",
-            run.files.unfinished(),
-        ])
+        rows.append(
+            [
+                run.name,
+                *([] if wide else [texts[number] for texts in keys.values()]),
+                "" if value is None else f"{value:.4f}",
+                f"{at['epoch']:.4g}" if at else "",
+                f"{points[-1][1]:.4f}" if points else "",
+                f"{last['step']:,}" if last else "0",
+                format_seconds(last["seconds"]) if last else "",
+                f"{receipt['devices']} x {receipt['device']}" if receipt else "",
+                run.files.unfinished(),
+            ]
+        )
     if not wide:
         return [rows]
-    return [rows, [["config", *(run.name for run in found)],
-                   *([name, *texts] for name, texts in keys.items())]]
+    return [
+        rows,
+        [
+            ["config", *(run.name for run in found)],
+            *([name, *texts] for name, texts in keys.items()),
+        ],
+    ]
 
 
 def _short(key: str, keys: Mapping[str, Any]) -> str:
@@ -222,14 +241,20 @@ def history(found: Sequence[Run], metric: str, against: str) -> "Figure":
         color = style.numbered(number)["color"]
         # An infinite noise scale has no place on the axis.
         points = [
-            (run.place(record, against), record[metric]) for record in run.trained
+            (run.place(record, against), record[metric])
+            for record in run.trained
             if isinstance(record.get(metric), float) and math.isfinite(record[metric])
         ]
-        left.plot(*_columns(points), color=color, linewidth=1.2, label=run.name,
-                  marker="o" if len(points) == 1 else None)
+        left.plot(
+            *_columns(points),
+            color=color,
+            linewidth=1.2,
+            label=run.name,
+            marker="o" if len(points) == 1 else None,
+        )
         sizes = [
-            (run.place(record, against),
-             record.get("batch_size", run.files.config["batch_size"])) for record in run.trained
+            (run.place(record, against), record.get("batch_size", run.files.config["batch_size"]))
+            for record in run.trained
         ]
         right.plot(*_columns(sizes), color=color, linewidth=1.2, drawstyle="steps-pre")
     style.dress(left, metric, _AXES[against], metric)
@@ -264,19 +289,26 @@ def picture(found: Sequence[Run], metric: tuple[str, str] | None, against: str) 
     for number, run in enumerate(found):
         look = style.numbered(number)
         losses = [
-            (run.place(r, against), r["loss"]) for r in run.trained
+            (run.place(r, against), r["loss"])
+            for r in run.trained
             if isinstance(r.get("loss"), float)
         ]
         curves = [losses]
         if metric:
-            curves.append([
-                (run.place(record, against), value) for record, value in run.points(metric[0])
-            ])
+            curves.append(
+                [(run.place(record, against), value) for record, value in run.points(metric[0])]
+            )
         for axes, points in zip(panels, curves):
             x, y = zip(*points) if points else ((), ())
             axes.plot(
-                x, y, color=look["color"], marker=look["marker"], markersize=3, linewidth=1.2,
-                markevery=max(1, len(x) // 12), label=run.name if axes is panels[0] else None,
+                x,
+                y,
+                color=look["color"],
+                marker=look["marker"],
+                markersize=3,
+                linewidth=1.2,
+                markevery=max(1, len(x) // 12),
+                label=run.name if axes is panels[0] else None,
             )
     label = _AXES[against]
     style.dress(panels[0], "training loss", label, "loss", "lower")
@@ -290,20 +322,35 @@ def picture(found: Sequence[Run], metric: tuple[str, str] | None, against: str) 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = terminal.Parser(
-        prog="python -m lamb_tpu.compare", epilog=_EXAMPLES,
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="python -m lamb_tpu.compare",
+        epilog=_EXAMPLES,
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run")
-    parser.add_argument("--output", default="compare.png", metavar="FILE.png",
-                        help="picture of the curves (default: %(default)s)")
-    parser.add_argument("--metric", metavar="NAME",
-                        help="metric of the evaluation (default: that of config.checkpoint.best or "
-                        "config.target, or the task's main one), or of the training records")
-    parser.add_argument("--better", choices=("higher", "lower"),
-                        help="default: lower for a loss or an error, else higher")
-    parser.add_argument("--against", choices=tuple(_AXES),
-                        help="quantity of the x axis (default: epochs; examples for a metric of "
-                        "the training records)")
+    parser.add_argument(
+        "--output",
+        default="compare.png",
+        metavar="FILE.png",
+        help="picture of the curves (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--metric",
+        metavar="NAME",
+        help="metric of the evaluation (default: that of config.checkpoint.best or "
+        "config.target, or the task's main one), or of the training records",
+    )
+    parser.add_argument(
+        "--better",
+        choices=("higher", "lower"),
+        help="default: lower for a loss or an error, else higher",
+    )
+    parser.add_argument(
+        "--against",
+        choices=tuple(_AXES),
+        help="quantity of the x axis (default: epochs; examples for a metric of "
+        "the training records)",
+    )
     return parser.parse_all(arguments)
 
 

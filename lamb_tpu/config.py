@@ -16,10 +16,22 @@ from lamb_tpu.errors import UserError
 # Keys that may differ when a workdir is used again. They change where files lie and what is
 # reported, never what is computed.
 FREE_KEYS = (
-    "data.dir", "data.prepared_dir", "data.options.vocab", "data.options.threads",
-    "eval.batch_size", "checkpoint.", "log.",
-    "guards.", "statistics.", "mesh.", "parallel.backend", "parallel.rules",
-    "parallel.optimizer_state", "init_from", "init.unfinished", "target.stop",
+    "data.dir",
+    "data.prepared_dir",
+    "data.options.vocab",
+    "data.options.threads",
+    "eval.batch_size",
+    "checkpoint.",
+    "log.",
+    "guards.",
+    "statistics.",
+    "mesh.",
+    "parallel.backend",
+    "parallel.rules",
+    "parallel.optimizer_state",
+    "init_from",
+    "init.unfinished",
+    "target.stop",
 )
 # Keys that `lamb_tpu.evaluate` may change.
 EVAL_FREE_KEYS = (*FREE_KEYS, "data.eval_split")
@@ -231,11 +243,21 @@ _CHOICES = {
 }
 # Sections with fields of their own, which are checked elsewhere.
 _OWN_FIELDS = (
-    "config.task", "config.model", "config.optimizer", "config.mesh", "config.data.options",
-    "config.phases", "config.batch_rule", "config.parallel.exchange",
+    "config.task",
+    "config.model",
+    "config.optimizer",
+    "config.mesh",
+    "config.data.options",
+    "config.phases",
+    "config.batch_rule",
+    "config.parallel.exchange",
 )
 _KINDS = {
-    int: "a whole number", float: "a number", str: "text", bool: "True or False", tuple: "a tuple",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    bool: "True or False",
+    tuple: "a tuple",
 }
 
 
@@ -264,14 +286,21 @@ def check_values(config: ConfigDict) -> None:
     """Refuses values out of range, in a config that has passed `check_keys`."""
     flat = flatten(config)
     for key in (
-        "batch_size", "eval.batch_size", "checkpoint.keep", "schedule.base_batch_size",
+        "batch_size",
+        "eval.batch_size",
+        "checkpoint.keep",
+        "schedule.base_batch_size",
         "accumulation_steps",
     ):
         if flat[key] < 1:
             raise UserError(f"config.{key} is {flat[key]}; it must be at least 1")
     for key in (
-        "guards.max_skipped", "guards.spike_factor", "guards.spike_floor", "guards.hang_seconds",
-        "log.heartbeat_seconds", "log.lipschitz_rows",
+        "guards.max_skipped",
+        "guards.spike_factor",
+        "guards.spike_floor",
+        "guards.hang_seconds",
+        "log.heartbeat_seconds",
+        "log.lipschitz_rows",
     ):
         if not 0 <= flat[key] < math.inf:
             raise UserError(f"config.{key} is {flat[key]}; it must be a number of at least 0")

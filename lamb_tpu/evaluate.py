@@ -84,9 +84,9 @@ def evaluate_checkpoint(
     Raises:
       UserError: the config has a mistake, or there is no such checkpoint.
     """
-    identity.check_start(config, workdir, {
-        "--step": step, "--split": split, "--trust_workdir": trust_workdir,
-    })
+    identity.check_start(
+        config, workdir, {"--step": step, "--split": split, "--trust_workdir": trust_workdir}
+    )
     folder = Workdir(workdir)
     with distributed.together():
         of_run = folder.read_config()  # refuses a folder without a run

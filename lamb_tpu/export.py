@@ -49,7 +49,13 @@ from lamb_tpu.tasks.classification import Classification
 
 # Fields that change how a network is trained but not what it computes in evaluation.
 _OF_TRAINING = (
-    "name", "num_classes", "dtype", "group_size", "momentum", "zero_gamma", "dropout_rate",
+    "name",
+    "num_classes",
+    "dtype",
+    "group_size",
+    "momentum",
+    "zero_gamma",
+    "dropout_rate",
     "stochastic_depth_rate",
 )
 

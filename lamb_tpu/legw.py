@@ -52,8 +52,12 @@ class Row(NamedTuple):
 
 
 def rows(
-    base_batch: int, base_rate: float, base_warmup_epochs: float, batches: Sequence[int],
-    num_examples: int, epochs: float | None = None,
+    base_batch: int,
+    base_rate: float,
+    base_warmup_epochs: float,
+    batches: Sequence[int],
+    num_examples: int,
+    epochs: float | None = None,
 ) -> list[Row]:
     """Returns a row for each batch.
 
@@ -81,9 +85,14 @@ def table(found: Sequence[Row]) -> str:
     if found[0].updates is not None:
         head.append("updates")
     lines = [
-        [f"{row.batch:,}", f"{row.learning_rate:.6g}", f"{row.warmup_epochs:.6g}",
-         _count(row.warmup_updates), _count(row.updates_per_epoch),
-         *([] if row.updates is None else [f"{row.updates:,}"])]
+        [
+            f"{row.batch:,}",
+            f"{row.learning_rate:.6g}",
+            f"{row.warmup_epochs:.6g}",
+            _count(row.warmup_updates),
+            _count(row.updates_per_epoch),
+            *([] if row.updates is None else [f"{row.updates:,}"]),
+        ]
         for row in found
     ]
     return terminal.columns([head, *lines], right=range(len(head)))
@@ -100,7 +109,8 @@ def warnings(found: Sequence[Row], epochs: float | None) -> list[str]:
     return [
         f"at batch {row.batch:,} the warm-up of {row.warmup_epochs:.6g} epochs is longer than the "
         f"training of {epochs:.6g}, so the rate never reaches {row.learning_rate:.6g}"
-        for row in found if epochs is not None and row.warmup_epochs > epochs
+        for row in found
+        if epochs is not None and row.warmup_epochs > epochs
     ]
 
 
@@ -176,19 +186,38 @@ def _number(flag: str, text: str, least: str = "above 0") -> float:
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = terminal.Parser(
-        prog="python -m lamb_tpu.legw", epilog=_NOTE, description=__doc__,
+        prog="python -m lamb_tpu.legw",
+        epilog=_NOTE,
+        description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--base-batch", required=True, metavar="N",
-                        help="batch at which the rate was tuned, in examples")
-    parser.add_argument("--base-lr", required=True, metavar="RATE",
-                        help="peak learning rate tuned there")
-    parser.add_argument("--base-warmup-epochs", required=True, metavar="EPOCHS",
-                        help="warm-up there; fractions are meant, 0 is none")
-    parser.add_argument("--batches", required=True, metavar="FIRST..LAST",
-                        help="batches to carry it to, by doubling, or a list: 20,100,640")
-    parser.add_argument("--num-examples", required=True, metavar="N",
-                        help="examples in an epoch; of streams of text, batch times updates")
+    parser.add_argument(
+        "--base-batch",
+        required=True,
+        metavar="N",
+        help="batch at which the rate was tuned, in examples",
+    )
+    parser.add_argument(
+        "--base-lr", required=True, metavar="RATE", help="peak learning rate tuned there"
+    )
+    parser.add_argument(
+        "--base-warmup-epochs",
+        required=True,
+        metavar="EPOCHS",
+        help="warm-up there; fractions are meant, 0 is none",
+    )
+    parser.add_argument(
+        "--batches",
+        required=True,
+        metavar="FIRST..LAST",
+        help="batches to carry it to, by doubling, or a list: 20,100,640",
+    )
+    parser.add_argument(
+        "--num-examples",
+        required=True,
+        metavar="N",
+        help="examples in an epoch; of streams of text, batch times updates",
+    )
     parser.add_argument("--epochs", metavar="EPOCHS", help="length of the training")
     parser.add_argument("--output", metavar="FILE.svg", help="picture of the curves")
     return parser.parse_all(arguments)

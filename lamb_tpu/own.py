@@ -28,7 +28,9 @@ _KINDS = {int: "a whole number", float: "a number", str: "text", bool: "True or 
 # Folders of code that is not a user's.
 _LIBRARIES = (
     # Frames of Python's import system have file names such as '<frozen importlib._bootstrap>'.
-    sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<frozen",
+    sysconfig.get_path("stdlib"),
+    sysconfig.get_path("purelib"),
+    "<frozen",
     str(pathlib.Path(__file__).parent) + os.sep,
 )
 # Top-level packages of the modules that were imported here, for `blame`.
@@ -77,14 +79,14 @@ def find(name: str, key: str) -> Callable[..., Any]:
         if not is_there:
             # The message lists what the module defines, not what it imports.
             public = [
-                item for item, value in vars(found).items()
-                if callable(value) and not item.startswith("_")
+                item
+                for item, value in vars(found).items()
+                if callable(value)
+                and not item.startswith("_")
                 and getattr(value, "__module__", None) == match["module"]
             ]
             listed = ", ".join(public[:_LISTED]) or "no class or function"
-            raise UserError(
-                f"{key} is {name!r}; {_title(found)} has no {part!r}, it has: {listed}"
-            )
+            raise UserError(f"{key} is {name!r}; {_title(found)} has no {part!r}, it has: {listed}")
         found = getattr(found, part)
     if not callable(found):
         raise UserError(f"{key} is {name!r}, which is {found!r}; it must be a class or a function")
@@ -165,7 +167,8 @@ def parameters(made: Callable[..., Any]) -> list[inspect.Parameter]:
         return []
     # The first parameter of `__init__` is self.
     return [
-        parameter for parameter in listed[1 if own_init else 0:]
+        parameter
+        for parameter in listed[1 if own_init else 0 :]
         if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
     ]
 
@@ -215,9 +218,7 @@ def check(
     for key, field in known.items():
         missing = field.default is field.default_factory is dataclasses.MISSING
         if missing and key not in given:
-            raise UserError(
-                f"{section}.{key} is missing; {noun} {name!r} has no default for it"
-            )
+            raise UserError(f"{section}.{key} is missing; {noun} {name!r} has no default for it")
 
 
 def _fits(value: Any, field: dataclasses.Field) -> bool:

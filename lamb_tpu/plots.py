@@ -40,9 +40,7 @@ _ROW_INCHES = 0.14
 History = Sequence[tuple[int, Mapping[str, Any]]]
 
 
-def layer_figure(
-    history: History, layers: Sequence[str] | None = None, title: str = ""
-) -> Figure:
+def layer_figure(history: History, layers: Sequence[str] | None = None, title: str = "") -> Figure:
     """Plots two quantities of each layer over training: lines above, a heat map below.
 
     Left: trust ratios. Right: the norm of the update divided by the norm of the weights, which says
@@ -67,9 +65,9 @@ def layer_figure(
         raise ValueError("there are no readings; build the optimizer with collect=True")
 
     def rows(quantity: str) -> np.ndarray:
-        return np.array([
-            [float(values[f"{quantity}/{layer}"]) for _, values in history] for layer in layers
-        ])
+        return np.array(
+            [[float(values[f"{quantity}/{layer}"]) for _, values in history] for layer in layers]
+        )
 
     ratios, lengths = rows("ratios"), rows("weight_norms")
     # A layer of zeros has no relative step length: NaN, which is left out of the plots.
@@ -84,13 +82,15 @@ def layer_figure(
         2, 2, sharex=True, height_ratios=(3.0, map_height)
     )
     for axes, name, values in (
-        (top_left, "trust ratio", ratios), (top_right, "update norm / weight norm", turns),
+        (top_left, "trust ratio", ratios),
+        (top_right, "update norm / weight norm", turns),
     ):
         _lines(axes, name, steps, values, labels)
     top_left.set_title("trust ratio, dark to bright: first to last layer", fontsize=11)
     top_left.legend(fontsize=7, loc="best")
     for axes, name, values in (
-        (left, "trust ratio", ratios), (right, "update norm / weight norm", turns),
+        (left, "trust ratio", ratios),
+        (right, "update norm / weight norm", turns),
     ):
         style.heat_map(axes, name, steps, values)
     stride = -(-len(layers) // _MAX_LABELS)
@@ -135,7 +135,8 @@ def _adapting(layers: Sequence[str], table: str) -> list[str]:
     """Returns the layers that adapt according to a run's table, see `parameters.table`."""
     # The column of index 5 is 'adapt'. The last line, with the totals, has fewer columns.
     adapting = {
-        columns[0] for columns in (re.split(r" {2,}", row) for row in table.splitlines()[1:])
+        columns[0]
+        for columns in (re.split(r" {2,}", row) for row in table.splitlines()[1:])
         if len(columns) > 5 and columns[5] == "yes"
     }
     # A stacked parameter has one row in the table and a reading for each layer: kernel[3].
@@ -161,7 +162,8 @@ def _of_run(run: RunFiles, history: History) -> Figure:
     optimizer = config["optimizer.name"]
     look = style.OPTIMIZERS.get(optimizer)
     return layer_figure(
-        history, layers,
+        history,
+        layers,
         f"{config['model.name']} on {config['data.name']}, {look.name if look else optimizer}, "
         f"batch {config['batch_size']:,}: the {len(layers)} layers that adapt",
     )

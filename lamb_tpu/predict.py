@@ -59,9 +59,7 @@ def predict(folder: str, text: str, top: int = 5) -> list[list[Word]]:
     if top < 1:
         raise UserError(f"--top is {top}; it must be at least 1")
     # Standard output holds the answer alone.
-    weights = open_weights(
-        folder, "--checkpoint", report=lambda told: print(told, file=sys.stderr)
-    )
+    weights = open_weights(folder, "--checkpoint", report=lambda told: print(told, file=sys.stderr))
     if weights.unfinished:
         print(f"the run has not ended ({weights.unfinished})", file=sys.stderr)
     config, found = weights.bert(), weights.text()

@@ -72,7 +72,8 @@ def numbered(number: int) -> dict[str, Any]:
     """
     color = matplotlib.colormaps["tab10"](number % 10)
     return {
-        "color": matplotlib.colors.to_hex(color), "marker": _MARKERS[number % len(_MARKERS)],
+        "color": matplotlib.colors.to_hex(color),
+        "marker": _MARKERS[number % len(_MARKERS)],
         "linestyle": ("-", "--", ":")[number // 10 % 3],
     }
 

@@ -32,7 +32,9 @@ if __name__ == "__main__":  # --help is answered before the imports below, which
     flags.DEFINE_integer("seed", 0, "Seed of the quasi-random points.", lower_bound=0)
     flags.DEFINE_integer("seeds", 1, "Runs of each trial, with seeds from 0.", lower_bound=1)
     flags.DEFINE_string(
-        "metric", None, "Metric of the evaluation to rank by; default that of "
+        "metric",
+        None,
+        "Metric of the evaluation to rank by; default that of "
         "config.checkpoint.best or config.target, or the task's main one.",
     )
     flags.DEFINE_enum(
@@ -61,8 +63,14 @@ def main() -> None:
     options = flags.FLAGS
     folder = buckets.local(options.workdir, "--workdir")
     request = running.Request(
-        sweeps.NAME, None, None, Workdir(folder).path, None, options.processes,
-        cli.seconds("--time-limit", options["time-limit"].value), bool(options["dry-run"].value),
+        sweeps.NAME,
+        None,
+        None,
+        Workdir(folder).path,
+        None,
+        options.processes,
+        cli.seconds("--time-limit", options["time-limit"].value),
+        bool(options["dry-run"].value),
         None,
     )
     sweep = _make(request.runs)
@@ -82,11 +90,15 @@ def _make(folder: pathlib.Path) -> Sweep:
     if (folder / "config.json").exists():
         raise UserError(f"--workdir {folder} holds a run; give another folder for the sweep")
     recipe = sweeps.short_recipe(config_flags.get_config_filename(options["config"]))
-    dimensions, points = sweeps.points(
-        options.config, options.search, options.trials, options.seed
-    )
+    dimensions, points = sweeps.points(options.config, options.search, options.trials, options.seed)
     return sweeps.make(
-        recipe, options.config, dimensions, points, folder, options.seeds, options.metric,
+        recipe,
+        options.config,
+        dimensions,
+        points,
+        folder,
+        options.seeds,
+        options.metric,
         options.better,
     )
 

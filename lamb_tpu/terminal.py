@@ -43,7 +43,8 @@ def columns(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:
     """
     widths = [max(map(len, column)) for column in zip(*rows)]
     return "\n".join(
-        "  " + "  ".join(
+        "  "
+        + "  ".join(
             text.rjust(width) if column in right else text.ljust(width)
             for column, (text, width) in enumerate(zip(row, widths))
         ).rstrip()

@@ -49,10 +49,7 @@ from lamb_tpu.watch.updates import Updates
 
 @own.calling("training")
 def train(
-    config: ConfigDict,
-    workdir: str | os.PathLike[str],
-    label: str = "train",
-    quiet: bool = False,
+    config: ConfigDict, workdir: str | os.PathLike[str], label: str = "train", quiet: bool = False
 ) -> dict[str, float]:
     """Runs, or resumes, the recipe `config` in the folder `workdir`; with its phases, if any.
 
@@ -198,8 +195,10 @@ def _train(
                     told = f"the run was already {observers.end_reason or 'complete'}"
                     metrics = evaluate(state)
                     check_finite(
-                        f"the evaluation after update {step}", metrics,
-                        config.guards.allow_nonfinite_eval, progress.warn,
+                        f"the evaluation after update {step}",
+                        metrics,
+                        config.guards.allow_nonfinite_eval,
+                        progress.warn,
                     )
                 else:
                     told = f"{step} updates in {format_seconds(clock.seconds)}"
@@ -234,8 +233,14 @@ def _position(
     loader: data.TrainLoader, observers: Observers, updates: Updates, clock: Clock, eval_due: bool
 ) -> Position:
     return Position(
-        loader.state(), observers.state(), updates.unlogged, eval_due,
-        clock.seconds, clock.startup, clock.starts, end_reason=observers.end_reason,
+        loader.state(),
+        observers.state(),
+        updates.unlogged,
+        eval_due,
+        clock.seconds,
+        clock.startup,
+        clock.starts,
+        end_reason=observers.end_reason,
     )
 
 

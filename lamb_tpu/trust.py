@@ -123,6 +123,4 @@ def is_library(file: str) -> bool:
 def _libraries() -> frozenset[str]:
     names = ("stdlib", "platstdlib", "purelib", "platlib")
     found = {sysconfig.get_path(name) for name in names}
-    return frozenset(
-        {*found, *site.getsitepackages(), site.getusersitepackages(), str(_PACKAGE)}
-    )
+    return frozenset({*found, *site.getsitepackages(), site.getusersitepackages(), str(_PACKAGE)})

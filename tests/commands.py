@@ -36,12 +36,14 @@ def main(path: pathlib.Path) -> list[str] | None:
                 _, status = os.waitpid(child, 0)
             out.seek(0)
             err.seek(0)
-            found.append({
-                "status": os.waitstatus_to_exitcode(status),
-                "stdout": out.read().decode(errors="replace"),
-                "stderr": err.read().decode(errors="replace"),
-                "seconds": time.monotonic() - began,
-            })
+            found.append(
+                {
+                    "status": os.waitstatus_to_exitcode(status),
+                    "stdout": out.read().decode(errors="replace"),
+                    "stderr": err.read().decode(errors="replace"),
+                    "seconds": time.monotonic() - began,
+                }
+            )
     path.write_text(json.dumps(found))
     return None
 

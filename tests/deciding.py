@@ -6,16 +6,18 @@ from ml_collections import ConfigDict
 
 from tests import tiny
 
-RULES: dict[str, dict[str, Any]] = {
-    "noise_scale": {"decay": 0.5}, "simigrad": {"target": 0.5},
-}
+RULES: dict[str, dict[str, Any]] = {"noise_scale": {"decay": 0.5}, "simigrad": {"target": 0.5}}
 
 
 def config(name: str) -> ConfigDict:
     """7,680 examples, first in batches of 64, in quanta of 32."""
     rule = {"name": name, "lower": 32, "upper": 128, "interval": 3, "scaling": "sqrt"}
     return tiny.digits(
-        accumulation_steps=4, duration="120 steps", batch_rule=ConfigDict(rule | RULES[name]),
-        checkpoint__every="256 examples", checkpoint__keep=3, eval__every="2560 examples",
+        accumulation_steps=4,
+        duration="120 steps",
+        batch_rule=ConfigDict(rule | RULES[name]),
+        checkpoint__every="256 examples",
+        checkpoint__keep=3,
+        eval__every="2560 examples",
         log__every="96 examples",
     )

@@ -73,8 +73,12 @@ class Run:
     """
 
     def __init__(
-        self, workdir: pathlib.Path, *more: str, processes: int = 1,
-        limits: Sequence[tuple[int, int]] = (), module: str = "lamb_tpu.train",
+        self,
+        workdir: pathlib.Path,
+        *more: str,
+        processes: int = 1,
+        limits: Sequence[tuple[int, int]] = (),
+        module: str = "lamb_tpu.train",
     ) -> None:
         arguments = [*(ARGUMENTS if module == "lamb_tpu.train" else []), f"--workdir={workdir}"]
         if processes > 1:

@@ -87,12 +87,18 @@ class Store:
             raise Refused(404, f"No such object: {BUCKET}/{name}")
         md5 = hashlib.md5(blob.data).digest()
         return {
-            "kind": "storage#object", "name": name, "bucket": BUCKET,
-            "generation": str(blob.generation), "metageneration": "1",
-            "size": str(len(blob.data)), "updated": blob.updated, "timeCreated": blob.updated,
+            "kind": "storage#object",
+            "name": name,
+            "bucket": BUCKET,
+            "generation": str(blob.generation),
+            "metageneration": "1",
+            "size": str(len(blob.data)),
+            "updated": blob.updated,
+            "timeCreated": blob.updated,
             "md5Hash": base64.b64encode(md5).decode(),
             "contentType": "application/octet-stream",
-            "etag": str(blob.generation), "storageClass": "STANDARD",
+            "etag": str(blob.generation),
+            "storageClass": "STANDARD",
         }
 
     def listing(self, query: dict[str, str]) -> dict[str, Any]:
@@ -103,7 +109,7 @@ class Store:
             for name in sorted(self.blobs):
                 if not name.startswith(prefix):
                     continue
-                rest = name[len(prefix):]
+                rest = name[len(prefix) :]
                 if delimiter and delimiter in rest:
                     entries[prefix + rest.split(delimiter)[0] + delimiter] = None
                 else:
@@ -191,8 +197,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self, path: str, query: dict[str, str], body: bytes
     ) -> tuple[int, dict[str, str], bytes]:
         store = self.server.store
-        found = re.fullmatch(r"(/upload|/download)?/storage/v1/b(?:/([^/]+)(?:/o(?:/(.*))?)?)?",
-                             path)
+        found = re.fullmatch(
+            r"(/upload|/download)?/storage/v1/b(?:/([^/]+)(?:/o(?:/(.*))?)?)?", path
+        )
         if found is None or found[2] is None:  # such as the creation of a bucket
             raise Refused(403, f"{self.command} {path} is not allowed")
         kind, bucket = found[1], found[2]
@@ -240,9 +247,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         headers["Content-Range"] = f"bytes {begin}-{end - 1}/{len(data)}"
         return 206, headers, data[begin:end]
 
-    def _upload(
-        self, query: dict[str, str], body: bytes
-    ) -> tuple[int, dict[str, str], bytes]:
+    def _upload(self, query: dict[str, str], body: bytes) -> tuple[int, dict[str, str], bytes]:
         store = self.server.store
         if "upload_id" in query:
             return self._part(query["upload_id"], body)
@@ -300,12 +305,16 @@ def serve() -> Iterator[tuple[Store, dict[str, str]]]:
     thread.start()
     url = f"http://127.0.0.1:{server.server_address[1]}"
     try:
-        yield server.store, {
-            "STORAGE_EMULATOR_HOST": url,  # of google-cloud-storage and gcsfs
-            "TENSORSTORE_GCS_HTTP_URL": url,
-            # Nobody is asked for credentials.
-            "FSSPEC_GCS_TOKEN": "anon", "GOOGLE_AUTH_TOKEN_FOR_TESTING": "none",
-        }
+        yield (
+            server.store,
+            {
+                "STORAGE_EMULATOR_HOST": url,  # of google-cloud-storage and gcsfs
+                "TENSORSTORE_GCS_HTTP_URL": url,
+                # Nobody is asked for credentials.
+                "FSSPEC_GCS_TOKEN": "anon",
+                "GOOGLE_AUTH_TOKEN_FOR_TESTING": "none",
+            },
+        )
     finally:
         server.shutdown()
         server.server_close()

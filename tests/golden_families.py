@@ -63,7 +63,8 @@ def initial(inputs: Arrays, dtype: str = "float32") -> dict[str, jax.Array]:
     """Returns the initial values of the recorded runs."""
     return {
         key.removeprefix("param/"): jnp.asarray(value, dtype)
-        for key, value in inputs.items() if key.startswith("param/")
+        for key, value in inputs.items()
+        if key.startswith("param/")
     }
 
 
@@ -114,7 +115,8 @@ def _schedules(entry: Entry, recorded: Arrays, inputs: Arrays) -> dict[str, np.n
 
 # Of the family legw_lstm, by implementation.
 _LSTM: dict[str, Repeat] = {
-    **golden_gnmt.REPEATS, **golden_lstm.REPEATS,
+    **golden_gnmt.REPEATS,
+    **golden_lstm.REPEATS,
     "torch_lstm_classifier": golden_lstm_classifier.repeat,
 }
 
@@ -123,13 +125,31 @@ _LSTM: dict[str, Repeat] = {
 _LSTM_SETTINGS: dict[str, tuple[str, ...]] = {
     "label_smoothing": ("rows", "classes", "smoothing", "padding_index", "reduction"),
     "mlperf_gnmt": (
-        "vocabulary", "hidden", "layers", "lengths", "smoothing", "max_seq_len", "searches",
-        "special", "arrays",
+        "vocabulary",
+        "hidden",
+        "layers",
+        "lengths",
+        "smoothing",
+        "max_seq_len",
+        "searches",
+        "special",
+        "arrays",
     ),
     "ptb_batching": ("batch_size", "num_steps", "tokens", "arrays"),
     "torch_lstm_lm": (
-        "batch", "num_steps", "hidden", "layers", "windows_per_epoch", "epochs", "clip", "lr",
-        "lr_decay", "max_epoch", "loss", "arrays", "vocabulary",
+        "batch",
+        "num_steps",
+        "hidden",
+        "layers",
+        "windows_per_epoch",
+        "epochs",
+        "clip",
+        "lr",
+        "lr_decay",
+        "max_epoch",
+        "loss",
+        "arrays",
+        "vocabulary",
     ),
 }
 

@@ -21,8 +21,10 @@ SECONDS = 300.0  # for a run; then its processes are killed
 def start(process: dict[str, Any], index: int, count: int, port: int) -> bool:
     """Becomes a process of a run; returns whether its program is still to be run."""
     os.environ |= {
-        "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": str(count),
-        "JAX_PROCESS_ID": str(index), **process["env"],
+        "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
+        "JAX_NUM_PROCESSES": str(count),
+        "JAX_PROCESS_ID": str(index),
+        **process["env"],
     }
     os.chdir(process["cwd"])
     if process["fresh"]:
@@ -63,10 +65,12 @@ def main(path: pathlib.Path) -> bool:
             for file in pair:
                 file.seek(0)
             outputs.append([file.read().decode(errors="replace") for file in pair])
-        found.append([
-            {"status": statuses[child], "stdout": out, "stderr": err}
-            for child, (out, err) in zip(children, outputs, strict=True)
-        ])
+        found.append(
+            [
+                {"status": statuses[child], "stdout": out, "stderr": err}
+                for child, (out, err) in zip(children, outputs, strict=True)
+            ]
+        )
         path.write_text(json.dumps(found))
     return False
 

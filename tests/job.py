@@ -24,7 +24,13 @@ def evaluate() -> None:
 
     found = []
     for examples, batch_size in (
-        (997, 7), (997, 96), (997, 501), (997, 2000), (5, 4), (5, 64), (1, 1)
+        (997, 7),
+        (997, 96),
+        (997, 501),
+        (997, 2000),
+        (5, 4),
+        (5, 64),
+        (1, 1),
     ):
         run = listing(prepare(config(eval__batch_size=batch_size), sys.argv[3]), examples)
         if not found:

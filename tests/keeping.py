@@ -23,8 +23,12 @@ def config(name: str) -> ConfigDict:
     """40 updates on eight devices."""
     optimizer, exchange = METHODS[name]
     return tiny.digits(
-        parallel__backend="shard_map", optimizer=ConfigDict(optimizer),
-        parallel__exchange=ConfigDict(exchange), duration=f"{UPDATES} steps",
-        checkpoint__every="3 steps", checkpoint__keep=3, eval__every="20 steps",
+        parallel__backend="shard_map",
+        optimizer=ConfigDict(optimizer),
+        parallel__exchange=ConfigDict(exchange),
+        duration=f"{UPDATES} steps",
+        checkpoint__every="3 steps",
+        checkpoint__keep=3,
+        eval__every="20 steps",
         log__every="2 steps",
     )

@@ -11,6 +11,4 @@ MAIN = ("lamb", "lars", "apollo", "adamw", "scale_by_lamb, scale_by_trust_ratio"
 
 def some(names: Iterable[Any], main: Collection[Any] = MAIN) -> list[Any]:
     """Returns `names` as parameters, of which those outside of `main` are marked long."""
-    return [
-        name if name in main else pytest.param(name, marks=pytest.mark.long) for name in names
-    ]
+    return [name if name in main else pytest.param(name, marks=pytest.mark.long) for name in names]

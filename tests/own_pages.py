@@ -1,5 +1,4 @@
-"""Pages on parts of a user's own: their modules and commands, run in a folder outside the package.
-"""
+"""Pages on parts of a user's own: their modules and commands, run in a folder outside the package."""
 
 import json
 import os
@@ -14,8 +13,10 @@ from tests import commands, tiny
 
 # Fewer updates than the recipe's.
 SHORT = (
-    "--config.duration=60 steps", "--config.checkpoint.every=50 percent",
-    "--config.log.tensorboard=False", "--config.eval.every=100 percent",
+    "--config.duration=60 steps",
+    "--config.checkpoint.every=50 percent",
+    "--config.log.tensorboard=False",
+    "--config.eval.every=100 percent",
 )
 
 
@@ -45,7 +46,9 @@ def run(lines: list[list[str]], folder: pathlib.Path, devices: int = 1) -> list[
     listed = folder / "lines.json"
     listed.write_text(json.dumps(lines))
     done = subprocess.run(
-        [sys.executable, "-m", commands.__name__, str(listed)], cwd=folder, capture_output=True,
+        [sys.executable, "-m", commands.__name__, str(listed)],
+        cwd=folder,
+        capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": str(tiny.ROOT), "JAX_NUM_CPU_DEVICES": str(devices)},
     )

@@ -92,12 +92,18 @@ MOMENTS = {
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("moment", [
-    pytest.param(name, marks=[] if name == "before a save is complete" else pytest.mark.long)
-    for name in MOMENTS
-])
+@pytest.mark.parametrize(
+    "moment",
+    [
+        pytest.param(name, marks=[] if name == "before a save is complete" else pytest.mark.long)
+        for name in MOMENTS
+    ],
+)
 def test_killed_run_goes_on(
-    bucket: gcs.Store, history: History, trained: pathlib.Path, moment: str,
+    bucket: gcs.Store,
+    history: History,
+    trained: pathlib.Path,
+    moment: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     bucket.replay(history[: MOMENTS[moment](history)])
@@ -112,8 +118,11 @@ def test_old_checkpoints_are_removed_and_damage_is_found(
     bucket: gcs.Store, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = tiny.digits(
-        checkpoint__keep=2, log__tensorboard=True, log__mlperf=True,
-        target__metric="accuracy", target__value=1.0,
+        checkpoint__keep=2,
+        log__tensorboard=True,
+        log__mlperf=True,
+        target__metric="accuracy",
+        target__value=1.0,
     )
     train(config, RUN, quiet=True)
     there = {name.split("/")[0] for name in bucket.names("runs/digits/checkpoints/")}
@@ -179,9 +188,10 @@ def test_picture_of_the_layers(bucket: gcs.Store) -> None:
 @pytest.mark.long
 def test_phases(bucket: gcs.Store) -> None:
     config = tiny.digits(duration="4 steps", eval__every="4 steps")
-    tiny.change(config, {"phases": ConfigDict({
-        "phase_1": {"batch_size": 32}, "phase_2": {"batch_size": 64}
-    })})
+    tiny.change(
+        config,
+        {"phases": ConfigDict({"phase_1": {"batch_size": 32}, "phase_2": {"batch_size": 64}})},
+    )
     train(config, RUN, quiet=True)
     # Its last checkpoint was not saved to its end.
     bucket.delete("runs/digits/phase_2/checkpoints/4/commit_success.txt", {})
@@ -256,9 +266,12 @@ def test_run_that_has_lost_its_lock_ends(
 
 
 ARGUMENTS = [
-    "--config=configs/digits.py:optimizer=lamb,batch=32", "--config.duration=200 steps",
-    "--config.checkpoint.every=15 steps", "--config.eval.every=50 steps",
-    "--config.log.every=5 steps", "--config.log.tensorboard=false",
+    "--config=configs/digits.py:optimizer=lamb,batch=32",
+    "--config.duration=200 steps",
+    "--config.checkpoint.every=15 steps",
+    "--config.eval.every=50 steps",
+    "--config.log.every=5 steps",
+    "--config.log.tensorboard=false",
 ]
 
 
@@ -299,8 +312,13 @@ def test_two_processes(bucket: gcs.Store, trained: pathlib.Path, tmp_path: pathl
         "from tests import tiny\ndef get_config(argument=None):\n    return tiny.digits()\n"
     )
     done = tiny.command(
-        "lamb_tpu.launch", "local", "--processes=2", "--devices-per-process=4", "--",
-        f"--config={recipe}", f"--workdir={RUN}",
+        "lamb_tpu.launch",
+        "local",
+        "--processes=2",
+        "--devices-per-process=4",
+        "--",
+        f"--config={recipe}",
+        f"--workdir={RUN}",
     )
     assert done.returncode == 0, done.stderr
     assert not (tiny.ROOT / "gs:").exists()

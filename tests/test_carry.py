@@ -134,8 +134,11 @@ def test_a_skipped_update_puts_the_carry_back(folder: pathlib.Path) -> None:
     [pytest.param(8, {}, marks=pytest.mark.long), (2, {"accumulation_steps": 2})],
 )
 def test_resumed(
-    folder: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch,
-    devices: int, changes: dict[str, Any],
+    folder: pathlib.Path,
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+    devices: int,
+    changes: dict[str, Any],
 ) -> None:
     """In the same place with the same bits; on another number of devices to rounding."""
     config, every = tiny.words(folder, **changes), jax.devices()
@@ -219,8 +222,13 @@ def test_two_processes(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
     arguments = recipe(tmp_path / "recipe.py", folder, "accumulation_steps=2")
     workdir = tmp_path / "two"
     done = tiny.command(
-        "lamb_tpu.launch", "local", "--processes=2", "--devices-per-process=2", "--",
-        *arguments, f"--workdir={workdir}",
+        "lamb_tpu.launch",
+        "local",
+        "--processes=2",
+        "--devices-per-process=2",
+        "--",
+        *arguments,
+        f"--workdir={workdir}",
     )
     assert done.returncode == 0, done.stderr
     run = prepare(tiny.words(folder, accumulation_steps=2), workdir, jax.devices()[:2])

@@ -30,23 +30,35 @@ def refused(module: str, *arguments: str, devices: int = 1) -> str:
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ([RECIPE, "--config.optimizer.collekt=True"],
-         "config.optimizer.collekt is unknown; optimizer 'lamb' has: name, learning_rate, b1, "),
-        ([RECIPE, "--config.optimizer.collect=3"],
-         "config.optimizer.collect is '3'; it must be True or False, such as False"),
-        ([RECIPE, "--config.batchsize=3"],
-         "config.batchsize is unknown; config has: accumulation_steps, batch_rule, batch_size, "),
+        (
+            [RECIPE, "--config.optimizer.collekt=True"],
+            "config.optimizer.collekt is unknown; optimizer 'lamb' has: name, learning_rate, b1, ",
+        ),
+        (
+            [RECIPE, "--config.optimizer.collect=3"],
+            "config.optimizer.collect is '3'; it must be True or False, such as False",
+        ),
+        (
+            [RECIPE, "--config.batchsize=3"],
+            "config.batchsize is unknown; config has: accumulation_steps, batch_rule, batch_size, ",
+        ),
         (["--config", "configs/digitz.py"], "the file 'configs/digitz.py', which does not exist"),
         (["--config", "digitz"], "which need no folder, are bert_pretrain, bert_squad, cifar"),
         ([RECIPE + ":bath=3"], "'bath=3' has the unknown key 'bath'; known: optimizer, batch"),
         ([RECIPE, "--config.batch_size=abc"], "--config.batch_size=abc: invalid literal for int()"),
         ([], "--config is missing; see --help"),
         # Of schedule.warmup too each phase has its own, of eval.every none.
-        (["--config=configs/bert_pretrain.py", "--config.eval.every=5 percent",
-          "--config.phases.phase_1.batch_size=8", "--config.schedule.warmup=3 percent"],
-         "error: --config.schedule.warmup changes nothing, because every phase of the config "
-         "sets it; give --config.phases.phase_1.schedule.warmup and "
-         "--config.phases.phase_2.schedule."),
+        (
+            [
+                "--config=configs/bert_pretrain.py",
+                "--config.eval.every=5 percent",
+                "--config.phases.phase_1.batch_size=8",
+                "--config.schedule.warmup=3 percent",
+            ],
+            "error: --config.schedule.warmup changes nothing, because every phase of the config "
+            "sets it; give --config.phases.phase_1.schedule.warmup and "
+            "--config.phases.phase_2.schedule.",
+        ),
     ],
 )
 def test_mistake_on_the_command_line(
@@ -73,7 +85,7 @@ def test_workdir_missing_and_stray_words() -> None:
 @pytest.mark.parametrize(
     "body, message",
     [
-        ("config.lerning_rate = 3", "line 4: AttributeError: 'Key \"lerning_rate\" does not exist"),
+        ("config.lerning_rate = 3", 'line 4: AttributeError: \'Key "lerning_rate" does not exist'),
         ("config.batch_size = 'many'", "line 4: TypeError: Could not override field 'batch_size'"),
         ("config.batch_size = (", "line 4: SyntaxError: '(' was never closed"),
     ],
@@ -100,9 +112,13 @@ def test_batch_that_does_not_divide_over_simulated_devices(tmp_path: pathlib.Pat
 @pytest.mark.long
 def test_diverged_run_exits_with_a_sentence(tmp_path: pathlib.Path) -> None:
     line = refused(
-        "lamb_tpu.train", RECIPE + ":optimizer=momentum", f"--workdir={tmp_path}",
-        "--config.optimizer.learning_rate=1e30", "--config.schedule.warmup=0 steps",
-        "--config.log.every=1 steps", "--config.log.tensorboard=false",
+        "lamb_tpu.train",
+        RECIPE + ":optimizer=momentum",
+        f"--workdir={tmp_path}",
+        "--config.optimizer.learning_rate=1e30",
+        "--config.schedule.warmup=0 steps",
+        "--config.log.every=1 steps",
+        "--config.log.tensorboard=false",
     )
     assert "at update" in line and "the last checkpoint is not yet written" in line
 
@@ -123,9 +139,15 @@ def test_preempted_before_there_is_anything_to_save(tmp_path: pathlib.Path) -> N
 @pytest.mark.long
 def test_what_a_config_file_leaves_out_is_set_on_the_command_line(tmp_path: pathlib.Path) -> None:
     """From training to evaluation and resuming; a default that is given changes nothing."""
-    own = ["--config=digits:smoke,batch=512", f"--workdir={tmp_path}",
-           "--config.optimizer.collect", "--config.optimizer.b2", "0.98",
-           "--config.model.dropout_rate=0.1", "--config.task.mixup_alpha=0.2"]
+    own = [
+        "--config=digits:smoke,batch=512",
+        f"--workdir={tmp_path}",
+        "--config.optimizer.collect",
+        "--config.optimizer.b2",
+        "0.98",
+        "--config.model.dropout_rate=0.1",
+        "--config.task.mixup_alpha=0.2",
+    ]
     done = tiny.command("lamb_tpu.train", *own)
     assert done.returncode == 0, done.stderr
     written = json.loads((tmp_path / "config.json").read_text())
@@ -143,17 +165,26 @@ def test_what_a_config_file_leaves_out_is_set_on_the_command_line(tmp_path: path
 @pytest.mark.parametrize("module", ["train", "evaluate", "plan"])
 def test_config_is_shown_instead_of_run(module: str) -> None:
     done = tiny.command(
-        f"lamb_tpu.{module}", "--config=digits:batch=64", "--print_config",
-        "--config.optimizer.name=lars", "--config.optimizer.momentum=0.95", "--config.seed=3",
+        f"lamb_tpu.{module}",
+        "--config=digits:batch=64",
+        "--print_config",
+        "--config.optimizer.name=lars",
+        "--config.optimizer.momentum=0.95",
+        "--config.seed=3",
     )
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
-    for line in ("config.batch_size = 64", "config.optimizer.momentum = 0.95", "config.seed = 3",
-                 "config.optimizer.trust_clip = False  # default of lars",
-                 "config.model.num_classes = 10  # default of mlp"):
+    for line in (
+        "config.batch_size = 64",
+        "config.optimizer.momentum = 0.95",
+        "config.seed = 3",
+        "config.optimizer.trust_clip = False  # default of lars",
+        "config.model.num_classes = 10  # default of mlp",
+    ):
         assert line in lines
-    assert "config.seed is -1" in refused(f"lamb_tpu.{module}", RECIPE, "--print_config",
-                                          "--config.seed=-1")
+    assert "config.seed is -1" in refused(
+        f"lamb_tpu.{module}", RECIPE, "--print_config", "--config.seed=-1"
+    )
 
 
 def test_evaluate(copy: pathlib.Path, tmp_path: pathlib.Path) -> None:
@@ -199,7 +230,9 @@ def test_sigterm_where_an_exception_is_lost() -> None:
 def test_help_teaches() -> None:
     done = tiny.command("lamb_tpu.train", "--help")
     for part in (
-        "python -m lamb_tpu.train --config=configs/", "--workdir", "resumed",
+        "python -m lamb_tpu.train --config=configs/",
+        "--workdir",
+        "resumed",
         "--config.optimizer.b2=0.98",
     ):
         assert part in done.stdout
@@ -282,5 +315,8 @@ def test_what_a_system_or_a_lost_process_raises_is_told_in_a_sentence(
 
 def test_times() -> None:
     assert [cli.seconds("--budget", text) for text in (None, "30s", "1.5h", "90m")] == [
-        None, 30.0, 5400.0, 5400.0
+        None,
+        30.0,
+        5400.0,
+        5400.0,
     ]

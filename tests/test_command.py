@@ -35,7 +35,8 @@ def test_all_commands_are_listed() -> None:
     package = pathlib.Path(command.__file__).parent
     programs = {
         ".".join(["lamb_tpu", *path.relative_to(package).with_suffix("").parts])
-        for path in package.rglob("*.py") if 'if __name__ == "__main__":' in path.read_text()
+        for path in package.rglob("*.py")
+        if 'if __name__ == "__main__":' in path.read_text()
     }
     assert programs - INTERNAL == set(command.MODULES.values()) and programs > INTERNAL
 
@@ -47,6 +48,7 @@ def test_help_comes_at_once(name: str) -> None:
     The package of `models` is that of the networks, which need JAX and Flax; their imports alone
     take a second.
     """
+
     def seconds() -> float:
         used = resource.getrusage(resource.RUSAGE_CHILDREN)
         return used.ru_utime + used.ru_stime
@@ -78,8 +80,17 @@ def test_current_folder_is_searched_for_modules(tmp_path: pathlib.Path) -> None:
 
     def printed(**environment: str) -> subprocess.CompletedProcess:
         return subprocess.run(
-            [sys.executable, str(script), "train", "--config=digits", "--print_config",
-             "--config.model={'name': 'my_net:net'}"], cwd=tmp_path, capture_output=True, text=True,
+            [
+                sys.executable,
+                str(script),
+                "train",
+                "--config=digits",
+                "--print_config",
+                "--config.model={'name': 'my_net:net'}",
+            ],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
             env={**os.environ, "PYTHONPATH": str(tiny.ROOT), **environment},
         )
 

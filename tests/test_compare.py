@@ -38,15 +38,23 @@ def test_tables(found: list[Run]) -> None:
         ["second", "0.5", "3", "0.4000", "1", "0.4000", "12", "1:00", "2 x cpu",
          "has no evaluation at its end"],
     ]  # fmt: skip
-    (_, first, second), = compare.tables(found, ("loss", "lower"))
+    ((_, first, second),) = compare.tables(found, ("loss", "lower"))
     assert first[3:6] == ["0.7083", "3", "0.7083"] and second[3:6] == ["2.1250", "1", "2.1250"]
 
 
 def test_many_keys_that_differ_have_a_table_of_their_own(tmp_path: pathlib.Path) -> None:
     fake(tmp_path / "a", [0.5])
     fake(
-        tmp_path / "b", [], end=0, optimizer__b2=0.5, seed=3, ema__decay=0.5, data__name="mnist",
-        model__hidden_sizes=(8,) * 9, optimizer__weight_decay=0.0, log__every="1 steps",
+        tmp_path / "b",
+        [],
+        end=0,
+        optimizer__b2=0.5,
+        seed=3,
+        ema__decay=0.5,
+        data__name="mnist",
+        model__hidden_sizes=(8,) * 9,
+        optimizer__weight_decay=0.0,
+        log__every="1 steps",
     )
     runs, keys = compare.tables(
         compare.read([str(tmp_path / "a"), str(tmp_path / "b")]), ("accuracy", "higher")
@@ -89,9 +97,10 @@ def test_metric(found: list[Run], tmp_path: pathlib.Path) -> None:
         compare.choose_metric([*found, *other])
 
 
-@pytest.mark.parametrize("against, places", [
-    ("epochs", [1, 2, 3]), ("updates", [4, 8, 12]), ("examples", [256, 512, 768]),
-])
+@pytest.mark.parametrize(
+    "against, places",
+    [("epochs", [1, 2, 3]), ("updates", [4, 8, 12]), ("examples", [256, 512, 768])],
+)
 def test_picture(found: list[Run], against: str, places: list[int]) -> None:
     figure = compare.picture(found, ("accuracy", "higher"), against)
     loss, accuracy = figure.axes
@@ -110,9 +119,11 @@ def recorded(folder: pathlib.Path, noise: list[float], sizes: list[int]) -> None
             changing = (
                 {"batch_size": sizes[step - 1], "examples": sum(sizes[:step])} if sizes else {}
             )
-            writer.write(step, "train", {
-                "loss": 1.0, "epoch": step / 4, "seconds": 1.0, "noise_scale": scale, **changing
-            })
+            writer.write(
+                step,
+                "train",
+                {"loss": 1.0, "epoch": step / 4, "seconds": 1.0, "noise_scale": scale, **changing},
+            )
         writer.write(4, "eval", {"accuracy": 0.5, "loss": 1.0, "epoch": 1.0})
 
 
@@ -148,13 +159,16 @@ def test_command(found: list[Run], tmp_path: pathlib.Path) -> None:
     assert matplotlib.image.imread(tmp_path / "x.png").std() > 0.05
 
 
-@pytest.mark.parametrize("arguments, message", [
-    (["{0}", "{0}"], "RUN .*first is given 2 times; give it once"),
-    (["{0}", "/nowhere"], "RUN /nowhere holds no run: config.json is missing"),
-    (["{0}", "--metric=f1"], "--metric is 'f1'; the evaluation's metrics are: accuracy, loss$"),
-    (["{0}", "--output=x.jpg"], "--output x.jpg must be a .png file in a folder that exists"),
-    (["{0}", "--output="], "--output is empty"),
-])
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["{0}", "{0}"], "RUN .*first is given 2 times; give it once"),
+        (["{0}", "/nowhere"], "RUN /nowhere holds no run: config.json is missing"),
+        (["{0}", "--metric=f1"], "--metric is 'f1'; the evaluation's metrics are: accuracy, loss$"),
+        (["{0}", "--output=x.jpg"], "--output x.jpg must be a .png file in a folder that exists"),
+        (["{0}", "--output="], "--output is empty"),
+    ],
+)
 def test_mistakes(found: list[Run], arguments: list[str], message: str, tmp_path: Any) -> None:
     first = found[0].files.folder.path
     with pytest.raises(UserError, match=message):

@@ -103,9 +103,15 @@ def test_unflatten_undoes_it(name: str) -> None:
 def test_differences_leave_free_keys_out() -> None:
     old = config_lib.flatten(tiny.digits())
     free = tiny.digits(
-        data__dir="elsewhere", data__prepared_dir="x", checkpoint__every="3 steps",
-        checkpoint__keep=1, log__every="9 steps", log__tensorboard=True, mesh__data=8,
-        eval__batch_size=8, init_from="elsewhere",
+        data__dir="elsewhere",
+        data__prepared_dir="x",
+        checkpoint__every="3 steps",
+        checkpoint__keep=1,
+        log__every="9 steps",
+        log__tensorboard=True,
+        mesh__data=8,
+        eval__batch_size=8,
+        init_from="elsewhere",
     )
     assert config_lib.differences(old, config_lib.flatten(free)) == []
     other = tiny.digits(seed=1, data__train_split="test", eval__every="2 steps")
@@ -123,13 +129,16 @@ def test_free_keys_of_phases() -> None:
     assert config_lib.differences(phases, changed) == ["phases.phase_1.batch_size: 8 there, 4 now"]
 
 
-@pytest.mark.parametrize("changes, message", [
-    ({"init_from": 3}, "config.init_from is 3; it must be text"),
-    ({"init__optimizer_state": True}, "config.init.optimizer_state is True; it must be text"),
-    ({"init__new": "x"}, "config.init.new is unknown; config.init has: new_parameters, opt"),
-    ({"phases": 3}, "config.phases is 3; it must be a ConfigDict"),
-    ({"prng": None}, "config.prng is None; it must be text"),
-])
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"init_from": 3}, "config.init_from is 3; it must be text"),
+        ({"init__optimizer_state": True}, "config.init.optimizer_state is True; it must be text"),
+        ({"init__new": "x"}, "config.init.new is unknown; config.init has: new_parameters, opt"),
+        ({"phases": 3}, "config.phases is 3; it must be a ConfigDict"),
+        ({"prng": None}, "config.prng is None; it must be text"),
+    ],
+)
 def test_mistakes_about_the_first_state(changes: dict, message: str) -> None:
     with pytest.raises(UserError, match=message):
         config_lib.check_keys(tiny.digits(**changes))

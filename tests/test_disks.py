@@ -60,9 +60,7 @@ def check_equal(workdir: pathlib.Path, whole: pathlib.Path) -> None:
     config = recipe.get_config("optimizer=lamb,batch=32")
     config.model.hidden_sizes, config.duration = (600, 600), arguments["duration"]
     config.eval.every = arguments["eval.every"]
-    tiny.assert_equal(
-        *(tiny.restored(config, folder)[0] for folder in (workdir, whole))
-    )
+    tiny.assert_equal(*(tiny.restored(config, folder)[0] for folder in (workdir, whole)))
     found, expected = (
         [tiny.untimed(record) for record in read_records(folder / "metrics.jsonl")]
         for folder in (workdir, whole)
@@ -194,13 +192,16 @@ def test_read_only_in_mid_run(tmp_path: pathlib.Path, processes: int) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name, processes", [
-    ("", 1),
-    pytest.param("checkpoints", 1, marks=pytest.mark.long),
-    pytest.param("metrics.jsonl", 1, marks=pytest.mark.long),
-    pytest.param("", 2, marks=pytest.mark.long),
-    pytest.param("checkpoints", 2, marks=pytest.mark.long),
-])
+@pytest.mark.parametrize(
+    "name, processes",
+    [
+        ("", 1),
+        pytest.param("checkpoints", 1, marks=pytest.mark.long),
+        pytest.param("metrics.jsonl", 1, marks=pytest.mark.long),
+        pytest.param("", 2, marks=pytest.mark.long),
+        pytest.param("checkpoints", 2, marks=pytest.mark.long),
+    ],
+)
 def test_deleted_in_mid_run(tmp_path: pathlib.Path, name: str, processes: int) -> None:
     workdir = tmp_path / "run"
     run = Run(workdir, "--config.duration=3000 steps", processes=processes)
@@ -220,8 +221,11 @@ def test_deleted_just_before_the_end(tmp_path: pathlib.Path) -> None:
     """A checkpoint at the end only, and a record at the end only."""
     workdir = tmp_path / "run"
     run = Run(
-        workdir, "--config.duration=300 steps", "--config.checkpoint.every=300 steps",
-        "--config.eval.every=300 steps", "--config.log.every=300 steps",
+        workdir,
+        "--config.duration=300 steps",
+        "--config.checkpoint.every=300 steps",
+        "--config.eval.every=300 steps",
+        "--config.log.every=300 steps",
     )
     run.until((workdir / "metrics.jsonl").exists)
     workdir.rename(tmp_path / "gone")
@@ -230,14 +234,19 @@ def test_deleted_just_before_the_end(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("saves, processes", [
-    (25, 1), *(pytest.param(300, processes, marks=pytest.mark.long) for processes in (1, 2))
-])
+@pytest.mark.parametrize(
+    "saves, processes",
+    [(25, 1), *(pytest.param(300, processes, marks=pytest.mark.long) for processes in (1, 2))],
+)
 def test_many_saves_under_a_low_limit(tmp_path: pathlib.Path, saves: int, processes: int) -> None:
     end = disks.run(
-        tmp_path, f"--config.duration={saves} steps", "--config.checkpoint.every=1 steps",
-        "--config.checkpoint.keep=1", "--config.model.hidden_sizes=(16,)",
-        "--config.eval.every=1000 steps", processes=processes,
+        tmp_path,
+        f"--config.duration={saves} steps",
+        "--config.checkpoint.every=1 steps",
+        "--config.checkpoint.keep=1",
+        "--config.model.hidden_sizes=(16,)",
+        "--config.eval.every=1000 steps",
+        processes=processes,
         limits=[(resource.RLIMIT_NOFILE, 80)],
     )
     note(f"{saves} saves under ulimit -n 80, {processes} process(es)", end, tmp_path)
@@ -264,9 +273,7 @@ def test_killed_in_mid_save(tmp_path: pathlib.Path, whole: pathlib.Path) -> None
 
 @pytest.mark.long
 @pytest.mark.parametrize("processes", [1, 2])
-def test_brackets_in_the_path(
-    tmp_path: pathlib.Path, whole: pathlib.Path, processes: int
-) -> None:
+def test_brackets_in_the_path(tmp_path: pathlib.Path, whole: pathlib.Path, processes: int) -> None:
     workdir = tmp_path / "lr[0.1] *?" / "run"
     run = Run(workdir, processes=processes)
     run.until(has_saved(run, 2))

@@ -25,9 +25,7 @@ def test_checkpoints_give_the_metrics_of_the_run(trained: pathlib.Path) -> None:
     assert before["step"] == 8 and before["loss"] > newest["loss"]
 
 
-def test_the_config_is_that_of_the_run(
-    monkeypatch: pytest.MonkeyPatch, copy: pathlib.Path
-) -> None:
+def test_the_config_is_that_of_the_run(monkeypatch: pytest.MonkeyPatch, copy: pathlib.Path) -> None:
     own = evaluate_checkpoint(None, copy)
     assert own == evaluate_checkpoint(tiny.digits(), copy)
     other = evaluate_checkpoint(None, copy, split="test[:100]")
@@ -59,7 +57,8 @@ def test_run_that_may_only_be_read(
     # And a task's files, which a folder stands in the way of.
     (copy / "predictions.json.new").mkdir()
     monkeypatch.setattr(
-        evaluate, "make_evaluator",
+        evaluate,
+        "make_evaluator",
         lambda *_, keep_file, **__: lambda _: keep_file("predictions.json", "{}") or {"f1": 1.0},
     )
     assert evaluate_checkpoint(None, copy)["f1"] == 1.0

@@ -29,15 +29,13 @@ UPDATES = 4
 # What `Spread` keeps back is larger than many gradients, to which its rounding is added.
 CLOSE = 1e-4
 SPREAD = ConfigDict({"name": spread.NAME, "start": 2})
-MOMENTUM = ConfigDict({
-    "name": "tests.parallel.exchange.spread:momentum", "learning_rate": 0.1,
-})
+MOMENTUM = ConfigDict({"name": "tests.parallel.exchange.spread:momentum", "learning_rate": 0.1})
 
 
 def config(exchange: Any = SPREAD, **changes: Any) -> ConfigDict:
-    return tiny.digits(**{
-        "parallel__backend": "shard_map", "parallel__exchange": exchange, **changes
-    })
+    return tiny.digits(
+        **{"parallel__backend": "shard_map", "parallel__exchange": exchange, **changes}
+    )
 
 
 def after(config: ConfigDict, num_devices: int, updates: int = UPDATES) -> tuple[TrainState, Run]:
@@ -62,7 +60,8 @@ def plain(model: str = "mlp", optimizer: str = "lamb") -> TrainState:
 PLACES: dict[str, tuple[int, dict[str, Any]]] = {
     "eight": (8, {}),
     "hierarchy zero1": (
-        8, {"mesh__data": 2, "mesh__fsdp": 4, "parallel__optimizer_state": "zero1"},
+        8,
+        {"mesh__data": 2, "mesh__fsdp": 4, "parallel__optimizer_state": "zero1"},
     ),
 }
 MORE_PLACES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -70,19 +69,20 @@ MORE_PLACES: dict[str, tuple[int, dict[str, Any]]] = {
     "zero1": (8, {"parallel__optimizer_state": "zero1"}),
     "microbatches": (4, {"accumulation_steps": 2}),
     "fsdp": (
-        8, {"mesh__data": 2, "mesh__fsdp": 4, "parallel__rules": (("hidden0/kernel", "fsdp"),)},
+        8,
+        {"mesh__data": 2, "mesh__fsdp": 4, "parallel__rules": (("hidden0/kernel", "fsdp"),)},
     ),
     "changing": (8, {"batch_rule": ConfigDict({"name": "ramp", "points": ((0, 64),)})}),
     "batch_norm": (8, {"model": BATCH_NORM}),
     "named": (
-        8, {"parallel__exchange": ConfigDict({**SPREAD.to_dict(), "full_precision": ("bias",)})},
+        8,
+        {"parallel__exchange": ConfigDict({**SPREAD.to_dict(), "full_precision": ("bias",)})},
     ),
 }
 
 
 @pytest.mark.parametrize(
-    "place",
-    [*PLACES, *(pytest.param(place, marks=pytest.mark.long) for place in MORE_PLACES)],
+    "place", [*PLACES, *(pytest.param(place, marks=pytest.mark.long) for place in MORE_PLACES)]
 )
 def test_every_place_is_float32_on_one_device(place: str) -> None:
     num_devices, changes = {**PLACES, **MORE_PLACES}[place]
@@ -100,14 +100,21 @@ def test_every_place_is_float32_on_one_device(place: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "place", ["eight", *(pytest.param(place, marks=pytest.mark.long) for place in (
-        "four", "microbatches", "hierarchy", "changing",
-    ))],
+    "place",
+    [
+        "eight",
+        *(
+            pytest.param(place, marks=pytest.mark.long)
+            for place in ("four", "microbatches", "hierarchy", "changing")
+        ),
+    ],
 )
 def test_optimizer_that_sends_momentum_is_the_one_that_sends_gradients(place: str) -> None:
     """Momentum is linear: its sums over devices are those of the gradients."""
     num_devices, changes = {
-        **PLACES, **MORE_PLACES, "hierarchy": (8, {"mesh__data": 2, "mesh__fsdp": 4}),
+        **PLACES,
+        **MORE_PLACES,
+        "hierarchy": (8, {"mesh__data": 2, "mesh__fsdp": 4}),
     }[place]
     state, run = after(config(optimizer=MOMENTUM, **changes), num_devices)
     assert [run.stage(update).of_optimizer for update in range(4)] == [None, None] + [
@@ -142,11 +149,13 @@ def test_copies_of_whole_leaves_are_compared_and_no_others() -> None:
     check.saving(1, state)
     residual = state.parts["residual"]
     total = residual["kept"].whole["total"]
-    parts = [np.array(shard.data) + (number == 5) for number, shard in enumerate(
-        total.addressable_shards
-    )]
+    parts = [
+        np.array(shard.data) + (number == 5)
+        for number, shard in enumerate(total.addressable_shards)
+    ]
     other = jax.make_array_from_single_device_arrays(
-        total.shape, total.sharding,
+        total.shape,
+        total.sharding,
         [jax.device_put(p, s.device) for p, s in zip(parts, total.addressable_shards)],
     )
     whole = {**residual["kept"].whole, "total": other}
@@ -197,9 +206,7 @@ def test_ended_by_sigterm_in_the_second_stage(
         tiny.preempt_at(patched, 10)
         train(twelve(), tmp_path, quiet=True)
     train(twelve(), tmp_path, quiet=True)
-    tiny.assert_equal(
-        tiny.restored(twelve(), tmp_path)[0], tiny.restored(twelve(), whole)[0]
-    )
+    tiny.assert_equal(tiny.restored(twelve(), tmp_path)[0], tiny.restored(twelve(), whole)[0])
 
 
 @pytest.mark.long
@@ -275,8 +282,13 @@ def test_two_processes_are_one(whole: pathlib.Path, tmp_path: pathlib.Path) -> N
         "def get_config(argument=None):\n    return twelve()\n"
     )
     done = tiny.command(
-        "lamb_tpu.launch", "local", "--processes=2", "--devices-per-process=4", "--",
-        f"--config={recipe}", f"--workdir={tmp_path / 'two'}",
+        "lamb_tpu.launch",
+        "local",
+        "--processes=2",
+        "--devices-per-process=4",
+        "--",
+        f"--config={recipe}",
+        f"--workdir={tmp_path / 'two'}",
     )
     assert done.returncode == 0, done.stderr
     found, _ = tiny.restored(twelve(), tmp_path / "two")

@@ -29,7 +29,10 @@ def test_what_is_written_predicts_the_same(
     folder = tmp_path / "made" / "of"
     assert export(pretrained, folder) == f"{pretrained}, update 2 is written to {folder}"
     assert {path.name for path in folder.iterdir()} == {
-        "config.json", "model.safetensors", "vocab.txt", "tokenizer_config.json",
+        "config.json",
+        "model.safetensors",
+        "vocab.txt",
+        "tokenizer_config.json",
     }
     assert json.loads((folder / "tokenizer_config.json").read_text())["do_lower_case"] is True
     # Who may read one of them may read all.
@@ -58,14 +61,15 @@ def test_another_checkpoint_does_not_take_the_place_of_the_first(
         tiny.assert_equal(found, newest)
 
 
-def test_a_run_that_has_not_ended_needs_a_flag(
-    copy: pathlib.Path, tmp_path: pathlib.Path
-) -> None:
+def test_a_run_that_has_not_ended_needs_a_flag(copy: pathlib.Path, tmp_path: pathlib.Path) -> None:
     shutil.rmtree(copy / "checkpoints" / "12")
-    with pytest.raises(UserError, match=(
-        f"--workdir {copy}, update 8, is of a run that has not ended .update 8 of 12.; finish it "
-        "first, or give --unfinished, or choose a checkpoint with --step"
-    )):
+    with pytest.raises(
+        UserError,
+        match=(
+            f"--workdir {copy}, update 8, is of a run that has not ended .update 8 of 12.; finish it "
+            "first, or give --unfinished, or choose a checkpoint with --step"
+        ),
+    ):
         export(copy, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     # Past this check, the network of this run is one that no other library has.
@@ -80,7 +84,8 @@ def test_stacked_layers_and_a_cased_vocabulary(tmp_path: pathlib.Path) -> None:
     (tmp_path / "run" / "text.json").write_text('{"cased": true}')
     export(tmp_path / "run", tmp_path / "out")
     assert json.loads((tmp_path / "out" / "tokenizer_config.json").read_text()) == {
-        "tokenizer_class": "BertTokenizer", "do_lower_case": False,
+        "tokenizer_class": "BertTokenizer",
+        "do_lower_case": False,
     }
     for found, expected in zip(
         *(predict(str(tmp_path / name), TEXT) for name in ("out", "run")), strict=True
@@ -107,13 +112,16 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 def of_pictures(pictures: pathlib.Path, **changes: object) -> ConfigDict:
     fields = {
-        "data__name": "image_folder", "data__dir": str(pictures), "data__train_split": "train",
-        "data__eval_split": "train", "batch_size": 8,
+        "data__name": "image_folder",
+        "data__dir": str(pictures),
+        "data__train_split": "train",
+        "data__eval_split": "train",
+        "batch_size": 8,
         "data__options": ConfigDict({"size": 32, "resize": "bicubic", "central_fraction": 0.0}),
         "model": ConfigDict({"name": "resnet18", "num_classes": 2, "momentum": 0.8}),
-        "task": ConfigDict({
-            "name": "classification", "input_mean": (127.5, 102.0, 51.0), "input_std": 51.0,
-        }),
+        "task": ConfigDict(
+            {"name": "classification", "input_mean": (127.5, 102.0, 51.0), "input_std": 51.0}
+        ),
     }
     return tiny.digits(**fields | changes)
 
@@ -124,10 +132,15 @@ def test_image_network_as_timm_has_it(pictures: pathlib.Path, tmp_path: pathlib.
     told = export(tmp_path / "run", tmp_path / "out")
     assert told == f"{tmp_path / 'run'}, update 2 is written to {tmp_path / 'out'}"
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == {
-        "architecture": "resnet18", "num_classes": 2,
+        "architecture": "resnet18",
+        "num_classes": 2,
         "pretrained_cfg": {
-            "num_classes": 2, "mean": [0.5, 0.4, 0.2], "std": [0.2, 0.2, 0.2],
-            "input_size": [3, 32, 32], "interpolation": "bicubic", "crop_pct": 0.5,
+            "num_classes": 2,
+            "mean": [0.5, 0.4, 0.2],
+            "std": [0.2, 0.2, 0.2],
+            "input_size": [3, 32, 32],
+            "interpolation": "bicubic",
+            "crop_pct": 0.5,
         },
     }
     expected = open_weights(str(tmp_path / "run"), "--workdir").variables()
@@ -142,26 +155,38 @@ def test_image_network_as_timm_has_it(pictures: pathlib.Path, tmp_path: pathlib.
     assert same[0] == same[1]
 
 
-@pytest.mark.parametrize("fields, message", [
-    ({"stem": "cifar"},
-     "config.model.stem='cifar'; timm's resnet18 is this network with 'imagenet', so it cannot be"),
-    ({"epsilon": 1e-3}, "has config.model.epsilon=0.001; timm's resnet18 is .* with 1e-05"),
-    ({"name": "efficientnet_b0", "stages": [[1, 3, 1, 1, 16]]},
-     r"has config.model.stages=\[\[1, 3, 1, 1, 16\]\]; timm's tf_efficientnet_b0 is"),
-    # Of pictures in grey.
-    ({}, r"cannot be written: .* not those of resnet18: params/stem_conv/kernel is of shape "
-     r"\(7, 7, 1, 64\), there of shape \(7, 7, 3, 64\)"),
-])
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        (
+            {"stem": "cifar"},
+            "config.model.stem='cifar'; timm's resnet18 is this network with 'imagenet', so it cannot be",
+        ),
+        ({"epsilon": 1e-3}, "has config.model.epsilon=0.001; timm's resnet18 is .* with 1e-05"),
+        (
+            {"name": "efficientnet_b0", "stages": [[1, 3, 1, 1, 16]]},
+            r"has config.model.stages=\[\[1, 3, 1, 1, 16\]\]; timm's tf_efficientnet_b0 is",
+        ),
+        # Of pictures in grey.
+        (
+            {},
+            r"cannot be written: .* not those of resnet18: params/stem_conv/kernel is of shape "
+            r"\(7, 7, 1, 64\), there of shape \(7, 7, 3, 64\)",
+        ),
+    ],
+)
 def test_networks_that_timm_has_not(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, fields: dict, message: str
 ) -> None:
     model = {"name": "resnet18", "num_classes": 10, "dtype": "bfloat16"} | fields
     image = jax.ShapeDtypeStruct((1, 32, 32, 1), np.float32)
-    variables = jax.eval_shape(models.build("resnet18", num_classes=10).init, jax.random.key(0),
-                               image)
-    shapes = {"params": variables["params"], "model_state": {
-        "batch_stats": variables["batch_stats"]
-    }}
+    variables = jax.eval_shape(
+        models.build("resnet18", num_classes=10).init, jax.random.key(0), image
+    )
+    shapes = {
+        "params": variables["params"],
+        "model_state": {"batch_stats": variables["batch_stats"]},
+    }
     weights = Weights(tmp_path, 7, model, shapes, 0, lambda wanted: wanted)
     monkeypatch.setattr(export_lib, "open_weights", lambda *_: weights)
     with pytest.raises(UserError, match=message):
@@ -169,9 +194,7 @@ def test_networks_that_timm_has_not(
     assert not (tmp_path / "out").exists()
 
 
-def test_mistakes(
-    pretrained: pathlib.Path, trained: pathlib.Path, tmp_path: pathlib.Path
-) -> None:
+def test_mistakes(pretrained: pathlib.Path, trained: pathlib.Path, tmp_path: pathlib.Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "config.json").write_text("{}")
     for workdir, output, step, message in [

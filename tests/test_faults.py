@@ -65,8 +65,11 @@ def check_complete(workdir: pathlib.Path, whole: pathlib.Path) -> None:
     recipe = tiny.recipe_file(tiny.ROOT / "configs" / "digits.py")
     config = tiny.change(
         recipe.get_config("optimizer=lamb,batch=32"),
-        {"duration": f"{faults.STEPS} steps", "eval.every": f"{faults.EVAL_EVERY} steps",
-         "eval.batch_size": 8},
+        {
+            "duration": f"{faults.STEPS} steps",
+            "eval.every": f"{faults.EVAL_EVERY} steps",
+            "eval.batch_size": 8,
+        },
     )
     (expected, position), (found, position_found) = (
         tiny.restored(config, folder) for folder in (whole, workdir)

@@ -20,7 +20,7 @@ TESTED_ELSEWHERE = {
     "lamb_tpu/optim/muon.py": "tests/optim/test_baselines.py compares it with Optax's",
     "lamb_tpu/optim/placement.py": "tests/optim/test_sharding.py asks for it by its former name",
     "lamb_tpu/optim/schedule_free.py": "tests/optim/test_baselines.py, and in runs "
-        "tests/test_schedule_free.py",
+    "tests/test_schedule_free.py",
     "lamb_tpu/parallel/backends.py": "tests/parallel/test_step.py compares the two of them",
     "lamb_tpu/data/stream.py": "tests/data/test_loader.py and test_evaluation.py read through it",
     "lamb_tpu/plan/__main__.py": "tests/plan/test_main.py runs it",

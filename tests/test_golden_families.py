@@ -12,7 +12,8 @@ from tests.optim.golden_common import Settings
 # One entry of each implementation, and of each form of settings that an implementation has.
 ENTRIES = {
     (entry["family"], entry["implementation"], tuple(entry["hyper"])): entry
-    for entry in goldens.entries() if entry["family"] in FAMILIES
+    for entry in goldens.entries()
+    if entry["family"] in FAMILIES
 }
 PER_IMPLEMENTATION = {key[:2]: entry for key, entry in ENTRIES.items()}
 
@@ -63,9 +64,20 @@ ASSUMED: list[tuple[str, str, dict[str, Any]]] = [
     ("legw_lstm", "mlperf_gnmt", {"special": {"PAD": 1, "UNK": 0, "BOS": 2, "EOS": 3}}),
     ("legw_lstm", "mlperf_gnmt", {"searches": [{"beam": 2, "diversity": 0.5}]}),
     ("schedules", "mlperf_resnet_jax_poly", {"n": 1000}),
-    ("schedules", "legw_modelled", {"small": {
-        "base_batch": 128, "base_lr": 0.1, "base_warmup_epochs": 0.5, "epochs": 10, "n": 60000,
-        "momentum": 0.9}}),
+    (
+        "schedules",
+        "legw_modelled",
+        {
+            "small": {
+                "base_batch": 128,
+                "base_lr": 0.1,
+                "base_warmup_epochs": 0.5,
+                "epochs": 10,
+                "n": 60000,
+                "momentum": 0.9,
+            }
+        },
+    ),
 ]
 
 

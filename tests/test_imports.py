@@ -48,12 +48,29 @@ ROOMS: dict[str, set[str]] = {
     "parallel": {"optim", "batching", "tasks", "models"},
     "store": {"files", "cluster", "data", "optim"},
     "run": {
-        "files", "cost", "cluster", "optim", "batching", "models", "data", "tasks", "parallel",
+        "files",
+        "cost",
+        "cluster",
+        "optim",
+        "batching",
+        "models",
+        "data",
+        "tasks",
+        "parallel",
         "store",
     },
     "watch": {
-        "files", "cost", "cluster", "optim", "batching", "models", "data", "tasks", "parallel",
-        "store", "run",
+        "files",
+        "cost",
+        "cluster",
+        "optim",
+        "batching",
+        "models",
+        "data",
+        "tasks",
+        "parallel",
+        "store",
+        "run",
     },
     "plan": {"files", "cost", "optim", "data", "tasks", "store", "run"},
     "critical_batch": {"batching", "cluster", "optim", "data", "run", "store", "watch"},
@@ -101,20 +118,19 @@ def test_nobody_imports_another_framework(name: str) -> None:
 
 def test_commands_are_imported_by_none() -> None:
     commands = tuple(
-        f"lamb_tpu.{name}" for name in (
-            "train", "evaluate", "predict", "export", "sweep", "compare",
-        )
+        f"lamb_tpu.{name}"
+        for name in ("train", "evaluate", "predict", "export", "sweep", "compare")
     )
-    above = tuple(
-        f"lamb_tpu/{room}/" for room, runs in COMMANDS.items() if runs
-    )
+    above = tuple(f"lamb_tpu/{room}/" for room, runs in COMMANDS.items() if runs)
     assert not [line for line in offenders("", commands) if not line.startswith(above)]
 
 
 def test_finding_a_users_own_part_needs_no_room() -> None:
     names = imported(ROOT / "lamb_tpu" / "own.py")
     assert {name for name in names if name.startswith("lamb_tpu")} == {
-        "lamb_tpu.errors", "lamb_tpu.errors.Preempted", "lamb_tpu.errors.UserError"
+        "lamb_tpu.errors",
+        "lamb_tpu.errors.Preempted",
+        "lamb_tpu.errors.UserError",
     }
 
 

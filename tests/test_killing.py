@@ -16,7 +16,10 @@ from tests.test_train import without_seconds
 
 
 def survive(
-    module: str, name: str, moments: list[tuple[int, float]], tmp_path: pathlib.Path,
+    module: str,
+    name: str,
+    moments: list[tuple[int, float]],
+    tmp_path: pathlib.Path,
     devices: int = 1,
 ) -> None:
     """A run that is killed at these moments, updates and seconds behind them, ends as another."""
@@ -57,11 +60,18 @@ def test_killed_around_changes_of_the_batch(rule: str, tmp_path: pathlib.Path) -
     _, position = tiny.restored(deciding.config(rule), decided)
     changes = [first for first, _ in position["batches"]["pieces"][1:]]
     print(f"\n{rule}: the batch changes after updates {changes}")
-    survive("tests.deciding", rule, sorted(
-        (max(0, generator.choice(changes[:-2]) + generator.choice((-1, 0, 1))),
-         generator.uniform(0, 0.03))
-        for _ in range(20)
-    ), tmp_path)
+    survive(
+        "tests.deciding",
+        rule,
+        sorted(
+            (
+                max(0, generator.choice(changes[:-2]) + generator.choice((-1, 0, 1))),
+                generator.uniform(0, 0.03),
+            )
+            for _ in range(20)
+        ),
+        tmp_path,
+    )
 
 
 @pytest.mark.long

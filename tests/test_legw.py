@@ -11,8 +11,12 @@ from lamb_tpu import legw
 from lamb_tpu.errors import UserError
 
 BASE = {
-    "base-batch": "20", "base-lr": "1.0", "base-warmup-epochs": "0.2", "batches": "20..640",
-    "num-examples": "46460", "epochs": "13",
+    "base-batch": "20",
+    "base-lr": "1.0",
+    "base-warmup-epochs": "0.2",
+    "batches": "20..640",
+    "num-examples": "46460",
+    "epochs": "13",
 }
 
 
@@ -88,25 +92,46 @@ def test_no_warm_up() -> None:
     assert list(first.get_ydata()) == [0, 1, 1] and list(first.get_xdata()) == [0, 0, 1]
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({"batches": "20..650"}, "--batches is '20..650'; doubling 20 does not reach 650: give an end "
-     "that it reaches, such as 20..640, or a list of batches"),
-    ({"batches": "40..20"}, "doubling 40 does not reach 20: give an end that it reaches, or a"),
-    ({"batches": "0..640"}, "--batches has '0'; it must be a whole number of examples above 0, a "),
-    ({"batches": "20,-40"}, "--batches has '-40'; it must be a whole number"),
-    ({"batches": "20..40..80"}, "--batches has '40..80'; it must be a whole number"),
-    ({"base_batch": "0"}, "--base-batch has '0'; it must be a whole number of examples above 0$"),
-    ({"base_batch": "1e3"}, "--base-batch has '1e3'; it must be a whole number"),
-    ({"base_lr": "-1"}, "--base-lr is '-1'; it must be a number above 0, at most a million"),
-    ({"base_lr": "nan"}, "--base-lr is 'nan'; it must be a number above 0"),
-    ({"base_warmup_epochs": "-0.1"}, "--base-warmup-epochs is '-0.1'; it must be a number of at l"),
-    ({"base_warmup_epochs": "1e400"}, "is '1e400'; it must be a number of at least 0, at most a m"),
-    ({"epochs": "0"}, "--epochs is '0'; it must be a number above 0"),
-    ({"num_examples": "600"}, "--batches has 640, more than the --num-examples=600 of an epoch"),
-    ({"num_examples": ""}, "--num-examples is empty; give a value"),
-    ({"num_examples": None}, "--num-examples"),
-    ({"output": "legw.png"}, "--output legw.png must be an .svg file in a folder that exists"),
-])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"batches": "20..650"},
+            "--batches is '20..650'; doubling 20 does not reach 650: give an end "
+            "that it reaches, such as 20..640, or a list of batches",
+        ),
+        ({"batches": "40..20"}, "doubling 40 does not reach 20: give an end that it reaches, or a"),
+        (
+            {"batches": "0..640"},
+            "--batches has '0'; it must be a whole number of examples above 0, a ",
+        ),
+        ({"batches": "20,-40"}, "--batches has '-40'; it must be a whole number"),
+        ({"batches": "20..40..80"}, "--batches has '40..80'; it must be a whole number"),
+        (
+            {"base_batch": "0"},
+            "--base-batch has '0'; it must be a whole number of examples above 0$",
+        ),
+        ({"base_batch": "1e3"}, "--base-batch has '1e3'; it must be a whole number"),
+        ({"base_lr": "-1"}, "--base-lr is '-1'; it must be a number above 0, at most a million"),
+        ({"base_lr": "nan"}, "--base-lr is 'nan'; it must be a number above 0"),
+        (
+            {"base_warmup_epochs": "-0.1"},
+            "--base-warmup-epochs is '-0.1'; it must be a number of at l",
+        ),
+        (
+            {"base_warmup_epochs": "1e400"},
+            "is '1e400'; it must be a number of at least 0, at most a m",
+        ),
+        ({"epochs": "0"}, "--epochs is '0'; it must be a number above 0"),
+        (
+            {"num_examples": "600"},
+            "--batches has 640, more than the --num-examples=600 of an epoch",
+        ),
+        ({"num_examples": ""}, "--num-examples is empty; give a value"),
+        ({"num_examples": None}, "--num-examples"),
+        ({"output": "legw.png"}, "--output legw.png must be an .svg file in a folder that exists"),
+    ],
+)
 def test_mistakes(change: dict[str, str | None], message: str) -> None:
     with pytest.raises(UserError, match=message.replace("(", r"\(")):
         call(**change)

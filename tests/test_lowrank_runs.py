@@ -23,11 +23,14 @@ EXCHANGES = {
 
 
 def config(name: str, **changes) -> ConfigDict:
-    return tiny.digits(**{
-        "parallel__backend": "shard_map", "model": ConfigDict(
-            {"name": "mlp", "hidden_sizes": (64,)}),
-        "parallel__exchange": ConfigDict({"name": name, **EXCHANGES[name]}), **changes,
-    })
+    return tiny.digits(
+        **{
+            "parallel__backend": "shard_map",
+            "model": ConfigDict({"name": "mlp", "hidden_sizes": (64,)}),
+            "parallel__exchange": ConfigDict({"name": name, **EXCHANGES[name]}),
+            **changes,
+        }
+    )
 
 
 def losses(config: ConfigDict, updates: int) -> tuple[np.ndarray, list[str], object]:
@@ -50,9 +53,18 @@ def test_loss_is_near_that_of_float32() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("changes", [{}, pytest.param(
-    {"batch_rule": ConfigDict({"name": "ramp", "points": ((0, 64),)})}, marks=pytest.mark.long
-), pytest.param({"mesh__data": 2, "mesh__fsdp": 4}, marks=pytest.mark.long)], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        pytest.param(
+            {"batch_rule": ConfigDict({"name": "ramp", "points": ((0, 64),)})},
+            marks=pytest.mark.long,
+        ),
+        pytest.param({"mesh__data": 2, "mesh__fsdp": 4}, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
 def test_ranks_are_chosen_in_a_run(changes) -> None:
     found, told, state = losses(config("lgreco", **changes), 7)
     choices = np.asarray(state.parts["residual"]["kept"].whole["choices"]).reshape(-1, 2)
@@ -64,8 +76,10 @@ def test_ranks_are_chosen_in_a_run(changes) -> None:
 
 def test_a_rank_that_fits_no_matrix_is_refused() -> None:
     with pytest.raises(UserError, match=r"config\.parallel\.exchange\.rank is 100, at which"):
-        prepare(config("powersgd", parallel__exchange=ConfigDict(
-            {"name": "powersgd", "rank": 100})), None)
+        prepare(
+            config("powersgd", parallel__exchange=ConfigDict({"name": "powersgd", "rank": 100})),
+            None,
+        )
 
 
 @pytest.mark.long
@@ -75,8 +89,10 @@ def test_resumed_is_uninterrupted(name: str, tmp_path: pathlib.Path) -> None:
     whole = tmp_path / "whole"
     train(config(name), whole, quiet=True)
     expected, _ = tiny.restored(config(name), whole)
-    assert any(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(
-        expected.parts["residual"]["kept"].device))
+    assert any(
+        np.abs(leaf).max() > 0
+        for leaf in jax.tree.leaves(expected.parts["residual"]["kept"].device)
+    )
     for last in (4, 8):
         cut = pathlib.Path(shutil.copytree(whole, tmp_path / str(last)))
         for path in (cut / "checkpoints").iterdir():

@@ -29,7 +29,9 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "onebit_lamb": {"name": "onebit_lamb", "learning_rate": 0.02, "freeze_step": FREEZE},
     "onebit_adam": {"name": "onebit_adam", "learning_rate": 0.002, "freeze_step": FREEZE},
     "zero_one_adam": {
-        "name": "zero_one_adam", "learning_rate": 0.002, "var_freeze_step": 6,
+        "name": "zero_one_adam",
+        "learning_rate": 0.002,
+        "var_freeze_step": 6,
         "var_update_scaler": 2,
     },
 }
@@ -47,13 +49,23 @@ def config(name: str = "onebit_lamb", **changes: Any) -> ConfigDict:
 STAGES = {
     "onebit_lamb": [None] * FREEZE + ["compressed"] * 3,
     "onebit_adam": [None] * FREEZE + ["compressed"] * 3,
-    "zero_one_adam": [None, None, "gradient", None, "gradient", None, "first synchronisation",
-                      "synchronisation"],
+    "zero_one_adam": [
+        None,
+        None,
+        "gradient",
+        None,
+        "gradient",
+        None,
+        "first synchronisation",
+        "synchronisation",
+    ],
 }
 
 
-@pytest.mark.parametrize("name", [
-    "onebit_lamb", *(pytest.param(n, marks=pytest.mark.long) for n in list(OPTIMIZERS)[1:])])
+@pytest.mark.parametrize(
+    "name",
+    ["onebit_lamb", *(pytest.param(n, marks=pytest.mark.long) for n in list(OPTIMIZERS)[1:])],
+)
 def test_stages_and_what_is_kept(name: str) -> None:
     state, run = after(config(name), 8, 8)
     stages = [run.stage(update).of_optimizer for update in range(8)]
@@ -66,16 +78,17 @@ def test_stages_and_what_is_kept(name: str) -> None:
         assert all((other == first).all() for other in others)
     warm, _ = after(config(name), 8, 3 if name != "zero_one_adam" else 2)
     alone, _ = after(
-        config(name, parallel__exchange=ConfigDict({"name": "float32"})), 1,
-        3 if name != "zero_one_adam" else 2)
+        config(name, parallel__exchange=ConfigDict({"name": "float32"})),
+        1,
+        3 if name != "zero_one_adam" else 2,
+    )
     assert difference(warm.params, alone.params) < 1e-5
-    assert not any(
-        np.any(leaf) for leaf in jax.tree.leaves(warm.parts["residual"]["kept"].device))
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(warm.parts["residual"]["kept"].device))
 
 
 def test_compressed_program_sends_bits() -> None:
     run = prepare(config(), None, jax.devices())
-    shapes, = run.abstract_batches()
+    (shapes,) = run.abstract_batches()
     sent = [
         wire_bytes(run.make_train_step(update).lower(run.abstract_state, shapes).compile())
         for update in (0, FREEZE)
@@ -117,12 +130,19 @@ def test_killed_is_uninterrupted(whole: pathlib.Path, tmp_path: pathlib.Path) ->
     recipe = tmp_path / "recipe.py"
     recipe.write_text(
         "from tests.test_onebit_runs import twelve\n"
-        "def get_config(argument=None):\n    return twelve()\n")
+        "def get_config(argument=None):\n    return twelve()\n"
+    )
     workdir = tmp_path / "killed"
-    arguments = [sys.executable, "-m", "lamb_tpu.train", f"--config={recipe}",
-                 f"--workdir={workdir}"]
+    arguments = [
+        sys.executable,
+        "-m",
+        "lamb_tpu.train",
+        f"--config={recipe}",
+        f"--workdir={workdir}",
+    ]
     process = subprocess.Popen(
-        arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=dict(os.environ))
+        arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=dict(os.environ)
+    )
     try:
         deadline = time.time() + 300
         while not (workdir / "checkpoints" / "8").exists() and process.poll() is None:
@@ -137,19 +157,36 @@ def test_killed_is_uninterrupted(whole: pathlib.Path, tmp_path: pathlib.Path) ->
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("onebit_lamb", {"parallel__exchange": ConfigDict({"name": "float32"})},
-     "config.parallel.exchange.name is 'float32'; set it to 'onebit'"),
-    ("onebit_adam", {"parallel__backend": "jit",
-                     "parallel__exchange": ConfigDict({"name": "float32"})},
-     "this needs config.parallel.backend='shard_map'"),
-    ("onebit_lamb", {"parallel__optimizer_state": "zero1"},
-     "config.parallel.optimizer_state must be 'replicated'"),
-    ("zero_one_adam", {"optimizer": {"local_step_clipper": 4}},
-     "config.optimizer.local_step_clipper must be 1"),
-    ("onebit_lamb", {"parallel__exchange": ConfigDict({"name": "onebit", "multiple": 9})},
-     "config.parallel.exchange.multiple must be a multiple of 8, not 9"),
-    ("onebit_lamb", {"optimizer": {"freeze_step": 0}},
-     "freeze_step must be a whole number of at least 1, not 0"),
+    (
+        "onebit_lamb",
+        {"parallel__exchange": ConfigDict({"name": "float32"})},
+        "config.parallel.exchange.name is 'float32'; set it to 'onebit'",
+    ),
+    (
+        "onebit_adam",
+        {"parallel__backend": "jit", "parallel__exchange": ConfigDict({"name": "float32"})},
+        "this needs config.parallel.backend='shard_map'",
+    ),
+    (
+        "onebit_lamb",
+        {"parallel__optimizer_state": "zero1"},
+        "config.parallel.optimizer_state must be 'replicated'",
+    ),
+    (
+        "zero_one_adam",
+        {"optimizer": {"local_step_clipper": 4}},
+        "config.optimizer.local_step_clipper must be 1",
+    ),
+    (
+        "onebit_lamb",
+        {"parallel__exchange": ConfigDict({"name": "onebit", "multiple": 9})},
+        "config.parallel.exchange.multiple must be a multiple of 8, not 9",
+    ),
+    (
+        "onebit_lamb",
+        {"optimizer": {"freeze_step": 0}},
+        "freeze_step must be a whole number of at least 1, not 0",
+    ),
 ]
 
 
@@ -176,8 +213,11 @@ def test_one_device_compresses_nothing(backend: str) -> None:
 def test_plain_gradients_in_one_bit() -> None:
     """Any optimizer takes the exchange, whose errors are kept from the first update on."""
     momentum = ConfigDict({"name": "momentum", "learning_rate": 0.02})
-    plain = tiny.digits(optimizer=momentum, parallel__backend="shard_map",
-                        parallel__exchange=ConfigDict({"name": "onebit"}))
+    plain = tiny.digits(
+        optimizer=momentum,
+        parallel__backend="shard_map",
+        parallel__exchange=ConfigDict({"name": "onebit"}),
+    )
     state, run = after(plain, 8, 8)
     assert isinstance(run.exchange.exchange, OneBit) and run.stage(0) == run.stage(7)
     dense = tiny.digits(optimizer=momentum, parallel__backend="shard_map")
@@ -203,10 +243,15 @@ def test_first_synchronisation_through_factors_is_not_zero(exchange: str) -> Non
 @pytest.mark.long
 def test_a_skipped_first_update_leaves_the_exchange_as_it_was() -> None:
     """The next gradient begins EF21's average, as the first one would have."""
-    run = prepare(tiny.digits(
-        guards__max_skipped=2, parallel__backend="shard_map",
-        parallel__exchange=ConfigDict({"name": "ef21", "momentum": 0.9, "ratio": 1.0}),
-    ), None, jax.devices())
+    run = prepare(
+        tiny.digits(
+            guards__max_skipped=2,
+            parallel__backend="shard_map",
+            parallel__exchange=ConfigDict({"name": "ef21", "momentum": 0.9, "ratio": 1.0}),
+        ),
+        None,
+        jax.devices(),
+    )
     step, first = run.make_train_step(), next(data.TrainLoader(run.train_set, 64, 0))
     spoilt = {**first, "image": np.full(first["image"].shape, np.inf, np.float32)}
     fine = {**first, "image": first["image"].astype(np.float32)}

@@ -30,22 +30,26 @@ MISTAKES = {
     "form": ("model", "my_linen:", "name is 'my_linen:'; one of your own has the form 'my_pack"),
     "path": ("model", "./my_linen.py:Net", "one of your own has the form"),
     "module": (
-        "model", "my_absent:Net",
+        "model",
+        "my_absent:Net",
         "config.model.name is 'my_absent:Net'; Python finds no module 'my_absent' from the current "
         "folder, /.*; run in the folder that it lies in, or name that folder in PYTHONPATH$",
     ),
     "module below": ("task", "my_linen.more:Net", "Python finds no module 'my_linen.more' "),
     "attribute": (
-        "model", "my_linen:Net",
+        "model",
+        "my_linen:Net",
         r"the module my_linen \(.*my_linen.py\) has no 'Net', it has: TwoLayers$",
     ),
     "import": (
-        "data", "my_failing:load",
+        "data",
+        "my_failing:load",
         "config.data.name is 'my_failing:load'; importing my_failing fails at line 3 of "
         ".*my_failing.py: ValueError: ",
     ),
     "its import": (
-        "optimizer", "my_importing:f",
+        "optimizer",
+        "my_importing:f",
         "config.optimizer.name is 'my_importing:f'; importing my_importing fails at line 1 of "
         ".*: ModuleNotFoundError: No module named 'absent_library'$",
     ),
@@ -54,76 +58,96 @@ MISTAKES = {
     "constant": ("model", "my_broken:NUMBER", "which is 3; it must be a class or a function"),
     "number": ("model", "my_broken:returns_number", "which makes 3; it must be a Linen module, "),
     "refused": (
-        "model", {"name": "my_broken:refuses", "width": 3},
+        "model",
+        {"name": "my_broken:refuses", "width": 3},
         "name is 'my_broken:refuses'; making it fails at line 20 of .*my_broken.py: ValueError: "
         "the width is odd$",
     ),
     "required": ("model", "my_broken:refuses", "config.model.width is missing; model 'my_broken:"),
     "field": (
-        "model", {"name": "my_linen:TwoLayers", "widht": 3},
+        "model",
+        {"name": "my_linen:TwoLayers", "widht": 3},
         "config.model.widht is not a field of model 'my_linen:TwoLayers'; known: num_classes, "
         "width, dropout_rate$",
     ),
     "hidden field": (
-        "model", {"name": "my_nnx:TwoLayers", "rngs": 3},
+        "model",
+        {"name": "my_nnx:TwoLayers", "rngs": 3},
         "config.model.rngs is not a field of model",
     ),
     "type": (
-        "model", {"name": "my_nnx:TwoLayers", "width": "x"},
+        "model",
+        {"name": "my_nnx:TwoLayers", "width": "x"},
         "config.model.width is 'x'; it must be a whole number$",
     ),
     "untrained": ("model", "my_broken:Untrained", "whose __call__ has no argument 'train'; it mus"),
     "params": (
-        "model", "my_broken:without_params", "whose init must return a mapping with the key 'par",
+        "model",
+        "my_broken:without_params",
+        "whose init must return a mapping with the key 'par",
     ),
     "state": (
-        "model", "my_broken:without_state", r"whose apply must return \(outputs, state\), where ",
+        "model",
+        "my_broken:without_state",
+        r"whose apply must return \(outputs, state\), where ",
     ),
     "methods": ("task", "my_broken:Lossless", "without init, weights, loss, evaluate; a task has"),
     "task's field": (
-        "task", {"name": "my_tasks:SquaredError", "sclae": 1.0},
+        "task",
+        {"name": "my_tasks:SquaredError", "sclae": 1.0},
         "config.task.sclae is not a field of task 'my_tasks:SquaredError'; known: scale$",
     ),
     "split": ("data", "my_broken:without_split", "which has no argument 'split'; it must take one"),
     "source": (
-        "data", "my_broken:no_source", "which makes .1, 2, 3. without name, num_classes, element",
+        "data",
+        "my_broken:no_source",
+        "which makes .1, 2, 3. without name, num_classes, element",
     ),
     "empty": (
-        "data", "my_broken:empty",
+        "data",
+        "my_broken:empty",
         "config.data.name is 'my_broken:empty', of which split 'train' has no example",
     ),
     "shapes": (
-        "data", "my_broken:Shapes",
+        "data",
+        "my_broken:Shapes",
         r"whose gather gives 'image' as float32\[3\] for one example, and whose element_spec says "
         r"float32\[2\]",
     ),
     "options": (
-        "data", {"name": "my_arrays:rings", "options": {"nois": 1.0}},
+        "data",
+        {"name": "my_arrays:rings", "options": {"nois": 1.0}},
         "config.data.options.nois is not a field of data set 'my_arrays:rings'; known: size, "
         "noise$",
     ),
     "folder": (
-        "data", {"name": "my_arrays:rings", "dir": "."},
+        "data",
+        {"name": "my_arrays:rings", "dir": "."},
         "config.data.dir is '.', and 'my_arrays:rings' has no argument 'source_dir' to take it",
     ),
     "split's name": (
-        "data", {"name": "my_arrays:rings", "eval_split": "validation"},
+        "data",
+        {"name": "my_arrays:rings", "eval_split": "validation"},
         "making it fails at line .* of .*my_arrays.py: KeyError: 'validation'$",
     ),
     "rate": (
-        "optimizer", "my_broken:rateless",
+        "optimizer",
+        "my_broken:rateless",
         "config.optimizer: my_broken:rateless has no argument 'learning_rate'",
     ),
     "transform": (
-        "optimizer", "my_broken:not_optax",
+        "optimizer",
+        "my_broken:not_optax",
         "config.optimizer: what my_broken:not_optax returns must be an Optax transform, not 3",
     ),
     "argument": (
-        "optimizer", {"name": "my_broken:whole", "b2": 0.1},
+        "optimizer",
+        {"name": "my_broken:whole", "b2": 0.1},
         "config.optimizer: my_broken:whole has no argument 'b2'; known: b1, clip_global_norm",
     ),
     "argument's type": (
-        "optimizer", {"name": "my_broken:whole", "b1": "x"},
+        "optimizer",
+        {"name": "my_broken:whole", "b1": "x"},
         "config.optimizer.b1 is 'x'; it must be a number$",
     ),
     "preset": ("optimizer", {"name": "my_broken:whole", "preset": "paper"}, "has no presets"),
@@ -137,9 +161,13 @@ def configured(section: str, fields: Any) -> ConfigDict:
     if section == "optimizer":
         fields = {"learning_rate": 0.01, **fields}
     if section == "data":
-        return tiny.change(config, {f"data.{key}": value for key, value in {
-            "train_split": "train", "options": {}, **fields,
-        }.items()})
+        return tiny.change(
+            config,
+            {
+                f"data.{key}": value
+                for key, value in {"train_split": "train", "options": {}, **fields}.items()
+            },
+        )
     return tiny.change(config, {section: ConfigDict(fields)})
 
 
@@ -164,24 +192,39 @@ def test_command_line_values_have_the_types_of_the_arguments(own_folder: pathlib
         "from __future__ import annotations\n\ndef net(width: int = 3, scale: float = 1.0, odd: "
         "Unknown = 'a', *more, **rest): ...\n"
     )
-    config = tiny.change(base_config(), {
-        "model": ConfigDict({"name": "my_strings:net"}),
-        "task": ConfigDict({"name": "my_tasks:SquaredError"}),
-        "optimizer": ConfigDict({"name": "my_optimizers:sign_momentum", "learning_rate": 0.1}),
-        "data.name": "my_records:Rings",
-    })
-    found, rest = overrides.take([
-        "--config.model.width=32", "--config.model.scale=2", "--config.model.odd=b",
-        "--config.task.scale=8", "--config.optimizer.momentum=0.5", "--config.data.options.size=64",
-        "--config.optimizer.weight_decay=0.0", "--config.optimizer.clip_global_norm=1",
-    ])
+    config = tiny.change(
+        base_config(),
+        {
+            "model": ConfigDict({"name": "my_strings:net"}),
+            "task": ConfigDict({"name": "my_tasks:SquaredError"}),
+            "optimizer": ConfigDict({"name": "my_optimizers:sign_momentum", "learning_rate": 0.1}),
+            "data.name": "my_records:Rings",
+        },
+    )
+    found, rest = overrides.take(
+        [
+            "--config.model.width=32",
+            "--config.model.scale=2",
+            "--config.model.odd=b",
+            "--config.task.scale=8",
+            "--config.optimizer.momentum=0.5",
+            "--config.data.options.size=64",
+            "--config.optimizer.weight_decay=0.0",
+            "--config.optimizer.clip_global_norm=1",
+        ]
+    )
     overrides.apply(config, found)
     assert not rest and config.model.to_dict() == {
-        "name": "my_strings:net", "width": 32, "scale": 2.0, "odd": "b",
+        "name": "my_strings:net",
+        "width": 32,
+        "scale": 2.0,
+        "odd": "b",
     }
     assert config.task.scale == 8.0 and config.data.options.to_dict() == {"size": 64}
     assert config.optimizer.to_dict() == {
-        "name": "my_optimizers:sign_momentum", "learning_rate": 0.1, "momentum": 0.5,
+        "name": "my_optimizers:sign_momentum",
+        "learning_rate": 0.1,
+        "momentum": 0.5,
         "clip_global_norm": 1.0,
     }
     shown = overrides.describe(config).splitlines()
@@ -209,7 +252,8 @@ EXITS = {
     "loss": ("task", "my_leaving:Loss", "module my_leaving fails at line .*: Abort: in loss$"),
     "evaluate": ("task", "my_leaving:Metrics", "module my_leaving fails at line .*: SystemExit: 0"),
     "gather": (
-        "data", "my_leaving:Examples",
+        "data",
+        "my_leaving:Examples",
         "config.data.name is 'my_leaving:Examples'; making it fails at line .*: SystemExit: 0$",
     ),
     "optimizer": ("optimizer", "my_leaving:optimizer", "module my_leaving fails at line .*: Syst"),
@@ -218,9 +262,7 @@ EXITS = {
 
 
 @pytest.mark.parametrize("name", EXITS)
-def test_exit_is_an_error(
-    own_folder: pathlib.Path, tmp_path: pathlib.Path, name: str
-) -> None:
+def test_exit_is_an_error(own_folder: pathlib.Path, tmp_path: pathlib.Path, name: str) -> None:
     section, fields, message = EXITS[name]
     with pytest.raises(UserError, match=message) as caught:
         train(configured(section, fields), tmp_path / "run", quiet=True)
@@ -254,7 +296,9 @@ def test_exit_is_no_success_of_the_command(own_folder: pathlib.Path, flag: str) 
     ended = subprocess.run(
         [sys.executable, "-m", "lamb_tpu.train", "--config=leaving.py", "--workdir=run"],
         env={**os.environ, "PYTHONPATH": str(tiny.ROOT), "JAX_NUM_CPU_DEVICES": "1"},
-        cwd=own_folder, capture_output=True, text=True,
+        cwd=own_folder,
+        capture_output=True,
+        text=True,
     )
     assert ended.returncode == 2 and "Traceback" not in ended.stderr
     assert "my_leaving fails at line" in tiny.unbroken(ended.stderr)

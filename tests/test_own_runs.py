@@ -21,14 +21,21 @@ from tests import own_pages, tiny
 def all_own(model: str, **changes: Any) -> ConfigDict:
     """The small run with four parts of a user's own; digits are its data."""
     config = tiny.digits(**changes)
-    return tiny.change(config, {
-        "model": ConfigDict({"name": model, "width": 16}),
-        "task": ConfigDict({"name": "my_tasks:SquaredError"}),
-        "optimizer": ConfigDict({
-            "name": "my_optimizers:sign_momentum", "learning_rate": 0.01, "weight_decay": 0.01,
-            "rules": "no_bias_no_norm",
-        }),
-    })
+    return tiny.change(
+        config,
+        {
+            "model": ConfigDict({"name": model, "width": 16}),
+            "task": ConfigDict({"name": "my_tasks:SquaredError"}),
+            "optimizer": ConfigDict(
+                {
+                    "name": "my_optimizers:sign_momentum",
+                    "learning_rate": 0.01,
+                    "weight_decay": 0.01,
+                    "rules": "no_bias_no_norm",
+                }
+            ),
+        },
+    )
 
 
 @pytest.mark.long
@@ -38,10 +45,15 @@ def test_resumed_run_is_the_uninterrupted_one(
 ) -> None:
     """Also where examples are drawn anew in every epoch."""
     pixels = {"pixels": 2} if "nnx" in model else {}
-    config = tiny.change(all_own(model), {
-        "data.name": "my_records:Rings", "data.train_split": "train", "task.scale": 1.0,
-        "data.options": ConfigDict({"size": 256}),
-    })
+    config = tiny.change(
+        all_own(model),
+        {
+            "data.name": "my_records:Rings",
+            "data.train_split": "train",
+            "task.scale": 1.0,
+            "data.options": ConfigDict({"size": 256}),
+        },
+    )
     tiny.change(config, {f"model.{key}": value for key, value in pixels.items()})
     whole = train(config, own_folder / "whole", quiet=True)
     assert set(whole) == {"error", "accuracy"}
@@ -62,9 +74,17 @@ def test_any_number_of_devices_and_microbatches(own_folder: pathlib.Path) -> Non
     tiny.change(config, {"mesh.data": 1, "mesh.fsdp": 1})
     devices, found = jax.devices(), []
     for count, changes in (
-        (1, {}), (4, {}), (4, {"accumulation_steps": 2}),
-        (4, {"parallel.backend": "shard_map", "parallel.optimizer_state": "zero1",
-             "accumulation_steps": 2}),
+        (1, {}),
+        (4, {}),
+        (4, {"accumulation_steps": 2}),
+        (
+            4,
+            {
+                "parallel.backend": "shard_map",
+                "parallel.optimizer_state": "zero1",
+                "accumulation_steps": 2,
+            },
+        ),
     ):
         changed = config.copy_and_resolve_references()
         tiny.change(changed, {"mesh.data": count, **changes})
@@ -80,16 +100,18 @@ def test_any_number_of_devices_and_microbatches(own_folder: pathlib.Path) -> Non
 
 
 @pytest.mark.long
-def test_parameters_of_any_tree(
-    own_folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parameters_of_any_tree(own_folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A list of tuples and dicts, with a count beside it: trained, resumed, read by another run."""
-    config = tiny.change(all_own("my_jax:two_layers"), {
-        "model": ConfigDict({"name": "my_broken:in_a_list"}), "ema.decay": 0.9,
-        "optimizer": ConfigDict({
-            "name": "lamb", "learning_rate": 0.02, "collect": True, "rules": ((".*", {}),),
-        }),
-    })
+    config = tiny.change(
+        all_own("my_jax:two_layers"),
+        {
+            "model": ConfigDict({"name": "my_broken:in_a_list"}),
+            "ema.decay": 0.9,
+            "optimizer": ConfigDict(
+                {"name": "lamb", "learning_rate": 0.02, "collect": True, "rules": ((".*", {}),)}
+            ),
+        },
+    )
     whole = train(config, own_folder / "whole", quiet=True)
     with monkeypatch.context() as patch:
         tiny.preempt_at(patch, 7)
@@ -114,9 +136,7 @@ def test_hyperparameters_of_an_optimizer_of_ones_own(own_folder: pathlib.Path) -
 
 
 @pytest.mark.long
-@pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="no TPU compiler here"
-)
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="no TPU compiler here")
 def test_plan(own_folder: pathlib.Path) -> None:
     (outcome,) = own_pages.run(
         [["lamb_tpu.plan", "--config=mine.py", "--topology=v2-8", "--json", "--cache=none"]],
@@ -138,10 +158,18 @@ def test_commands(own_folder: pathlib.Path) -> None:
         ["lamb_tpu.evaluate", "--workdir=run", "--config=mine.py", "--config.model.width=17"],
         ["lamb_tpu.export", "--workdir=run", "--output=out"],
         ["lamb_tpu.train", "--config=mine.py", "--print_config"],
-        ["lamb_tpu.train", "--config=mine.py", "--workdir=x",
-         "--config.task={'name': 'my_broken:Other'}"],
-        ["lamb_tpu.train", "--config=mine.py", "--workdir=x",
-         "--config.model={'name': 'my_broken:Fails'}"],
+        [
+            "lamb_tpu.train",
+            "--config=mine.py",
+            "--workdir=x",
+            "--config.task={'name': 'my_broken:Other'}",
+        ],
+        [
+            "lamb_tpu.train",
+            "--config=mine.py",
+            "--workdir=x",
+            "--config.model={'name': 'my_broken:Fails'}",
+        ],
     ]
     found = own_pages.run(lines, own_folder, devices=2)
     statuses = [outcome["status"] for outcome in found]
@@ -154,17 +182,23 @@ def test_commands(own_folder: pathlib.Path) -> None:
     assert "model.width: 16 there, 17 now" in found[3]["stderr"]
     receipt = json.loads((own_folder / "run" / "run.jsonl").read_text())
     assert set(receipt["own"]) == {
-        "my_jax:two_layers", "my_tasks:SquaredError", "my_arrays:rings",
+        "my_jax:two_layers",
+        "my_tasks:SquaredError",
+        "my_arrays:rings",
         "my_optimizers:sign_momentum",
     }
     settings = json.loads((own_folder / "out" / "config.json").read_text())
     assert settings["model"] == {"name": "my_jax:two_layers", "num_classes": 2, "width": 16}
     assert "config.model.width = 64  # default of my_jax:two_layers\n" in found[5]["stdout"]
     assert "config.data.name = 'my_arrays:rings'\n" in found[5]["stdout"]
-    for outcome, message in zip(found[6:8], (
-        "error: your own module my_broken fails at line 65 of ",
-        "error: your own module my_broken fails at line 55 of ",
-    ), strict=True):
+    for outcome, message in zip(
+        found[6:8],
+        (
+            "error: your own module my_broken fails at line 65 of ",
+            "error: your own module my_broken fails at line 55 of ",
+        ),
+        strict=True,
+    ):
         assert message in outcome["stderr"] and outcome["stderr"].count("\n") == 1
     assert found[6]["stderr"].endswith("my_broken.py: KeyError: 'margin'\n")
     assert "my_broken.py: AttributeError: " in found[7]["stderr"]
@@ -173,11 +207,22 @@ def test_commands(own_folder: pathlib.Path) -> None:
 @pytest.mark.long
 def test_several_processes(own_folder: pathlib.Path) -> None:
     """Each finds the modules in the current folder, as the launcher does."""
-    (outcome,) = own_pages.run([[
-        "lamb_tpu.launch", "local", "--processes=2", "--", "--config=digits", "--workdir=run",
-        "--config.model={'name': 'my_nnx:TwoLayers'}", *own_pages.SHORT,
-        "--config.duration=2 steps",
-    ]], own_folder)
+    (outcome,) = own_pages.run(
+        [
+            [
+                "lamb_tpu.launch",
+                "local",
+                "--processes=2",
+                "--",
+                "--config=digits",
+                "--workdir=run",
+                "--config.model={'name': 'my_nnx:TwoLayers'}",
+                *own_pages.SHORT,
+                "--config.duration=2 steps",
+            ]
+        ],
+        own_folder,
+    )
     assert outcome["status"] == 0, outcome["stderr"]
     (record,) = (own_folder / "run" / "run.jsonl").read_text().splitlines()
     assert json.loads(record)["processes"] == 2 and "my_nnx:TwoLayers" in json.loads(record)["own"]

@@ -52,14 +52,31 @@ def test_wheel_runs_a_recipe_by_its_name(tmp_path: pathlib.Path) -> None:
     def run(*command: str) -> str:
         environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
         done = subprocess.run(
-            [sys.executable, "-m", *command], cwd=tmp_path, env=environment, capture_output=True,
-            text=True, check=True,
+            [sys.executable, "-m", *command],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
         )
         return done.stdout
 
     files = subprocess.run(
-        ["git", "ls-files", "-z", "lamb_tpu", "configs", "*.py", "pyproject.toml", "README.md",
-         "LICENSE"], cwd=tiny.ROOT, capture_output=True, text=True, check=True,
+        [
+            "git",
+            "ls-files",
+            "-z",
+            "lamb_tpu",
+            "configs",
+            "*.py",
+            "pyproject.toml",
+            "README.md",
+            "LICENSE",
+        ],
+        cwd=tiny.ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout.split("\0")
     for name in filter(None, files):  # a build leaves files beside the source
         copy = tmp_path / "source" / name

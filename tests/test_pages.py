@@ -60,10 +60,7 @@ class Written(NamedTuple):
 
 
 WRITTEN = {
-    "bert/README.md": Written(
-        {"0.4": (operator.sub, 7.968, 7.570)},
-        said=("76", "30,522", "24"),
-    ),
+    "bert/README.md": Written({"0.4": (operator.sub, 7.968, 7.570)}, said=("76", "30,522", "24")),
     "vision/README.md": Written(
         {"1.30": (operator.truediv, 1082, 834), "1.17": (operator.truediv, 996, 851)},
         said=("1,024",),
@@ -161,8 +158,9 @@ def test_a_number_without_a_record_is_found(
 def test_quotations_are_those_of_the_papers() -> None:
     tables = json.loads(shared("papers", "tables.json").read_text())
     for entry in json.loads((FOLDER / "quoted.json").read_text()):
-        table, = (
-            each for each in tables
+        (table,) = (
+            each
+            for each in tables
             if (each["paper"], each["table"]) == (entry["paper"], entry["table"])
         )
         assert table["provenance"]["status"] == entry["status"]
@@ -174,11 +172,16 @@ def test_quotations_are_those_of_the_papers() -> None:
 # Of the tables that a benchmark prints: page, table, column, what it is, and of what. Columns are
 # counted from 0; a text names the row that all of a column are parts of.
 PARTS = [
-    ("convolution", 0, 4, 3, 2), ("convolution", 0, 7, 6, 5),
-    ("image_throughput", 0, 2, 1, "tf.data"), ("image_throughput", 0, 4, 3, "tf.data"),
-    ("image_throughput", 1, 4, 2, 3), ("save_stall", 0, 2, 1, "update alone"),
-    ("train_loop", 0, 3, 1, 2), ("update_speed", 0, 3, 1, "optax.lamb"),
-    ("update_speed", 0, 4, 1, "optax.adamw"), ("update_tpu", 0, 2, 1, "optax.lamb"),
+    ("convolution", 0, 4, 3, 2),
+    ("convolution", 0, 7, 6, 5),
+    ("image_throughput", 0, 2, 1, "tf.data"),
+    ("image_throughput", 0, 4, 3, "tf.data"),
+    ("image_throughput", 1, 4, 2, 3),
+    ("save_stall", 0, 2, 1, "update alone"),
+    ("train_loop", 0, 3, 1, 2),
+    ("update_speed", 0, 3, 1, "optax.lamb"),
+    ("update_speed", 0, 4, 1, "optax.adamw"),
+    ("update_tpu", 0, 2, 1, "optax.lamb"),
     ("update_tpu", 0, 3, 1, "optax.adamw"),
 ]
 

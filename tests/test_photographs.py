@@ -27,17 +27,20 @@ NUM_PHOTOGRAPHS = 400
 def photographs(batch_size: int) -> ConfigDict:
     """Two stages of an EfficientNet on the photographs, evaluated in batches of this size."""
     config = tiny.digits(
-        batch_size=NUM_PHOTOGRAPHS, data__name="image_folder", data__train_split="train",
-        data__eval_split="train", eval__batch_size=batch_size,
+        batch_size=NUM_PHOTOGRAPHS,
+        data__name="image_folder",
+        data__train_split="train",
+        data__eval_split="train",
+        eval__batch_size=batch_size,
         data__dir=str(shared("data", "imagenet_sample")),
     )
     config.data.options = ConfigDict({"size": SIZE, "num_classes": 1000})
-    config.model = ConfigDict({
-        "name": "efficientnet_b0", "stages": ((1, 3, 2, 1, 16), (1, 3, 2, 6, 24)),
-    })
-    config.task = ConfigDict({
-        "name": "classification", "input_mean": (124.0, 116.0, 104.0), "input_std": 58.0,
-    })
+    config.model = ConfigDict(
+        {"name": "efficientnet_b0", "stages": ((1, 3, 2, 1, 16), (1, 3, 2, 6, 24))}
+    )
+    config.task = ConfigDict(
+        {"name": "classification", "input_mean": (124.0, 116.0, 104.0), "input_std": 58.0}
+    )
     return config
 
 
@@ -76,10 +79,10 @@ def learned(tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainState, int, 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("num_devices, batch_size", [
-    pytest.param(1, 1, marks=pytest.mark.long),
-    (1, 7), (1, 64), (1, 400), (3, 64), (8, 64),
-])
+@pytest.mark.parametrize(
+    "num_devices, batch_size",
+    [pytest.param(1, 1, marks=pytest.mark.long), (1, 7), (1, 64), (1, 400), (3, 64), (8, 64)],
+)
 def test_each_photograph_counts_once(
     learned: tuple[TrainState, int, int, float], num_devices: int, batch_size: int
 ) -> None:
@@ -117,8 +120,13 @@ def damaged(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 def damaged_run(root: pathlib.Path) -> ConfigDict:
     """Three epochs."""
     config = tiny.digits(
-        batch_size=8, duration="3 epochs", data__name="image_folder", data__dir=str(root),
-        data__train_split="train", data__eval_split="val", eval__every="100 percent",
+        batch_size=8,
+        duration="3 epochs",
+        data__name="image_folder",
+        data__dir=str(root),
+        data__train_split="train",
+        data__eval_split="val",
+        eval__every="100 percent",
         eval__batch_size=8,
     )
     config.data.options = ConfigDict({"size": 8, "on_bad_record": "skip"})

@@ -20,11 +20,18 @@ from tests import tiny
 
 def _history(layers=("a", "b[0]", "b[1]"), steps=(1, 2, 4)):
     return [
-        (step, {
-            f"{quantity}/{layer}": value * step
-            for layer in layers
-            for quantity, value in (("ratios", 2.0), ("update_norms", 0.5), ("weight_norms", 4.0))
-        })
+        (
+            step,
+            {
+                f"{quantity}/{layer}": value * step
+                for layer in layers
+                for quantity, value in (
+                    ("ratios", 2.0),
+                    ("update_norms", 0.5),
+                    ("weight_norms", 4.0),
+                )
+            },
+        )
         for step in steps
     ]
 
@@ -106,7 +113,9 @@ def collected(tmp_path_factory) -> pathlib.Path:
 def _draw(*arguments):
     return subprocess.run(
         [sys.executable, "-m", "lamb_tpu.plots", *map(str, arguments)],
-        cwd=tiny.ROOT, capture_output=True, text=True,
+        cwd=tiny.ROOT,
+        capture_output=True,
+        text=True,
     )
 
 
@@ -125,9 +134,7 @@ def test_of_a_run(collected):
 @pytest.mark.long
 def test_a_run_shows_the_layers_that_adapt_in_the_network_s_order(tmp_path):
     sizes = (8,) * 11  # hidden10 comes before hidden2 in the alphabet
-    config = tiny.digits(
-        optimizer__collect=True, duration="2 steps", model__hidden_sizes=sizes
-    )
+    config = tiny.digits(optimizer__collect=True, duration="2 steps", model__hidden_sizes=sizes)
     train(config, tmp_path, quiet=True)
     records = read_records(tmp_path / "metrics.jsonl", "layers")
     history = [(record["step"], record) for record in records]
@@ -165,8 +172,10 @@ def test_mistakes_are_one_sentence(collected, trained, tmp_path):
     (tmp_path / "of_phases" / "phase_1" / "metrics.jsonl").touch()
     for arguments, said in (
         ([f"--workdir={tmp_path / 'of_phases'}"], "holds the phases phase_1; give the folder of"),
-        ([f"--workdir={trained}", f"--out={tmp_path / 'x.png'}"],
-         "train with --config.optimizer.collect=True"),
+        (
+            [f"--workdir={trained}", f"--out={tmp_path / 'x.png'}"],
+            "train with --config.optimizer.collect=True",
+        ),
         ([f"--workdir={tmp_path}"], "holds no run: config.json is missing"),
         ([f"--workdir={collected}", "--out=x.jpg"], "--out x.jpg must be a .png"),
         ([], "--workdir is missing"),

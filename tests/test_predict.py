@@ -39,7 +39,9 @@ def test_words_and_probabilities(pretrained: pathlib.Path) -> None:
     del model["name"]
     params = tiny.restored(config, pretrained)[0].params
     inputs = {
-        "input_ids": ids, "token_type_ids": np.zeros_like(ids), "attention_mask": np.ones_like(ids)
+        "input_ids": ids,
+        "token_type_ids": np.zeros_like(ids),
+        "attention_mask": np.ones_like(ids),
     }
     outputs = BertConfig(**model).module().apply({"params": params}, inputs, train=False)
     scores = np.exp(np.asarray(outputs["mlm_logits"][0, [2, 5]], np.float64))
@@ -88,7 +90,9 @@ def test_command_line(pretrained: pathlib.Path) -> None:
 
 
 def test_mistakes(
-    pretrained: pathlib.Path, trained: pathlib.Path, tmp_path: pathlib.Path,
+    pretrained: pathlib.Path,
+    trained: pathlib.Path,
+    tmp_path: pathlib.Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(jax.stages.Lowered, "compile", None)
@@ -100,8 +104,11 @@ def test_mistakes(
         (trained, TEXT, f"--checkpoint {trained} is no BERT; only one with the head 'mlm'"),
         (tmp_path, TEXT, f"--checkpoint {tmp_path} holds no run"),
         (edited(pretrained, tmp_path / "heads", heads=["nsp"]), TEXT, r"heads \('nsp',\); only"),
-        (edited(pretrained, tmp_path / "size", vocab_size=600), TEXT,
-         "vocab.txt has 512 words, the network 600; put the network's own there"),
+        (
+            edited(pretrained, tmp_path / "size", vocab_size=600),
+            TEXT,
+            "vocab.txt has 512 words, the network 600; put the network's own there",
+        ),
     ]:
         with pytest.raises(UserError, match=message):
             predict(str(folder), text)

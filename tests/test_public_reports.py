@@ -67,11 +67,16 @@ def points(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-@pytest.mark.parametrize(("options", "value"), [
-    ({"low": 1}, "4"), ({"low": -1}, "-1"), ({"low": -6}, "-"), ({"late": True}, "4"),
-], ids=["from 1", "-1", "-6", "one late"])
+@pytest.mark.parametrize(
+    ("options", "value"),
+    [({"low": 1}, "4"), ({"low": -1}, "-1"), ({"low": -6}, "-"), ({"late": True}, "4")],
+    ids=["from 1", "-1", "-6", "one late"],
+)
 def test_labels_outside_their_classes(
-    points: ConfigDict, tmp_path: pathlib.Path, options: dict[str, Any], value: str,
+    points: ConfigDict,
+    tmp_path: pathlib.Path,
+    options: dict[str, Any],
+    value: str,
     smoothing: float,
 ) -> None:
     points.data.options = ConfigDict(options)
@@ -93,6 +98,7 @@ def test_a_pixel_that_is_nan(points: ConfigDict, tmp_path: pathlib.Path) -> None
 
 # --- Folders of images ----------------------------------------------------------------------------
 
+
 def _image(path: pathlib.Path, form: str, **options: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     noise = np.random.default_rng(len(path.name)).integers(0, 255, (24, 30, 3), dtype=np.uint8)
@@ -101,10 +107,19 @@ def _image(path: pathlib.Path, form: str, **options: Any) -> None:
 
 def test_images_are_read_by_content(tmp_path: pathlib.Path) -> None:
     for place in ("train/ant", "train/bee"):
-        for number, (ending, form) in enumerate((
-            ("jpeg", "JPEG"), ("JFIF", "JPEG"), ("png", "PNG"), ("webp", "WEBP"), ("bmp", "BMP"),
-            ("jpg", "PNG"), ("image", "JPEG"), ("tif", "TIFF"), ("gif", "GIF"),
-        )):
+        for number, (ending, form) in enumerate(
+            (
+                ("jpeg", "JPEG"),
+                ("JFIF", "JPEG"),
+                ("png", "PNG"),
+                ("webp", "WEBP"),
+                ("bmp", "BMP"),
+                ("jpg", "PNG"),
+                ("image", "JPEG"),
+                ("tif", "TIFF"),
+                ("gif", "GIF"),
+            )
+        ):
             _image(tmp_path / place / f"{number}.{ending}", form)
     records = FolderRecords(str(tmp_path), "train")
     assert len(records) == 14
@@ -127,9 +142,11 @@ def test_a_folder_one_level_too_deep_says_where_the_images_are(tmp_path: pathlib
 _WORDS = "[PAD] [UNK] [CLS] [SEP] [MASK] which town ? she left ze naive zur ##ich , then .".split()
 
 
-@pytest.mark.parametrize("answer", [
-    "Zu\u0308rich\u200d", "Zurich\u00ad", "naive\u0301", "nai\u0308ve\u200c", "Zurich\ufe0f",
-], ids=ascii)
+@pytest.mark.parametrize(
+    "answer",
+    ["Zu\u0308rich\u200d", "Zurich\u00ad", "naive\u0301", "nai\u0308ve\u200c", "Zurich\ufe0f"],
+    ids=ascii,
+)
 def test_an_answer_that_ends_in_a_deleted_character(answer: str) -> None:
     context = f"she left {answer} , then ."
     questions = [squad.Question("a", "which town ?", context, ((answer, context.index(answer)),))]
@@ -138,9 +155,9 @@ def test_an_answer_that_ends_in_a_deleted_character(answer: str) -> None:
     features = squad.make_features(questions, vocabulary, training=True, **sizes)
     start = np.full(features.arrays["input_ids"].shape, -9.0)
     stop = start.copy()
-    for row, (first, last) in enumerate(zip(
-        features.arrays["start_position"], features.arrays["end_position"]
-    )):
+    for row, (first, last) in enumerate(
+        zip(features.arrays["start_position"], features.arrays["end_position"])
+    ):
         if first:
             start[row, first] = stop[row, last] = 9
     asked = squad.make_features(questions, vocabulary, **sizes)
@@ -169,7 +186,8 @@ def _bert() -> dict[str, np.ndarray]:
     sizes[f"{layer}output.dense.weight"] = (_HIDDEN, 10)
     sizes |= {
         name.replace(".weight", ".bias"): size[:1]
-        for name, size in sizes.items() if "embeddings" not in name
+        for name, size in sizes.items()
+        if "embeddings" not in name
     }
     for norm in ("embeddings", f"{layer}attention.output", f"{layer}output"):
         sizes |= {f"{norm}.LayerNorm.weight": (_HIDDEN,), f"{norm}.LayerNorm.bias": (_HIDDEN,)}
@@ -178,12 +196,22 @@ def _bert() -> dict[str, np.ndarray]:
 
 def _published(folder: pathlib.Path, **files: dict[str, np.ndarray]) -> pathlib.Path:
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({
-        "model_type": "bert", "vocab_size": _VOCAB, "hidden_size": _HIDDEN,
-        "num_hidden_layers": 1, "num_attention_heads": 3, "intermediate_size": 10,
-        "max_position_embeddings": 12, "type_vocab_size": 2, "hidden_act": "gelu",
-        "layer_norm_eps": 1e-12,
-    }))
+    (folder / "config.json").write_text(
+        json.dumps(
+            {
+                "model_type": "bert",
+                "vocab_size": _VOCAB,
+                "hidden_size": _HIDDEN,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 3,
+                "intermediate_size": 10,
+                "max_position_embeddings": 12,
+                "type_vocab_size": 2,
+                "hidden_act": "gelu",
+                "layer_norm_eps": 1e-12,
+            }
+        )
+    )
     for name, tensors in files.items():
         save_file(tensors, folder / f"{name}.safetensors")
     return folder
@@ -194,13 +222,17 @@ def test_published_weights_in_shards_without_a_prefix(tmp_path: pathlib.Path) ->
     prefixed = {f"bert.{name}": value for name, value in tensors.items()}
     _, expected = from_huggingface(_published(tmp_path / "one", model=prefixed))
     names = sorted(tensors)
-    first, second = (
-        {name: tensors[name] for name in part} for part in (names[::2], names[1::2])
-    )
+    first, second = ({name: tensors[name] for name in part} for part in (names[::2], names[1::2]))
     folder = _published(tmp_path / "two", **{"a-00001": first, "a-00002": second})
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {
-        name: f"a-0000{1 if name in first else 2}.safetensors" for name in names
-    }}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps(
+            {
+                "weight_map": {
+                    name: f"a-0000{1 if name in first else 2}.safetensors" for name in names
+                }
+            }
+        )
+    )
     _, found = from_huggingface(folder)
     tiny.assert_equal(found, expected)
 
@@ -215,13 +247,15 @@ def test_published_weights_that_are_not_finite(tmp_path: pathlib.Path, value: fl
 
 # --- Optimizers -----------------------------------------------------------------------------------
 
+
 def _matrices(params: Any, rules: str) -> set[str]:
     resolved = parameters.resolve(params, rules)
     leaves = jax.tree_util.tree_leaves_with_path(params)
     facts = jax.tree.leaves(resolved, is_leaf=lambda x: isinstance(x, parameters.ParameterFacts))
     return {
         jax.tree_util.keystr(path, simple=True, separator="/")
-        for (path, leaf), fact in zip(leaves, facts) if fact.adapt and fact.matrix(leaf.ndim)
+        for (path, leaf), fact in zip(leaves, facts)
+        if fact.adapt and fact.matrix(leaf.ndim)
     }
 
 
@@ -229,18 +263,30 @@ def test_muon_takes_kernels_and_leaves_tables_and_outputs_to_adam() -> None:
     ones = jnp.ones
     networks = {
         "no_bias_no_norm": (
-            {"wte": ones((20, 6)), "wpe": ones((9, 6)), "lm_head": {"kernel": ones((6, 20))},
-             "h1": {"mlp": {"c_fc": {"w": ones((6, 24)), "b": ones(24)}}}},
+            {
+                "wte": ones((20, 6)),
+                "wpe": ones((9, 6)),
+                "lm_head": {"kernel": ones((6, 20))},
+                "h1": {"mlp": {"c_fc": {"w": ones((6, 24)), "b": ones(24)}}},
+            },
             {"h1/mlp/c_fc/w"},
         ),
         "resnet": (
-            {"stage": {"conv": {"kernel": ones((1, 1, 6, 12))}, "bn": {"scale": ones(12)}},
-             "output": {"kernel": ones((12, 5))}},
+            {
+                "stage": {"conv": {"kernel": ones((1, 1, 6, 12))}, "bn": {"scale": ones(12)}},
+                "output": {"kernel": ones((12, 5))},
+            },
             {"stage/conv/kernel"},
         ),
         "bert": (
-            {"embeddings": {"word": ones((20, 6)), "position": ones((9, 6)), "type": ones((2, 6))},
-             "encoder": {"layer_3": {"intermediate": {"kernel": ones((6, 24))}}}},
+            {
+                "embeddings": {
+                    "word": ones((20, 6)),
+                    "position": ones((9, 6)),
+                    "type": ones((2, 6)),
+                },
+                "encoder": {"layer_3": {"intermediate": {"kernel": ones((6, 24))}}},
+            },
             {"encoder/layer_3/intermediate/kernel"},
         ),
     }
@@ -270,8 +316,10 @@ def test_multi_steps_equals_the_mean_gradient(name: str) -> None:
         np.testing.assert_allclose(a, b, atol=2e-6)
 
 
-@pytest.mark.parametrize("name", ["lamb", "lars", "novograd", "rmsprop_tf", "diffgrad", "muon",
-                                  "adagrad_norm", "adamw", "lion"])
+@pytest.mark.parametrize(
+    "name",
+    ["lamb", "lars", "novograd", "rmsprop_tf", "diffgrad", "muon", "adagrad_norm", "adamw", "lion"],
+)
 def test_an_injected_rate_is_the_rate(name: str) -> None:
     make = getattr(optim, name)
     found = _steps(optax.inject_hyperparams(make)(learning_rate=0.02), _GRADS)
@@ -292,6 +340,7 @@ def test_an_argument_that_cannot_be_injected_is_named() -> None:
 
 # --- Norms, dtypes and layers ---------------------------------------------------------------------
 
+
 def test_each_layer_of_a_stack_has_its_own_ratio() -> None:
     scale = jnp.array([1.0, 10.0, 100.0, 1000.0])[:, None, None]
     params, grads = {"kernel": scale * jnp.ones((4, 3, 3))}, {"kernel": jnp.ones((4, 3, 3))}
@@ -311,10 +360,14 @@ def test_a_norm_inside_shard_map_is_that_of_the_full_tensor() -> None:
         return tx.update(grads, tx.init(params), params)[0]
 
     full = update(optim.lamb(0.1), grads, params)
-    split = jax.jit(jax.shard_map(
-        lambda g, p: update(optim.lamb(0.1, axis_name="x"), g, p),
-        mesh=mesh, in_specs=(spec, spec), out_specs=spec,
-    ))(grads, params)
+    split = jax.jit(
+        jax.shard_map(
+            lambda g, p: update(optim.lamb(0.1, axis_name="x"), g, p),
+            mesh=mesh,
+            in_specs=(spec, spec),
+            out_specs=spec,
+        )
+    )(grads, params)
     np.testing.assert_allclose(split["kernel"], full["kernel"], rtol=1e-5)
 
 

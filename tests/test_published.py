@@ -27,7 +27,8 @@ from tests.models.test_convert import state
 CLASSES, SIZE = 5, 32
 MEAN, DEVIATION = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
 TIMM = {
-    "architecture": "resnet18", "num_classes": CLASSES,
+    "architecture": "resnet18",
+    "num_classes": CLASSES,
     "pretrained_cfg": {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]},
 }
 
@@ -66,8 +67,12 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 def config(pictures: pathlib.Path, init_from: Any, **changes: Any) -> ConfigDict:
     fields = {
-        "data__name": "image_folder", "data__dir": str(pictures), "data__train_split": "val",
-        "data__eval_split": "val", "init_from": str(init_from), "batch_size": 16,
+        "data__name": "image_folder",
+        "data__dir": str(pictures),
+        "data__train_split": "val",
+        "data__eval_split": "val",
+        "init_from": str(init_from),
+        "batch_size": 16,
         "data__options": ConfigDict({"size": SIZE, "central_fraction": 1.0}),
         "model": ConfigDict({"name": "resnet18", "num_classes": CLASSES}),
         "task": ConfigDict({"name": "classification", "input_mean": MEAN, "input_std": DEVIATION}),
@@ -113,8 +118,12 @@ def test_another_number_of_classes(
     folder: pathlib.Path, pictures: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
     other = config(
-        pictures, folder, data__options__num_classes=7, model__num_classes=7,
-        task__input_mean=(127.5,) * 3, init__new_parameters="^output/",
+        pictures,
+        folder,
+        data__options__num_classes=7,
+        model__num_classes=7,
+        task__input_mean=(127.5,) * 3,
+        init__new_parameters="^output/",
     )
     run = prepare(other, tmp_path)
     assert run.start.describe().endswith(
@@ -194,7 +203,9 @@ def broken(folder: pathlib.Path, path: pathlib.Path, **changes: Any) -> pathlib.
 
 @pytest.mark.long
 def test_what_is_refused(
-    folder: pathlib.Path, pictures: pathlib.Path, tmp_path: pathlib.Path,
+    folder: pathlib.Path,
+    pictures: pathlib.Path,
+    tmp_path: pathlib.Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refused(path: pathlib.Path, message: str, **changes: Any) -> None:
@@ -204,20 +215,42 @@ def test_what_is_refused(
 
     monkeypatch.setattr(jax.stages.Lowered, "compile", None)  # nothing gets as far
     file = folder / "model.safetensors"
-    refused(folder, "of the model 'resnet18', and config.model.name is 'resnet34'; make it the",
-            model__name="resnet34")
-    refused(file, r"lacks 80 tensor\(s\): .*; it is taken to be resnet34, for config.model.name",
-            model__name="resnet34")
-    refused(file, "is read for config.model.name of efficientnet_b0, .*resnet152, not 'davidnet'",
-            model__name="davidnet")
-    refused(folder, r"has output/bias of shape \(5,\), this model of \(7,\); .*new_parameters, now"
-            " '', is the regex", model__num_classes=7, data__options__num_classes=7)
-    refused(folder, r"has stem_conv/kernel of shape \(7, 7, 3, 64\), this model of \(3, 3, 3, 64\)",
-            model__stem="cifar")
-    refused(broken(folder, tmp_path / "less", **{"bn1.bias": None}), "less/model.safetensors lacks "
-            r"1 tensor\(s\): bn1.bias")
-    refused(broken(folder, tmp_path / "more", **{"layer5.bias": np.zeros(1)}),
-            r"has 1 tensor\(s\) too many: layer5.bias")
+    refused(
+        folder,
+        "of the model 'resnet18', and config.model.name is 'resnet34'; make it the",
+        model__name="resnet34",
+    )
+    refused(
+        file,
+        r"lacks 80 tensor\(s\): .*; it is taken to be resnet34, for config.model.name",
+        model__name="resnet34",
+    )
+    refused(
+        file,
+        "is read for config.model.name of efficientnet_b0, .*resnet152, not 'davidnet'",
+        model__name="davidnet",
+    )
+    refused(
+        folder,
+        r"has output/bias of shape \(5,\), this model of \(7,\); .*new_parameters, now"
+        " '', is the regex",
+        model__num_classes=7,
+        data__options__num_classes=7,
+    )
+    refused(
+        folder,
+        r"has stem_conv/kernel of shape \(7, 7, 3, 64\), this model of \(3, 3, 3, 64\)",
+        model__stem="cifar",
+    )
+    refused(
+        broken(folder, tmp_path / "less", **{"bn1.bias": None}),
+        "less/model.safetensors lacks "
+        r"1 tensor\(s\): bn1.bias",
+    )
+    refused(
+        broken(folder, tmp_path / "more", **{"layer5.bias": np.zeros(1)}),
+        r"has 1 tensor\(s\) too many: layer5.bias",
+    )
     cut = broken(folder, tmp_path / "cut") / "model.safetensors"
     cut.write_bytes(file.read_bytes()[:-5])
     refused(cut.parent, "cut/model.safetensors is no complete safetensors file")

@@ -19,8 +19,11 @@ README = (ROOT / "README.md").read_text()
 PAGES = sorted(
     str(path.relative_to(ROOT))
     for path in [
-        ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "configs" / "README.md",
-        ROOT / "experiments" / "README.md", *(ROOT / "lamb_tpu").glob("*/*.md"),
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        ROOT / "configs" / "README.md",
+        ROOT / "experiments" / "README.md",
+        *(ROOT / "lamb_tpu").glob("*/*.md"),
     ]
 )
 

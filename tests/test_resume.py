@@ -73,8 +73,12 @@ def damaged(file: pathlib.Path) -> Iterator[None]:
 
 def launched(processes: int, devices: int, *arguments: str) -> subprocess.CompletedProcess:
     done = tiny.command(
-        "lamb_tpu.launch", "local", f"--processes={processes}",
-        f"--devices-per-process={devices}", "--", *arguments,
+        "lamb_tpu.launch",
+        "local",
+        f"--processes={processes}",
+        f"--devices-per-process={devices}",
+        "--",
+        *arguments,
     )
     assert done.returncode == 0, done.stderr
     return done
@@ -131,9 +135,7 @@ def split(**changes: Any) -> ConfigDict:
 
 
 @pytest.mark.parametrize("backend", ["jit", "shard_map"])
-@pytest.mark.parametrize(
-    "before, after", [("replicated", "zero1"), ("zero1", "replicated")]
-)
+@pytest.mark.parametrize("before, after", [("replicated", "zero1"), ("zero1", "replicated")])
 def test_optimizer_state_split_otherwise(
     tmp_path: pathlib.Path, trained: pathlib.Path, before: str, after: str, backend: str
 ) -> None:

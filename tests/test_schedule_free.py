@@ -23,14 +23,24 @@ NUM_EXAMPLES = 100
 
 def config(**changes: Any) -> ConfigDict:
     # The clip puts the optimizer's state inside a chain.
-    optimizer = ConfigDict({
-        "name": "schedule_free_adamw", "learning_rate": 0.05, "weight_decay": 0.01,
-        "rules": "no_bias_no_norm", "clip_global_norm": 1.0,
-    })
-    return tiny.digits(**{
-        "optimizer": optimizer, "schedule__decay": "constant", "parallel__optimizer_state": "zero1",
-        "data__eval_split": f"train[:{NUM_EXAMPLES}]", **changes,
-    })
+    optimizer = ConfigDict(
+        {
+            "name": "schedule_free_adamw",
+            "learning_rate": 0.05,
+            "weight_decay": 0.01,
+            "rules": "no_bias_no_norm",
+            "clip_global_norm": 1.0,
+        }
+    )
+    return tiny.digits(
+        **{
+            "optimizer": optimizer,
+            "schedule__decay": "constant",
+            "parallel__optimizer_state": "zero1",
+            "data__eval_split": f"train[:{NUM_EXAMPLES}]",
+            **changes,
+        }
+    )
 
 
 @pytest.fixture(scope="module")
@@ -60,21 +70,30 @@ def test_its_weights_are_the_averages(workdir: pathlib.Path, tmp_path: pathlib.P
     averages = optim.evaluation_params(state.opt_state, state.params)
 
     def same(found: Any, expected: Any) -> bool:
-        return all(np.allclose(a, b, rtol=1e-6, atol=1e-7) for a, b in zip(
-            jax.tree.leaves(found), jax.tree.leaves(expected), strict=True))
+        return all(
+            np.allclose(a, b, rtol=1e-6, atol=1e-7)
+            for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+        )
 
     assert same(open_weights(str(workdir), "--checkpoint").params(), averages)
     assert not same(state.params, averages)
     for kept, expected in (("reset", averages), ("keep", state.params)):
         changes = {"init_from": str(workdir), "init__optimizer_state": kept}
-        train(config(duration="1 steps", checkpoint__every="1 steps", **changes),
-              tmp_path / kept, quiet=True)
+        train(
+            config(duration="1 steps", checkpoint__every="1 steps", **changes),
+            tmp_path / kept,
+            quiet=True,
+        )
         first = prepare(config(**changes), tmp_path / "other" / kept)
         values = first.start.values(first.abstract_state)
-        found = {path.removeprefix("params/"): value for path, value in values.items()
-                 if path.startswith("params/")}
-        wanted = dict(zip(optim.parameters.leaf_paths(expected), jax.tree.leaves(expected),
-                          strict=True))
+        found = {
+            path.removeprefix("params/"): value
+            for path, value in values.items()
+            if path.startswith("params/")
+        }
+        wanted = dict(
+            zip(optim.parameters.leaf_paths(expected), jax.tree.leaves(expected), strict=True)
+        )
         assert found.keys() == wanted.keys()
         assert all(np.allclose(found[path], wanted[path], rtol=1e-6, atol=1e-7) for path in found)
 
@@ -84,14 +103,18 @@ def test_another_average_beside_its_own_is_refused(tmp_path: pathlib.Path) -> No
         prepare(config(ema__decay=0.9), tmp_path)
 
 
-@pytest.mark.parametrize("optimizer, message", [
-    ({"name": "adafactor"}, "config.optimizer: adafactor needs whole tensors"),
-    ({"name": "muon"}, "config.optimizer: muon needs whole matrices"),
-])
+@pytest.mark.parametrize(
+    "optimizer, message",
+    [
+        ({"name": "adafactor"}, "config.optimizer: adafactor needs whole tensors"),
+        ({"name": "muon"}, "config.optimizer: muon needs whole matrices"),
+    ],
+)
 def test_what_cannot_be_split_is_told_before_the_run(
     optimizer: dict[str, Any], message: str, tmp_path: pathlib.Path
 ) -> None:
     changed = config(
-        optimizer=ConfigDict({"learning_rate": 0.01, **optimizer}), parallel__backend="shard_map")
+        optimizer=ConfigDict({"learning_rate": 0.01, **optimizer}), parallel__backend="shard_map"
+    )
     with pytest.raises(UserError, match=message):
         prepare(changed, tmp_path)

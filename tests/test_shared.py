@@ -12,7 +12,8 @@ from tests.optim import goldens
 from tests.shared import ROOT, folder, shared
 
 GOLDEN = sorted(
-    str(path) for path in (ROOT / "tests").rglob("test_*.py")
+    str(path)
+    for path in (ROOT / "tests").rglob("test_*.py")
     if "goldens" in path.read_text() and path != pathlib.Path(__file__)
 )
 
@@ -65,15 +66,30 @@ def test_every_golden_test_runs_with_some_entries(kept: slice, tmp_path: pathlib
             (tmp_path / "golden" / path.name).symlink_to(path)
     entries = goldens.entries()
     found = [
-        entry for family in sorted({entry["family"] for entry in entries})
+        entry
+        for family in sorted({entry["family"] for entry in entries})
         for entry in [each for each in entries if each["family"] == family][kept]
     ]
     (tmp_path / "golden" / "index.json").write_text(json.dumps({"files": found}))
     environment = os.environ | {"LAMB_TPU_SHARED": str(tmp_path)}
     environment.pop("LAMB_TPU_REQUIRE_SHARED", None)
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-n", "0", "-m", "not long", *GOLDEN,
-         "-k", "golden or recorded or published or simigrad or torch or refused"],
-        cwd=ROOT, env=environment, capture_output=True, text=True,
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-n",
+            "0",
+            "-m",
+            "not long",
+            *GOLDEN,
+            "-k",
+            "golden or recorded or published or simigrad or torch or refused",
+        ],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stdout[-3000:]

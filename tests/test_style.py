@@ -51,10 +51,14 @@ def test_axis_of_batches_has_a_tick_at_each() -> None:
     assert [label.get_text() for label in axes.get_xticklabels()] == ["64", "4,096"]
 
 
-@pytest.mark.parametrize("values, labels", [
-    ((105, 172), ["110", "120", "130", "140", "150", "160", "170"]),
-    ((72, 180), ["80", "100", "120", "140", "160", "180"]), ((0.4, 3), ["0.5", "1", "2"]),
-])
+@pytest.mark.parametrize(
+    "values, labels",
+    [
+        ((105, 172), ["110", "120", "130", "140", "150", "160", "170"]),
+        ((72, 180), ["80", "100", "120", "140", "160", "180"]),
+        ((0.4, 3), ["0.5", "1", "2"]),
+    ],
+)
 def test_short_logarithmic_axis_has_plain_numbers(
     values: tuple[float, float], labels: list[str]
 ) -> None:

@@ -20,8 +20,11 @@ RATE = "--search=optimizer.learning_rate=log(1e-3,1e-1)"
 
 def sweep(folder: pathlib.Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
     return tiny.command(
-        "lamb_tpu.sweep", "--config=digits:batch=128", f"--workdir={folder}",
-        "--config.duration=4 steps", *arguments,
+        "lamb_tpu.sweep",
+        "--config=digits:batch=128",
+        f"--workdir={folder}",
+        "--config.duration=4 steps",
+        *arguments,
     )
 
 
@@ -30,7 +33,12 @@ def test_a_whole_story(tmp_path: pathlib.Path) -> None:
     done = sweep(tmp_path, RATE, "--trials=2")
     assert done.returncode == 0 and "run 2 of 2: trial-001-sweep-seed0" in done.stdout
     assert {path.name for path in tmp_path.iterdir()} == {
-        ".lock", "sweep", "sweep.jsonl", "sweep.configs.json", "sweep.md", "sweep.png"
+        ".lock",
+        "sweep",
+        "sweep.jsonl",
+        "sweep.configs.json",
+        "sweep.md",
+        "sweep.png",
     }
     first = read_records(tmp_path / "sweep.jsonl")
     assert [record["cell"] for record in first] == ["trial-000", "trial-001"]
@@ -38,7 +46,7 @@ def test_a_whole_story(tmp_path: pathlib.Path) -> None:
     *_, command = done.stdout.splitlines()
     words = shlex.split(command)
     assert words[:4] == ["python", "-m", "lamb_tpu.train", "--config=digits:batch=128"]
-    config, = json.loads((tmp_path / "sweep.configs.json").read_text())[best["config"]]
+    (config,) = json.loads((tmp_path / "sweep.configs.json").read_text())[best["config"]]
     assert f"--config.optimizer.learning_rate={config['optimizer.learning_rate']}" in words
     assert command in (tmp_path / "sweep.md").read_text()
     # One more trial keeps the first two.

@@ -15,7 +15,8 @@ from lamb_tpu.terminal import fit, fit_docstring
 from tests.shared import ROOT
 
 COMMANDS = [  # whose help is their docstring
-    path for path in sorted((ROOT / "lamb_tpu").rglob("*.py"))
+    path
+    for path in sorted((ROOT / "lamb_tpu").rglob("*.py"))
     if 'if __name__ == "__main__"' in path.read_text() and ".run_main(" in path.read_text()
 ]
 
@@ -37,22 +38,40 @@ def test_long_lines_break_between_words_and_nothing_is_lost() -> None:
 def test_a_path_is_never_broken() -> None:
     path = "/" + "/".join(["a-long folder".replace(" ", "_")] * 9)
     assert fit(f"workdir: {path} and more").splitlines() == [
-        "workdir:", f"    {path}", "    and more"
+        "workdir:",
+        f"    {path}",
+        "    and more",
     ]
 
 
 def test_docstring_is_refilled_paragraph_by_paragraph() -> None:
     long = "word " * 18
-    text = "\n".join([
-        "A first line.", "", "  python -m a.command", "", f"{long}and so on", "to its end.", "",
-        f"- item {long}", "  goes on", "- short item", "  stays", "--flag begins a line", "short",
-    ])
+    text = "\n".join(
+        [
+            "A first line.",
+            "",
+            "  python -m a.command",
+            "",
+            f"{long}and so on",
+            "to its end.",
+            "",
+            f"- item {long}",
+            "  goes on",
+            "- short item",
+            "  stays",
+            "--flag begins a line",
+            "short",
+        ]
+    )
     lines = fit_docstring(text).splitlines()
     assert lines[:4] == text.splitlines()[:4] and max(map(len, lines)) <= 80
     assert " ".join(" ".join(lines).split()) == " ".join(text.split())
     item = lines.index(next(line for line in lines if line.startswith("- item")))
     assert lines[item + 1].startswith("  ") and lines[-4:] == [
-        "- short item", "  stays", "--flag begins a line", "short"
+        "- short item",
+        "  stays",
+        "--flag begins a line",
+        "short",
     ]
 
 
@@ -64,8 +83,8 @@ def test_docstring_of_a_command_fits_where_its_help_shows_it(path: pathlib.Path)
 
 
 @pytest.mark.parametrize(
-    "module", ["lamb_tpu.models.__main__", "lamb_tpu.data.prepare_text",
-               "lamb_tpu.data.images.check"]
+    "module",
+    ["lamb_tpu.models.__main__", "lamb_tpu.data.prepare_text", "lamb_tpu.data.images.check"],
 )
 def test_help_of_argparse_fits(
     module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
@@ -77,23 +96,25 @@ def test_help_of_argparse_fits(
     assert len(lines) > 8 and [line for line in lines if len(line) > 80] == []
 
 
-@pytest.mark.parametrize("body, status, told", [
-    ("print('x'); return 0", 2, "error: standard output cannot be written (No space left on d"),
-    ("print('x', flush=True)", 2, "error: standard output cannot be written (No space left on d"),
-    ("return 1", 1, ""),
-    ("return 0", 0, ""),
-    ("open('/nowhere/x')", 1, "Traceback"),
-])
+@pytest.mark.parametrize(
+    "body, status, told",
+    [
+        ("print('x'); return 0", 2, "error: standard output cannot be written (No space left on d"),
+        (
+            "print('x', flush=True)",
+            2,
+            "error: standard output cannot be written (No space left on d",
+        ),
+        ("return 1", 1, ""),
+        ("return 0", 0, ""),
+        ("open('/nowhere/x')", 1, "Traceback"),
+    ],
+)
 def test_full_output(body: str, status: int, told: str) -> None:
-    code = (
-        "from lamb_tpu import terminal\n"
-        f"def main():\n    {body}\n"
-        "terminal.run_and_exit(main)"
-    )
+    code = f"from lamb_tpu import terminal\ndef main():\n    {body}\nterminal.run_and_exit(main)"
     with open("/dev/full", "w") as full:
         done = subprocess.run(
-            [sys.executable, "-c", code], cwd=ROOT, stdout=full, stderr=subprocess.PIPE,
-            text=True,
+            [sys.executable, "-c", code], cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True
         )
     assert done.returncode == status and done.stderr.startswith(told), done.stderr
     assert bool(told) == bool(done.stderr) and "ignored" not in done.stderr
@@ -101,12 +122,10 @@ def test_full_output(body: str, status: int, told: str) -> None:
 
 def test_reader_that_has_seen_enough() -> None:
     code = (
-        "from lamb_tpu import terminal\n"
-        "terminal.run_and_exit(lambda: print('line\\n' * 100_000))"
+        "from lamb_tpu import terminal\nterminal.run_and_exit(lambda: print('line\\n' * 100_000))"
     )
     with subprocess.Popen(
-        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
         assert process.stdout.readline() == b"line\n"
         process.stdout.close()
@@ -117,12 +136,15 @@ def test_docstrings() -> None:
     assert doctest.testmod(terminal).failed == 0
 
 
-@pytest.mark.parametrize("arguments, message", [
-    (["show", "--name=", "x"], "--name is empty; give a value, or leave it out; see --help"),
-    (["show", ""], "--path is empty; give a value"),
-    (["show", "--nam=a", "x"], "unrecognized arguments: --nam=a; see --help"),
-    (["hide"], "invalid choice: 'hide'"),
-])
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["show", "--name=", "x"], "--name is empty; give a value, or leave it out; see --help"),
+        (["show", ""], "--path is empty; give a value"),
+        (["show", "--nam=a", "x"], "unrecognized arguments: --nam=a; see --help"),
+        (["hide"], "invalid choice: 'hide'"),
+    ],
+)
 def test_mistakes_in_options_are_sentences(arguments: list[str], message: str) -> None:
     parser = terminal.Parser()
     kind = parser.add_subparsers(dest="kind").add_parser("show")
@@ -135,7 +157,9 @@ def test_mistakes_in_options_are_sentences(arguments: list[str], message: str) -
 @pytest.mark.parametrize("module", ["reproduce", "compare", "launch"])
 def test_mistake_in_an_option_ends_a_command(module: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", f"lamb_tpu.{module}", "--no-such-flag=x"], cwd=ROOT, text=True,
+        [sys.executable, "-m", f"lamb_tpu.{module}", "--no-such-flag=x"],
+        cwd=ROOT,
+        text=True,
         capture_output=True,
     )
     (line,) = done.stderr.splitlines()

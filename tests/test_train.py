@@ -43,8 +43,11 @@ def interrupt_at(monkeypatch: pytest.MonkeyPatch, step: int, kind: str) -> None:
 
 
 def train_in_pieces(
-    monkeypatch: pytest.MonkeyPatch, config: ConfigDict, workdir: pathlib.Path,
-    notices: Sequence[tuple[int, int]], fails_at: int,
+    monkeypatch: pytest.MonkeyPatch,
+    config: ConfigDict,
+    workdir: pathlib.Path,
+    notices: Sequence[tuple[int, int]],
+    fails_at: int,
 ) -> None:
     """Trains a run to its end in several starts.
 
@@ -81,8 +84,16 @@ def test_folder_of_a_run(trained: pathlib.Path) -> None:
     assert [r["step"] for r in records if r["kind"] == "eval"] == [6, 12]
     assert {path.name for path in (trained / "checkpoints").iterdir()} == {"4", "8", "12"}
     assert set(records[0]) == {
-        "step", "kind", "accuracy", "loss", "grad_norm", "param_norm", "learning_rate", "epoch",
-        "updates", "seconds",
+        "step",
+        "kind",
+        "accuracy",
+        "loss",
+        "grad_norm",
+        "param_norm",
+        "learning_rate",
+        "epoch",
+        "updates",
+        "seconds",
     }
     # Not of the first update, most of which is compilation.
     assert set(records[1]) == set(records[0]) | {"examples_per_second"}
@@ -183,7 +194,9 @@ def with_dropout(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 @pytest.mark.long
 def test_interrupted_run_with_dropout_goes_on_bit_for_bit(
-    with_dropout: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch,
+    with_dropout: pathlib.Path,
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     interrupt_at(monkeypatch, 7, "train")
@@ -203,8 +216,11 @@ def test_interrupted_run_with_dropout_goes_on_bit_for_bit(
 
 @pytest.mark.parametrize("step, kind", [(3, "train"), (6, "eval"), (12, "eval")])
 def test_records_are_neither_doubled_nor_lost(
-    tmp_path: pathlib.Path, trained: pathlib.Path, monkeypatch: pytest.MonkeyPatch,
-    step: int, kind: str,
+    tmp_path: pathlib.Path,
+    trained: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+    step: int,
+    kind: str,
 ) -> None:
     # The first falls before any checkpoint; the others between one and later records.
     interrupt_at(monkeypatch, step, kind)
@@ -289,8 +305,11 @@ def test_best_checkpoint_and_those_for_good_are_kept(
 ) -> None:
     # The largest loss is that of the first evaluation, so it lasts to the end.
     config = tiny.digits(
-        checkpoint__keep=1, checkpoint__every="6 steps", checkpoint__keep_every="5 steps",
-        checkpoint__best=best, eval__every="2 steps",
+        checkpoint__keep=1,
+        checkpoint__every="6 steps",
+        checkpoint__keep_every="5 steps",
+        checkpoint__best=best,
+        eval__every="2 steps",
     )
     if preempted:
         with monkeypatch.context() as patch:
@@ -307,19 +326,40 @@ def test_best_checkpoint_and_those_for_good_are_kept(
     assert metrics[best] == pytest.approx(expected[best], rel=1e-6)
 
 
-@pytest.mark.parametrize("place", [
-    {}, {"parallel__backend": "shard_map", "parallel__exchange": ConfigDict({"name": "onebit"}),
-         "optimizer": ConfigDict(
-             {"name": "onebit_adam", "learning_rate": 0.01, "freeze_step": 1})},
-    *({"model": ConfigDict({"name": NARROW}), "parallel__backend": backend,
-       "optimizer": ConfigDict(
-           {"name": "lamb", "learning_rate": 0.01, "stochastic_rounding": True})}
-      for backend in ("jit", "shard_map")),
-], ids=["jit", "shard_map", "jit-bfloat16", "shard_map-bfloat16"])
+@pytest.mark.parametrize(
+    "place",
+    [
+        {},
+        {
+            "parallel__backend": "shard_map",
+            "parallel__exchange": ConfigDict({"name": "onebit"}),
+            "optimizer": ConfigDict(
+                {"name": "onebit_adam", "learning_rate": 0.01, "freeze_step": 1}
+            ),
+        },
+        *(
+            {
+                "model": ConfigDict({"name": NARROW}),
+                "parallel__backend": backend,
+                "optimizer": ConfigDict(
+                    {"name": "lamb", "learning_rate": 0.01, "stochastic_rounding": True}
+                ),
+            }
+            for backend in ("jit", "shard_map")
+        ),
+    ],
+    ids=["jit", "shard_map", "jit-bfloat16", "shard_map-bfloat16"],
+)
 def test_strict_promotion(tmp_path: pathlib.Path, place: dict[str, Any]) -> None:
     config = tiny.digits(
-        duration="2 steps", eval__every="2 steps", accumulation_steps=2, ema__decay=0.9,
-        guards__desync_every="1 steps", task__label_smoothing=0.1, **place)
+        duration="2 steps",
+        eval__every="2 steps",
+        accumulation_steps=2,
+        ema__decay=0.9,
+        guards__desync_every="1 steps",
+        task__label_smoothing=0.1,
+        **place,
+    )
     with jax.numpy_dtype_promotion("strict"):
         train(config, tmp_path)
     records = read_records(tmp_path / "metrics.jsonl")
@@ -331,12 +371,19 @@ def test_no_best_checkpoint(copy: pathlib.Path) -> None:
         evaluate_checkpoint(tiny.digits(), copy, "best")
 
 
-@pytest.mark.parametrize("key, value, message", [
-    ("best", "acuracy", "config.checkpoint.best is 'acuracy'; .* metrics are: accuracy, loss"),
-    ("best", "ema_loss", "config.checkpoint.best is 'ema_loss'; .* metrics are: accuracy, loss"),
-    ("best_mode", "most", "config.checkpoint.best_mode is 'most'; known: max, min"),
-    ("keep_every", "5 stops", "config.checkpoint.keep_every: '5 stops' "),
-])
+@pytest.mark.parametrize(
+    "key, value, message",
+    [
+        ("best", "acuracy", "config.checkpoint.best is 'acuracy'; .* metrics are: accuracy, loss"),
+        (
+            "best",
+            "ema_loss",
+            "config.checkpoint.best is 'ema_loss'; .* metrics are: accuracy, loss",
+        ),
+        ("best_mode", "most", "config.checkpoint.best_mode is 'most'; known: max, min"),
+        ("keep_every", "5 stops", "config.checkpoint.keep_every: '5 stops' "),
+    ],
+)
 def test_mistake_about_checkpoints(
     tmp_path: pathlib.Path, key: str, value: str, message: str
 ) -> None:
@@ -392,7 +439,8 @@ def diverging(rate: float, **changes: Any) -> ConfigDict:
     # The warm-up's rates grow from 0 by a third of `rate` an update: update 0 moves nothing, and so
     # the checkpoint of update 1 is sound.
     return tiny.digits(
-        optimizer=ConfigDict({"name": "sgd", "learning_rate": rate}), schedule__warmup="3 steps",
+        optimizer=ConfigDict({"name": "sgd", "learning_rate": rate}),
+        schedule__warmup="3 steps",
         **{"checkpoint__every": "1 steps", **changes},
     )
 

@@ -19,12 +19,23 @@ def recipe(**changes: Any) -> ConfigDict:
     """6 updates at batch 32, whose batches have two widths, with dropout."""
     config = tiny.recipe_file(tiny.ROOT / "configs" / "translation.py").get_config("smoke")
     values = {
-        "batch_size": 32, "duration": "6 steps", "data.train_split": "train[:150]",
-        "data.eval_split": "test[:16]", "data.options.widths": 3, "data.options.vocab_size": 250,
-        "data.options.max_length": 20, "model.vocab_size": 250, "model.features": 8,
-        "model.dropout_rate": 0.2, "task.beam": 2, "task.max_length": 8,
-        "checkpoint.every": "2 steps", "checkpoint.keep": 10, "log.every": "1 steps",
-        "log.tensorboard": False, "eval.batch_size": 16,
+        "batch_size": 32,
+        "duration": "6 steps",
+        "data.train_split": "train[:150]",
+        "data.eval_split": "test[:16]",
+        "data.options.widths": 3,
+        "data.options.vocab_size": 250,
+        "data.options.max_length": 20,
+        "model.vocab_size": 250,
+        "model.features": 8,
+        "model.dropout_rate": 0.2,
+        "task.beam": 2,
+        "task.max_length": 8,
+        "checkpoint.every": "2 steps",
+        "checkpoint.keep": 10,
+        "log.every": "1 steps",
+        "log.tensorboard": False,
+        "eval.batch_size": 16,
     }
     return tiny.change(config, values | {key.replace("__", "."): v for key, v in changes.items()})
 

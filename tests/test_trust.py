@@ -60,45 +60,66 @@ def project(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.
     before = set(sys.modules)
     yield tmp_path
     for name in sys.modules.keys() - before:
-        if name.partition(".")[0] in {"my_net", "my_package", "my_folder", "my_import", "runs",
-                                      "installed"}:
+        if name.partition(".")[0] in {
+            "my_net",
+            "my_package",
+            "my_folder",
+            "my_import",
+            "runs",
+            "installed",
+        }:
             del sys.modules[name]
 
 
-@pytest.mark.parametrize("name", [
-    "my_net:Net", "my_net:net", "my_net:Net.small", "my_package.parts:Net", "my_package:Net",
-    "my_folder.inner.net:Net",
-    # Nothing that could be imported: a data set of TFDS, text, a module that is missing.
-    "tfds:mnist", "steps:first", "my_absent.net:Net", "my_net.inner:Net",
-])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "my_net:Net",
+        "my_net:net",
+        "my_net:Net.small",
+        "my_package.parts:Net",
+        "my_package:Net",
+        "my_folder.inner.net:Net",
+        # Nothing that could be imported: a data set of TFDS, text, a module that is missing.
+        "tfds:mnist",
+        "steps:first",
+        "my_absent.net:Net",
+        "my_net.inner:Net",
+    ],
+)
 def test_names_that_are_followed(project: pathlib.Path, name: str) -> None:
     for key in ("model.name", "data.name", "phases.phase_1.task.name", "optimizer.inner"):
         trust.check({key: name, "model.width": 3}, project / "runs" / "config.json", FLAG)
 
 
-@pytest.mark.parametrize("name, reason", [
-    ("subprocess:getoutput", "subprocess belongs to Python's standard library"),
-    ("os.path:join", "os belongs to Python's standard library"),
-    ("sys:exit", "sys belongs to Python's standard library"),
-    ("antigravity:fly", "antigravity belongs to Python's standard library"),
-    ("optax:adabelief", "optax belongs to an installed package"),
-    ("installed:Net", "installed belongs to an installed package"),
-    ("lamb_tpu.launch.local:run_local", "lamb_tpu belongs to "),
-    ("runs.foreign.evil:net", "runs.foreign.evil lies in the same folder"),
-    # Modules of the user's, with other code in them.
-    ("my_net:getoutput", "my_net does not define it (subprocess does)"),
-    ("my_net:subprocess.getoutput", "my_net does not define it (subprocess does)"),
-    ("my_net:optax.sgd", "my_net does not define it (optax"),
-    ("my_net:Net.layer", "my_net does not define it (subprocess does)"),
-    ("my_net:made", "my_net does not define it (functools does)"),
-    ("my_net:net.__class__", "my_net does not define it (builtins does)"),
-    ("my_net:net.__globals__.get", "my_net does not define it"),
-    ("my_package:rmtree", "my_package does not define it (shutil does)"),
-])
+@pytest.mark.parametrize(
+    "name, reason",
+    [
+        ("subprocess:getoutput", "subprocess belongs to Python's standard library"),
+        ("os.path:join", "os belongs to Python's standard library"),
+        ("sys:exit", "sys belongs to Python's standard library"),
+        ("antigravity:fly", "antigravity belongs to Python's standard library"),
+        ("optax:adabelief", "optax belongs to an installed package"),
+        ("installed:Net", "installed belongs to an installed package"),
+        ("lamb_tpu.launch.local:run_local", "lamb_tpu belongs to "),
+        ("runs.foreign.evil:net", "runs.foreign.evil lies in the same folder"),
+        # Modules of the user's, with other code in them.
+        ("my_net:getoutput", "my_net does not define it (subprocess does)"),
+        ("my_net:subprocess.getoutput", "my_net does not define it (subprocess does)"),
+        ("my_net:optax.sgd", "my_net does not define it (optax"),
+        ("my_net:Net.layer", "my_net does not define it (subprocess does)"),
+        ("my_net:made", "my_net does not define it (functools does)"),
+        ("my_net:net.__class__", "my_net does not define it (builtins does)"),
+        ("my_net:net.__globals__.get", "my_net does not define it"),
+        ("my_package:rmtree", "my_package does not define it (shutil does)"),
+    ],
+)
 def test_names_that_are_rejected(project: pathlib.Path, name: str, reason: str) -> None:
     file = project / "runs" / "foreign" / "config.json"
     for key, value in (
-        ("model.name", name), ("phases.phase_1.optimizer.name", name), ("task.inner", [1, [name]]),
+        ("model.name", name),
+        ("phases.phase_1.optimizer.name", name),
+        ("task.inner", [1, [name]]),
         ("parallel.exchange", {"name": name}),
     ):
         with pytest.raises(UserError) as raised:

@@ -80,7 +80,11 @@ def unbroken(text: str) -> str:
 def untimed(record: dict[str, Any]) -> dict[str, Any]:
     """A record of metrics.jsonl without what was measured of time, in which no two runs agree."""
     measured = (
-        "seconds", "seconds_with_startup", "examples_per_second", "tokens_per_second", "mfu",
+        "seconds",
+        "seconds_with_startup",
+        "examples_per_second",
+        "tokens_per_second",
+        "mfu",
     )
     return {key: value for key, value in record.items() if key not in measured}
 
@@ -94,11 +98,22 @@ def bert(**changes: Any) -> ConfigDict:
         {"vocab_size": 512, "sequence_length": 32, "max_predictions": 5, "next_sentence": True}
     )
     config.task = ConfigDict({"name": "masked_lm"})
-    config.model = ConfigDict({
-        "name": "bert", "num_layers": 2, "hidden_size": 16, "num_heads": 2, "vocab_size": 512,
-        "intermediate_size": 24, "max_positions": 32, "dtype": "float32", "dropout_rate": 0.0,
-        "attention_dropout_rate": 0.0, "heads": ("mlm", "nsp"), "scan_layers": False,
-    })
+    config.model = ConfigDict(
+        {
+            "name": "bert",
+            "num_layers": 2,
+            "hidden_size": 16,
+            "num_heads": 2,
+            "vocab_size": 512,
+            "intermediate_size": 24,
+            "max_positions": 32,
+            "dtype": "float32",
+            "dropout_rate": 0.0,
+            "attention_dropout_rate": 0.0,
+            "heads": ("mlm", "nsp"),
+            "scan_layers": False,
+        }
+    )
     change(config, {key.replace("__", "."): value for key, value in changes.items()})
     if config.model.scan_layers:
         change(config, {"optimizer.rules": PARAMETERS_SCANNED})
@@ -126,13 +141,20 @@ def words(folder: pathlib.Path | str, **changes: Any) -> ConfigDict:
     config.data.dir = str(folder)
     config.data.options = ConfigDict({"steps": 8, "layout": "tensorflow", "eval_streams": 5})
     config.task = ConfigDict({"name": "language_model", "sum_over_time": True})
-    config.model = ConfigDict({
-        "name": "lstm_lm", "features": 8, "num_layers": 2, "vocab_size": 30, "init_scale": 0.3,
-        "dropout_rate": 0.2, "dropout": "variational",
-    })
-    config.optimizer = ConfigDict({
-        "name": "sgd", "learning_rate": 0.5, "rules": "all", "clip_global_norm": 5.0,
-    })
+    config.model = ConfigDict(
+        {
+            "name": "lstm_lm",
+            "features": 8,
+            "num_layers": 2,
+            "vocab_size": 30,
+            "init_scale": 0.3,
+            "dropout_rate": 0.2,
+            "dropout": "variational",
+        }
+    )
+    config.optimizer = ConfigDict(
+        {"name": "sgd", "learning_rate": 0.5, "rules": "all", "clip_global_norm": 5.0}
+    )
     return change(config, {key.replace("__", "."): value for key, value in changes.items()})
 
 
@@ -141,7 +163,8 @@ def arrays(tree: Any) -> dict[str, np.ndarray]:
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {
         jax.tree_util.keystr(path): np.asarray(
-            jax.random.key_data(leaf) if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+            jax.random.key_data(leaf)
+            if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
             else leaf
         )
         for path, leaf in leaves
@@ -192,7 +215,11 @@ def start(module: str, *arguments: str, devices: int = 1) -> subprocess.Popen:
     environment = {**os.environ, "NPROC": "32", "JAX_NUM_CPU_DEVICES": str(devices)}
     return subprocess.Popen(
         [sys.executable, "-m", module, *arguments],
-        cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        cwd=ROOT,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
 
 
@@ -206,9 +233,7 @@ def command(module: str, *arguments: str, devices: int = 1) -> subprocess.Comple
 def python(code: str) -> subprocess.CompletedProcess:
     """Runs code as a user would: without the JAX and TPU settings of the tests."""
     environment = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("JAX_", "TPU_"))
+        name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "TPU_"))
     }
     return subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True

@@ -45,22 +45,42 @@ class Scale(NamedTuple):
 
 
 _OVERRIDES = {
-    "batch_size": 32, "accumulation_steps": 4, "parallel.backend": "jit",
-    "statistics.noise_scale": True, "statistics.halves": True, "statistics.decay": 0.95,
-    "eval.every": "25 percent", "log.tensorboard": False,
+    "batch_size": 32,
+    "accumulation_steps": 4,
+    "parallel.backend": "jit",
+    "statistics.noise_scale": True,
+    "statistics.halves": True,
+    "statistics.decay": 0.95,
+    "eval.every": "25 percent",
+    "log.tensorboard": False,
 }
 SCALES = {
     "small": Scale(
-        {**_OVERRIDES, "duration": "2000 steps", "log.every": "10 steps",
-         "checkpoint.keep_every": "5 percent"},
-        Request("5, 20, 50, 85 percent", factors="1,2,4,8", span="8 percent", tolerance=0.02,
-                seeds=2, split="train", metric="mlm_loss", scaling="sqrt"),
+        {
+            **_OVERRIDES,
+            "duration": "2000 steps",
+            "log.every": "10 steps",
+            "checkpoint.keep_every": "5 percent",
+        },
+        Request(
+            "5, 20, 50, 85 percent",
+            factors="1,2,4,8",
+            span="8 percent",
+            tolerance=0.02,
+            seeds=2,
+            split="train",
+            metric="mlm_loss",
+            scaling="sqrt",
+        ),
     ),
     "smoke": Scale(
-        {**_OVERRIDES, "duration": "24 steps", "log.every": "2 steps",
-         "checkpoint.keep_every": "5 steps"},
-        Request("5, 15 steps", factors="1,2", span="8 steps", split="train",
-                metric="mlm_loss"),
+        {
+            **_OVERRIDES,
+            "duration": "24 steps",
+            "log.every": "2 steps",
+            "checkpoint.keep_every": "5 steps",
+        },
+        Request("5, 15 steps", factors="1,2", span="8 steps", split="train", metric="mlm_loss"),
     ),
 }
 
@@ -86,20 +106,30 @@ def record(workdir: str, outcome: Outcome) -> dict[str, Any]:
     trained = [each for each in run.records("train") if "noise_scale" in each]
     receipt, recipe = run.receipt(), outcome.run.recipe
     return {
-        **{name: receipt.get(name) for name in (
-            "commit", "jax", "device", "devices", "cores", "processor")},
-        "batch": recipe.batch_size, "updates": recipe.total_steps,
-        "examples": recipe.num_examples, "tolerance": outcome.tolerance,
-        "factors": list(study.factors), "span": study.at[-1] * recipe.batch_size,
-        "seeds": len(study.seeds), "scaling": study.scaling, "split": study.split,
-        "metric": study.metric, "decay": run.config["statistics.decay"],
+        **{
+            name: receipt.get(name)
+            for name in ("commit", "jax", "device", "devices", "cores", "processor")
+        },
+        "batch": recipe.batch_size,
+        "updates": recipe.total_steps,
+        "examples": recipe.num_examples,
+        "tolerance": outcome.tolerance,
+        "factors": list(study.factors),
+        "span": study.at[-1] * recipe.batch_size,
+        "seeds": len(study.seeds),
+        "scaling": study.scaling,
+        "split": study.split,
+        "metric": study.metric,
+        "decay": run.config["statistics.decay"],
         "step": [each["step"] for each in trained],
         # JSON has no infinity: such a noise scale is text there.
         "noise_scale": [_number(each["noise_scale"]) for each in trained],
         "cosine": [_number(each["similarity"]) for each in trained],
         "places": [
             {
-                "step": row.step, "critical": row.critical.batch, "beyond": row.critical.beyond,
+                "step": row.step,
+                "critical": row.critical.batch,
+                "beyond": row.critical.beyond,
                 "crossing": _number(row.critical.crossing),
                 "excess": [_number(each.mean) for each in row.excesses],
                 "error": [_number(each.error) for each in row.excesses],
@@ -154,7 +184,8 @@ def table(found: Mapping[str, Any]) -> str:
             f"{place['step']:,}",
             f"{place['critical']:,}{'' if place['beyond'] else ' or more'}",
             _shown(place["crossing"], ",.0f") if place["beyond"] else "",
-            _shown(noise, ",.0f"), _shown(cosine, ".3f"),
+            _shown(noise, ",.0f"),
+            _shown(cosine, ".3f"),
             _shown(implied(cosine, batch), ",.0f"),
         ]
         for mean, error in zip(place["excess"][1:], place["error"][1:], strict=True):
@@ -175,18 +206,33 @@ def picture(found: Mapping[str, Any]) -> Figure:
     steps, means, batch = found["step"], smooth(found["cosine"]), found["batch"]
     critical, noise, cosine = style.OPTIMIZERS["lamb"].color, style.COLORS[2], style.COLORS[1]
     upper.plot(steps, _gaps(found["noise_scale"]), color=noise, linewidth=1.2, label="noise scale")
-    upper.plot(steps, _gaps([implied(mean, batch) for mean in means]), color=cosine, linewidth=1.2,
-               label="noise scale by the mean cosine")
+    upper.plot(
+        steps,
+        _gaps([implied(mean, batch) for mean in means]),
+        color=cosine,
+        linewidth=1.2,
+        label="noise scale by the mean cosine",
+    )
     places = [place for place in found["places"] if place["crossing"] is not None]
-    upper.plot([place["step"] for place in places], [place["crossing"] for place in places],
-               marker="o", color=critical, label="critical batch, by branches")
+    upper.plot(
+        [place["step"] for place in places],
+        [place["crossing"] for place in places],
+        marker="o",
+        color=critical,
+        label="critical batch, by branches",
+    )
     least = [place for place in places if not place["beyond"]]
     if least:
-        upper.plot([place["step"] for place in least], [place["crossing"] for place in least],
-                   marker="^", markersize=10, linestyle="none", color=critical,
-                   label="or more: no batch was beyond the tolerance")
-    upper.axhline(batch, color=style.NEUTRAL, linestyle="--", linewidth=1,
-                  label="batch of the run")
+        upper.plot(
+            [place["step"] for place in least],
+            [place["crossing"] for place in least],
+            marker="^",
+            markersize=10,
+            linestyle="none",
+            color=critical,
+            label="or more: no batch was beyond the tolerance",
+        )
+    upper.axhline(batch, color=style.NEUTRAL, linestyle="--", linewidth=1, label="batch of the run")
     upper.set_yscale("log", base=2)
     style.dress(upper, "noise scale, cosine and critical batch over a run", "", "batch (examples)")
     upper.yaxis.set_major_formatter("{x:,g}")
@@ -209,12 +255,12 @@ def page(found: Mapping[str, Any]) -> str:
     made_by = machine(found)
     return f"""# Noise scale, SimiGrad's cosine and the critical batch over one run
 
-A BERT of two layers on the text that comes with Python, LAMB, {found['updates']:,} updates of
-{found['batch']} examples, of which an epoch has {found['examples']:,}. The critical batch is the
-largest at which branches of {found['span']:,} examples, {found['seeds']} seeds each, end at most
-{100 * found['tolerance']:g} % above the loss of the run's own batch ({found['metric']} on
-{found['split']}); their rate follows the batch by the rule '{found['scaling']}'. The noise scale is
-the ratio of averages over updates with a decay of {found['decay']}. The cosine is of the gradients
+A BERT of two layers on the text that comes with Python, LAMB, {found["updates"]:,} updates of
+{found["batch"]} examples, of which an epoch has {found["examples"]:,}. The critical batch is the
+largest at which branches of {found["span"]:,} examples, {found["seeds"]} seeds each, end at most
+{100 * found["tolerance"]:g} % above the loss of the run's own batch ({found["metric"]} on
+{found["split"]}); their rate follows the batch by the rule '{found["scaling"]}'. The noise scale is
+the ratio of averages over updates with a decay of {found["decay"]}. The cosine is of the gradients
 of two halves of a batch, the mean of {WINDOW} records; with halves of b examples it says a noise
 scale of b (1 / cosine - 1). One run, seed 0. Made by: {made_by}.
 
@@ -249,16 +295,28 @@ def main(options: argparse.Namespace) -> None:
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = terminal.Parser(
-        prog="python -m experiments.batching.measures", description=__doc__,
+        prog="python -m experiments.batching.measures",
+        description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--workdir", metavar="DIR", help="folder of the run, made where missing")
-    parser.add_argument("--scale", default="small", choices=tuple(SCALES),
-                        help="size of the run (default: %(default)s); smoke tries out the command")
-    parser.add_argument("--output", default="measures.svg", metavar="FILE.svg",
-                        help="the picture (default: %(default)s)")
-    parser.add_argument("--write", action="store_true",
-                        help="write record, picture and page beside this file instead")
+    parser.add_argument(
+        "--scale",
+        default="small",
+        choices=tuple(SCALES),
+        help="size of the run (default: %(default)s); smoke tries out the command",
+    )
+    parser.add_argument(
+        "--output",
+        default="measures.svg",
+        metavar="FILE.svg",
+        help="the picture (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--write",
+        action="store_true",
+        help="write record, picture and page beside this file instead",
+    )
     return parser.parse_all(arguments)
 
 

@@ -78,7 +78,9 @@ def start(spawned: float, compares: bool) -> dict[str, float]:
     step = run.make_train_step()
     jax.block_until_ready(step(run.first_state(), run.shard_batch(next(loader))))
     return {
-        "all": time.time() - spawned, "cpu": time.process_time(), "start": seconds[0],
+        "all": time.time() - spawned,
+        "cpu": time.process_time(),
+        "start": seconds[0],
         "data": seconds[1],
     }
 
@@ -93,13 +95,23 @@ def measure(arm: str, processes: int) -> dict[str, float]:
     plain = {key: value for key, value in os.environ.items() if not key.startswith("JAX_")}
     for index in range(processes):
         environment = {
-            **plain, "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_PLATFORMS": "cpu",
-            "JAX_NUM_PROCESSES": str(processes), "JAX_PROCESS_ID": str(index), "NPROC": "32",
+            **plain,
+            "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
+            "JAX_PLATFORMS": "cpu",
+            "JAX_NUM_PROCESSES": str(processes),
+            "JAX_PROCESS_ID": str(index),
+            "NPROC": "32",
         }
-        started.append(subprocess.Popen(
-            command, env=environment, cwd=ROOT, text=True, stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        ))
+        started.append(
+            subprocess.Popen(
+                command,
+                env=environment,
+                cwd=ROOT,
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+            )
+        )
     outputs = [process.communicate()[0] for process in started]
     if any(process.returncode for process in started):
         raise RuntimeError(f"a process ended with {[p.returncode for p in started]}")
@@ -115,25 +127,28 @@ def page(found: dict[str, list[dict[str, float]]], processes: int) -> str:
         [a / b for a, b in zip(both["with"], both["without"], strict=True)]
         for both in (totals, work)
     )
-    parts = {key: statistics.median(each[key] for each in found["with"])
-             for key in ("start", "data")}
-    return "\n".join([
-        f"Seconds to the first update of digits in {processes} processes, medians of "
-        f"{len(ratios)} starts (fastest to slowest): jax {jax.__version__}, {processor()}, "
-        f"{num_cores()} cores.",
-        "Command: `python -m experiments.bench.agreement --write`",
-        "",
-        "| processes compare | to the first update | CPU seconds | of the time, code and config "
-        "| data |",
-        "|---|--:|--:|--:|--:|",
-        f"| yes | {_spread(totals['with'])} | {_spread(work['with'])} | {parts['start']:.3f} "
-        f"| {parts['data']:.3f} |",
-        f"| no | {_spread(totals['without'])} | {_spread(work['without'])} | | |",
-        "",
-        "Ratio of a start with the comparison to one without it in the same round: "
-        f"{_spread(ratios)}; of CPU seconds: {_spread(work_ratios)}.",
-        "",
-    ])
+    parts = {
+        key: statistics.median(each[key] for each in found["with"]) for key in ("start", "data")
+    }
+    return "\n".join(
+        [
+            f"Seconds to the first update of digits in {processes} processes, medians of "
+            f"{len(ratios)} starts (fastest to slowest): jax {jax.__version__}, {processor()}, "
+            f"{num_cores()} cores.",
+            "Command: `python -m experiments.bench.agreement --write`",
+            "",
+            "| processes compare | to the first update | CPU seconds | of the time, code and config "
+            "| data |",
+            "|---|--:|--:|--:|--:|",
+            f"| yes | {_spread(totals['with'])} | {_spread(work['with'])} | {parts['start']:.3f} "
+            f"| {parts['data']:.3f} |",
+            f"| no | {_spread(totals['without'])} | {_spread(work['without'])} | | |",
+            "",
+            "Ratio of a start with the comparison to one without it in the same round: "
+            f"{_spread(ratios)}; of CPU seconds: {_spread(work_ratios)}.",
+            "",
+        ]
+    )
 
 
 def _spread(values: list[float]) -> str:

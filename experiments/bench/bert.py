@@ -35,15 +35,21 @@ def bert_shapes(num_layers: int, width: int, stacked: bool) -> dict:
     norm = {"scale": (width,), "bias": (width,)}
     layer = {
         **{name: dense(width, width) for name in ("query", "key", "value", "output")},
-        "up": dense(width, hidden), "down": dense(hidden, width),
-        "attention_norm": norm, "norm": norm,
+        "up": dense(width, hidden),
+        "down": dense(hidden, width),
+        "attention_norm": norm,
+        "norm": norm,
     }
     layers = {str(i): layer for i in range(num_layers)}
     if stacked:
         layers = jax.tree.map(lambda shape: (num_layers, *shape), layer, is_leaf=_is_shape)
     return {
-        "word": (vocabulary, width), "position": (512, width), "type": (2, width),
-        "embedding_norm": norm, "layers": layers, "pooler": dense(width, width),
+        "word": (vocabulary, width),
+        "position": (512, width),
+        "type": (2, width),
+        "embedding_norm": norm,
+        "layers": layers,
+        "pooler": dense(width, width),
         "masked_lm": {"dense": dense(width, width), "norm": norm, "bias": (vocabulary,)},
         "next_sentence": dense(width, 2),
     }
@@ -78,7 +84,8 @@ def compile_update(
     sharding = None if device is None else jax.sharding.SingleDeviceSharding(device)
     params = jax.tree.map(
         lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding),
-        bert_shapes(num_layers, width, stacked), is_leaf=_is_shape,
+        bert_shapes(num_layers, width, stacked),
+        is_leaf=_is_shape,
     )
     state = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),

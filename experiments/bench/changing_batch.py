@@ -65,14 +65,17 @@ def of_one_size(run: Run) -> Turn:
     return turn
 
 
-def changing(
-    run: Run, statistics: Statistics = NO_STATISTICS
-) -> tuple[ChangingStep, list[Any]]:
+def changing(run: Run, statistics: Statistics = NO_STATISTICS) -> tuple[ChangingStep, list[Any]]:
     """Returns the step for any number of microbatches, and those of the run's batch."""
     quantum = run.config.batch_size // run.config.accumulation_steps
     microbatch = run.abstract_rows(quantum, run.train_set.element_spec)
     step = ChangingStep(
-        run.task, run.tx, run.layout, run.abstract_state, microbatch, parts=run.parts,
+        run.task,
+        run.tx,
+        run.layout,
+        run.abstract_state,
+        microbatch,
+        parts=run.parts,
         statistics=statistics,
     )
     places = np.arange(run.config.batch_size).reshape(-1, quantum)
@@ -122,21 +125,21 @@ def in_program(run: Run, capacity: int) -> Turn:
     return turn
 
 
-def measure(
-    network: Network, count: int, rounds: int, seconds: float
-) -> dict[str, np.ndarray]:
+def measure(network: Network, count: int, rounds: int, seconds: float) -> dict[str, np.ndarray]:
     """Returns the seconds of updates of each contender, by the clock and of the processor.
 
     The arrays are (2, n), of so many `rounds` or of those within these `seconds`, if they are more.
     """
     run = run_of(network, count)
     turns = {
-        "one size": of_one_size(run), "two programs": by_host(run),
+        "one size": of_one_size(run),
+        "two programs": by_host(run),
         "one program": in_program(run, 2 * count),
     }
     # An example of a network with BatchNorm has no gradient of its own.
     turns |= {
-        name: by_host(run, statistics) for name, statistics in MEASURED.items()
+        name: by_host(run, statistics)
+        for name, statistics in MEASURED.items()
         if not (statistics.per_example and run.abstract_state.model_state)
     }
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in turns}
@@ -196,7 +199,9 @@ def main() -> None:
     ]
     for kind, title in enumerate(("By the clock", "Processor time")):
         lines += [
-            "", f"{title}:", "",
+            "",
+            f"{title}:",
+            "",
             "| network | microbatch | k | one size, ms | two programs / one size | "
             "one program / one size | noise scale | preconditioned too | halves | one by one |",
             "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|",

@@ -58,7 +58,10 @@ def gradients(
     def value(x: jax.Array, kernel: jax.Array) -> jax.Array:
         groups = layer.channels if layer.depthwise else 1
         y = convolution(
-            x, kernel, (layer.stride, layer.stride), "SAME",
+            x,
+            kernel,
+            (layer.stride, layer.stride),
+            "SAME",
             dimension_numbers=lax.conv_dimension_numbers(
                 x.shape, kernel.shape, ("NHWC", "HWIO", "NHWC")
             ),
@@ -93,9 +96,9 @@ def measure(layer: Layer, batch: int, rounds: int) -> dict[tuple[str, bool], flo
         function = functools.partial(gradients, convolution, layer)
         for loop in (False, True):
             whole = functools.partial(in_a_loop, function) if loop else function
-            functions[whose, loop] = jax.jit(whole, compiler_options=options).lower(
-                x, kernel
-            ).compile()
+            functions[whose, loop] = (
+                jax.jit(whole, compiler_options=options).lower(x, kernel).compile()
+            )
     seconds: dict[tuple[str, bool], list[float]] = {key: [] for key in functions}
     for _ in range(rounds + 1):
         for key, compiled in functions.items():

@@ -72,10 +72,7 @@ def profile(update: Callable[[], None]) -> tuple[float, dict[str, float]]:
 
 def lines(names: Sequence[str]) -> list[str]:
     """Returns a table: milliseconds of an update by kind, the convolutions as what is left."""
-    found = [
-        f"| network | {' | '.join(KINDS)} | update, ms |",
-        f"|---|{'--:|' * (len(KINDS) + 1)}",
-    ]
+    found = [f"| network | {' | '.join(KINDS)} | update, ms |", f"|---|{'--:|' * (len(KINDS) + 1)}"]
     for name in names:
         whole, seconds = profile(ours(NETWORKS[name]))
         cells = " | ".join(f"{1e3 * seconds[kind]:,.0f}" for kind in KINDS)

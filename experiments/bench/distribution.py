@@ -88,10 +88,18 @@ def run_cell(cell: Cell, reference: pathlib.Path) -> dict[str, Any]:
     """
     values = flags.FLAGS
     command = [
-        sys.executable, "-m", "lamb_tpu.launch", "local", f"--processes={cell.processes}",
+        sys.executable,
+        "-m",
+        "lamb_tpu.launch",
+        "local",
+        f"--processes={cell.processes}",
         f"--devices-per-process={cell.devices // cell.processes}",
-        f"--module={distribution_cell.__name__}", "--", f"--cell={json.dumps(cell)}",
-        f"--reference={reference}", f"--width={values.width}", f"--updates={values.updates}",
+        f"--module={distribution_cell.__name__}",
+        "--",
+        f"--cell={json.dumps(cell)}",
+        f"--reference={reference}",
+        f"--width={values.width}",
+        f"--updates={values.updates}",
         f"--started={time.time()}",
     ]
     try:
@@ -131,7 +139,8 @@ def sweep(wanted: list[Cell], folder: pathlib.Path) -> list[dict[str, Any]]:
         rest = format_seconds(rate * sum(other.processes for other in left[number:]))
         print(
             f"{number}/{len(left)} {cell.name}: {time.monotonic() - start:.1f} s; {rest} left",
-            file=sys.stderr, flush=True,
+            file=sys.stderr,
+            flush=True,
         )
     return [lines[cell] for cell in wanted]
 
@@ -143,44 +152,49 @@ def report(lines: list[dict[str, Any]]) -> str:
         distribution_table.least_bytes({name: shape}, 2, "replicated", "float32")
         for name, shape in lines[0]["shapes"].items()
     )
-    return "\n".join([
-        f"MLP with two hidden layers of {known['width']}, BatchNorm in groups of "
-        f"{distribution_cell.GROUP_SIZE} and dropout, {size / 1e6:.3f} MB of float32 parameters; "
-        f"embedded digits at batch {distribution_cell.BATCH_SIZE}; LAMB, {known['updates']} "
-        f"updates, {distribution_cell.WARMUP} of them warm-up, in which the loss falls from "
-        f"{first:.2f} to {last:.2f} on one device. jax {known['jax']}, jaxlib {known['jaxlib']}, "
-        f"Python {known['python']}, {os.cpu_count()} cores of a {platform.machine()} CPU, all "
-        "devices simulated on them. Made by `python -m experiments.bench.distribution --write`.",
-        *(["", flags.FLAGS.note] if flags.FLAGS.note else []),
-        "",
-        "- Difference: of the parameters after the last update from the first row's, the largest "
-        "of all, relative to the largest value of each tensor; bound "
-        f"{distribution_table.DIFFERENCE:g}. The row in 2 microbatches is the first one with its "
-        "sums taken in another order.",
-        "- Sent: the bytes that each device has to send for the operations of the compiled step. "
-        "Of n devices that share an operand of b bytes, an all-reduce sends 2 (n - 1) / n b, a "
-        "reduce-scatter (n - 1) / n b, an all-gather of parts of b bytes (n - 1) b. The least is 2 "
-        "(n - 1) / n of the gradient for state that is replicated, and (n - 1) / n of the "
-        "gradient and of the parameters each for what is split; bound "
-        f"{distribution_table.EXCESS:g} of it, and at most {distribution_table.GRADIENT_SUMS} "
-        "operations that sum gradients (a reduce-scatter in two phases is two).",
-        "- An operation carries gradients or parameters if one of its arrays has as many values as "
-        "a kernel, or is a bucket of them; what the compiler has combined with it counts too. The "
-        "other operations are sums of BatchNorm's moments and running averages, of norms, metrics "
-        "and of vectors' gradients, and under jit exchanges of activations, which at this batch "
-        "have another size than any kernel.",
-        "- FSDP splits kernels by the rule ('kernel', 'fsdp'); vectors, 1 % of the parameters, "
-        "stay whole. Under ZeRO-1 all but the ten biases of the output are split.",
-        "- Held: parameters and optimizer state as they lie on the fullest device, and what 4 "
-        "bytes for each parameter and each of its two moments come to.",
-        "- First update: from the start of the processes, compilation included.",
-        "- Rows with gradients in bfloat16 show the operations of the step before the compiler, "
-        "which on a CPU makes float32 sums of them; there each tensor is an operation of its own.",
-        "",
-        distribution_table.table(lines),
-        "",
-        *(f"- {note}" for note in distribution_table.notes(lines)),
-    ]) + "\n"
+    return (
+        "\n".join(
+            [
+                f"MLP with two hidden layers of {known['width']}, BatchNorm in groups of "
+                f"{distribution_cell.GROUP_SIZE} and dropout, {size / 1e6:.3f} MB of float32 parameters; "
+                f"embedded digits at batch {distribution_cell.BATCH_SIZE}; LAMB, {known['updates']} "
+                f"updates, {distribution_cell.WARMUP} of them warm-up, in which the loss falls from "
+                f"{first:.2f} to {last:.2f} on one device. jax {known['jax']}, jaxlib {known['jaxlib']}, "
+                f"Python {known['python']}, {os.cpu_count()} cores of a {platform.machine()} CPU, all "
+                "devices simulated on them. Made by `python -m experiments.bench.distribution --write`.",
+                *(["", flags.FLAGS.note] if flags.FLAGS.note else []),
+                "",
+                "- Difference: of the parameters after the last update from the first row's, the largest "
+                "of all, relative to the largest value of each tensor; bound "
+                f"{distribution_table.DIFFERENCE:g}. The row in 2 microbatches is the first one with its "
+                "sums taken in another order.",
+                "- Sent: the bytes that each device has to send for the operations of the compiled step. "
+                "Of n devices that share an operand of b bytes, an all-reduce sends 2 (n - 1) / n b, a "
+                "reduce-scatter (n - 1) / n b, an all-gather of parts of b bytes (n - 1) b. The least is 2 "
+                "(n - 1) / n of the gradient for state that is replicated, and (n - 1) / n of the "
+                "gradient and of the parameters each for what is split; bound "
+                f"{distribution_table.EXCESS:g} of it, and at most {distribution_table.GRADIENT_SUMS} "
+                "operations that sum gradients (a reduce-scatter in two phases is two).",
+                "- An operation carries gradients or parameters if one of its arrays has as many values as "
+                "a kernel, or is a bucket of them; what the compiler has combined with it counts too. The "
+                "other operations are sums of BatchNorm's moments and running averages, of norms, metrics "
+                "and of vectors' gradients, and under jit exchanges of activations, which at this batch "
+                "have another size than any kernel.",
+                "- FSDP splits kernels by the rule ('kernel', 'fsdp'); vectors, 1 % of the parameters, "
+                "stay whole. Under ZeRO-1 all but the ten biases of the output are split.",
+                "- Held: parameters and optimizer state as they lie on the fullest device, and what 4 "
+                "bytes for each parameter and each of its two moments come to.",
+                "- First update: from the start of the processes, compilation included.",
+                "- Rows with gradients in bfloat16 show the operations of the step before the compiler, "
+                "which on a CPU makes float32 sums of them; there each tensor is an operation of its own.",
+                "",
+                distribution_table.table(lines),
+                "",
+                *(f"- {note}" for note in distribution_table.notes(lines)),
+            ]
+        )
+        + "\n"
+    )
 
 
 def main() -> None:

@@ -56,13 +56,18 @@ class Cell(NamedTuple):
 def config_for(cell: Cell, width: int, updates: int) -> ConfigDict:
     """LAMB on the embedded digits, two hidden layers with BatchNorm in groups and dropout."""
     config = base_config()
-    config.model = ConfigDict({
-        "name": "mlp", "hidden_sizes": (width, width), "batch_norm": True,
-        "group_size": GROUP_SIZE, "dropout_rate": 0.1,
-    })
-    config.optimizer = ConfigDict({
-        "name": "lamb", "learning_rate": 0.01, "weight_decay": 0.01, "rules": "no_bias_no_norm",
-    })
+    config.model = ConfigDict(
+        {
+            "name": "mlp",
+            "hidden_sizes": (width, width),
+            "batch_norm": True,
+            "group_size": GROUP_SIZE,
+            "dropout_rate": 0.1,
+        }
+    )
+    config.optimizer = ConfigDict(
+        {"name": "lamb", "learning_rate": 0.01, "weight_decay": 0.01, "rules": "no_bias_no_norm"}
+    )
     config.task = ConfigDict({"name": "classification", "input_std": 16.0})
     config.batch_size = BATCH_SIZE
     config.accumulation_steps = cell.microbatches
@@ -130,9 +135,7 @@ def held_bytes(tree: Any) -> int:
     return max(held.values())
 
 
-def differences(
-    found: dict[str, np.ndarray], expected: dict[str, np.ndarray]
-) -> dict[str, float]:
+def differences(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> dict[str, float]:
     """Returns each pair's largest difference, relative to the largest expected value."""
     return {
         name: float(np.abs(found[name] - value).max() / np.abs(value).max())

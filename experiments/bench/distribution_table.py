@@ -61,9 +61,7 @@ def sorted_messages(line: Line) -> tuple[list[Line], list[Line]]:
     named = _cell(line).backend == "shard_map"
 
     def is_large(one: Line) -> bool:
-        return any(
-            size in kernels or (named and size >= min(kernels)) for size in one["sizes"]
-        )
+        return any(size in kernels or (named and size >= min(kernels)) for size in one["sizes"])
 
     messages = line["messages"]
     return [x for x in messages if is_large(x)], [x for x in messages if not is_large(x)]
@@ -172,9 +170,12 @@ def _difference_notes(marked: Sequence[Line], lines: Sequence[Line]) -> list[str
             told += (
                 f" The one device that adds the same gradients in another order differs by "
                 f"{max(order):.2e}: "
-                + ("LAMB divides by each gradient's own size, so where a gradient is hardly more "
-                   "than rounding, the order of additions is seen." if most <= 5 * max(order)
-                   else "the order of additions alone does not explain this.")
+                + (
+                    "LAMB divides by each gradient's own size, so where a gradient is hardly more "
+                    "than rounding, the order of additions is seen."
+                    if most <= 5 * max(order)
+                    else "the order of additions alone does not explain this."
+                )
             )
         found.append(told)
     return found
@@ -187,9 +188,14 @@ def _traffic_notes(marked: Sequence[Line]) -> list[str]:
         most = max(group, key=lambda line: (figures(line)["of_least"], _cell(line).devices))
         devices = _cell(most).devices
         kinds, others = map(_by_kind, sorted_messages(most))
-        half = (devices - 1) / devices * sum(
-            _FLOAT32 * math.prod(shape) for name, shape in most["shapes"].items()
-            if is_split(name, shape, devices, state)
+        half = (
+            (devices - 1)
+            / devices
+            * sum(
+                _FLOAT32 * math.prod(shape)
+                for name, shape in most["shapes"].items()
+                if is_split(name, shape, devices, state)
+            )
         )
         told = (
             f"(b) {_STATES[state]} under {backend} sends up to {figures(most)['of_least']:.3f} of "

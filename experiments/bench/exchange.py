@@ -39,7 +39,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "e3m0": {"exponent_bits": 3, "mantissa_bits": 0},
         "without shift": {"shift": False},
         "Kahan": {"kahan": True},
-    },
+    }
 }
 BASELINE = "float32"
 _AXIS = "data"
@@ -73,7 +73,8 @@ def compiled(exchange: Exchange, mesh: Mesh, num_layers: int, width: int) -> tup
     """
     shapes = jax.tree.map(
         lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
-        bert.bert_shapes(num_layers, width, False), is_leaf=lambda value: isinstance(value, tuple),
+        bert.bert_shapes(num_layers, width, False),
+        is_leaf=lambda value: isinstance(value, tuple),
     )
 
     def reduce(*given: Any) -> Any:
@@ -84,7 +85,8 @@ def compiled(exchange: Exchange, mesh: Mesh, num_layers: int, width: int) -> tup
     mapped = jax.shard_map(reduce, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     arguments = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(
-            (mesh.size, *leaf.shape), leaf.dtype, sharding=NamedSharding(mesh, spec)),
+            (mesh.size, *leaf.shape), leaf.dtype, sharding=NamedSharding(mesh, spec)
+        ),
         (shapes, jax.eval_shape(exchange.init, shapes)),
     )
     # Sums replace nothing: the gradients are given again in the next turn.
@@ -117,7 +119,8 @@ def measure(mesh: Mesh, num_layers: int, width: int, rounds: int) -> dict[str, R
                 seconds[name].append(time.perf_counter() - begun)
     return {
         name: Row(
-            statistics.median(seconds[name]), sent(program),
+            statistics.median(seconds[name]),
+            sent(program),
             program.memory_analysis().temp_size_in_bytes,
         )
         for name, program in programs.items()
@@ -157,8 +160,7 @@ def _start(exchange: Exchange, mesh: Mesh, grads: Any) -> Any:
 
     def every() -> Any:
         one = exchange.init(shapes)
-        return jax.tree.map(
-            lambda leaf: jnp.broadcast_to(leaf, (mesh.size, *jnp.shape(leaf))), one)
+        return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (mesh.size, *jnp.shape(leaf))), one)
 
     return jax.jit(every, out_shardings=sharding)()
 
@@ -188,13 +190,14 @@ def main() -> None:
         slice_ = topology.topology(values.topology)
         mesh = Mesh(np.array(topology.devices(slice_)), (_AXIS,))
         rows, command = (
-            estimate(mesh, slice_.generation.clock, *size), f"{command} --topology={slice_.name}")
+            estimate(mesh, slice_.generation.clock, *size),
+            f"{command} --topology={slice_.name}",
+        )
         where = f"{mesh.size} devices of {slice_.name}, by its compiler's estimate of the core"
     else:
         cpu_devices.make(values.devices)
         mesh = Mesh(np.array(jax.devices()), (_AXIS,))
-        rows, command = (
-            measure(mesh, *size, values.rounds), f"{command} --rounds={values.rounds}")
+        rows, command = (measure(mesh, *size, values.rounds), f"{command} --rounds={values.rounds}")
         where = f"{mesh.size} simulated devices, {processor()}, {num_cores()} core(s)"
     text = (
         f"Gradients of BERT with {size[0]} layers of width {size[1]}, "

@@ -88,7 +88,10 @@ def ours_prepared(folder: str) -> Route:
         Photos.paths = paths
         Photos(data_dir=folder, file_format="array_record").download_and_prepare()
         source = data.load(
-            "tfds:photos", "train", data_dir=folder, training=training,
+            "tfds:photos",
+            "train",
+            data_dir=folder,
+            training=training,
             options={"size": pixels, "threads": 1},
         )
         return _batches(source, batch)
@@ -148,8 +151,12 @@ def tf_data(
     def box(shape: Any) -> Any:
         if training:
             begin, size, _ = tf.image.sample_distorted_bounding_box(
-                shape, tf.constant([[[0.0, 0.0, 1.0, 1.0]]]), min_object_covered=0.1,
-                aspect_ratio_range=(3 / 4, 4 / 3), area_range=(0.08, 1.0), max_attempts=10,
+                shape,
+                tf.constant([[[0.0, 0.0, 1.0, 1.0]]]),
+                min_object_covered=0.1,
+                aspect_ratio_range=(3 / 4, 4 / 3),
+                area_range=(0.08, 1.0),
+                max_attempts=10,
                 use_image_if_no_bounding_boxes=True,
             )
             return tf.concat([begin[:2], size[:2]], 0)

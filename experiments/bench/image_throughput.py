@@ -46,8 +46,14 @@ APPETITES = {
     "EfficientNet-B5": (456, 77_440 / 128),
 }
 _PACKAGES = (
-    "simplejpeg", "opencv-python-headless", "numpy", "Pillow", "torch", "torchvision",
-    "tensorflow-cpu", "tensorflow",
+    "simplejpeg",
+    "opencv-python-headless",
+    "numpy",
+    "Pillow",
+    "torch",
+    "torchvision",
+    "tensorflow-cpu",
+    "tensorflow",
 )
 
 
@@ -58,7 +64,8 @@ def find_images(folder: str, most: int) -> list[str]:
       UserError: there is none.
     """
     paths = sorted(
-        str(path) for path in pathlib.Path(folder).expanduser().rglob("*")
+        str(path)
+        for path in pathlib.Path(folder).expanduser().rglob("*")
         if path.suffix.lower() in (".jpeg", ".jpg")
     )
     if not paths:
@@ -117,14 +124,13 @@ def main() -> None:
             "ours, ArrayRecord": image_routes.ours_prepared(folder),
             "torchvision and Pillow, DataLoader": image_routes.torchvision,
             "tf.data": image_routes.tf_data,
-            "tf.data, pictures decoded whole": functools.partial(
-                image_routes.tf_data, whole=True
-            ),
+            "tf.data, pictures decoded whole": functools.partial(image_routes.tf_data, whole=True),
         }
         compared = rates(
             {
                 (name, training): start(route, paths, _PIXELS, values.batch, training)
-                for name, route in routes.items() for training in (True, False)
+                for name, route in routes.items()
+                for training in (True, False)
             },
             *measured,
         )

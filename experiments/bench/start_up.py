@@ -61,7 +61,11 @@ def measure(recipe: str, cache: str | None) -> dict[str, float]:
     environment = {key: value for key, value in os.environ.items() if not key.startswith("JAX_")}
     done = subprocess.run(
         [sys.executable, "-m", __spec__.name, f"--start={recipe}", f"--spawned={time.time()!r}"],
-        env=environment | changed, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True,
+        env=environment | changed,
+        cwd=ROOT,
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     return json.loads(done.stdout.splitlines()[-1])
 

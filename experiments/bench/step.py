@@ -102,10 +102,7 @@ def measure(network: Network, rounds: int) -> dict[str, float]:
 def row(name: str, network: Network, seconds: dict[str, float]) -> str:
     """Returns a line of the table."""
     peers = [seconds[form] for form in _FORMS if form in seconds]
-    cells = [
-        f"{1e3 * seconds[key]:,.0f}" if key in seconds else "-"
-        for key in ("ours", *_FORMS)
-    ]
+    cells = [f"{1e3 * seconds[key]:,.0f}" if key in seconds else "-" for key in ("ours", *_FORMS)]
     ratio = f"{seconds['ours'] / min(peers):.2f}" if peers else "-"
     shape = f"{network.batch} x {network.pixels or 128}"
     return f"| {name} | {shape} | {' | '.join(cells)} | {ratio} |"

@@ -60,9 +60,17 @@ def lenet(torch: Any) -> Any:
     """The network of the author's MNIST code, as `lamb_tpu.models.lenet.LeNet`."""
     nn = torch.nn
     return nn.Sequential(
-        nn.Conv2d(1, 32, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Conv2d(32, 64, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
-        nn.Linear(3136, 1024), nn.ReLU(), nn.Dropout(0.4), nn.Linear(1024, 10),
+        nn.Conv2d(1, 32, 5, padding=2),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(32, 64, 5, padding=2),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(3136, 1024),
+        nn.ReLU(),
+        nn.Dropout(0.4),
+        nn.Linear(1024, 10),
     )
 
 
@@ -70,9 +78,18 @@ def lenet5(torch: Any) -> Any:
     """LeNet-5, as `lamb_tpu.models.lenet.LeNet5`."""
     nn = torch.nn
     return nn.Sequential(
-        nn.Conv2d(1, 6, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
-        nn.Linear(400, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 10),
+        nn.Conv2d(1, 6, 5, padding=2),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(6, 16, 5),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(400, 120),
+        nn.ReLU(),
+        nn.Linear(120, 84),
+        nn.ReLU(),
+        nn.Linear(84, 10),
     )
 
 
@@ -94,14 +111,21 @@ def davidnet(torch: Any) -> Any:
 
     pool = nn.MaxPool2d
     return nn.Sequential(
-        layer(3, 64), layer(64, 128, pool(2)), Residual(128), layer(128, 256, pool(2)),
-        layer(256, 512, pool(2)), Residual(512), nn.AdaptiveMaxPool2d(1), nn.Flatten(),
+        layer(3, 64),
+        layer(64, 128, pool(2)),
+        Residual(128),
+        layer(128, 256, pool(2)),
+        layer(256, 512, pool(2)),
+        Residual(512),
+        nn.AdaptiveMaxPool2d(1),
+        nn.Flatten(),
         nn.Linear(512, 10, bias=False),
     )
 
 
 def of_timm(name: str) -> Modules:
     """Returns a function that builds one of timm's networks."""
+
     def build(torch: Any) -> Any:
         del torch
         return importlib.import_module("timm").create_model(name, num_classes=10)
@@ -116,14 +140,24 @@ def bert(layers: int, width: int, batch: int) -> Network:
     def build(torch: Any) -> Any:
         del torch
         transformers = importlib.import_module("transformers")
-        return transformers.BertForPreTraining(transformers.BertConfig(
-            vocab_size=words, intermediate_size=4 * width, num_hidden_layers=layers,
-            hidden_size=width, num_attention_heads=heads,
-        ))
+        return transformers.BertForPreTraining(
+            transformers.BertConfig(
+                vocab_size=words,
+                intermediate_size=4 * width,
+                num_hidden_layers=layers,
+                hidden_size=width,
+                num_attention_heads=heads,
+            )
+        )
 
     model = {
-        "name": "bert", "num_layers": layers, "hidden_size": width, "num_heads": heads,
-        "intermediate_size": 4 * width, "vocab_size": words, "dtype": "float32",
+        "name": "bert",
+        "num_layers": layers,
+        "hidden_size": width,
+        "num_heads": heads,
+        "intermediate_size": 4 * width,
+        "vocab_size": words,
+        "dtype": "float32",
     }
     return Network(model, batch, 0, 0, build)
 
@@ -139,7 +173,10 @@ NETWORKS: dict[str, Network] = {
         {"name": "resnet50", "num_classes": 10, "dtype": "float32"}, 16, 224, 3, of_timm("resnet50")
     ),
     "EfficientNet-B0": Network(
-        {"name": "efficientnet_b0", "num_classes": 10, "dtype": "float32"}, 16, 224, 3,
+        {"name": "efficientnet_b0", "num_classes": 10, "dtype": "float32"},
+        16,
+        224,
+        3,
         of_timm("efficientnet_b0"),
     ),
     "BERT": bert(4, 256, 32),
@@ -148,7 +185,4 @@ NETWORKS: dict[str, Network] = {
 }
 _TOO_SLOW = ("BERT-Base", "BERT-Large")  # on a CPU
 # The networks that are measured on each platform.
-PLATFORMS = {
-    "cpu": [name for name in NETWORKS if name not in _TOO_SLOW],
-    "gpu": list(NETWORKS),
-}
+PLATFORMS = {"cpu": [name for name in NETWORKS if name not in _TOO_SLOW], "gpu": list(NETWORKS)}

@@ -141,8 +141,10 @@ def main() -> None:
         "",
         "| pairs: tokens, predictions | ids | examples/s a core | cores for one H200 |",
         "|---|---|--:|--:|",
-        *(f"| {name} | {where} | {rate:,.0f} | {cores:.2f} |"
-          for name, where, rate, cores in gathered),
+        *(
+            f"| {name} | {where} | {rate:,.0f} | {cores:.2f} |"
+            for name, where, rate, cores in gathered
+        ),
     ]
     text = "\n".join(lines) + "\n"
     print(text, end="")

@@ -111,7 +111,8 @@ def targets(estimates: dict[str, Estimate]) -> list[Target]:
     )
     unknown = "it was met when this was written; compare the optimized HLO of the two versions"
     limits = {
-        "lamb": (33.1, 13.45), "lamb, BERT's rules": (33.1, 13.45),
+        "lamb": (33.1, 13.45),
+        "lamb, BERT's rules": (33.1, 13.45),
         "lamb, stacked layers": (32.0, 13.45),
     }
     return [

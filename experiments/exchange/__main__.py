@@ -18,7 +18,9 @@ from lamb_tpu.files import writing
 from lamb_tpu.plan.making import release
 
 _AT_MOST = flags.DEFINE_integer(
-    "at_most", None, "Number of programs to compile before the page is written. Default: all.",
+    "at_most",
+    None,
+    "Number of programs to compile before the page is written. Default: all.",
     lower_bound=0,
 )
 _ONLY = flags.DEFINE_string("only", "", "Compile programs whose key has this text in it.")

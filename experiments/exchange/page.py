@@ -45,7 +45,8 @@ class Line(NamedTuple):
 def shown(kept: Kept) -> list[str]:
     """Returns the methods of the table: those that a program of some model has."""
     return [
-        method for method in METHODS
+        method
+        for method in METHODS
         if any(scaling.law_of(kept, model, method) for model in MODELS) and method != "aps e3m0"
     ]
 
@@ -58,15 +59,18 @@ def lines_of(kept: Kept, model: str) -> Iterator[Line]:
             if devices <= HOST_DEVICES and gbps is not None:
                 continue
             found = {
-                method: each for method, each in scaling.best(kept, model, devices, gbps).items()
+                method: each
+                for method, each in scaling.best(kept, model, devices, gbps).items()
                 if method in methods
             }
             if not found:
                 continue
             winner = next(iter(found))
             yield Line(
-                "one host" if devices <= HOST_DEVICES else network, devices,
-                tuple(_cell(found.get(method), method == winner) for method in methods), winner,
+                "one host" if devices <= HOST_DEVICES else network,
+                devices,
+                tuple(_cell(found.get(method), method == winner) for method in methods),
+                winner,
                 tuple(
                     f"{found[plain].seconds / found[winner].seconds:.2f}" if plain in found else ""
                     for plain in ("bfloat16", "float32")
@@ -95,25 +99,40 @@ def write(kept: Kept) -> str:
 def text(kept: Kept) -> str:
     """Returns the page."""
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(FOLDER), undefined=jinja2.StrictUndefined,
-        keep_trailing_newline=True, autoescape=False, trim_blocks=True, lstrip_blocks=True,
+        loader=jinja2.FileSystemLoader(FOLDER),
+        undefined=jinja2.StrictUndefined,
+        keep_trailing_newline=True,
+        autoescape=False,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     known = [case for case in cases() if case.key in kept]
     return environment.get_template("compression.md.j2").render(
-        models={model: list(lines_of(kept, model)) for model in MODELS}, methods=shown(kept),
+        models={model: list(lines_of(kept, model)) for model in MODELS},
+        methods=shown(kept),
         steps={model: each for model in MODELS if (each := scaling.step_seconds(model))},
         step_slice=STEP_SLICE,
         parts={model: list(_parts(kept, model)) for model in MODELS},
-        wire=list(wire_lines(kept)), wide=wire.wide_share, sent=wire.sent,
-        off=scaling.off_by(kept), checked=scaling.CHECKED, fitted=scaling.FITTED,
-        constants=scaling.CONSTANTS, host_devices=HOST_DEVICES, per_device=PER_DEVICE,
+        wire=list(wire_lines(kept)),
+        wide=wire.wide_share,
+        sent=wire.sent,
+        off=scaling.off_by(kept),
+        checked=scaling.CHECKED,
+        fitted=scaling.FITTED,
+        constants=scaling.CONSTANTS,
+        host_devices=HOST_DEVICES,
+        per_device=PER_DEVICE,
         programs=[(case, kept[case.key]) for case in known],
-        missing=[case.key for case in cases() if case.key not in kept], size=size_text,
-        slowest=SLOWEST, in_picture=IN_PICTURE,
-        versions=sorted({
-            ", ".join(f"{name} {number}" for name, number in row["versions"].items())
-            for row in kept.values()
-        }),
+        missing=[case.key for case in cases() if case.key not in kept],
+        size=size_text,
+        slowest=SLOWEST,
+        in_picture=IN_PICTURE,
+        versions=sorted(
+            {
+                ", ".join(f"{name} {number}" for name, number in row["versions"].items())
+                for row in kept.values()
+            }
+        ),
     )
 
 
@@ -153,12 +172,14 @@ def picture(kept: Kept) -> str:
         for number, method in enumerate(shown(kept)):
             look = style.numbered(number)
             points = [
-                (devices, 1e3 * found.seconds) for devices in DEVICES
+                (devices, 1e3 * found.seconds)
+                for devices in DEVICES
                 if (found := scaling.time(kept, model, method, devices, SLOWEST))
             ]
             left.plot([x for x, _ in points], [y for _, y in points], label=method, **look)
             points = [
-                (gbps, 1e3 * found.seconds) for gbps in rates
+                (gbps, 1e3 * found.seconds)
+                for gbps in rates
                 if (found := scaling.time(kept, model, method, IN_PICTURE, gbps))
             ]
             right.plot([x for x, _ in points], [y for _, y in points], label=method, **look)

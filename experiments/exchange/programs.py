@@ -59,11 +59,16 @@ class Model(NamedTuple):
 MODELS = {
     # With layers in a loop the gradient has 30 arrays in place of 398, and compiles in a tenth of
     # the time. It has the same values.
-    "BERT-Large": Model(Part("bert_pretrain:batch=32768,phase=1", {}, 1.0),
-                        "bert_pretrain:phase=1,scan,batch={batch}"),
-    "ResNet-50": Model(Part("imagenet_resnet:optimizer=lars,recipe=tpu,batch=32768",
-                            {"model.group_size": 128}, 1.0),
-                       "imagenet_resnet:optimizer=lars,recipe=tpu,batch={batch}"),
+    "BERT-Large": Model(
+        Part("bert_pretrain:batch=32768,phase=1", {}, 1.0),
+        "bert_pretrain:phase=1,scan,batch={batch}",
+    ),
+    "ResNet-50": Model(
+        Part(
+            "imagenet_resnet:optimizer=lars,recipe=tpu,batch=32768", {"model.group_size": 128}, 1.0
+        ),
+        "imagenet_resnet:optimizer=lars,recipe=tpu,batch={batch}",
+    ),
 }
 STEP_SLICE = "v3-2048"
 
@@ -162,12 +167,14 @@ def _exchange(case: Case) -> dict[str, Any]:
     shapes = [leaf.shape for leaf in jax.tree.leaves(params)]
     found = traffic.collectives(text)
     return {
-        "devices": count, "cycles": hlo.program_cost(text).cycles,
+        "devices": count,
+        "cycles": hlo.program_cost(text).cycles,
         "clock": slice_.generation.clock,
         "compile_seconds": round(time.monotonic() - start, 1),
         "needed_bytes": sizes.peak_memory_in_bytes,
         **counts(shapes, factors(placed.exchange, params)),
-        "sent": traffic.sent_by_dtype(found), "collectives": summed(found, count, case.inner),
+        "sent": traffic.sent_by_dtype(found),
+        "collectives": summed(found, count, case.inner),
     }
 
 
@@ -190,13 +197,13 @@ def counts(shapes: Sequence[tuple[int, ...]], factors: Mapping[int, int]) -> dic
     """
     sizes = list(map(math.prod, shapes))
     return {
-        "arrays": len(sizes), "values": sum(sizes),
-        "vector_values": sum(size for size, shape in zip(sizes, shapes, strict=True)
-                             if len(shape) < 2),
-        "factor_values": sum(factors.values()),
-        "unfactored_values": sum(
-            size for place, size in enumerate(sizes) if place not in factors
+        "arrays": len(sizes),
+        "values": sum(sizes),
+        "vector_values": sum(
+            size for size, shape in zip(sizes, shapes, strict=True) if len(shape) < 2
         ),
+        "factor_values": sum(factors.values()),
+        "unfactored_values": sum(size for place, size in enumerate(sizes) if place not in factors),
     }
 
 

@@ -33,8 +33,7 @@ CHECKED = "v5e-16"  # that of the third
 CONSTANTS = CALIBRATED.for_generation("v3").each.middle
 DEVICES = (8, 32, 128, 512, 2048)
 # Gb/s of a host's link; None: the torus.
-NETWORKS = {"TPU torus": None, "100 Gb/s": 100.0, "40 Gb/s": 40.0, "25 Gb/s": 25.0,
-            "10 Gb/s": 10.0}
+NETWORKS = {"TPU torus": None, "100 Gb/s": 100.0, "40 Gb/s": 40.0, "25 Gb/s": 25.0, "10 Gb/s": 10.0}
 
 
 class Part(NamedTuple):
@@ -95,9 +94,7 @@ def law(rows: Sequence[Row]) -> Law:
     """
     inner = rows[0]["inner"]
     counts = [row["devices"] // inner for row in rows]
-    tables = [
-        {tuple(each[:3]): (each[3], each[4]) for each in row["collectives"]} for row in rows
-    ]
+    tables = [{tuple(each[:3]): (each[3], each[4]) for each in row["collectives"]} for row in rows]
     parts = []
     for key in sorted({*tables[0], *tables[1]}):
         (_, first), (number, second) = (table.get(key, (0, 0)) for table in tables)
@@ -164,10 +161,15 @@ def time(kept: Kept, model: str, method: str, devices: int, gbps: float | None) 
         own = each.cycles[0] + each.cycles[1] * count
         packing = max(0.0, own - plain.cycles[0] - plain.cycles[1] * devices) / clock
         network = sum(
-            part.number * _fabric(devices, gbps).seconds(
-                Collective(part.kind, groups(devices, part.among, part.kind), (Array("u8", (
-                    round(part.operand_bytes(count) / part.number),
-                )),), 1), CONSTANTS,
+            part.number
+            * _fabric(devices, gbps).seconds(
+                Collective(
+                    part.kind,
+                    groups(devices, part.among, part.kind),
+                    (Array("u8", (round(part.operand_bytes(count) / part.number),)),),
+                    1,
+                ),
+                CONSTANTS,
             )
             for part in each.parts
         )
@@ -200,8 +202,10 @@ def places(devices: int) -> tuple[tuple[int, int, int, int], ...]:
     width, height, _ = topology(f"v3-{devices}").shape
     return tuple(
         (0, x + i, y + j, 0)
-        for y in range(0, height, 2) for x in range(0, width, 2)
-        for j in range(2) for i in range(2)
+        for y in range(0, height, 2)
+        for x in range(0, width, 2)
+        for j in range(2)
+        for i in range(2)
         for _ in range(2)  # cores of a chip
     )
 

@@ -27,8 +27,13 @@ RECORD = pathlib.Path(__file__).with_suffix(".json")
 WINDOW = 5  # records in a median
 # Keys of a run that its point of the record holds, beside its curve.
 _KEYS = {
-    "batch": "batch_size", "seed": "seed", "rows": "log.lipschitz_rows", "data": "data.name",
-    "model": "model.name", "optimizer": "optimizer.name", "scaling": "schedule.scaling",
+    "batch": "batch_size",
+    "seed": "seed",
+    "rows": "log.lipschitz_rows",
+    "data": "data.name",
+    "model": "model.name",
+    "optimizer": "optimizer.name",
+    "scaling": "schedule.scaling",
     "duration": "duration",
 }
 
@@ -50,8 +55,10 @@ def read(path: str) -> dict[str, Any]:
     receipt = run.receipt()
     return {
         **{name: run.config.get(key) for name, key in _KEYS.items()},
-        **{name: receipt.get(name) for name in (
-            "commit", "jax", "device", "devices", "cores", "processor")},
+        **{
+            name: receipt.get(name)
+            for name in ("commit", "jax", "device", "devices", "cores", "processor")
+        },
         **{name: [each[name] for each in records] for name in columns},
     }
 
@@ -108,11 +115,20 @@ def picture(found: Sequence[Mapping[str, Any]]) -> Figure:
         for axes, place in zip(panels, ("epoch", "step"), strict=True):
             axes.plot(run[place], run["lipschitz"], color=look["color"], linewidth=0.8, alpha=0.4)
             axes.plot(
-                run[place], medians, color=look["color"], linewidth=1.4,
+                run[place],
+                medians,
+                color=look["color"],
+                linewidth=1.4,
                 label=f"{run['batch']:,}" if place == "epoch" else None,
             )
-            axes.plot(run[place][at], medians[at], color=look["color"], marker=look["marker"],
-                      markersize=8, linestyle="none")
+            axes.plot(
+                run[place][at],
+                medians[at],
+                color=look["color"],
+                marker=look["marker"],
+                markersize=8,
+                linestyle="none",
+            )
             axes.axvline(run[place][at], color=look["color"], linestyle=":", linewidth=0.8)
     style.dress(panels[0], "by epochs", "epochs", "local Lipschitz estimate |g'Hg| / |g|²")
     style.dress(panels[1], "by updates", "completed updates", "")
@@ -121,7 +137,9 @@ def picture(found: Sequence[Mapping[str, Any]]) -> Figure:
         style.log_axis(axes)
         axes.xaxis.set_major_formatter("{x:,g}")
     figure.legend(
-        loc="outside lower center", ncols=len(found), frameon=False,
+        loc="outside lower center",
+        ncols=len(found),
+        frameon=False,
         title=f"batch; bold: medians of {WINDOW} estimates, with their peak",
     )
     return figure
@@ -133,21 +151,21 @@ def page(found: Sequence[Mapping[str, Any]]) -> str:
     made_by = sorted(set(map(machine, found)))
     return f"""# The local Lipschitz estimate along training
 
-Curvature of the training loss along its gradient, L = |g'Hg| / |g|², over the same {first['rows']}
-training examples in every run: `{first['model']}` on {first['data']}, {first['optimizer']}, rates
+Curvature of the training loss along its gradient, L = |g'Hg| / |g|², over the same {first["rows"]}
+training examples in every run: `{first["model"]}` on {first["data"]}, {first["optimizer"]}, rates
 and warm-ups by LEGW. The LEGW paper says that the peak comes later in epochs at a larger batch
 (recalled). Single estimates jump, so the peak is that of the median of {WINDOW} records; a later
 one can be as high as the first, which the epoch where half of it is first reached does not feel.
-One run of each batch, seed {first['seed']}, as long as the last column says: a longer one may have
+One run of each batch, seed {first["seed"]}, as long as the last column says: a longer one may have
 a later peak. That the peak is of medians was decided after the single estimates had been seen; they
-are in the table too. Made by: {'; '.join(made_by)}.
+are in the table too. Made by: {"; ".join(made_by)}.
 
 ![The estimate against epochs and updates, a curve for each batch](lipschitz.svg)
 
 {table(found)}
 Commands, with the `--config.accumulation_steps` and `--config.duration` that a run needs:
 `python -m lamb_tpu.train --config=configs/mnist_lstm.py:batch=N --workdir=runs/N
---config.log.lipschitz_rows={first['rows']} --config.log.every='0.1 epochs'`, then `python -m
+--config.log.lipschitz_rows={first["rows"]} --config.log.every='0.1 epochs'`, then `python -m
 experiments.legw.lipschitz runs/* --write`. Curves: lipschitz.json.
 """
 
@@ -172,14 +190,22 @@ def main(options: argparse.Namespace) -> None:
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = terminal.Parser(
-        prog="python -m experiments.legw.lipschitz", description=__doc__,
+        prog="python -m experiments.legw.lipschitz",
+        description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("runs", nargs="*", metavar="RUN", help="folder of a run")
-    parser.add_argument("--output", default="lipschitz.svg", metavar="FILE.svg",
-                        help="the picture (default: %(default)s)")
-    parser.add_argument("--write", action="store_true",
-                        help="write record, picture and page beside this file instead")
+    parser.add_argument(
+        "--output",
+        default="lipschitz.svg",
+        metavar="FILE.svg",
+        help="the picture (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--write",
+        action="store_true",
+        help="write record, picture and page beside this file instead",
+    )
     return parser.parse_all(arguments)
 
 

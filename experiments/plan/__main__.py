@@ -28,7 +28,9 @@ from lamb_tpu.plan.making import make_plan, release
 from lamb_tpu.plan.report import Plan
 
 _AT_MOST = flags.DEFINE_integer(
-    "at_most", None, "Number of programs to compile before calibration.md is written; then nothing "
+    "at_most",
+    None,
+    "Number of programs to compile before calibration.md is written; then nothing "
     "is searched. Default: all.",
     lower_bound=0,
 )
@@ -36,7 +38,9 @@ _ADD = flags.DEFINE_string(
     "add", None, "The folder of a finished run on a TPU: adds it to the calibration and fits again."
 )
 _TOPOLOGY = flags.DEFINE_string(
-    "topology", None, "With --add: the slice of the run, as lamb_tpu.plan takes it, where its "
+    "topology",
+    None,
+    "With --add: the slice of the run, as lamb_tpu.plan takes it, where its "
     "number of devices does not say which, such as 2xv5e-256 or v4:4x4x8.",
 )
 
@@ -50,7 +54,7 @@ def main() -> None:
     if _TOPOLOGY.value is not None:
         raise UserError("--topology is the slice of a run; give --add=WORKDIR too")
     sources = logged.load_all()
-    todo = list(page.missing(sources, kept).values())[:_AT_MOST.value]
+    todo = list(page.missing(sources, kept).values())[: _AT_MOST.value]
     for place, (topology, part) in enumerate(todo, start=1):
         print(f"{place} of {len(todo)}: {part.name} on {topology}", file=sys.stderr, flush=True)
         plan = make_plan(part.config(), topology, examples=part.examples, cache=cache)
@@ -58,7 +62,7 @@ def main() -> None:
     print(page.write(sources, kept))
     if _AT_MOST.value is None:
         records = layouts.load()
-        for topology in layouts.TOPOLOGIES[len(records):]:
+        for topology in layouts.TOPOLOGIES[len(records) :]:
             records.append(layouts.search(topology, cache))
             layouts.write(records)
         print(layouts.page(records))

@@ -32,9 +32,9 @@ from lamb_tpu.cost.network import PROFILE
 # Of 1 / efficiency, and of the microseconds of a hop and of a collective: those of the profile. A
 # factor of e away from one counts as a run that is off by 1 %, so that a constant that no run tells
 # stays there. Of 8, 4, 2 and 1 % the last was best for the runs left out.
-_PRIOR = np.log([
-    1 / PROFILE.efficiency, PROFILE.hop_seconds * 1e6, PROFILE.collective_seconds * 1e6,
-])
+_PRIOR = np.log(
+    [1 / PROFILE.efficiency, PROFILE.hop_seconds * 1e6, PROFILE.collective_seconds * 1e6]
+)
 _PULL = 0.01
 _WIDEST = 100.0  # bound of each constant's distance from its start, as a factor
 BASE = "v3"  # the generation whose factor is 1; without runs on it, the first by name
@@ -117,7 +117,7 @@ def _fit(samples: tuple[Sample, ...]) -> Fit:
     def residuals(values: np.ndarray) -> np.ndarray:
         known = fitted(values)
         ratios = [known.seconds(sample) / sample.measured for sample in samples]
-        return np.concatenate([np.log(ratios), _PULL * (values[:len(_PRIOR)] - _PRIOR)])
+        return np.concatenate([np.log(ratios), _PULL * (values[: len(_PRIOR)] - _PRIOR)])
 
     start = np.concatenate([_PRIOR, np.zeros(len(generations) + len(sources))])
     widest = np.log(_WIDEST)
@@ -133,7 +133,7 @@ def leave_out_runs(samples: Sequence[Sample]) -> list[float | None]:
     """
     found: list[float | None] = []
     for place, sample in enumerate(samples):
-        others = [*samples[:place], *samples[place + 1:]]
+        others = [*samples[:place], *samples[place + 1 :]]
         is_alone = sample.source not in {other.source for other in others}
         found.append(None if is_alone else fit(others).seconds(sample) / sample.measured)
     return found

@@ -47,8 +47,12 @@ def _bounds(each: Bounds, indent: int) -> str:
 
 def _constants(one: Constants) -> str:
     values = (
-        one.efficiency, one.hop_seconds, one.collective_seconds, one.datacenter_efficiency,
-        one.datacenter_seconds, one.compute_factor,
+        one.efficiency,
+        one.hop_seconds,
+        one.collective_seconds,
+        one.datacenter_efficiency,
+        one.datacenter_seconds,
+        one.compute_factor,
     )
     return f"Constants{_numbers(values)}"
 

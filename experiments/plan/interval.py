@@ -87,13 +87,17 @@ def bounds(
     """
     inverse, hop, start = found.network
     fitted = Constants(
-        1 / inverse, hop * 1e-6, start * 1e-6, PROFILE.datacenter_efficiency,
+        1 / inverse,
+        hop * 1e-6,
+        start * 1e-6,
+        PROFILE.datacenter_efficiency,
         PROFILE.datacenter_seconds,
         found.factor * found.generations.get(version, found.generation),
     )
     # The profile is slower than these runs say.
     slow = dataclasses.replace(
-        fitted, efficiency=min(fitted.efficiency, PROFILE.efficiency),
+        fitted,
+        efficiency=min(fitted.efficiency, PROFILE.efficiency),
         hop_seconds=max(fitted.hop_seconds, PROFILE.hop_seconds),
         collective_seconds=max(fitted.collective_seconds, PROFILE.collective_seconds),
     )
@@ -104,9 +108,12 @@ def bounds(
 def scaled(constants: Constants, by: float) -> Constants:
     """Returns constants with which every time is longer by a factor, with no efficiency above 1."""
     return Constants(
-        min(1.0, constants.efficiency / by), constants.hop_seconds * by,
-        constants.collective_seconds * by, min(1.0, constants.datacenter_efficiency / by),
-        constants.datacenter_seconds * by, constants.compute_factor * by,
+        min(1.0, constants.efficiency / by),
+        constants.hop_seconds * by,
+        constants.collective_seconds * by,
+        min(1.0, constants.datacenter_efficiency / by),
+        constants.datacenter_seconds * by,
+        constants.compute_factor * by,
     )
 
 
@@ -123,9 +130,7 @@ def covers(each: Bounds, sample: Sample) -> bool:
     return bool(seconds(each.low, sample) <= sample.measured <= seconds(each.high, sample))
 
 
-def without_programs(
-    samples: Sequence[Sample], programs: float | None = PROGRAMS
-) -> list[Bounds]:
+def without_programs(samples: Sequence[Sample], programs: float | None = PROGRAMS) -> list[Bounds]:
     """Returns the constants for each run that are made without its program."""
     return _without(samples, [sample.source for sample in samples], programs)
 
@@ -160,8 +165,10 @@ def validate(samples: Sequence[Sample]) -> Validation:
             generations[version] = sum(hits), len(hits)
     known = [ratio for ratio in fit_lib.leave_out_runs(samples) if ratio is not None]
     return Validation(
-        (covered(without_programs(samples), samples), len(samples)), generations,
-        errors(fit_lib.leave_out_sources(samples)), errors(known),
+        (covered(without_programs(samples), samples), len(samples)),
+        generations,
+        errors(fit_lib.leave_out_sources(samples)),
+        errors(known),
     )
 
 

@@ -54,7 +54,11 @@ def page(records: Sequence[Record]) -> str:
     ]
     for record in records:
         lines += [
-            "", f"## {record['topology']}", "", f"`{record['recipe']}`: {record['decision']}.", "",
+            "",
+            f"## {record['topology']}",
+            "",
+            f"`{record['recipe']}`: {record['decision']}.",
+            "",
         ]
         if record["flags"]:
             lines += ["```sh", *record["flags"], "```", ""]
@@ -62,10 +66,12 @@ def page(records: Sequence[Record]) -> str:
         lines += [
             f"| {_layout(trial['changes'])} | {_cells(trial)} |" for trial in record["trials"]
         ]
-    versions = sorted({
-        ", ".join(f"{name} {number}" for name, number in record["versions"].items())
-        for record in records
-    })
+    versions = sorted(
+        {
+            ", ".join(f"{name} {number}" for name, number in record["versions"].items())
+            for record in records
+        }
+    )
     command = "Command: `python -m experiments.plan`. Records: layouts.json."
     return "\n".join([*lines, "", f"{'; '.join(versions)}. {command}", ""])
 

@@ -67,8 +67,16 @@ class Row:
 
 
 _TYPES: dict[str, Any] = {
-    "program": str, "topology": str, "config": dict, "examples": int, "updates": int,
-    "seconds": (int, float), "device": str, "mesh": dict, "jax": str, "commit": (str, type(None)),
+    "program": str,
+    "topology": str,
+    "config": dict,
+    "examples": int,
+    "updates": int,
+    "seconds": (int, float),
+    "device": str,
+    "mesh": dict,
+    "jax": str,
+    "commit": (str, type(None)),
 }
 
 
@@ -151,8 +159,11 @@ def _parse(record: Mapping[str, Any], where: str) -> Row:
 def _check_config(config: Any, where: str) -> None:
     """Checks that the package alone makes one program of a config."""
     custom = [
-        f"{key}={value}" for key, value in flatten(config).items()
-        if key.endswith("name") and isinstance(value, str) and ":" in value
+        f"{key}={value}"
+        for key, value in flatten(config).items()
+        if key.endswith("name")
+        and isinstance(value, str)
+        and ":" in value
         and not value.startswith("tfds:")
     ]
     if custom:
@@ -216,11 +227,15 @@ def of_workdir(workdir: str | os.PathLike[str], slice_: str | None = None) -> Ro
     last = trained[-1]
     kept = {key: each for key, each in flatten(config).items() if not key.startswith(_DROPPED)}
     record = {
-        "program": _program(run), "topology": name, "config": kept,
+        "program": _program(run),
+        "topology": name,
+        "config": kept,
         "examples": round(last["step"] * config.batch_size / last["epoch"]),
         "updates": updates,
         "seconds": round(updates * config.batch_size / statistics.median(rates), 3),
-        "device": receipt["device"], "mesh": receipt["mesh"], "jax": receipt["jax"],
+        "device": receipt["device"],
+        "mesh": receipt["mesh"],
+        "jax": receipt["jax"],
         "commit": receipt.get("commit"),
     }
     return _parse(record, where)

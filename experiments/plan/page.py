@@ -49,8 +49,7 @@ def sample_of(run: Run, kept: Kept) -> Sample | None:
     for part, each in zip(run.parts, parts, strict=True):
         assert each is not None
         compute += part.updates * each["compute"]
-        basis = [sum_ + part.updates * one
-                 for sum_, one in zip(basis, each["basis"], strict=True)]
+        basis = [sum_ + part.updates * one for sum_, one in zip(basis, each["basis"], strict=True)]
     first = parts[0]
     assert first is not None
     compute += run.evaluated / first["batch_size"] * first["compute"] / 3
@@ -62,16 +61,30 @@ def sample_of(run: Run, kept: Kept) -> Sample | None:
 def lines_of(sources: Sequence[Source], kept: Kept) -> tuple[Fit, list[Line]]:
     """Returns the fit to all measured runs that are compiled, and these runs."""
     found = [
-        (run, sample) for source in sources for run in source.runs
+        (run, sample)
+        for source in sources
+        for run in source.runs
         if run.seconds and (sample := sample_of(run, kept))
     ]
     samples = [sample for _, sample in found]
     fitted = fit_lib.fit(samples)
-    each = zip(found, fit_lib.leave_out_runs(samples), fit_lib.leave_out_sources(samples),
-               interval.without_programs(samples), strict=True)
+    each = zip(
+        found,
+        fit_lib.leave_out_runs(samples),
+        fit_lib.leave_out_sources(samples),
+        interval.without_programs(samples),
+        strict=True,
+    )
     return fitted, [
-        Line(run, sample, kept[run.parts[0].key(run.topology)]["batch_size"],
-             fitted.seconds(sample), alone, apart, nested)
+        Line(
+            run,
+            sample,
+            kept[run.parts[0].key(run.topology)]["batch_size"],
+            fitted.seconds(sample),
+            alone,
+            apart,
+            nested,
+        )
         for (run, sample), alone, apart, nested in each
     ]
 
@@ -107,7 +120,9 @@ def missing(sources: Sequence[Source], kept: Kept) -> dict[str, tuple[str, Part]
     """Returns slice and part of the programs that are not compiled, by their keys."""
     found = {
         part.key(run.topology): (run.topology, part)
-        for source in sources for run in source.runs for part in run.parts
+        for source in sources
+        for run in source.runs
+        for part in run.parts
     }
     return {key: each for key, each in found.items() if key not in kept}
 
@@ -118,36 +133,58 @@ def text(sources: Sequence[Source], kept: Kept) -> str:
     samples = [line.sample for line in lines]
     found = calibrations(fitted, lines)
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(FOLDER), undefined=jinja2.StrictUndefined,
-        keep_trailing_newline=True, autoescape=False,
+        loader=jinja2.FileSystemLoader(FOLDER),
+        undefined=jinja2.StrictUndefined,
+        keep_trailing_newline=True,
+        autoescape=False,
     )
     return environment.get_template("calibration.md.j2").render(
-        sources=sources, fitted=fitted, lines=lines, goal=GOAL, time=_time, percent=_percent,
-        minutes=lambda seconds: f"{seconds / 60:.2f} min", speed=_speed,
+        sources=sources,
+        fitted=fitted,
+        lines=lines,
+        goal=GOAL,
+        time=_time,
+        percent=_percent,
+        minutes=lambda seconds: f"{seconds / 60:.2f} min",
+        speed=_speed,
         validation=found.validation,
         without_assumption=interval.covered(interval.without_programs(samples, None), samples),
         programs_left_out=[
-            f"{name} ({sum(hits)} of {len(hits)})" for name in fitted.factors
+            f"{name} ({sum(hits)} of {len(hits)})"
+            for name in fitted.factors
             if not all(hits := [line.is_covered for line in lines if line.run.source == name])
         ],
         widths={seen: interval.width(fitted, samples, seen) for seen in (True, False)},
-        unseen=found.unseen.middle.compute_factor / fitted.factor, assumed=interval,
-        known=found.known, any_other=found.unseen,
-        beyond=[f"{line.run.source} on {line.run.topology}" for line in lines
-                if line.without_run is not None and abs(line.without_run - 1) > GOAL],
-        shares=[(line, network_share(line.sample, fitted)) for line in lines
-                if line.run.all_reduce is not None],
-        reported=[(line, line.seconds * line.run.reported_updates / line.run.parts[0].updates)
-                  for line in lines if line.run.reported_updates],
+        unseen=found.unseen.middle.compute_factor / fitted.factor,
+        assumed=interval,
+        known=found.known,
+        any_other=found.unseen,
+        beyond=[
+            f"{line.run.source} on {line.run.topology}"
+            for line in lines
+            if line.without_run is not None and abs(line.without_run - 1) > GOAL
+        ],
+        shares=[
+            (line, network_share(line.sample, fitted))
+            for line in lines
+            if line.run.all_reduce is not None
+        ],
+        reported=[
+            (line, line.seconds * line.run.reported_updates / line.run.parts[0].updates)
+            for line in lines
+            if line.run.reported_updates
+        ],
         programs=list(_programs(sources, kept)),
-        missing=sorted({
-            f"{part.name} on {slice_name}" for slice_name, part in missing(sources, kept).values()
-        }),
+        missing=sorted(
+            {f"{part.name} on {slice_name}" for slice_name, part in missing(sources, kept).values()}
+        ),
         planned=list(_planned(sources, kept, found)),
-        versions=sorted({
-            ", ".join(f"{name} {number}" for name, number in each["versions"].items())
-            for each in kept.values()
-        }),
+        versions=sorted(
+            {
+                ", ".join(f"{name} {number}" for name, number in each["versions"].items())
+                for each in kept.values()
+            }
+        ),
     )
 
 
@@ -212,11 +249,19 @@ def figure(lines: Sequence[Line]) -> str:
     left, right = drawn.subplots(1, 2)
     times = [line.run.seconds or 1.0 for line in lines]
     ends = [min(times) / 1.3, max(times) * 1.3]
-    left.fill_between(ends, [end * (1 - GOAL) for end in ends], [end * (1 + GOAL) for end in ends],
-                      color=style.NEUTRAL, alpha=0.2, linewidth=0, label=f"within {GOAL:.0%}")
+    left.fill_between(
+        ends,
+        [end * (1 - GOAL) for end in ends],
+        [end * (1 + GOAL) for end in ends],
+        color=style.NEUTRAL,
+        alpha=0.2,
+        linewidth=0,
+        label=f"within {GOAL:.0%}",
+    )
     for number, source in enumerate(dict.fromkeys(line.run.source for line in lines)):
         points = [
-            (line.run.seconds, line.without_run * (line.run.seconds or 1.0)) for line in lines
+            (line.run.seconds, line.without_run * (line.run.seconds or 1.0))
+            for line in lines
             if line.run.source == source and line.without_run is not None
         ]
         look = {**style.numbered(number), "linestyle": ""}
@@ -232,14 +277,16 @@ def figure(lines: Sequence[Line]) -> str:
         right.plot(measured, rows, **look)
     left.set_xscale("log")
     style.log_axis(left)
-    style.dress(left, "Each run, predicted from the others", "measured time (s)",
-                "predicted time (s)")
+    style.dress(
+        left, "Each run, predicted from the others", "measured time (s)", "predicted time (s)"
+    )
     left.legend(fontsize=8, loc="upper left")
     right.set_xscale("log")
     right.set_xticks([0.4, 0.6, 1.0, 1.5, 2.0], ["0.4", "0.6", "1", "1.5", "2"])
     right.minorticks_off()
     right.set_yticks(range(len(lines)), [line.run.topology for line in lines], fontsize=7)
     right.invert_yaxis()
-    style.dress(right, "Each run and its interval, its program left out",
-                "measured by predicted time", "")
+    style.dress(
+        right, "Each run and its interval, its program left out", "measured by predicted time", ""
+    )
     return style.svg(drawn)

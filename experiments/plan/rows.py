@@ -147,8 +147,12 @@ def _source(entry: Mapping[str, Any]) -> Source:
             yield Part(recipe, of_part, updates)
 
     runs = tuple(
-        Run(entry["name"], run["topology"], tuple(parts(run)),
-            **{key: run[key] for key in _OPTIONAL if key in run})
+        Run(
+            entry["name"],
+            run["topology"],
+            tuple(parts(run)),
+            **{key: run[key] for key in _OPTIONAL if key in run},
+        )
         for run in entry["runs"]
     )
     return Source(entry["name"], entry["where"], entry["known"], entry["gap"], runs)
@@ -161,15 +165,21 @@ def measure(plan: Plan, key: str) -> dict[str, Any]:
     computation waits. A program that does not fit has neither.
     """
     kept: dict[str, Any] = {
-        "key": key, "devices": plan.topology.num_devices, "chips": plan.topology.num_chips,
-        "batch_size": plan.batch_size, "fits": plan.fits, "needed_bytes": plan.needed,
-        "usable_bytes": plan.topology.generation.usable, "compile_seconds": plan.compile_seconds,
+        "key": key,
+        "devices": plan.topology.num_devices,
+        "chips": plan.topology.num_chips,
+        "batch_size": plan.batch_size,
+        "fits": plan.fits,
+        "needed_bytes": plan.needed,
+        "usable_bytes": plan.topology.generation.usable,
+        "compile_seconds": plan.compile_seconds,
         "versions": {name: importlib.metadata.version(name) for name in ("jax", "libtpu")},
     }
     if plan.fits:
         found = plan.timelines(BASIS)
         kept |= {
-            "compute": found[0].compute, "basis": [each.exposed for each in found],
+            "compute": found[0].compute,
+            "basis": [each.exposed for each in found],
             "hidden": found[0].network - found[0].exposed,
         }
     return kept

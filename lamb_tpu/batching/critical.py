@@ -66,9 +66,7 @@ def excess(losses: Sequence[float], references: Sequence[float]) -> Excess:
     return Excess(ratio - 1, statistics.stdev(rests) / math.sqrt(len(pairs)) / mean)
 
 
-def critical(
-    batches: Sequence[int], excesses: Sequence[float], tolerance: float
-) -> Critical:
+def critical(batches: Sequence[int], excesses: Sequence[float], tolerance: float) -> Critical:
     """Returns the critical batch of an excess measured at several batches.
 
     A larger batch within the tolerance behind one beyond it does not count: noise can put it there.

@@ -95,10 +95,12 @@ def update(state: NoiseScaleState, new: Estimate, decay: float) -> NoiseScaleSta
         raise ValueError(f"decay must be at least 0 and below 1, not {decay!r}")
     xp = _library(*state, *new)
     finite = xp.isfinite(new.grad_sq) & xp.isfinite(new.trace)
-    return NoiseScaleState(*(
-        xp.where(finite, decay * old + (1 - decay) * value, old)
-        for old, value in zip(state, (1.0, *new), strict=True)
-    ))
+    return NoiseScaleState(
+        *(
+            xp.where(finite, decay * old + (1 - decay) * value, old)
+            for old, value in zip(state, (1.0, *new), strict=True)
+        )
+    )
 
 
 def averages(state: NoiseScaleState) -> Estimate:
@@ -132,9 +134,7 @@ def noise_scale(state: NoiseScaleState, floor: float = 0.0) -> Value:
     """
     xp = _library(*state)
     grad_sq, trace = xp.maximum(state.grad_sq, floor), xp.maximum(state.trace, floor)
-    ratio = xp.where(
-        grad_sq == 0, math.inf, trace / xp.where(grad_sq == 0, 1.0, grad_sq)
-    )
+    ratio = xp.where(grad_sq == 0, math.inf, trace / xp.where(grad_sq == 0, 1.0, grad_sq))
     return xp.where(state.weight > 0, ratio, math.nan)
 
 

@@ -48,9 +48,7 @@ class VarianceSums(NamedTuple):
     mean_sq: jax.Array  # rows * |d|^2
 
 
-def sums(
-    grads: Any, mean: Any, per_tensor: bool = False, direction: Any = None
-) -> VarianceSums:
+def sums(grads: Any, mean: Any, per_tensor: bool = False, direction: Any = None) -> VarianceSums:
     """Returns the sums of one part.
 
     Args:
@@ -73,10 +71,15 @@ def sums(
         center, along = (jnp.ravel(vector).astype(dtype) for vector in (center, along))
         local = jnp.mean(rows, axis=0)
         apart, away = rows - local, local - center
-        columns.append((
-            jnp.sum(jnp.square(apart)), jnp.sum(jnp.square(away)),
-            jnp.sum(apart * along, axis=1), jnp.sum(away * along), jnp.sum(jnp.square(along)),
-        ))
+        columns.append(
+            (
+                jnp.sum(jnp.square(apart)),
+                jnp.sum(jnp.square(away)),
+                jnp.sum(apart * along, axis=1),
+                jnp.sum(away * along),
+                jnp.sum(jnp.square(along)),
+            )
+        )
     within, between, inner, inner_mean, mean_sq = (
         jnp.stack(column) for column in zip(*columns, strict=True)
     )
@@ -87,8 +90,13 @@ def sums(
         )
     count = jnp.asarray(leaves[0][0].shape[0], within.dtype)
     return VarianceSums(
-        count, jnp.ones_like(count), within, count * between,
-        jnp.sum(jnp.square(inner), axis=1), count * jnp.square(inner_mean), count * mean_sq,
+        count,
+        jnp.ones_like(count),
+        within,
+        count * between,
+        jnp.sum(jnp.square(inner), axis=1),
+        count * jnp.square(inner_mean),
+        count * mean_sq,
     )
 
 
@@ -138,6 +146,8 @@ def statistics(
     # Of a mean that is 0 nothing lies along it.
     along = jnp.where(mean_sq > 0, inner / jnp.where(mean_sq > 0, mean_sq, 1.0), 0.0)
     return {
-        VARIANCE: jnp.sum(variance), INNER_PRODUCT: jnp.sum(inner),
-        ORTHOGONAL: jnp.sum(variance - along), GRAD_SQ: jnp.sum(mean_sq),
+        VARIANCE: jnp.sum(variance),
+        INNER_PRODUCT: jnp.sum(inner),
+        ORTHOGONAL: jnp.sum(variance - along),
+        GRAD_SQ: jnp.sum(mean_sq),
     }

@@ -77,7 +77,8 @@ def compare(values: Mapping[str, str], remedy: Callable[[str], str]) -> None:
             # One process of each group speaks for it, and a message has few groups.
             groups = [
                 Group(tuple(them), json.loads(_get(f"{prefix}/values/{them[0][0]}")))
-                if them[0][0] else Group(tuple(them), values)
+                if them[0][0]
+                else Group(tuple(them), values)
                 for them in list(members.values())[:8]
             ]
             verdict = sentence(groups, remedy)

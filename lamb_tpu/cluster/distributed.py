@@ -45,8 +45,7 @@ _leaves_with_all = False
 
 
 def initialize_from_flags() -> None:
-    """Calls `initialize` with the flags of `cli.define_process_flags`; stderr then goes to `relay`.
-    """
+    """Calls `initialize` with the flags of `cli.define_process_flags`; stderr then goes to `relay`."""
     values = flags.FLAGS
     initialize(values.coordinator_address, values.num_processes, values.process_id)
     if jax.distributed.is_initialized():
@@ -166,9 +165,7 @@ def _detect(
     return address, count, index
 
 
-def _check(
-    address: str | None, count: int | None, index: int | None
-) -> tuple[str, int, int]:
+def _check(address: str | None, count: int | None, index: int | None) -> tuple[str, int, int]:
     """Returns the three values; refuses missing and wrong ones."""
     values = {"coordinator_address": address, "num_processes": count, "process_id": index}
     if count is not None and count < 1:
@@ -259,9 +256,7 @@ def agree(error: UserError | None) -> None:
             text[: len(own)] = own
             first = int(np.argmax(failed))
             told = multihost_utils.process_allgather(text)[first].tobytes().rstrip(b"\0")
-            raise of_all(
-                error or UserError(f"process {first}: {told.decode(errors='replace')}")
-            )
+            raise of_all(error or UserError(f"process {first}: {told.decode(errors='replace')}"))
     if error is not None:
         raise error
 
@@ -292,7 +287,8 @@ def relay_stderr() -> None:
     _relay = subprocess.Popen(
         # Isolated and without site-packages, so that it starts fast.
         [sys.executable, "-I", "-S", str(pathlib.Path(__file__).with_name("relay.py"))],
-        stdin=reading, stdout=subprocess.DEVNULL,
+        stdin=reading,
+        stdout=subprocess.DEVNULL,
         start_new_session=True,  # a signal to the process must not end the relay too early
     )
     # Descriptor 2 itself, because C++ code writes there and knows no sys.stderr. When this process

@@ -33,8 +33,11 @@ def processor() -> str:
         return platform.processor() or platform.machine()
     flags = found.get("flags", "").split()
     details = [
-        *(f"{name} {found[key]}" for name, key in (("family", "cpu family"), ("model", "model"))
-          if key in found),
+        *(
+            f"{name} {found[key]}"
+            for name, key in (("family", "cpu family"), ("model", "model"))
+            if key in found
+        ),
         *[name for name in _VECTORS if name in flags][:1],
     ]
     return found["model name"] + (f" ({', '.join(details)})" if details else "")

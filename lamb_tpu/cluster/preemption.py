@@ -49,9 +49,7 @@ class Preemption:
         self._listens = threading.current_thread() is threading.main_thread()
         if self._listens:
             numbers = [signal.SIGINT] if self._several else [signal.SIGINT, signal.SIGTERM]
-            self._before = {
-                number: signal.signal(number, self._take_note) for number in numbers
-            }
+            self._before = {number: signal.signal(number, self._take_note) for number in numbers}
             # Python's C handler writes the number of each signal to this socket at once, also while
             # the main thread runs no Python code. A thread reads it at the other end.
             self._ours, theirs = socket.socketpair()

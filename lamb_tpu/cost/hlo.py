@@ -83,9 +83,7 @@ class Computation(NamedTuple):
     def inputs(self, instruction: Instruction) -> list[Array]:
         """Types of an instruction's operands."""
         return [
-            array
-            for name in instruction.operands()
-            for array in self.instructions[name].arrays()
+            array for name in instruction.operands() for array in self.instructions[name].arrays()
         ]
 
 
@@ -219,7 +217,10 @@ class Program:
 
 
 def _turns(
-    demand: Instruction, condition: Computation, body: Computation, loop: Instruction,
+    demand: Instruction,
+    condition: Computation,
+    body: Computation,
+    loop: Instruction,
     computation: Computation,
 ) -> int:
     """Number of iterations of a loop while `demand` holds, which is counter < limit.
@@ -241,9 +242,13 @@ def _turns(
     step = body.instructions[body.root.operands()[index]]
     if step.opcode != "add":
         raise KeyError(step.opcode)
-    return max(0, math.ceil(
-        (_value(limit, condition) - _value(start, computation)) / _value(step.operands()[1], body)
-    ))
+    return max(
+        0,
+        math.ceil(
+            (_value(limit, condition) - _value(start, computation))
+            / _value(step.operands()[1], body)
+        ),
+    )
 
 
 @functools.lru_cache(maxsize=1)
@@ -363,8 +368,14 @@ def _convolution(convolution: Instruction, computation: Computation) -> int:
     # axes are independent, so their numbers multiply.
     pairs = 1
     for axis, size, stride, pad, spread, dilation, turned in zip(
-        spatial, each("size", "1"), each("stride", "1"), each("pad", "0_0"),
-        each("lhs_dilate", "1"), each("rhs_dilate", "1"), each("rhs_reversal", "0"), strict=True,
+        spatial,
+        each("size", "1"),
+        each("stride", "1"),
+        each("pad", "0_0"),
+        each("lhs_dilate", "1"),
+        each("rhs_dilate", "1"),
+        each("rhs_reversal", "0"),
+        strict=True,
     ):
         del turned  # a reversed kernel multiplies as often
         # Padding is 'low_high', and the high side does not move any place.

@@ -74,7 +74,8 @@ class HostNetwork(Network):
         at_once = collective.kind in (*_TO_ALL, _PERMUTE)
         steps = 1 if at_once else passes * math.ceil(math.log2(hosts))
         return (
-            self._within(collective, constants) + self.link_bytes(collective) / rate
+            self._within(collective, constants)
+            + self.link_bytes(collective) / rate
             + steps * constants.datacenter_seconds
         )
 
@@ -146,7 +147,8 @@ class HostNetwork(Network):
 
 def hosts(devices: Iterable[Any]) -> list[int]:
     """Returns the number of the host of each of JAX's devices, in the order of `network.places`."""
-    found = [(getattr(device, "slice_index", None) or 0, device.process_index)
-             for device in devices]
+    found = [
+        (getattr(device, "slice_index", None) or 0, device.process_index) for device in devices
+    ]
     numbers = {host: number for number, host in enumerate(sorted(set(found)))}
     return [numbers[host] for host in sorted(found, key=lambda host: host[0])]

@@ -43,14 +43,18 @@ _CLOUD = "docs.cloud.google.com/tpu/docs"
 # A page that gives a chip's bandwidth in both ways counts each of its 4 or 6 links twice.
 LINKS = {
     "v2": Links(62e9, 6.25e9, "recalled: 496 Gbit/s a link, Jouppi et al., CACM 2020"),
-    "v3": Links(82e9, 6.25e9, "recalled: 656 Gbit/s a link, Jouppi et al., CACM 2020; the book at "
-                f"{_BOOK} has 100 GB/s"),
+    "v3": Links(
+        82e9,
+        6.25e9,
+        f"recalled: 656 Gbit/s a link, Jouppi et al., CACM 2020; the book at {_BOOK} has 100 GB/s",
+    ),
     "v4": Links(45e9, 6.25e9, _BOOK),
     "v5e": Links(50e9, 3.125e9, f"{_CLOUD}/v5e: 400 GB/s a chip of 4 links, 6.4 Tbit/s a pod"),
     "v5p": Links(100e9, 6.25e9, f"{_CLOUD}/v5p: 1,200 GB/s a chip of 6 links, 50 Gbit/s"),
     "v6e": Links(100e9, 12.5e9, f"{_CLOUD}/v6e: 800 GB/s a chip of 4 links, 25.6 Tbit/s a pod"),
-    "tpu7x": Links(100e9, 12.5e9, f"{_CLOUD}/tpu7x: 1,200 GB/s a chip, of 6 links as v5p, "
-                   "100 Gbit/s"),
+    "tpu7x": Links(
+        100e9, 12.5e9, f"{_CLOUD}/tpu7x: 1,200 GB/s a chip, of 6 links as v5p, 100 Gbit/s"
+    ),
 }
 
 
@@ -103,7 +107,8 @@ class Validation(NamedTuple):
         return (
             f"the interval covered {self.programs[0]:,} of {self.programs[1]:,} runs of programs "
             "left out of the fit"
-            + f", and of generations left out {generations}" * bool(generations)
+            + f", and of generations left out {generations}"
+            * bool(generations)
             + f"; median error {new} for a program left out, {known} with other runs of the "
             "program in the fit"
         )
@@ -263,8 +268,15 @@ class Network:
         elif kind in ("all-to-all", "ragged-all-to-all"):
             # Half of the bytes cross the middle of an axis, which has one or two links.
             time += max(
-                (route.cores * size * axis.length * axis.sharing
-                 / (8 if axis.is_ring else 4) / link for axis in route.axes),
+                (
+                    route.cores
+                    * size
+                    * axis.length
+                    * axis.sharing
+                    / (8 if axis.is_ring else 4)
+                    / link
+                    for axis in route.axes
+                ),
                 default=route.cores * size * others / (link * route.width),
             )
         else:
@@ -300,7 +312,11 @@ class Network:
             sharing = self._sharing(members, axis, is_ring)
             axes.append(Axis(AXES[axis], len(values), stride, is_ring, sharing))
         return Route(
-            chips, cores, counts[0], tuple(axes), sum(axis.width for axis in axes),
+            chips,
+            cores,
+            counts[0],
+            tuple(axes),
+            sum(axis.width for axis in axes),
             sum(axis.hops for axis in axes),
         )
 

@@ -14,13 +14,33 @@ KINDS = (
     ("sorting", {"sort"}),
     ("gathers and scatters", {"gather", "scatter"}),
     ("reductions", {"reduce", "reduce-window", "select-and-scatter"}),
-    ("copies and layouts", {"copy", "transpose", "concatenate", "pad", "slice", "dynamic-slice",
-                            "dynamic-update-slice", "reshape", "reverse"}),
+    (
+        "copies and layouts",
+        {
+            "copy",
+            "transpose",
+            "concatenate",
+            "pad",
+            "slice",
+            "dynamic-slice",
+            "dynamic-update-slice",
+            "reshape",
+            "reverse",
+        },
+    ),
 )
 REST = "element by element"
 # Copies stand for a kernel only if it does nothing else.
-_PLAIN = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element", "broadcast", "convert",
-          "iota"}
+_PLAIN = {
+    "parameter",
+    "constant",
+    "bitcast",
+    "tuple",
+    "get-tuple-element",
+    "broadcast",
+    "convert",
+    "iota",
+}
 _OPERATION = re.compile(r'op_name="([^"]*)"')
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _LIBRARIES = re.compile(r"[/\\](?:site|dist)-packages[/\\](.*)")
@@ -57,10 +77,16 @@ def operations(program: Program) -> list[Operation]:
     for times, instruction, _ in program.executions(lambda each, _: each.cycles()):
         path = _OPERATION.search(instruction.rest)
         frame = _FRAME.search(instruction.rest)
-        found.append(Operation(
-            instruction.name, _kind(instruction, program), _shortened(path[1] if path else ""),
-            sources.of(int(frame[1])) if frame else "", times, times * instruction.cycles(),
-        ))
+        found.append(
+            Operation(
+                instruction.name,
+                _kind(instruction, program),
+                _shortened(path[1] if path else ""),
+                sources.of(int(frame[1])) if frame else "",
+                times,
+                times * instruction.cycles(),
+            )
+        )
     return sorted(found, key=lambda each: (-each.cycles, each.name))
 
 

@@ -120,7 +120,8 @@ def _walk(
             events += [
                 event._replace(
                     collective=event.collective._replace(count=times * event.collective.count),
-                    seconds=times * event.seconds, exposed=times * event.exposed,
+                    seconds=times * event.seconds,
+                    exposed=times * event.exposed,
                 )
                 for event in inner.events
             ]
@@ -134,11 +135,16 @@ def _walk(
             free[between] = max(clock, free[between]) + taken
             text = _text(instruction, program)
             operation, algorithm = _OPERATION.search(text), _ALGORITHM.search(text)
-            events.append(Event(
-                instruction.name, found, operation[1] if operation else "",
-                f"{algorithm[1]} {algorithm[2].replace(',', ' x ')}" if algorithm else "",
-                taken, 0.0,
-            ))
+            events.append(
+                Event(
+                    instruction.name,
+                    found,
+                    operation[1] if operation else "",
+                    f"{algorithm[1]} {algorithm[2].replace(',', ' x ')}" if algorithm else "",
+                    taken,
+                    0.0,
+                )
+            )
             if (key := _key(instruction, program)) is not None:
                 under_way[key] = free[between], len(events) - 1
             else:
@@ -149,7 +155,9 @@ def _walk(
 
 
 def _inner(
-    instruction: Instruction, computation: Computation, program: Program,
+    instruction: Instruction,
+    computation: Computation,
+    program: Program,
     of: Callable[[str], Timeline],
 ) -> tuple[int, Timeline]:
     """Returns how often an instruction runs what it calls, and the times of one run."""
@@ -158,7 +166,8 @@ def _inner(
         if not any(part.seconds for part in parts):
             return 0, Timeline(0.0, 0.0, ())
         return program.turns(instruction, computation), Timeline(
-            sum(part.compute for part in parts), sum(part.exposed for part in parts),
+            sum(part.compute for part in parts),
+            sum(part.exposed for part in parts),
             tuple(event for part in parts for event in part.events),
         )
     keys = ("branch_computations", "true_computation", "false_computation", "to_apply", "calls")
@@ -174,7 +183,9 @@ def _started(
         return list(traffic.collectives_of(instruction, computation, program))
     inner = [program.computations[name] for name in instruction.attribute("calls")]
     return [
-        found for each in inner for part in each.instructions.values()
+        found
+        for each in inner
+        for part in each.instructions.values()
         for found in traffic.collectives_of(part, each, program)
     ]
 
@@ -206,7 +217,9 @@ def _key(instruction: Instruction, program: Program) -> str | None:
 
 
 def _ended(
-    instruction: Instruction, computation: Computation, program: Program,
+    instruction: Instruction,
+    computation: Computation,
+    program: Program,
     under_way: dict[str, tuple[float, int]],
 ) -> str | None:
     """Returns the key of the collective that an instruction ends; None if it ends none."""

@@ -66,37 +66,65 @@ _LITE = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
 # Values are in the order of the fields of `Generation`.
 GENERATIONS = {
     "v2": Generation(
-        2, 2, ((2, 2, 1), (4, 4, 1), (8, 8, 1), (8, 16, 1), (16, 16, 1)), 0,
-        8 * GIB, 7.48 * GIB, 23e12, 700e6,
+        2,
+        2,
+        ((2, 2, 1), (4, 4, 1), (8, 8, 1), (8, 16, 1), (16, 16, 1)),
+        0,
+        8 * GIB,
+        7.48 * GIB,
+        23e12,
+        700e6,
     ),
     "v3": Generation(
-        2, 2,
+        2,
+        2,
         (
-            (2, 2, 1), (4, 4, 1), (4, 8, 1), (8, 8, 1), (8, 16, 1), (16, 16, 1), (16, 32, 1),
+            (2, 2, 1),
+            (4, 4, 1),
+            (4, 8, 1),
+            (8, 8, 1),
+            (8, 16, 1),
+            (16, 16, 1),
+            (16, 32, 1),
             (32, 32, 1),
         ),
-        0, 16 * GIB, 15.48 * GIB, 61.5e12, 940e6,
+        0,
+        16 * GIB,
+        15.48 * GIB,
+        61.5e12,
+        940e6,
     ),
     "v4": Generation(2, 1, _SMALL_CUBOIDS, 64, 32 * GIB, 30.75 * GIB, 275e12, 1050e6),
     "v5e": Generation(1, 1, _LITE, 0, 16 * GIB, 15.75 * GIB, 197e12, 1500e6),
     "v5p": Generation(2, 1, _SMALL_CUBOIDS, 96, 96 * GIB, 95.74 * GIB, 459e12, 1750e6),
     "v6e": Generation(1, 1, _LITE, 0, 32 * GIB, 31.25 * GIB, 918e12, 1750e6),
-    "tpu7x": Generation(
-        2, 2, _SMALL_CUBOIDS, 144, 96 * GIB, 94.75 * GIB, 1153.5e12, 2200e6,
-    ),
+    "tpu7x": Generation(2, 2, _SMALL_CUBOIDS, 144, 96 * GIB, 94.75 * GIB, 1153.5e12, 2200e6),
 }
 _OTHER_NAMES = {"v5litepod": "v5e"}
 # Versions by `device_kind`, as JAX 0.10 knows them (jax/_src/pallas/mosaic/tpu_info.py).
 _TPU_KINDS = {
-    "TPU v2": "v2", "TPU v3": "v3", "TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5e": "v5e",
-    "TPU v5": "v5p", "TPU v5p": "v5p", "TPU v6 lite": "v6e", "TPU v6e": "v6e", "TPU7x": "tpu7x",
+    "TPU v2": "v2",
+    "TPU v3": "v3",
+    "TPU v4": "v4",
+    "TPU v5 lite": "v5e",
+    "TPU v5e": "v5e",
+    "TPU v5": "v5p",
+    "TPU v5p": "v5p",
+    "TPU v6 lite": "v6e",
+    "TPU v6e": "v6e",
+    "TPU7x": "tpu7x",
 }
 # Whole names: a part of a GPU (MIG) and cards with a slower clock have others.
 _GPU_PEAKS = {
-    "Tesla V100-SXM2-16GB": 125e12, "Tesla V100-SXM2-32GB": 125e12,
-    "NVIDIA A100-SXM4-40GB": 312e12, "NVIDIA A100-SXM4-80GB": 312e12,
-    "NVIDIA A100-PCIE-40GB": 312e12, "NVIDIA A100 80GB PCIe": 312e12,
-    "NVIDIA H100 80GB HBM3": 989.4e12, "NVIDIA H200": 989.4e12, "NVIDIA B200": 2250e12,
+    "Tesla V100-SXM2-16GB": 125e12,
+    "Tesla V100-SXM2-32GB": 125e12,
+    "NVIDIA A100-SXM4-40GB": 312e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA A100-PCIE-40GB": 312e12,
+    "NVIDIA A100 80GB PCIe": 312e12,
+    "NVIDIA H100 80GB HBM3": 989.4e12,
+    "NVIDIA H200": 989.4e12,
+    "NVIDIA B200": 2250e12,
 }
 
 
@@ -244,7 +272,9 @@ def _describe(**options: Any) -> topologies.TopologyDescription:
     jax.config.update("jax_platforms", "cpu")
     os.environ.update(
         # The compiler must neither look for a TPU nor ask Google's cloud where it runs.
-        TPU_SKIP_MDS_QUERY="1", TPU_WORKER_HOSTNAMES="localhost", TPU_ACCELERATOR_TYPE="v3-8",
+        TPU_SKIP_MDS_QUERY="1",
+        TPU_WORKER_HOSTNAMES="localhost",
+        TPU_ACCELERATOR_TYPE="v3-8",
         # No device is used, so several processes may compile at a time.
         ALLOW_MULTIPLE_LIBTPU_LOAD="1",
         # libtpu would leave log files in a folder that all users share.
@@ -323,9 +353,11 @@ def _cuboid(cubes: int) -> tuple[int, ...]:
     """The shape nearest to a cube that consists of `cubes` cubes of 4 x 4 x 4 chips."""
     shapes = [
         (a, b, cubes // (a * b))
-        for a in range(1, cubes + 1) if cubes % a == 0
+        for a in range(1, cubes + 1)
+        if cubes % a == 0
         # Sides ascend, so each shape occurs once.
-        for b in range(a, cubes + 1) if cubes % (a * b) == 0 and cubes // (a * b) >= b
+        for b in range(a, cubes + 1)
+        if cubes % (a * b) == 0 and cubes // (a * b) >= b
     ]
     return tuple(4 * side for side in min(shapes, key=sum))
 

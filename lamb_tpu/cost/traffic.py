@@ -10,8 +10,13 @@ import numpy as np
 from lamb_tpu.cost.hlo import Array, Computation, Instruction, Program, parse
 
 KINDS = (
-    "all-reduce", "reduce-scatter", "all-gather", "all-to-all", "ragged-all-to-all",
-    "collective-permute", "collective-broadcast",
+    "all-reduce",
+    "reduce-scatter",
+    "all-gather",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
 )
 # Of a transfer to other slices: its type, and the slices and devices of each that take part.
 _BETWEEN_SLICES = re.compile(

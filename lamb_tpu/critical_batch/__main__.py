@@ -42,20 +42,27 @@ if __name__ == "__main__":  # --help is answered before the imports below, which
     cli.define_process_flags()
     cli.define_trust_flag()
     flags.DEFINE_string(
-        "at", None, "Places in the run: durations with commas between them, of which one without "
-        "a unit has that of the next, as in '10, 30, 60 percent' or '500 steps, 2 epochs'."
+        "at",
+        None,
+        "Places in the run: durations with commas between them, of which one without "
+        "a unit has that of the next, as in '10, 30, 60 percent' or '500 steps, 2 epochs'.",
     )
     flags.DEFINE_string("factors", "1,2,4,8", "Batches in batches of the run, ascending from 1.")
     flags.DEFINE_string("span", "2 percent", "Length of a branch, a duration of the run.")
     flags.DEFINE_enum(
-        "scaling", None, ["identity", "sqrt", "linear"], "How the learning rate follows the batch: "
-        "not, by the square root, or linearly; default the run's own config.schedule.scaling."
+        "scaling",
+        None,
+        ["identity", "sqrt", "linear"],
+        "How the learning rate follows the batch: "
+        "not, by the square root, or linearly; default the run's own config.schedule.scaling.",
     )
     flags.DEFINE_float("tolerance", 0.01, "Largest excess of the loss, as a part of it.")
     flags.DEFINE_integer("seeds", 1, "Orders of the examples, of which the first is the run's.")
     flags.DEFINE_string(
-        "split", None, "Split whose loss is measured, such as 'test[:1000]' or 'train[:1000]'; "
-        "default the run's evaluation split."
+        "split",
+        None,
+        "Split whose loss is measured, such as 'test[:1000]' or 'train[:1000]'; "
+        "default the run's evaluation split.",
     )
     flags.DEFINE_string(
         "metric", None, "Loss of the evaluation to compare; default its first that is a loss."
@@ -80,8 +87,14 @@ def main() -> None:
     distributed.initialize_from_flags()
     values = flags.FLAGS
     request = Request(
-        values.at, values.factors, values.span, values.scaling, values.tolerance,
-        values.seeds, values.split, values.metric,
+        values.at,
+        values.factors,
+        values.span,
+        values.scaling,
+        values.tolerance,
+        values.seeds,
+        values.split,
+        values.metric,
     )
     outcome = measure(values.config, values.workdir, request, values.trust_workdir)
     print(report.table(outcome))

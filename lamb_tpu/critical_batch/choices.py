@@ -58,10 +58,17 @@ class Study(NamedTuple):
         """Returns what tells each branch from all others, in the order of training."""
         return [
             {
-                "step": start, "factor": factor, "seed": seed, "at": list(self.at),
-                "scaling": self.scaling, "split": self.split, "metric": self.metric,
+                "step": start,
+                "factor": factor,
+                "seed": seed,
+                "at": list(self.at),
+                "scaling": self.scaling,
+                "split": self.split,
+                "metric": self.metric,
             }
-            for start in self.starts for seed in self.seeds for factor in self.factors
+            for start in self.starts
+            for seed in self.seeds
+            for factor in self.factors
         ]
 
 

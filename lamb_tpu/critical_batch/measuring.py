@@ -123,7 +123,8 @@ def measure(
         losses = _train(run, checkpoints, study)
     noise = [
         (record["step"], float(record["noise_scale"]))
-        for record in files.records("train") if "noise_scale" in record
+        for record in files.records("train")
+        if "noise_scale" in record
     ]
     rows = []
     for start in study.starts:
@@ -131,7 +132,8 @@ def measure(
         excesses = _excesses(study, start, losses)
         found = critical(
             [factor * config.batch_size for factor in factors],
-            [each.mean for each in excesses], request.tolerance,
+            [each.mean for each in excesses],
+            request.tolerance,
         )
         rows.append(Row(start, excesses, found, nearest and nearest[1]))
     return Outcome(run, study, request.tolerance, rows, noise)
@@ -151,8 +153,12 @@ def _train(run: Run, checkpoints: Checkpoints, study: Study) -> dict[str, float]
             for branch in due:
                 progress.begins(branch["step"], branch["factor"])
                 losses = branches.losses(
-                    branch["step"], branch["factor"], branch["seed"], study.at,
-                    lambda state: evaluate(state)[study.metric], progress.trained,
+                    branch["step"],
+                    branch["factor"],
+                    branch["seed"],
+                    study.at,
+                    lambda state: evaluate(state)[study.metric],
+                    progress.trained,
                 )
                 records[key_of(branch)] = {
                     **branch,
@@ -164,9 +170,7 @@ def _train(run: Run, checkpoints: Checkpoints, study: Study) -> dict[str, float]
                     RECORDS, "".join(f"{json.dumps(record)}\n" for record in records.values())
                 )
                 progress.ended(statistics.fmean(losses))
-    return {
-        key_of(branch): _loss(records[key_of(branch)]) for branch in study.branches()
-    }
+    return {key_of(branch): _loss(records[key_of(branch)]) for branch in study.branches()}
 
 
 def _loss(record: Mapping[str, Any]) -> float:

@@ -28,9 +28,13 @@ class BranchProgress:
         self._bar: Progress | None = None
         if console.is_terminal:
             self._bar = Progress(
-                TextColumn("{task.description}"), BarColumn(bar_width=None),
-                TextColumn("{task.fields[rate]}"), TextColumn("left"), TimeRemainingColumn(),
-                console=console, transient=True,
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=None),
+                TextColumn("{task.fields[rate]}"),
+                TextColumn("left"),
+                TimeRemainingColumn(),
+                console=console,
+                transient=True,
                 speed_estimate_period=1e9,  # by default rich forgets updates after 30 s
             )
             self._task = self._bar.add_task("", total=self._total, rate="")

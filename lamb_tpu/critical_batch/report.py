@@ -20,23 +20,28 @@ def table(outcome: Outcome) -> str:
         f"{seeds}, relative to that at batch {batch:,}; learning rate: {study.scaling}"
     )
     head = ["update", "of run", "critical batch", "crossing", "noise scale"]
-    found = [[
-        f"{row.step:,}",
-        f"{100 * row.step / run.recipe.total_steps:.3g} %",
-        f"{row.critical.batch:,}{'' if row.critical.beyond else ' or more'}",
-        f"{row.critical.crossing:,.0f}" if row.critical.beyond else "",
-        "" if row.noise_scale is None else f"{row.noise_scale:,.0f}",
-    ] for row in rows]
+    found = [
+        [
+            f"{row.step:,}",
+            f"{100 * row.step / run.recipe.total_steps:.3g} %",
+            f"{row.critical.batch:,}{'' if row.critical.beyond else ' or more'}",
+            f"{row.critical.crossing:,.0f}" if row.critical.beyond else "",
+            "" if row.noise_scale is None else f"{row.noise_scale:,.0f}",
+        ]
+        for row in rows
+    ]
     if not outcome.noise:
         head, found = head[:-1], [cells[:-1] for cells in found]
     excesses = [
         ["update", *(f"at {factor * batch:,}" for factor in study.factors[1:])],
         *([f"{row.step:,}", *map(_percent, row.excesses[1:])] for row in rows),
     ]
-    return "\n\n".join([
-        terminal.columns([head, *found], right=range(len(head))),
-        f"{told}\n{terminal.columns(excesses, right=range(len(excesses[0])))}",
-    ])
+    return "\n\n".join(
+        [
+            terminal.columns([head, *found], right=range(len(head))),
+            f"{told}\n{terminal.columns(excesses, right=range(len(excesses[0])))}",
+        ]
+    )
 
 
 def _percent(found: Excess) -> str:
@@ -74,14 +79,25 @@ def _over_training(axes: Axes, outcome: Outcome) -> None:
     axes.plot(*zip(*points), marker="o", color=color, label="critical batch")
     least = [point for point, row in zip(points, rows) if not row.critical.beyond]
     if least:
-        axes.plot(*zip(*least), marker="^", markersize=10, linestyle="none", color=color,
-                  label="or more: no batch was beyond the tolerance")
+        axes.plot(
+            *zip(*least),
+            marker="^",
+            markersize=10,
+            linestyle="none",
+            color=color,
+            label="or more: no batch was beyond the tolerance",
+        )
     # A noise scale that is infinite or negative has no place on the axis.
     noise = [(run.recipe.epoch(step), x) for step, x in outcome.noise if 0 < x < math.inf]
     if noise:
         axes.plot(*zip(*noise), color=style.COLORS[2], linewidth=1.2, label="noise scale")
-    axes.axhline(run.config.batch_size, color=style.NEUTRAL, linestyle="--", linewidth=1,
-                 label="batch of the run")
+    axes.axhline(
+        run.config.batch_size,
+        color=style.NEUTRAL,
+        linestyle="--",
+        linewidth=1,
+        label="batch of the run",
+    )
     axes.set_yscale("log", base=2)
     title = f"{run.config.model.name} on {run.config.data.name}"
     style.dress(axes, title, "epochs", "batch (examples)")
@@ -98,11 +114,16 @@ def _by_batch(axes: Axes, outcome: Outcome) -> None:
         values = [100 * x.mean if math.isfinite(x.mean) else math.nan for x in row.excesses]
         errors = [0.0 if math.isnan(x.error) else 100 * x.error for x in row.excesses]
         axes.errorbar(
-            batches, values, errors if any(errors) else None, capsize=2,
-            label=f"update {row.step:,}", **style.numbered(number),
+            batches,
+            values,
+            errors if any(errors) else None,
+            capsize=2,
+            label=f"update {row.step:,}",
+            **style.numbered(number),
         )
-    axes.axhline(100 * outcome.tolerance, color=style.NEUTRAL, linestyle="--", linewidth=1,
-                 label="tolerance")
+    axes.axhline(
+        100 * outcome.tolerance, color=style.NEUTRAL, linestyle="--", linewidth=1, label="tolerance"
+    )
     title = f"branches of {study.at[-1] * batch:,} examples"
     style.dress(axes, title, "batch (examples)", f"excess of {study.metric} (%)", "lower")
     style.batch_axis(axes, batches)

@@ -13,8 +13,15 @@ _MODULES = {
     "registry": ("DATASETS", "check_same_text", "load"),
     "shapes": ("ShapeSource", "load_shapes"),
     "source": (
-        "ArraySource", "BaseSource", "Batch", "FieldSpec", "RecordSource", "Source", "title",
-        "tokens_of", "zeros",
+        "ArraySource",
+        "BaseSource",
+        "Batch",
+        "FieldSpec",
+        "RecordSource",
+        "Source",
+        "title",
+        "tokens_of",
+        "zeros",
     ),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

@@ -41,8 +41,7 @@ class Mnist(mnist.MNIST, skip_registration=True):  # type: ignore[call-arg]
 
 
 class FashionMnist(mnist.FashionMNIST, skip_registration=True):  # type: ignore[call-arg]
-    """Fashion-MNIST, files as of MNIST, with articles of clothing: Xiao et al., arXiv:1708.07747.
-    """
+    """Fashion-MNIST, files as of MNIST, with articles of clothing: Xiao et al., arXiv:1708.07747."""
 
     name = "fashion_mnist"
     url_infos = mnist.FashionMNIST.url_infos
@@ -80,11 +79,14 @@ class Cifar10(cifar.Cifar10, skip_registration=True):  # type: ignore[call-arg]
         records = np.frombuffer(content, np.uint8).reshape(-1, 1 + 3 * 32 * 32)
         for index, record in enumerate(records):
             image = np.ascontiguousarray(record[1:].reshape(3, 32, 32).transpose(1, 2, 0))
-            yield index, {
-                "id": f"{split}_{index:05d}",
-                "image": Image.fromarray(image),
-                "label": int(record[0]),
-            }
+            yield (
+                index,
+                {
+                    "id": f"{split}_{index:05d}",
+                    "image": Image.fromarray(image),
+                    "label": int(record[0]),
+                },
+            )
 
 
 def read_idx(path: str) -> np.ndarray:

@@ -54,9 +54,7 @@ class Check:
         infinity then pass.
     """
 
-    def __init__(
-        self, source: Source, split: str, ranges: Ranges, finite: bool = True
-    ) -> None:
+    def __init__(self, source: Source, split: str, ranges: Ranges, finite: bool = True) -> None:
         self._finite = finite
         self._source, self._spec = source, dict(source.element_spec)
         self._title = f"{title(source)} (split {split!r})"
@@ -145,8 +143,11 @@ class Check:
             values, spec = batch.get(field), declared.get(field)
             shape = None if spec is None else (len(indices), *spec.shape)
             # The mask is converted to float32, whatever its dtype.
-            if values is None or spec is None or values.shape != shape or (
-                values.dtype != spec.dtype and field != MASK
+            if (
+                values is None
+                or spec is None
+                or values.shape != shape
+                or (values.dtype != spec.dtype and field != MASK)
             ):
                 raise UserError(
                     f"field {field!r} of {self._title} is {_text(values)} in the batch of examples "
@@ -185,9 +186,7 @@ class Check:
         )
 
 
-def gather(
-    source: Source, indices: np.ndarray, epochs: np.ndarray | int | None = None
-) -> Batch:
+def gather(source: Source, indices: np.ndarray, epochs: np.ndarray | int | None = None) -> Batch:
     """Returns examples of a source; an error in the code of a custom one is a UserError.
 
     Threads that read ahead call it. An exit that ended such a thread would leave the run waiting.

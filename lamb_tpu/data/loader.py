@@ -61,8 +61,12 @@ class TrainLoader:
         self._rows = rows
         self._gather = functools.partial(gather, source) if check is None else check.read
         # Two epochs, because batches cross them.
-        self._order_of = example_order if source.buckets is None else functools.lru_cache(2)(
-            functools.partial(bucketed_order, buckets=source.buckets, batch_size=batch_size)
+        self._order_of = (
+            example_order
+            if source.buckets is None
+            else functools.lru_cache(2)(
+                functools.partial(bucketed_order, buckets=source.buckets, batch_size=batch_size)
+            )
         )
         self.examples = 0
         self._ahead: Iterator[Batch] | None = None
@@ -140,14 +144,11 @@ class TrainLoader:
 
     def _identity(self) -> dict[str, Any]:
         # The batch size is left out: batches of several sizes are one stream.
-        return {
-            "source": self._source.name,
-            "num_examples": len(self._source),
-            "seed": self._seed,
-        }
+        return {"source": self._source.name, "num_examples": len(self._source), "seed": self._seed}
 
     def _read_ahead(self, start: int, count: int, rows: np.ndarray | None) -> Iterator[Batch]:
         """Yields batches of `count` examples from `start` on, read ahead by threads."""
+
         def fetch(number: int) -> Batch:
             return self._fetch(start + number * count, count, rows)
 
@@ -170,9 +171,7 @@ class TrainLoader:
         # One number for each example, because a batch may cross epochs.
         epochs, indices = np.divmod(np.arange(start, stop), len(self._source))
         if self._source.streams is None:
-            indices = global_indices(
-                self._seed, start, stop, len(self._source), self._order_of
-            )
+            indices = global_indices(self._seed, start, stop, len(self._source), self._order_of)
         # By all examples of the batch, because every process must have the same shapes.
         buckets = self._source.buckets
         bucket = 0 if buckets is None else int(buckets[indices].max())

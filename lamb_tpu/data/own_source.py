@@ -14,8 +14,19 @@ _KEY = "config.data.name"
 # Arguments of `registry.load` that the class or function may take; its others are options.
 _OFFERED = ("split", "data_dir", "source_dir", "in_memory", "seed", "training")
 _FIELDS = (
-    "name", "num_classes", "element_spec", "in_memory", "vocabulary", "cased", "notes", "tally",
-    "streams", "buckets", "gather", "trim", "__len__",
+    "name",
+    "num_classes",
+    "element_spec",
+    "in_memory",
+    "vocabulary",
+    "cased",
+    "notes",
+    "tally",
+    "streams",
+    "buckets",
+    "gather",
+    "trim",
+    "__len__",
 )
 
 

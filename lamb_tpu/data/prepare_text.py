@@ -56,14 +56,19 @@ class _Shown:
     def __init__(self) -> None:
         self._start = self._last_line = time.monotonic()
         columns = (
-            TextColumn("text"), BarColumn(bar_width=None), DownloadColumn(),
-            TransferSpeedColumn(), TextColumn("left"), TimeRemainingColumn(),
+            TextColumn("text"),
+            BarColumn(bar_width=None),
+            DownloadColumn(),
+            TransferSpeedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
         )
         self._console = Console(highlight=False, soft_wrap=True)
         terminal = self._console.is_terminal
         # By default rich forgets updates after 30 s, and a shard can take longer.
-        self._bar = Bar(*columns, console=self._console, speed_estimate_period=1e9,
-                        disable=not terminal)
+        self._bar = Bar(
+            *columns, console=self._console, speed_estimate_period=1e9, disable=not terminal
+        )
         self._task: TaskID | None = None
 
     def __enter__(self) -> "_Shown":
@@ -118,9 +123,7 @@ def _run(options: argparse.Namespace) -> int:
         data_dir=options.data_dir,
     )
     with _Shown() as shown:
-        manifest = prepare_text(
-            options.input, options.output, settings, options.processes, shown
-        )
+        manifest = prepare_text(options.input, options.output, settings, options.processes, shown)
     # A summary, and the flags that a run on this text needs.
     counts = manifest["counts"]
     shown.tell(
@@ -152,27 +155,54 @@ def _number(count: int, noun: str) -> str:
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = terminal.Parser(
-        prog="python -m lamb_tpu.data.prepare_text", description=fit(__doc__.partition("\n")[0]),
+        prog="python -m lamb_tpu.data.prepare_text",
+        description=fit(__doc__.partition("\n")[0]),
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--input", action="append", required=True, metavar="GLOB",
+    add(
+        "--input",
+        action="append",
+        required=True,
+        metavar="GLOB",
         help="files of text, with ** for all folders below; may be repeated; or tfds:NAME[/CONFIG]"
-        "[:SPLIT], a prepared TFDS set with a feature `text`, one document in each example")
-    add("--output", required=True, metavar="DIR",
-        help="folder to write: shards of ids, vocab.txt, manifest.json")
+        "[:SPLIT], a prepared TFDS set with a feature `text`, one document in each example",
+    )
+    add(
+        "--output",
+        required=True,
+        metavar="DIR",
+        help="folder to write: shards of ids, vocab.txt, manifest.json",
+    )
     add("--vocab", metavar="FILE", help="a vocab.txt, one token in each line, such as BERT's own")
-    add("--train-vocab", type=int, metavar="N",
-        help="instead of --vocab: make a vocabulary of N tokens from the inputs")
+    add(
+        "--train-vocab",
+        type=int,
+        metavar="N",
+        help="instead of --vocab: make a vocabulary of N tokens from the inputs",
+    )
     add("--cased", action="store_true", help="keep case and accents")
-    add("--documents", default="file", metavar="RULE",
+    add(
+        "--documents",
+        default="file",
+        metavar="RULE",
         help="what a document is: a file (the default); the text between blank-lines, as in the "
-        "original BERT code; or the text after a line `= Title =` (titles), as in WikiText")
-    add("--sentences", default="split", metavar="|".join(SENTENCE_RULES),
-        help="what a sentence is: a part of a line, found by rules (the default), or a whole line")
-    add("--shard-bytes", type=int, default=16 * 2**20, metavar="N",
-        help="approximate text in a shard; one process makes a shard (default: %(default)s)")
+        "original BERT code; or the text after a line `= Title =` (titles), as in WikiText",
+    )
+    add(
+        "--sentences",
+        default="split",
+        metavar="|".join(SENTENCE_RULES),
+        help="what a sentence is: a part of a line, found by rules (the default), or a whole line",
+    )
+    add(
+        "--shard-bytes",
+        type=int,
+        default=16 * 2**20,
+        metavar="N",
+        help="approximate text in a shard; one process makes a shard (default: %(default)s)",
+    )
     add("--processes", type=int, metavar="N", help="number of processes (default: one a core)")
     add("--data-dir", metavar="DIR", help="folder of prepared TFDS sets")
     return parser.parse_all(arguments)

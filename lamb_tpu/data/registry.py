@@ -100,8 +100,15 @@ def load(
         None if folder is None else os.path.expanduser(folder) for folder in (data_dir, source_dir)
     )
     request = _Request(
-        name, split, data_dir, source_dir, in_memory, dict(options or {}),
-        seed if training else 0, training, batch_size,
+        name,
+        split,
+        data_dir,
+        source_dir,
+        in_memory,
+        dict(options or {}),
+        seed if training else 0,
+        training,
+        batch_size,
     )
     # Before names of one's own, because 'tfds:NAME' has a colon too.
     if name.startswith(_TFDS_PREFIX):
@@ -162,7 +169,9 @@ def options_type(name: str) -> type:
 
         return pair_source.Options
     own = {
-        "masked_lm": Options, "ptb": streams.Options, "cifar10": ArrayOptions,
+        "masked_lm": Options,
+        "ptb": streams.Options,
+        "cifar10": ArrayOptions,
         "cifar10_jpeg": ArrayOptions,
     }
     return own.get(name, NoOptions)
@@ -362,8 +371,7 @@ def _load_pairs(request: _Request) -> Source:
 
     options = request.options()
     return pair_source.load_pairs(
-        request.name, request.split, request.source_dir, request.data_dir, options,
-        request.training,
+        request.name, request.split, request.source_dir, request.data_dir, options, request.training
     )
 
 
@@ -409,7 +417,11 @@ def _load_image_folder(request: _Request) -> Source:
     # The option covers both damaged files and wrong lines of a list.
     skip = options.on_bad_record == "skip"
     records = FolderRecords(
-        request.source_dir, request.split, options.num_classes, skip, options.holdout,
+        request.source_dir,
+        request.split,
+        options.num_classes,
+        skip,
+        options.holdout,
         request.training,
     )
     return ImageSource(

@@ -31,7 +31,10 @@ class _Facts(NamedTuple):
 _MNIST = _Facts((28, 28, 1), 10, {"train": 60_000, "test": 10_000})
 _CIFAR10 = _Facts((32, 32, 3), 10, {"train": 50_000, "test": 10_000})
 _PICTURES = {
-    "mnist": _MNIST, "fashion_mnist": _MNIST, "cifar10": _CIFAR10, "cifar10_jpeg": _CIFAR10,
+    "mnist": _MNIST,
+    "fashion_mnist": _MNIST,
+    "cifar10": _CIFAR10,
+    "cifar10_jpeg": _CIFAR10,
 }
 _IMAGENET = {"train": 1_281_167, "validation": 50_000}
 _IMAGENET_CLASSES = 1000
@@ -56,7 +59,10 @@ class ShapeSource(BaseSource):
     questions: tuple[Any, ...] = ()  # of question answering
 
     def __init__(
-        self, name: str, spec: Mapping[str, FieldSpec], length: int | None,
+        self,
+        name: str,
+        spec: Mapping[str, FieldSpec],
+        length: int | None,
         num_classes: int | None = None,
     ) -> None:
         self.name, self.element_spec, self.num_classes = name, dict(spec), num_classes
@@ -100,8 +106,10 @@ def load_shapes(
     """
     given = {"options": options, "training": training, "source_dir": source_dir, **others}
     chosen: Any = None
-    if name in _PICTURES or name == "imagenet2012" or (
-        name in ("masked_lm", "squad", "ptb", "image_folder", *_PAIRS) and source_dir is None
+    if (
+        name in _PICTURES
+        or name == "imagenet2012"
+        or (name in ("masked_lm", "squad", "ptb", "image_folder", *_PAIRS) and source_dir is None)
     ):
         fixed = {"seed": 0} if name == "masked_lm" else {}
         chosen = read_options(name, registry.options_type(name), options or {}, **fixed)

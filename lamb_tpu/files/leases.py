@@ -43,10 +43,12 @@ def hold(
     def renew() -> None:
         while not over.wait(_RENEW_SECONDS):
             if not lease.renew():
-                lost(UserError(
-                    f"the lock {path} was removed or taken over, so another run may write there "
-                    "now; start the same command again when none does"
-                ))
+                lost(
+                    UserError(
+                        f"the lock {path} was removed or taken over, so another run may write there "
+                        "now; start the same command again when none does"
+                    )
+                )
                 return
 
     thread = threading.Thread(target=renew, name="lease", daemon=True)
@@ -63,7 +65,9 @@ class _Lease:
     def __init__(self, path: pathlib.Path, folder: str) -> None:
         self._path, self._folder = path, folder
         self._owner = {
-            "host": socket.gethostname(), "process": os.getpid(), "machine": _machine(),
+            "host": socket.gethostname(),
+            "process": os.getpid(),
+            "machine": _machine(),
             "token": uuid.uuid4().hex,
         }
         self._generation = 0  # that of no object

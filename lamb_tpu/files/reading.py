@@ -13,8 +13,12 @@ from lamb_tpu.files import buckets
 Path = str | os.PathLike[str]
 _UTF_8 = "utf-8-sig"  # UTF-8 with or without a byte-order mark
 _KINDS = {
-    stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFREG: "a file",
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFREG: "a file",
 }
 
 

@@ -112,7 +112,8 @@ def _shards(index: pathlib.Path) -> dict[str, set[str]]:
     for name, shard in places.items():
         # An index may be untrusted, so a shard must be a file beside it.
         if (
-            not isinstance(shard, str) or not shard.endswith(".safetensors")
+            not isinstance(shard, str)
+            or not shard.endswith(".safetensors")
             or any(character in shard for character in "/\\:\0")
         ):
             raise UserError(

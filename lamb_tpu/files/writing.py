@@ -16,8 +16,19 @@ _AGAIN = "then start the same command again: it goes on from the last checkpoint
 _KNOWN = [
     os.strerror(number)
     for number in (
-        errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO,
-        errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOTCONN, errno.ENOTDIR, errno.ENOENT,
+        errno.ENOSPC,
+        errno.EDQUOT,
+        errno.EFBIG,
+        errno.EROFS,
+        errno.EACCES,
+        errno.EPERM,
+        errno.EIO,
+        errno.ESTALE,
+        errno.EMFILE,
+        errno.ENFILE,
+        errno.ENOTCONN,
+        errno.ENOTDIR,
+        errno.ENOENT,
     )
 ]
 

@@ -52,7 +52,8 @@ gcloud must be installed and logged in. Nothing is deleted without --delete.
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = terminal.Parser(
-        prog="python -m lamb_tpu.launch", epilog=_EXAMPLES,
+        prog="python -m lamb_tpu.launch",
+        epilog=_EXAMPLES,
         description=terminal.fit_docstring(__doc__ or "").partition("\n")[0],
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -60,75 +61,158 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 
     def add(name: str, text: str, more: str = "") -> argparse.ArgumentParser:
         return kinds.add_parser(
-            name, help=text, description=f"{text[0].upper()}{text[1:]}.\n\n{more}",
+            name,
+            help=text,
+            description=f"{text[0].upper()}{text[1:]}.\n\n{more}",
             usage="%(prog)s [options] -- TRAIN_ARGUMENTS",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
 
     local = add("local", "start several processes on this machine", _LOCAL)
-    local.add_argument("--processes", type=_positive, default=2, metavar="N",
-                       help="processes to start (default: 2)")
-    local.add_argument("--devices-per-process", type=_positive, default=1, metavar="N",
-                       help="simulated CPU devices of each process (default: 1)")
-    local.add_argument("--grace-seconds", type=_seconds, default=30.0, metavar="S",
-                       help="time after Ctrl-C or SIGTERM in which the processes can save and end "
-                       "before they are killed (default: 30)")
-    local.add_argument("--module", default="lamb_tpu.train",
-                       help="module that each process runs by python -m (default: %(default)s)")
+    local.add_argument(
+        "--processes",
+        type=_positive,
+        default=2,
+        metavar="N",
+        help="processes to start (default: 2)",
+    )
+    local.add_argument(
+        "--devices-per-process",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="simulated CPU devices of each process (default: 1)",
+    )
+    local.add_argument(
+        "--grace-seconds",
+        type=_seconds,
+        default=30.0,
+        metavar="S",
+        help="time after Ctrl-C or SIGTERM in which the processes can save and end "
+        "before they are killed (default: 30)",
+    )
+    local.add_argument(
+        "--module",
+        default="lamb_tpu.train",
+        help="module that each process runs by python -m (default: %(default)s)",
+    )
     machines = add("tpu-vm", "run on a TPU VM that is created at once", _STEPS)
     queued = add("queued-resource", "run on TPU VMs from Google's queue", _STEPS)
     jobset = add("jobset", "write the YAML of a JobSet for TPUs on GKE")
     slurm = add("slurm", "write a script for SLURM's sbatch, for GPUs or CPUs")
     for kind in (machines, queued, jobset):
-        kind.add_argument("--topology", required=True, metavar="NAME",
-                          help="a slice, such as v5p-256 (cores for v2 to v5p, chips for v5e, v6e)")
+        kind.add_argument(
+            "--topology",
+            required=True,
+            metavar="NAME",
+            help="a slice, such as v5p-256 (cores for v2 to v5p, chips for v5e, v6e)",
+        )
         if kind is not machines:
-            kind.add_argument("--slices", type=_positive, default=1, metavar="N",
-                              help="slices of the run (default: 1)")
-        kind.add_argument("--spot", action="store_true",
-                          help="cheaper machines that may be taken away at any time")
-        kind.add_argument("--image", required=kind is jobset, metavar="IMAGE",
-                          help="container image that has lamb_tpu"
-                          + ("" if kind is jobset else ", instead of a copy of the code"))
+            kind.add_argument(
+                "--slices",
+                type=_positive,
+                default=1,
+                metavar="N",
+                help="slices of the run (default: 1)",
+            )
+        kind.add_argument(
+            "--spot",
+            action="store_true",
+            help="cheaper machines that may be taken away at any time",
+        )
+        kind.add_argument(
+            "--image",
+            required=kind is jobset,
+            metavar="IMAGE",
+            help="container image that has lamb_tpu"
+            + ("" if kind is jobset else ", instead of a copy of the code"),
+        )
     for kind in (machines, queued):
         kind.add_argument("--zone", required=True, help="Google's zone")
         kind.add_argument("--project", help="Google's project (default: gcloud's)")
-        kind.add_argument("--version", metavar="NAME",
-                          help="software version of the machines (default: by the topology)")
-        kind.add_argument("--create-flag", action="append", default=[], metavar="FLAG",
-                          help="a further flag for gcloud's create, as --create-flag=--reserved; "
-                          "may be repeated")
-        kind.add_argument("--data", metavar="gs://...",
-                          help="folder to copy to every host, for --config.data.dir=data")
-        kind.add_argument("--shared-workdir", action="store_true",
-                          help="the local --workdir is on a file system that all hosts mount")
+        kind.add_argument(
+            "--version",
+            metavar="NAME",
+            help="software version of the machines (default: by the topology)",
+        )
+        kind.add_argument(
+            "--create-flag",
+            action="append",
+            default=[],
+            metavar="FLAG",
+            help="a further flag for gcloud's create, as --create-flag=--reserved; may be repeated",
+        )
+        kind.add_argument(
+            "--data",
+            metavar="gs://...",
+            help="folder to copy to every host, for --config.data.dir=data",
+        )
+        kind.add_argument(
+            "--shared-workdir",
+            action="store_true",
+            help="the local --workdir is on a file system that all hosts mount",
+        )
         kind.add_argument("--run", action="store_true", help="run the steps")
-        kind.add_argument("--from-step", type=_count, default=1, metavar="N",
-                          help="leave out the steps before number N")
-        kind.add_argument("--delete", action="store_true",
-                          help="with --run: delete the machines after the last step")
-    jobset.add_argument("--max-restarts", type=_count, default=3, metavar="N",
-                        help="restarts after failures; those after preemptions do not count "
-                        "(default: 3)")
+        kind.add_argument(
+            "--from-step",
+            type=_count,
+            default=1,
+            metavar="N",
+            help="leave out the steps before number N",
+        )
+        kind.add_argument(
+            "--delete",
+            action="store_true",
+            help="with --run: delete the machines after the last step",
+        )
+    jobset.add_argument(
+        "--max-restarts",
+        type=_count,
+        default=3,
+        metavar="N",
+        help="restarts after failures; those after preemptions do not count (default: 3)",
+    )
     slurm.add_argument("--nodes", type=_positive, default=1, metavar="N", help="(default: 1)")
-    slurm.add_argument("--gpus-per-node", type=_count, default=0, metavar="N",
-                       help="GPUs of a node, each with a process of its own; 0: one process a "
-                       "node, on its CPU (default: 0)")
-    slurm.add_argument("--cpus-per-task", type=_positive, metavar="N",
-                       help="cores of each process, which decode its data (default: the "
-                       "cluster's, often 1)")
+    slurm.add_argument(
+        "--gpus-per-node",
+        type=_count,
+        default=0,
+        metavar="N",
+        help="GPUs of a node, each with a process of its own; 0: one process a "
+        "node, on its CPU (default: 0)",
+    )
+    slurm.add_argument(
+        "--cpus-per-task",
+        type=_positive,
+        metavar="N",
+        help="cores of each process, which decode its data (default: the cluster's, often 1)",
+    )
     slurm.add_argument("--time", metavar="TIME", help="limit of one start, as 24:00:00")
     slurm.add_argument("--partition", metavar="NAME", help="(default: the cluster's)")
-    slurm.add_argument("--signal-seconds", type=_positive, default=180, metavar="S",
-                       help="ask the run to save so long before the time limit (default: 180)")
-    slurm.add_argument("--python", default=".venv/bin/python", metavar="FILE",
-                       help="Python on the cluster (default: %(default)s)")
+    slurm.add_argument(
+        "--signal-seconds",
+        type=_positive,
+        default=180,
+        metavar="S",
+        help="ask the run to save so long before the time limit (default: 180)",
+    )
+    slurm.add_argument(
+        "--python",
+        default=".venv/bin/python",
+        metavar="FILE",
+        help="Python on the cluster (default: %(default)s)",
+    )
     for kind in (machines, queued, jobset, slurm):
-        kind.add_argument("--name", required=kind is not slurm, default="lamb_tpu",
-                          help="of the machines" if kind in (machines, queued) else "of the job")
+        kind.add_argument(
+            "--name",
+            required=kind is not slurm,
+            default="lamb_tpu",
+            help="of the machines" if kind in (machines, queued) else "of the job",
+        )
     for kind in (jobset, slurm):
-        kind.add_argument("--output", metavar="FILE",
-                          help="file to write (default: standard output)")
+        kind.add_argument(
+            "--output", metavar="FILE", help="file to write (default: standard output)"
+        )
     return parser.parse_all(arguments)
 
 
@@ -176,23 +260,39 @@ def main(arguments: list[str]) -> int:
         from lamb_tpu.launch import local
 
         return local.run_here(
-            options.module, train, options.processes, options.devices_per_process,
+            options.module,
+            train,
+            options.processes,
+            options.devices_per_process,
             options.grace_seconds,
         )
     if options.kind == "slurm":
         from lamb_tpu.launch import slurm
 
         text = slurm.script(
-            options.name, train, options.nodes, options.gpus_per_node, options.cpus_per_task,
-            options.time, options.partition, options.signal_seconds, options.python,
+            options.name,
+            train,
+            options.nodes,
+            options.gpus_per_node,
+            options.cpus_per_task,
+            options.time,
+            options.partition,
+            options.signal_seconds,
+            options.python,
         )
         return _write(text, options.output, "submit it with: sbatch")
     # Late: it imports JAX, which --help does without.
     from lamb_tpu.launch.pod import make_pod
 
     pod = make_pod(
-        options.kind, options.topology, options.name, train, getattr(options, "slices", 1),
-        options.spot, options.image, getattr(options, "shared_workdir", False),
+        options.kind,
+        options.topology,
+        options.name,
+        train,
+        getattr(options, "slices", 1),
+        options.spot,
+        options.image,
+        getattr(options, "shared_workdir", False),
     )
     if options.kind == "jobset":
         from lamb_tpu.launch import jobset
@@ -202,7 +302,12 @@ def main(arguments: list[str]) -> int:
     from lamb_tpu.launch import steps, tpu_vm
 
     found = tpu_vm.steps(
-        pod, options.kind, options.zone, options.project, options.version, options.create_flag,
+        pod,
+        options.kind,
+        options.zone,
+        options.project,
+        options.version,
+        options.create_flag,
         options.data,
     )
     if pod.image is None and tpu_vm.uncommitted():

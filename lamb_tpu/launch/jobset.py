@@ -16,8 +16,12 @@ from lamb_tpu.launch.pod import Pod
 # Values of cloud.google.com/gke-tpu-accelerator for slices of several hosts, by
 # cloud.google.com/kubernetes-engine/docs/concepts/plan-tpus; all but v3 have them for one host too.
 _ACCELERATORS = {
-    "v3": "tpu-v3-slice", "v4": "tpu-v4-podslice", "v5e": "tpu-v5-lite-podslice",
-    "v5p": "tpu-v5p-slice", "v6e": "tpu-v6e-slice", "tpu7x": "tpu7x",
+    "v3": "tpu-v3-slice",
+    "v4": "tpu-v4-podslice",
+    "v5e": "tpu-v5-lite-podslice",
+    "v5p": "tpu-v5p-slice",
+    "v6e": "tpu-v6e-slice",
+    "tpu7x": "tpu7x",
 }
 _V3_HOST = "tpu-v3-device"
 # Generations whose slices GKE names by two sides.
@@ -53,40 +57,55 @@ def manifest(pod: Pod, max_restarts: int) -> str:
         "completions": pod.hosts,
         "parallelism": pod.hosts,
         "completionMode": "Indexed",
-        "podFailurePolicy": {"rules": [
-            {"action": "FailJob", "onExitCodes": {
-                "containerName": "train", "operator": "In",
-                "values": [os.EX_TEMPFAIL, _TERMINATED],
-            }},
-            {"action": "FailJob", "onPodConditions": [
-                {"type": "DisruptionTarget", "status": "True"},  # the node is taken away
-            ]},
-        ]},
+        "podFailurePolicy": {
+            "rules": [
+                {
+                    "action": "FailJob",
+                    "onExitCodes": {
+                        "containerName": "train",
+                        "operator": "In",
+                        "values": [os.EX_TEMPFAIL, _TERMINATED],
+                    },
+                },
+                {
+                    "action": "FailJob",
+                    "onPodConditions": [
+                        {"type": "DisruptionTarget", "status": "True"}  # the node is taken away
+                    ],
+                },
+            ]
+        },
         "template": {"spec": _pod_spec(pod)},
     }
-    return yaml.safe_dump({
-        "apiVersion": "jobset.x-k8s.io/v1alpha2",
-        "kind": "JobSet",
-        "metadata": {
-            "name": pod.name,
-            # A slice is a node pool, and no two jobs may share one.
-            "annotations": {"alpha.jobset.sigs.k8s.io/exclusive-topology": _NODE_POOL},
-        },
-        "spec": {
-            "failurePolicy": {
-                "maxRestarts": max_restarts,
-                "rules": [{
-                    "name": "preempted",
-                    "action": "RestartJobSetAndIgnoreMaxRestarts",
-                    "onJobFailureReasons": ["PodFailurePolicy"],
-                }],
+    return yaml.safe_dump(
+        {
+            "apiVersion": "jobset.x-k8s.io/v1alpha2",
+            "kind": "JobSet",
+            "metadata": {
+                "name": pod.name,
+                # A slice is a node pool, and no two jobs may share one.
+                "annotations": {"alpha.jobset.sigs.k8s.io/exclusive-topology": _NODE_POOL},
             },
-            "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
-            "replicatedJobs": [
-                {"name": _JOB, "replicas": pod.slices, "template": {"spec": job}},
-            ],
+            "spec": {
+                "failurePolicy": {
+                    "maxRestarts": max_restarts,
+                    "rules": [
+                        {
+                            "name": "preempted",
+                            "action": "RestartJobSetAndIgnoreMaxRestarts",
+                            "onJobFailureReasons": ["PodFailurePolicy"],
+                        }
+                    ],
+                },
+                "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+                "replicatedJobs": [
+                    {"name": _JOB, "replicas": pod.slices, "template": {"spec": job}}
+                ],
+            },
         },
-    }, sort_keys=False, width=100)
+        sort_keys=False,
+        width=100,
+    )
 
 
 def _pod_spec(pod: Pod) -> dict[str, Any]:
@@ -99,23 +118,32 @@ def _pod_spec(pod: Pod) -> dict[str, Any]:
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": _SAVE_SECONDS,
         "nodeSelector": selector,
-        "containers": [{
-            "name": "train",
-            "image": pod.image,
-            # Kubernetes reads $(NAME) as a variable and $$ as a $.
-            "command": [
-                "python", "-u", "-m", "lamb_tpu.train",
-                *(item.replace("$", "$$") for item in pod.train),
-            ],
-            "resources": {"requests": dict(chips), "limits": dict(chips)},
-        }],
+        "containers": [
+            {
+                "name": "train",
+                "image": pod.image,
+                # Kubernetes reads $(NAME) as a variable and $$ as a $.
+                "command": [
+                    "python",
+                    "-u",
+                    "-m",
+                    "lamb_tpu.train",
+                    *(item.replace("$", "$$") for item in pod.train),
+                ],
+                "resources": {"requests": dict(chips), "limits": dict(chips)},
+            }
+        ],
     }
     if pod.spot:
         selector["cloud.google.com/gke-spot"] = "true"
-        spec["tolerations"] = [{
-            "key": "cloud.google.com/gke-spot", "operator": "Equal", "value": "true",
-            "effect": "NoSchedule",
-        }]
+        spec["tolerations"] = [
+            {
+                "key": "cloud.google.com/gke-spot",
+                "operator": "Equal",
+                "value": "true",
+                "effect": "NoSchedule",
+            }
+        ]
     return spec
 
 

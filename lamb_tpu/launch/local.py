@@ -342,9 +342,7 @@ def run_here(
     _tell(
         f"{num_processes} process(es) of {devices_per_process} CPU device(s) on this machine{logs}"
     )
-    return run_local(
-        module, arguments, num_processes, devices_per_process, grace_seconds, folder
-    )
+    return run_local(module, arguments, num_processes, devices_per_process, grace_seconds, folder)
 
 
 def _log_folder(arguments: Sequence[str]) -> pathlib.Path:

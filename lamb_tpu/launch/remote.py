@@ -24,14 +24,16 @@ def install(archive: str) -> str:
     Args:
       archive: name of the tar.gz file in the home folder.
     """
-    return " &&\n".join([
-        f"mkdir -p {FOLDER}",
-        f"tar -xzf {shlex.quote(archive)} -C {FOLDER}",
-        f"cd {FOLDER}",
-        "python3 -m pip install --quiet --user uv",
-        f"python3 -m uv venv --quiet --allow-existing --python={PYTHON} .venv",
-        "python3 -m uv pip install --quiet --constraint=requirements.txt -e \".[train,tpu]\"",
-    ])
+    return " &&\n".join(
+        [
+            f"mkdir -p {FOLDER}",
+            f"tar -xzf {shlex.quote(archive)} -C {FOLDER}",
+            f"cd {FOLDER}",
+            "python3 -m pip install --quiet --user uv",
+            f"python3 -m uv venv --quiet --allow-existing --python={PYTHON} .venv",
+            'python3 -m uv pip install --quiet --constraint=requirements.txt -e ".[train,tpu]"',
+        ]
+    )
 
 
 def pull(image: str) -> str:

@@ -55,11 +55,17 @@ def script(
         raise UserError(f"--time is {time!r}; sbatch takes it as 24:00:00, 90 or 2-12:00:00")
     tasks = max(1, gpus_per_node)
     directives = [
-        f"job-name={name}", f"nodes={nodes}", f"ntasks-per-node={tasks}",
+        f"job-name={name}",
+        f"nodes={nodes}",
+        f"ntasks-per-node={tasks}",
         *([f"gpus-per-node={gpus_per_node}"] if gpus_per_node else []),
         *([f"cpus-per-task={cpus_per_task}"] if cpus_per_task else []),
-        *([f"time={time}"] if time else []), *([f"partition={partition}"] if partition else []),
-        f"output={name}-%j.log", "open-mode=append", "requeue", f"signal=TERM@{signal_seconds}",
+        *([f"time={time}"] if time else []),
+        *([f"partition={partition}"] if partition else []),
+        f"output={name}-%j.log",
+        "open-mode=append",
+        "requeue",
+        f"signal=TERM@{signal_seconds}",
     ]
     # srun does not take over the number of sbatch. Without --kill-on-bad-exit the processes of a
     # preempted run end by themselves, after their save.

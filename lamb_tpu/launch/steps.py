@@ -70,7 +70,8 @@ def script(steps: Sequence[Step], start: int = 1) -> str:
     _check_start(steps, start)
     return "\n\n".join(
         f"# {number}. {step.title}\n{step.command}"
-        for number, step in enumerate(steps, start=1) if number >= start
+        for number, step in enumerate(steps, start=1)
+        if number >= start
     )
 
 

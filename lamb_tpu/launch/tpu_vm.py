@@ -19,8 +19,12 @@ from lamb_tpu.launch.steps import Step, join
 
 # cloud.google.com/tpu/docs/runtimes, for JAX.
 _VERSIONS = {
-    "v2": "tpu-ubuntu2204-base", "v3": "tpu-ubuntu2204-base", "v4": "tpu-ubuntu2204-base",
-    "v5e": "v2-alpha-tpuv5-lite", "v5p": "v2-alpha-tpuv5", "v6e": "v2-alpha-tpuv6e",
+    "v2": "tpu-ubuntu2204-base",
+    "v3": "tpu-ubuntu2204-base",
+    "v4": "tpu-ubuntu2204-base",
+    "v5e": "v2-alpha-tpuv5-lite",
+    "v5p": "v2-alpha-tpuv5",
+    "v6e": "v2-alpha-tpuv6e",
 }
 _API_NAMES = {"v5e": "v5litepod"}
 _POLL_SECONDS = 30
@@ -64,10 +68,12 @@ def steps(
     archive = f"{pod.name}.tar.gz"
     if pod.image is None:
         found.append(Step("pack the committed code", _pack(archive), billed=False))
-    found.append(Step(
-        f"create {_described(pod)}",
-        join(*_create(pod, kind, group, where, version), *create_flags),
-    ))
+    found.append(
+        Step(
+            f"create {_described(pod)}",
+            join(*_create(pod, kind, group, where, version), *create_flags),
+        )
+    )
     if kind == "queued-resource":
         found.append(Step("wait until the slices are there", _wait(group, pod.name, where)))
     if pod.image is None:
@@ -85,8 +91,7 @@ def steps(
     run = remote.start(remote.train(pod.train, pod.image, pod.workdir))
     return [
         *found,
-        Step("start the run on all hosts; after a preemption it starts again",
-             ssh(everyone, run)),
+        Step("start the run on all hosts; after a preemption it starts again", ssh(everyone, run)),
         Step("show the output of the first host until the run ends", ssh(first, remote.follow())),
         Step("fetch the workdir", _fetch(pod, ssh(first, remote.pack(pod.workdir)))),
         Step("delete the machines", _delete(group, kind, pod.name, where), deletes=True),
@@ -127,7 +132,8 @@ def uncommitted() -> bool:
     root = pathlib.Path(__file__).parents[2]
     done = subprocess.run(
         ["git", "-C", str(root), "status", "--porcelain", "--untracked-files=no"],
-        capture_output=True, text=True,
+        capture_output=True,
+        text=True,
     )
     return bool(done.stdout)
 
@@ -149,7 +155,13 @@ def _create(
     if pod.slices > 1:
         nodes = [f"--node-count={pod.slices}", f"--node-prefix={pod.name}"]
     return [
-        *group, "create", pod.name, *where, *nodes, accelerator, f"--runtime-version={version}",
+        *group,
+        "create",
+        pod.name,
+        *where,
+        *nodes,
+        accelerator,
+        f"--runtime-version={version}",
         *spot,
     ]
 

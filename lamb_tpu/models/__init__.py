@@ -218,17 +218,13 @@ def _module(
             f"config.model.num_classes is {num_classes!r}; it must be a whole number of at least 1"
         )
     if fields.get("dtype", DTYPES[0]) not in DTYPES:
-        raise UserError(
-            f"config.model.dtype is {fields['dtype']!r}; known: {', '.join(DTYPES)}"
-        )
+        raise UserError(f"config.model.dtype is {fields['dtype']!r}; known: {', '.join(DTYPES)}")
     # BERT's entry in MODULES is a config, which checks itself and then makes the network.
     made = module(**fields)
     return made.module() if isinstance(made, BertConfig) else made
 
 
-def _own_module(
-    name: str, fields: dict[str, Any], axis_name: Sequence[str]
-) -> nn.Module | Model:
+def _own_module(name: str, fields: dict[str, Any], axis_name: Sequence[str]) -> nn.Module | Model:
     """A user's own network: a Linen module, or the functions of any other."""
     make: Any = own.find(name, "config.model.name")
     told = f"config.model.name is {name!r}"
@@ -273,7 +269,9 @@ def _checked(model: Model, told: str) -> Model:
         # need not know it.
         kept = set(variables) - {"params", MOMENTS}
         if not (
-            isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping)
+            isinstance(found, tuple)
+            and len(found) == 2
+            and isinstance(found[1], Mapping)
             and set(found[1]) - {MOMENTS} == kept
         ):
             raise UserError(

@@ -17,13 +17,13 @@ defaults. BERT is Base, with 20 masked tokens.
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the list; returns 0."""
     parser = argparse.ArgumentParser(
-        prog="python -m lamb_tpu.models", allow_abbrev=False, epilog=_NOTE,
+        prog="python -m lamb_tpu.models",
+        allow_abbrev=False,
+        epilog=_NOTE,
         description="Lists the networks for config.model.name, with their costs.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--json", action="store_true", help="a list of objects instead of a table"
-    )
+    parser.add_argument("--json", action="store_true", help="a list of objects instead of a table")
     options = parser.parse_args(arguments)
     if options.json:
         print(json.dumps([item._asdict() for item in COSTS], indent=2))

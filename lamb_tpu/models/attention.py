@@ -48,12 +48,17 @@ def _scaled(query: jax.Array) -> jax.Array:
 
 
 def _forward(
-    query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array, keep: jax.Array | None,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    mask: jax.Array,
+    keep: jax.Array | None,
     rate: float,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    scores = jnp.einsum(
-        "bqnh,bknh->bnqk", _scaled(query), key, preferred_element_type=jnp.float32
-    ) + jnp.where(mask, 0, _PADDING)[:, None, None, :]
+    scores = (
+        jnp.einsum("bqnh,bknh->bnqk", _scaled(query), key, preferred_element_type=jnp.float32)
+        + jnp.where(mask, 0, _PADDING)[:, None, None, :]
+    )
     weights = jnp.exp(scores - scores.max(-1, keepdims=True))
     total = weights.sum(-1)
     # One array holds the weights and the mask: dropped weights are negative.

@@ -80,8 +80,11 @@ def search(step: Step, memory: Any, state: Any, settings: Search) -> Found:
     # Sentences that begin alike are one, so at first only the first of each beam counts.
     scores = jnp.full((rows, beam), -jnp.inf, logits.dtype).at[:, 0].set(0.0)
     found = Found(
-        tokens, jnp.ones((rows, beam), jnp.int32), scores,
-        jnp.zeros((rows, beam, weights.shape[-1]), weights.dtype), jnp.zeros((), jnp.int32),
+        tokens,
+        jnp.ones((rows, beam), jnp.int32),
+        scores,
+        jnp.zeros((rows, beam, weights.shape[-1]), weights.dtype),
+        jnp.zeros((), jnp.int32),
     )
 
     def goes_on(carried: tuple[Found, Any, jax.Array]) -> jax.Array:
@@ -108,18 +111,18 @@ def search(step: Step, memory: Any, state: Any, settings: Search) -> Found:
         source = place // width
         word = jnp.take_along_axis(words.reshape(rows, beam * width), place, 1)
         new = Found(
-            lax.dynamic_update_index_in_dim(
-                _moved(found.tokens, source), word, found.steps + 1, 2
-            ),
+            lax.dynamic_update_index_in_dim(_moved(found.tokens, source), word, found.steps + 1, 2),
             _moved(lengths, source),
             scores,
             coverage if settings.published else _moved(coverage, source),
             found.steps,
         )
-        kept = Found(*(
-            x if x.ndim == 0 else jnp.where(done.reshape(-1, *[1] * (x.ndim - 1)), before, x)
-            for x, before in zip(new, found, strict=True)
-        ))
+        kept = Found(
+            *(
+                x if x.ndim == 0 else jnp.where(done.reshape(-1, *[1] * (x.ndim - 1)), before, x)
+                for x, before in zip(new, found, strict=True)
+            )
+        )
         state = jax.tree.map(
             lambda x: _moved(x.reshape(rows, beam, *x.shape[1:]), source).reshape(x.shape), state
         )

@@ -168,9 +168,7 @@ class Bert(nn.Module):
     config: BertConfig
 
     @nn.compact
-    def __call__(
-        self, inputs: Mapping[str, jax.Array], train: bool
-    ) -> dict[str, jax.Array]:
+    def __call__(self, inputs: Mapping[str, jax.Array], train: bool) -> dict[str, jax.Array]:
         """Returns the last layer's output and the heads' logits.
 
         Args:

@@ -12,10 +12,7 @@ PARAMETERS: tuple[tuple[str, dict[str, Any]], ...] = (
 # The first rule that matches decides, so the narrower ones come first. The empty pattern matches
 # every path.
 PARAMETERS_SCANNED: tuple[tuple[str, dict[str, Any]], ...] = (
-    (
-        "^encoder/layers/.*(bias|scale)$",
-        {"decay": False, "adapt": False, "layer_axes": (0,)},
-    ),
+    ("^encoder/layers/.*(bias|scale)$", {"decay": False, "adapt": False, "layer_axes": (0,)}),
     ("^encoder/layers/", {"layer_axes": (0,)}),
     *PARAMETERS,
 )

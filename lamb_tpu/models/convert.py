@@ -20,27 +20,44 @@ NETWORKS = {f"tf_efficientnet_b{index}": f"efficientnet_b{index}" for index in r
 }
 
 _LEAVES = {
-    "kernel": "weight", "scale": "weight", "bias": "bias",
-    "mean": "running_mean", "var": "running_var",
+    "kernel": "weight",
+    "scale": "weight",
+    "bias": "bias",
+    "mean": "running_mean",
+    "var": "running_var",
 }
 _RESNET = {
-    "stem_conv": "conv1", "stem_norm": "bn1", "output": "fc",
-    "projection": "downsample.0", "projection_norm": "downsample.1",
+    "stem_conv": "conv1",
+    "stem_norm": "bn1",
+    "output": "fc",
+    "projection": "downsample.0",
+    "projection_norm": "downsample.1",
 }
 _EFFICIENTNET = {
-    "stem_conv": "conv_stem", "stem_norm": "bn1", "head_conv": "conv_head", "head_norm": "bn2",
+    "stem_conv": "conv_stem",
+    "stem_norm": "bn1",
+    "head_conv": "conv_head",
+    "head_norm": "bn2",
     "output": "classifier",
-    "squeeze_excite/reduce": "se.conv_reduce", "squeeze_excite/expand": "se.conv_expand",
+    "squeeze_excite/reduce": "se.conv_reduce",
+    "squeeze_excite/expand": "se.conv_expand",
 }
 # Names within blocks with and without a convolution that expands.
 # timm numbers the norms in the order of the convolutions, so a block without expansion has other
 # numbers.
 _EXPANDING = {
-    "expand": "conv_pw", "expand_norm": "bn1", "depthwise": "conv_dw", "depthwise_norm": "bn2",
-    "project": "conv_pwl", "project_norm": "bn3",
+    "expand": "conv_pw",
+    "expand_norm": "bn1",
+    "depthwise": "conv_dw",
+    "depthwise_norm": "bn2",
+    "project": "conv_pwl",
+    "project_norm": "bn3",
 }
 _PLAIN = {
-    "depthwise": "conv_dw", "depthwise_norm": "bn1", "project": "conv_pw", "project_norm": "bn2",
+    "depthwise": "conv_dw",
+    "depthwise_norm": "bn1",
+    "project": "conv_pw",
+    "project_norm": "bn2",
 }
 
 
@@ -79,7 +96,8 @@ def from_timm(
     if missing:
         raise UserError(f"{where} lacks {len(missing)} tensor(s): {', '.join(missing[:4])}")
     extra = [
-        item for item in tensors
+        item
+        for item in tensors
         # PyTorch's BatchNorm counts its batches; the running averages here need no count.
         if item not in shapes and not item.endswith(".num_batches_tracked")
     ]
@@ -179,8 +197,7 @@ def _names(paths: Iterable[str], network: str) -> dict[str, str]:
 
 
 def _name(path: str, network: str, expanding: set[str]) -> str:
-    """Returns their name of our 'collection/module/.../leaf'; `expanding` are blocks that expand.
-    """
+    """Returns their name of our 'collection/module/.../leaf'; `expanding` are blocks that expand."""
     _, *modules, leaf = path.split("/")
     block = re.fullmatch(r"stage(\d+)_block(\d+)", modules[0])
     inner = "/".join(modules[1:] if block else modules)
@@ -196,8 +213,8 @@ def _name(path: str, network: str, expanding: set[str]) -> str:
         # Our stages and blocks count from 1. timm's and torchvision's blocks count from 0; stages
         # count from 1 in a ResNet and from 0 in an EfficientNet.
         stage, index = int(block[1]), int(block[2]) - 1
-        theirs = f"layer{stage}.{index}.{theirs}" if resnet else (
-            f"blocks.{stage - 1}.{index}.{theirs}"
+        theirs = (
+            f"layer{stage}.{index}.{theirs}" if resnet else (f"blocks.{stage - 1}.{index}.{theirs}")
         )
     return f"{theirs}.{_LEAVES[leaf]}"
 

@@ -72,9 +72,7 @@ def convolve(
     pads = padding
     if isinstance(padding, str):
         pads = lax.padtype_to_pads(x.shape[1:3], kernel.shape[:2], strides, padding)
-    return _convolve(
-        x, kernel, tuple(strides), tuple(map(tuple, pads)), feature_group_count
-    )
+    return _convolve(x, kernel, tuple(strides), tuple(map(tuple, pads)), feature_group_count)
 
 
 def are_fast_in_loops(program: str) -> bool:
@@ -86,7 +84,8 @@ def are_fast_in_loops(program: str) -> bool:
     """
     lines = [line for line in program.splitlines() if "stablehlo.convolution" in line]
     return all(
-        _FAST_ORDER in line and "feature_group_count = 1 " in line
+        _FAST_ORDER in line
+        and "feature_group_count = 1 " in line
         and {*re.findall(r"\d+", " ".join(re.findall(r"_dilate = \[(.*?)\]", line)))} <= {"1"}
         for line in lines
     )
@@ -101,7 +100,8 @@ def _convolve(
     if _is_widened(x, kernel, strides, groups):
         on_cpu = _widened
     return lax.platform_dependent(
-        x, kernel,
+        x,
+        kernel,
         cpu=lambda x, kernel: on_cpu(x, kernel, *how),
         default=lambda x, kernel: _lax(x, kernel, *how),
     )
@@ -126,9 +126,7 @@ def _backward(
         back = jax.vjp(lambda *both: convolution(*both, strides, pads, groups), x, kernel)[1]
         return back(gradient)
 
-    def on_cpu(
-        x: jax.Array, kernel: jax.Array, gradient: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
+    def on_cpu(x: jax.Array, kernel: jax.Array, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
         if _is_widened(x, kernel, strides, groups):
             return derived(_widened, x, kernel, gradient)
         if groups == 1 and _has_sums(x, kernel, strides, pads, groups):
@@ -202,13 +200,14 @@ def _sums(
     return jnp.asarray(total, x.dtype)
 
 
-def _is_widened(
-    x: jax.Array, kernel: jax.Array, strides: tuple[int, ...], groups: int
-) -> bool:
+def _is_widened(x: jax.Array, kernel: jax.Array, strides: tuple[int, ...], groups: int) -> bool:
     """Returns whether a CPU computes this convolution on wide pixels."""
     return (
-        groups == 1 and strides == (1, 1) and kernel.shape[1] > 1
-        and x.shape[3] <= _PICTURE and kernel.shape[3] <= _FEW_OUTPUTS
+        groups == 1
+        and strides == (1, 1)
+        and kernel.shape[1] > 1
+        and x.shape[3] <= _PICTURE
+        and kernel.shape[3] <= _FEW_OUTPUTS
         and x.dtype.itemsize >= 4  # the copies' gradients are added in this dtype
     )
 
@@ -288,7 +287,8 @@ def _input_gradient(
         places = kernel[rows, columns][::-1, ::-1]
         around = [
             (kind.reach - 1 - before, kind.reach - 1 - behind)
-            for kind in kinds for before, behind in [kind.outside]
+            for kind in kinds
+            for before, behind in [kind.outside]
         ]
         if groups == 1:
             turned = places.transpose(0, 1, 3, 2)
@@ -327,7 +327,8 @@ def _depthwise_gradient(
         ]
 
     sums = lax.fori_loop(
-        1, gradient.shape[1],
+        1,
+        gradient.shape[1],
         lambda output, sums: jax.tree.map(jnp.add, sums, products(output)),
         products(0),
     )
@@ -362,8 +363,12 @@ def _kernel_gradient(
     def product(turn: int | jax.Array) -> jax.Array:
         images = some(padded, turn)
         places = [
-            images[:, :, row : row + (rows - 1) * down + 1 : down,
-                   column : column + (columns - 1) * right + 1 : right]
+            images[
+                :,
+                :,
+                row : row + (rows - 1) * down + 1 : down,
+                column : column + (columns - 1) * right + 1 : right,
+            ]
             for row, column in itertools.product(range(height), range(width))
         ]
         patches = jnp.concatenate(places, -1).reshape(parts, -1, patch)

@@ -64,8 +64,12 @@ class DavidNet(nn.Module):
                 f"DavidNet needs height and width divisible by 8, not {inputs.shape[1:]}"
             )
         conv = functools.partial(
-            nn.Conv, kernel_size=(3, 3), use_bias=False, dtype=self.dtype,
-            kernel_init=_KERNEL_INIT, conv_general_dilated=convolve,
+            nn.Conv,
+            kernel_size=(3, 3),
+            use_bias=False,
+            dtype=self.dtype,
+            kernel_init=_KERNEL_INIT,
+            conv_general_dilated=convolve,
         )
         norm = functools.partial(
             BatchNorm, self.group_size, not train, self.axis_name, self.momentum, self.epsilon
@@ -84,7 +88,5 @@ class DavidNet(nn.Module):
                 x = x + layer(branch, channels, f"layer{index}_branch2")
         # The 4x4 max pooling of the original, which is global for 32x32 images.
         x = jnp.max(x, (1, 2)).astype(jnp.float32)
-        output = nn.Dense(
-            self.num_classes, use_bias=False, kernel_init=_KERNEL_INIT, name="output"
-        )
+        output = nn.Dense(self.num_classes, use_bias=False, kernel_init=_KERNEL_INIT, name="output")
         return _OUTPUT_SCALE * output(x)

@@ -128,7 +128,12 @@ class Block(nn.Module):
             x = conv(width, 1, 1, self.dtype, _CONV_INIT, name="expand")(x)
             x = nn.swish(norm(name="expand_norm")(x))
         x = conv(
-            width, self.kernel, self.stride, self.dtype, _DEPTHWISE_INIT, depthwise=True,
+            width,
+            self.kernel,
+            self.stride,
+            self.dtype,
+            _DEPTHWISE_INIT,
+            depthwise=True,
             name="depthwise",
         )(x)
         x = nn.swish(norm(name="depthwise_norm")(x))
@@ -202,7 +207,12 @@ class EfficientNet(nn.Module):
         packed = examples_a_row(len(inputs))
         x = pack(inputs, packed)
         x = Conv(
-            scaled_channels(STEM, self.width), 3, 2, self.dtype, _CONV_INIT, packed=packed,
+            scaled_channels(STEM, self.width),
+            3,
+            2,
+            self.dtype,
+            _CONV_INIT,
+            packed=packed,
             name="stem_conv",
         )(x)
         x = nn.swish(norm(packed=packed, name="stem_norm")(x))
@@ -217,9 +227,15 @@ class EfficientNet(nn.Module):
                 if x.shape[-1] // packed * stage.expansion > _PACKED_CHANNELS:
                     x, packed = unpack(x, packed), 1
                 x = Block(
-                    channels, stage.kernel, stage.stride if index == 0 else 1, stage.expansion,
+                    channels,
+                    stage.kernel,
+                    stage.stride if index == 0 else 1,
+                    stage.expansion,
                     # The rate rises linearly with the depth, as in Huang et al.
-                    self.stochastic_depth_rate * done / sum(counts), norm, self.dtype, packed,
+                    self.stochastic_depth_rate * done / sum(counts),
+                    norm,
+                    self.dtype,
+                    packed,
                     name=f"stage{number}_block{index + 1}",
                 )(x, train)
                 done += 1

@@ -81,9 +81,7 @@ class GNMT(nn.Module):
     dtype: str = "float32"
 
     def setup(self) -> None:
-        for name, least in (
-            ("vocab_size", 1), ("features", 1), ("num_layers", _LEAST_LAYERS),
-        ):
+        for name, least in (("vocab_size", 1), ("features", 1), ("num_layers", _LEAST_LAYERS)):
             value = getattr(self, name)
             if type(value) is not int or value < least:
                 raise UserError(
@@ -231,7 +229,9 @@ class Attention(nn.Module):
         weights = jax.nn.softmax(jnp.where(memory.mask[:, None], found, _PADDING), -1)
         dtype = jnp.dtype(self.dtype)
         context = jnp.einsum(
-            "bts,bsh->bth", weights.astype(dtype), memory.outputs.astype(dtype),
+            "bts,bsh->bth",
+            weights.astype(dtype),
+            memory.outputs.astype(dtype),
             preferred_element_type=np.promote_types(dtype, jnp.float32),
         )
         return context, weights
@@ -265,7 +265,10 @@ def _layers(module: Encoder | Decoder, train: bool) -> Callable[..., tuple[jax.A
         # Before the axes change places, because masks belong to rows.
         x = Dropout(module.dropout_rate, name=f"{name}_dropout")(x, train)
         layer = LSTM(
-            module.features, module.init_scale, reverse=reverse, dtype=jnp.dtype(module.dtype),
+            module.features,
+            module.init_scale,
+            reverse=reverse,
+            dtype=jnp.dtype(module.dtype),
             name=name,
         )
         outputs, last = layer(x.swapaxes(0, 1), carry, valid)
@@ -283,6 +286,11 @@ def _dense(
         dot_general, preferred_element_type=np.promote_types(dtype, jnp.float32)
     )
     return Dense(
-        features, use_bias=use_bias, kernel_init=init, bias_init=init, dtype=dtype,
-        dot_general=product, name=name,
+        features,
+        use_bias=use_bias,
+        kernel_init=init,
+        bias_init=init,
+        dtype=dtype,
+        dot_general=product,
+        name=name,
     )

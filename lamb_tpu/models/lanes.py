@@ -103,9 +103,7 @@ class Conv(nn.Module):
         # Rounded after copying, so that the gradients of the copies are added in float32.
         x, kernel = nn.dtypes.promote_dtype(x, kernel, dtype=self.dtype)
         groups = x.shape[-1] if self.depthwise else 1
-        return convolve(
-            x, kernel, (self.stride, self.stride), "SAME", feature_group_count=groups
-        )
+        return convolve(x, kernel, (self.stride, self.stride), "SAME", feature_group_count=groups)
 
 
 def _block_diagonal(kernel: jax.Array, count: int) -> jax.Array:

@@ -119,7 +119,10 @@ class LSTMLanguageModel(nn.Module):
             logits = logits.astype(np.promote_types(logits.dtype, bias.dtype)) + bias
         else:
             dense = Dense(
-                self.vocab_size, kernel_init=uniform, bias_init=uniform, dtype=dtype,
+                self.vocab_size,
+                kernel_init=uniform,
+                bias_init=uniform,
+                dtype=dtype,
                 dot_general=functools.partial(dot_general, preferred_element_type=jnp.float32),
                 name="output",
             )

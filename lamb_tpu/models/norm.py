@@ -220,16 +220,23 @@ def add_moments(total: Any, new: Any, index: jax.Array | int) -> Any:
     mean = moved(total["mean"], new["mean"])
     spread = (new["mean"] - total["mean"]) * (new["mean"] - mean)
     between = jnp.where(index == 0, 0.0, moved(total["between"], spread))
-    return {"mean": mean, "var": moved(total["var"], new["var"]), "between": between,
-            "momentum": new["momentum"]}
+    return {
+        "mean": mean,
+        "var": moved(total["var"], new["var"]),
+        "between": between,
+        "momentum": new["momentum"],
+    }
 
 
 def as_one(total: Any) -> Any:
     """Returns the moments of `add_moments` as `combine_moments` takes those of one microbatch."""
     if not isinstance(total.get("momentum"), jax.Array):
         return {name: as_one(each) for name, each in total.items()}
-    return {"mean": total["mean"][None], "var": (total["var"] + total["between"])[None],
-            "momentum": total["momentum"][None]}
+    return {
+        "mean": total["mean"][None],
+        "var": (total["var"] + total["between"])[None],
+        "momentum": total["momentum"][None],
+    }
 
 
 def _group_moments(
@@ -282,9 +289,7 @@ def _group_moments(
     return centre + offset, jnp.maximum(var, 0)
 
 
-def _batch_moments(
-    mean: jax.Array, var: jax.Array, groups: Groups
-) -> tuple[jax.Array, jax.Array]:
+def _batch_moments(mean: jax.Array, var: jax.Array, groups: Groups) -> tuple[jax.Array, jax.Array]:
     """Returns mean and variance of the whole batch, (channels,), from those of the groups."""
 
     def mean_of_groups(values: jax.Array) -> jax.Array:

@@ -67,9 +67,7 @@ def _forward(
 def _backward(
     dtype: Any, inputs: tuple[jax.Array, jax.Array], gradient: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    def on_cpu(
-        x: jax.Array, kernel: jax.Array, gradient: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
+    def on_cpu(x: jax.Array, kernel: jax.Array, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
         rows = tuple(range(x.ndim - 1))
         sums = np.promote_types(kernel.dtype, jnp.float32)
         product = functools.partial(lax.dot_general, preferred_element_type=sums)

@@ -89,11 +89,7 @@ def run(
 
 
 def _forward_scan(
-    inputs: jax.Array,
-    kernels: Kernels,
-    carry: Carry,
-    valid: jax.Array,
-    factor: jax.Array | None,
+    inputs: jax.Array, kernels: Kernels, carry: Carry, valid: jax.Array, factor: jax.Array | None
 ) -> tuple[jax.Array, Carry, tuple[_Active, jax.Array]]:
     """Returns also the gates after their nonlinearities, and the cells before each step.
 
@@ -117,9 +113,7 @@ def _forward_scan(
         new = Carry(jnp.where(keep, hidden, carry.hidden), jnp.where(keep, cell, carry.cell))
         return new, (new.hidden, (i, f, g, o), carry.cell)
 
-    last, (outputs, active, before) = lax.scan(
-        step, carry, (product(inputs, kernels.input), valid)
-    )
+    last, (outputs, active, before) = lax.scan(step, carry, (product(inputs, kernels.input), valid))
     return outputs, last, (active, before)
 
 
@@ -150,12 +144,15 @@ def _backward(
         of_hidden = carry.hidden + of_output
         squashed = jnp.tanh(f * cell_before + i * g)
         of_cell = carry.cell + of_hidden * o * (1 - squashed * squashed)
-        raw = jnp.concatenate([
-            of_cell * g * i * (1 - i),
-            of_cell * cell_before * f * (1 - f),
-            of_cell * i * (1 - g * g),
-            of_hidden * squashed * o * (1 - o),
-        ], -1)
+        raw = jnp.concatenate(
+            [
+                of_cell * g * i * (1 - i),
+                of_cell * cell_before * f * (1 - f),
+                of_cell * i * (1 - g * g),
+                of_hidden * squashed * o * (1 - o),
+            ],
+            -1,
+        )
         raw = jnp.where(keep, raw, 0)
         before = Carry(
             jnp.where(keep, _times(product(raw, kernels.hidden.T), factor), of_hidden),
@@ -163,16 +160,16 @@ def _backward(
         )
         return before, raw
 
-    of_carry, of_gates = lax.scan(
-        step, of_last, (of_outputs, valid, active, before), reverse=True
-    )
+    of_carry, of_gates = lax.scan(step, of_last, (of_outputs, valid, active, before), reverse=True)
     hidden_before = _times(jnp.concatenate([first.hidden[None], outputs[:-1]]), factor)
 
     def summed(factor: jax.Array, kernel: jax.Array) -> jax.Array:
         # Over steps and batch in this order: in jnp.einsum's, both are transposed before.
         return lax.dot_general(
-            factor.astype(kernel.dtype), of_gates.astype(kernel.dtype),
-            (((0, 1), (0, 1)), ((), ())), preferred_element_type=kernels.bias.dtype,
+            factor.astype(kernel.dtype),
+            of_gates.astype(kernel.dtype),
+            (((0, 1), (0, 1)), ((), ())),
+            preferred_element_type=kernels.bias.dtype,
         ).astype(kernel.dtype)
 
     of_inputs = product(of_gates, kernels.input.T).astype(inputs.dtype)
@@ -182,9 +179,11 @@ def _backward(
     # Written as gradients of a factor, so that under shard_map's check_vma JAX sums those of a
     # replicated kernel, as in its own derivatives.
     given = inputs, kernels, first
-    found = jax.tree.leaves(jax.tree.map(
-        lambda leaf, slope: slope.astype(leaf.dtype), given, (of_inputs, of_kernels, of_carry)
-    ))
+    found = jax.tree.leaves(
+        jax.tree.map(
+            lambda leaf, slope: slope.astype(leaf.dtype), given, (of_inputs, of_kernels, of_carry)
+        )
+    )
 
     def pairing(each: Any) -> jax.Array:
         terms = map(jnp.vdot, jax.tree.leaves(each), found)

@@ -19,11 +19,17 @@ _OUTPUT_INIT = nn.initializers.normal(0.01)
 
 
 def _conv(channels: int, kernel: int, stride: int, dtype: Any, name: str) -> nn.Conv:
-    """Returns a convolution without bias, padded equally on both sides (unlike TensorFlow's SAME).
-    """
+    """Returns a convolution without bias, padded equally on both sides (unlike TensorFlow's SAME)."""
     return nn.Conv(
-        channels, (kernel, kernel), stride, padding=kernel // 2, use_bias=False, dtype=dtype,
-        kernel_init=_CONV_INIT, conv_general_dilated=convolve, name=name,
+        channels,
+        (kernel, kernel),
+        stride,
+        padding=kernel // 2,
+        use_bias=False,
+        dtype=dtype,
+        kernel_init=_CONV_INIT,
+        conv_general_dilated=convolve,
+        name=name,
     )
 
 

@@ -53,9 +53,7 @@ class LayerConfig:
 
     def dense(self, size: int, name: str, dtype: Any = None) -> nn.Dense:
         """Returns a dense layer with bias; `dtype` defaults to the activations'."""
-        return nn.Dense(
-            size, dtype=dtype or self.dtype, kernel_init=self.matrix_init(), name=name
-        )
+        return nn.Dense(size, dtype=dtype or self.dtype, kernel_init=self.matrix_init(), name=name)
 
     def layer_norm(self, name: str) -> nn.LayerNorm:
         """LayerNorm over the last axis."""

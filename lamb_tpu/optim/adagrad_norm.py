@@ -102,8 +102,13 @@ def adagrad_norm(
         return -leaf.rate * (ratio * grad), (total,), ratio
 
     layers = leafwise.transform(
-        AdagradNormState, init_leaf, step_leaf, learning_rate, rules,
-        axis_name=axis_name, collect=collect,
+        AdagradNormState,
+        init_leaf,
+        step_leaf,
+        learning_rate,
+        rules,
+        axis_name=axis_name,
+        collect=collect,
     )
     if per_layer:
         return layers
@@ -113,9 +118,7 @@ def adagrad_norm(
     def init_fn(params: optax.Params) -> AdagradNormState:
         state = layers.init(params)
         # The widest of the leaves, and float32 for a tree without any.
-        dtype = jnp.result_type(
-            jnp.float32, *map(trust_ratio.real_dtype, jax.tree.leaves(params))
-        )
+        dtype = jnp.result_type(jnp.float32, *map(trust_ratio.real_dtype, jax.tree.leaves(params)))
         return state._replace(accumulator=jnp.asarray(initial_norm**2, dtype))
 
     def update_fn(
@@ -129,7 +132,9 @@ def adagrad_norm(
         facts = parameters.resolve(params, rules)
         grads = jax.tree.map(
             lambda p, g, f: decayed(leafwise.widen(g), leafwise.widen(p), f, state.count),
-            params, updates, facts,
+            params,
+            updates,
+            facts,
         )
         norm = clipping.global_norm(grads, axis_name).astype(state.accumulator.dtype)
         total = state.accumulator + norm * norm

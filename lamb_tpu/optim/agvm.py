@@ -183,5 +183,6 @@ def _preconditioned(half: Any, moments: Any, b2: float, eps: float) -> Any:
     """The half divided by the root of Adam's second moments with its own squares in them."""
     return jax.tree.map(
         lambda h, v: h / (jnp.sqrt(b2 * v + (1 - b2) * trust_ratio.real_product(h, h)) + eps),
-        half, moments,
+        half,
+        moments,
     )

@@ -132,7 +132,9 @@ def apollo(
     checks.check_choice("scaling", scaling, SCALINGS)
     checks.check_flag("scale_front", scale_front)
     for name, value, lowest in (
-        ("rank", rank, 1), ("update_gap", update_gap, 1), ("seed", seed, 0),
+        ("rank", rank, 1),
+        ("update_gap", update_gap, 1),
+        ("seed", seed, 0),
     ):
         checks.check_whole(name, value, lowest)
     checks.check_static(rank=rank)  # shapes depend on it
@@ -179,8 +181,7 @@ def apollo(
                 )
             # R_t = P^T G_t. Inside shard_map a device multiplies its part of G by its part of P.
             drawn = projection(key, projection_shape(whole, facts, side, rank), real)
-            low = project(
-                grad, split.part(drawn, (*facts.layer_axes, *side)), facts, side, split)
+            low = project(grad, split.part(drawn, (*facts.layer_axes, *side)), facts, side, split)
         # M_t, V_t and their quotient, of the projected gradient; of the gradient itself where the
         # leaf takes AdamW.
         mu = b1 * mu + (1 - b1) * low
@@ -236,8 +237,13 @@ def apollo(
         return (scaled if scale_front else root * scaled), norm
 
     return leafwise.transform(
-        ApolloState, init_leaf, step_leaf, learning_rate, rules,
-        axis_name=axis_name, collect=collect,
+        ApolloState,
+        init_leaf,
+        step_leaf,
+        learning_rate,
+        rules,
+        axis_name=axis_name,
+        collect=collect,
     )
 
 
@@ -272,11 +278,7 @@ def projection(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
 
 
 def project(
-    grad: jax.Array,
-    matrix: jax.Array,
-    facts: ParameterFacts,
-    side: tuple[int, ...],
-    split: Split,
+    grad: jax.Array, matrix: jax.Array, facts: ParameterFacts, side: tuple[int, ...], split: Split
 ) -> jax.Array:
     """The gradient with the side's last axis replaced by the rank and its others of size 1.
 

@@ -155,7 +155,8 @@ def adafactor(
     below_one = {} if momentum is None else {"momentum": momentum}
     check_numbers(learning_rate, weight_decay, below_one, decay_rate=decay_rate, eps=eps)
     for name, value in (
-        ("min_dim_size_to_factor", min_dim_size_to_factor), ("decay_offset", decay_offset),
+        ("min_dim_size_to_factor", min_dim_size_to_factor),
+        ("decay_offset", decay_offset),
     ):
         checks.check_whole(name, value)
     checks.check_axis_name(axis_name)
@@ -168,19 +169,33 @@ def adafactor(
     # Optax's own decay is left off: rate factors scale the step and not this decay, so they have to
     # stand between the two.
     stepped = optax.adafactor(
-        learning_rate, min_dim_size_to_factor, decay_rate, decay_offset,
-        multiply_by_parameter_scale, clipping_threshold, momentum, eps=eps, factored=factored,
+        learning_rate,
+        min_dim_size_to_factor,
+        decay_rate,
+        decay_offset,
+        multiply_by_parameter_scale,
+        clipping_threshold,
+        momentum,
+        eps=eps,
+        factored=factored,
     )
     # Optax adds the decay last, before the sign is turned.
-    inner = in_float32(optax.chain(
-        stepped, scale_by_rate_factors(rules), optax.scale(-1.0),
-        add_decayed_weights(weight_decay, rules), optax.scale(-1.0),
-    ))
+    inner = in_float32(
+        optax.chain(
+            stepped,
+            scale_by_rate_factors(rules),
+            optax.scale(-1.0),
+            add_decayed_weights(weight_decay, rules),
+            optax.scale(-1.0),
+        )
+    )
 
     # Here and not when the optimizer is made: which leaves are stacks is known with the parameters.
     def init_fn(params: optax.Params) -> optax.OptState:
         refuse_leaves(
-            params, rules, lambda path, leaf, facts: bool(facts.layer_axes),
+            params,
+            rules,
+            lambda path, leaf, facts: bool(facts.layer_axes),
             "adafactor takes a stack of layers for one tensor: the parameter {path!r} must have "
             "no layer_axes",
         )
@@ -191,7 +206,8 @@ def adafactor(
     ) -> tuple[optax.Updates, optax.OptState]:
         checks.gradient_leaves(updates, params)
         refuse_leaves(
-            params, rules,
+            params,
+            rules,
             lambda path, leaf, facts: bool(trust_ratio.axes_of(axis_name, path)),
             "adafactor needs whole tensors: axis_name must be None for {path!r}",
         )

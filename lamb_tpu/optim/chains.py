@@ -160,7 +160,9 @@ def under_rules(
 
 
 def refuse_leaves(
-    tree: Any, rules: Rules, refused: Callable[[str, Any, parameters.ParameterFacts], bool],
+    tree: Any,
+    rules: Rules,
+    refused: Callable[[str, Any, parameters.ParameterFacts], bool],
     message: str,
 ) -> None:
     """Raises ValueError with the message, its {path} filled in, for the first refused leaf.
@@ -172,8 +174,10 @@ def refuse_leaves(
       message: with {path!r}.
     """
     for path, leaf, facts in zip(
-        parameters.leaf_paths(tree), jax.tree.leaves(tree),
-        jax.tree.leaves(parameters.resolve(tree, rules)), strict=True,
+        parameters.leaf_paths(tree),
+        jax.tree.leaves(tree),
+        jax.tree.leaves(parameters.resolve(tree, rules)),
+        strict=True,
     ):
         if refused(path, leaf, facts):
             raise ValueError(message.format(path=path))

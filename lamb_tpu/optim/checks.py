@@ -147,8 +147,7 @@ def check_state(state: Any, kind: type) -> None:
     """Raises ValueError unless the state is of that type; another optimizer's is not."""
     if not isinstance(state, kind):
         raise ValueError(
-            f"state must be the {kind.__name__} that this transform's init made, "
-            f"not {short(state)}"
+            f"state must be the {kind.__name__} that this transform's init made, not {short(state)}"
         )
 
 

@@ -120,6 +120,12 @@ def diffgrad(
         return -rate * correction * direction, (mu, nu, grad), None
 
     return leafwise.transform(
-        DiffgradState, init_leaf, step_leaf, learning_rate, rules,
-        clip_global_norm=clip_global_norm, axis_name=axis_name, collect=collect,
+        DiffgradState,
+        init_leaf,
+        step_leaf,
+        learning_rate,
+        rules,
+        clip_global_norm=clip_global_norm,
+        axis_name=axis_name,
+        collect=collect,
     )

@@ -94,8 +94,16 @@ def scale_by_lamb(
     """
     checks.check_choice("bias_correction", bias_correction, BIAS_CORRECTIONS)
     adam = AdamDirection(
-        b1, b2, eps, bias_correction == "moments", eps_root, grad_averaging, nesterov, cautious,
-        mu_dtype, nu_dtype,
+        b1,
+        b2,
+        eps,
+        bias_correction == "moments",
+        eps_root,
+        grad_averaging,
+        nesterov,
+        cautious,
+        mu_dtype,
+        nu_dtype,
     )
 
     def step_leaf(leaf: Leaf, mu: jax.Array, nu: jax.Array) -> Step:
@@ -104,7 +112,12 @@ def scale_by_lamb(
 
     # A link has the rate 1: the learning rate is a link of its own.
     return leafwise.transform(
-        ScaleByLambState, adam.init_leaf, step_leaf, 1.0, rules, axis_name=axis_name,
+        ScaleByLambState,
+        adam.init_leaf,
+        step_leaf,
+        1.0,
+        rules,
+        axis_name=axis_name,
         real_only=adam.real_only,
     )
 
@@ -201,7 +214,8 @@ class AdamDirection:
         """The moments before the first update."""
         del facts, split
         return leafwise.zeros_like(param, self.mu_dtype), leafwise.zero_squares(
-            param, self.nu_dtype)
+            param, self.nu_dtype
+        )
 
     def moments(self, leaf: Leaf, mu: jax.Array, nu: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The moments with the leaf's gradient in them."""
@@ -282,9 +296,7 @@ class Momentum:
         checks.check_flag("dampen_first", self.dampen_first)
         checks.check_dtype("momentum_dtype", self.dtype)
 
-    def init_leaf(
-        self, param: jax.Array, facts: ParameterFacts, split: Split
-    ) -> tuple[jax.Array]:
+    def init_leaf(self, param: jax.Array, facts: ParameterFacts, split: Split) -> tuple[jax.Array]:
         """The momentum before the first update."""
         del facts, split
         return (leafwise.zeros_like(param, self.dtype),)

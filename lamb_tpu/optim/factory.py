@@ -42,9 +42,13 @@ from lamb_tpu.optim.zero_one_adam import zero_one_adam
 _COMMON = {
     key: inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
     for key, kind in (
-        ("clip_global_norm", float | None), ("axis_name", AxisName), ("l2", float | None),
-        ("l2_rules", Rules | None), ("agvm", Mapping[str, Any] | None),
-        ("stochastic_rounding", bool | int | None), ("preset", str | None),
+        ("clip_global_norm", float | None),
+        ("axis_name", AxisName),
+        ("l2", float | None),
+        ("l2_rules", Rules | None),
+        ("agvm", Mapping[str, Any] | None),
+        ("stochastic_rounding", bool | int | None),
+        ("preset", str | None),
     )
 }
 # Arguments of `agvm` in a config, beside those that other names take the place of.
@@ -99,14 +103,11 @@ def make_optimizer(
     # An optimizer with an argument of this name gets it; for the others it is taken out here, and a
     # transform around the optimizer does the work.
     common = {
-        key: arguments.get(key) if key in known else arguments.pop(key, None)
-        for key in _COMMON
+        key: arguments.get(key) if key in known else arguments.pop(key, None) for key in _COMMON
     }
     for key in arguments:
         if key not in known:
-            raise ValueError(
-                f"{_title(name)} has no argument {key!r}; known: {', '.join(every)}"
-            )
+            raise ValueError(f"{_title(name)} has no argument {key!r}; known: {', '.join(every)}")
     tx = build(learning_rate=learning_rate, **arguments)
     if isinstance(tx, Reducing):
         for key in ("clip_global_norm", "l2", "agvm", "stochastic_rounding"):
@@ -154,7 +155,10 @@ def make_optimizer(
 
 
 def _under_agvm(
-    tx: optax.GradientTransformation, fields: Any, b2: float | None, axis_name: AxisName,
+    tx: optax.GradientTransformation,
+    fields: Any,
+    b2: float | None,
+    axis_name: AxisName,
     params: Any,
 ) -> optax.GradientTransformationExtraArgs:
     """Returns `agvm` around an optimizer, by the entry 'agvm' of a config."""
@@ -251,7 +255,8 @@ def _parameters(build: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     except (AttributeError, NameError, SyntaxError, TypeError):
         signature = inspect.signature(build)
     return {
-        key: parameter for key, parameter in signature.parameters.items()
+        key: parameter
+        for key, parameter in signature.parameters.items()
         if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
     }
 

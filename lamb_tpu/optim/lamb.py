@@ -138,8 +138,16 @@ def lamb(
       arXiv:1904.00962, Algorithm 2 and, for N-LAMB and NN-LAMB, the appendix.
     """
     adam = AdamDirection(
-        b1, b2, eps, bias_correction == "moments", eps_root, grad_averaging, nesterov, cautious,
-        mu_dtype, nu_dtype,
+        b1,
+        b2,
+        eps,
+        bias_correction == "moments",
+        eps_root,
+        grad_averaging,
+        nesterov,
+        cautious,
+        mu_dtype,
+        nu_dtype,
     )
     checks.check_schedule("weight_decay", weight_decay)
     trust_ratio.check(norm, phi_bounds, {"ratio_eps": ratio_eps, "zero_ratio": zero_ratio})
@@ -191,7 +199,13 @@ def lamb(
         return update, (mu, nu), ratio
 
     return leafwise.transform(
-        LambState, adam.init_leaf, step_leaf, learning_rate, rules,
-        clip_global_norm=clip_global_norm, axis_name=axis_name, collect=collect,
+        LambState,
+        adam.init_leaf,
+        step_leaf,
+        learning_rate,
+        rules,
+        clip_global_norm=clip_global_norm,
+        axis_name=axis_name,
+        collect=collect,
         real_only=adam.real_only,
     )

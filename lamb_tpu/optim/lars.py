@@ -139,7 +139,9 @@ def lars(
     checks.check_choice("denominator", denominator, DENOMINATORS)
     checks.check_choice("accumulate", accumulate, ACCUMULATES)
     for name, flag in (
-        ("l2_in_loss", l2_in_loss), ("trust_clip", trust_clip), ("skip_zero", skip_zero),
+        ("l2_in_loss", l2_in_loss),
+        ("trust_clip", trust_clip),
+        ("skip_zero", skip_zero),
     ):
         checks.check_flag(name, flag)
     if denominator == "momentum" and accumulate != "gradients":
@@ -160,8 +162,13 @@ def lars(
         # Per layer, of the norms' shape: size 1 along all axes that stack no layers.
         nonzero = (weight_norm > 0) & (divisor_norm > 0)
         ratio = trust_ratio.trust_ratio(
-            weight_norm, divisor_norm, coefficient=coefficient, eps=eps, decay=decay,
-            phi_bounds=phi_bounds, zero_ratio=zero_ratio,
+            weight_norm,
+            divisor_norm,
+            coefficient=coefficient,
+            eps=eps,
+            decay=decay,
+            phi_bounds=phi_bounds,
+            zero_ratio=zero_ratio,
         )
         if trust_clip:
             # As a factor of the rate, so that all else stays; at the rate 0 nothing divides by it.
@@ -210,6 +217,12 @@ def lars(
         return -direction, (buffer,), ratio
 
     return leafwise.transform(
-        LarsState, heavy_ball.init_leaf, step_leaf, learning_rate, rules,
-        clip_global_norm=clip_global_norm, axis_name=axis_name, collect=collect,
+        LarsState,
+        heavy_ball.init_leaf,
+        step_leaf,
+        learning_rate,
+        rules,
+        clip_global_norm=clip_global_norm,
+        axis_name=axis_name,
+        collect=collect,
     )

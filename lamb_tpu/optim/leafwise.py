@@ -119,7 +119,8 @@ def transform(
         buffers = columns(treedef, rows, num_buffers)
         readings = trust_ratio.initial_readings(params, facts) if collect else None
         return state_type._make(
-            (jnp.zeros((), jnp.int32), *buffers, *((readings,) if reads else ())))
+            (jnp.zeros((), jnp.int32), *buffers, *((readings,) if reads else ()))
+        )
 
     def update_fn(
         updates: optax.Updates, state: Any, params: optax.Params = None, **extra_args: Any
@@ -141,10 +142,16 @@ def transform(
         # the t of bias corrections. It stays at the largest int32 instead of wrapping around.
         step_size, count = value_at(learning_rate, state.count), optax.safe_increment(state.count)
         rows, read = [], []
-        for index, (path, param, grad, facts, *old) in enumerate(zip(
-            parameters.leaf_paths(params), jax.tree.leaves(params), grads,
-            jax.tree.leaves(parameters.resolve(params, rules)), *buffers, strict=True,
-        )):
+        for index, (path, param, grad, facts, *old) in enumerate(
+            zip(
+                parameters.leaf_paths(params),
+                jax.tree.leaves(params),
+                grads,
+                jax.tree.leaves(parameters.resolve(params, rules)),
+                *buffers,
+                strict=True,
+            )
+        ):
             dtype, real = trust_ratio.compute_dtype(param), trust_ratio.real_dtype(param)
             # The dtype is the parameter's, widened, whatever that of the gradient.
             grad, weights = grad.astype(dtype), jnp.asarray(param, dtype)
@@ -160,7 +167,8 @@ def transform(
             rows.append((update.astype(jnp.result_type(param)), *new))
             if collect:
                 read.append(
-                    trust_ratio.leaf_readings(ratio, update, weights, facts, split.axis_name))
+                    trust_ratio.leaf_readings(ratio, update, weights, facts, split.axis_name)
+                )
         steps, *new_buffers = columns(treedef, rows, 1 + num_buffers)
         readings: Readings | None = None
         if collect:

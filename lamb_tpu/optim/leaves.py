@@ -85,8 +85,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     # The state is what the optimizer made of the rules.
     "muon": Algorithm("Muon", "Adam", lambda leaf: leaf.buffer("nu") is None),
     "apollo": Algorithm("APOLLO", "AdamW", lambda leaf: not leaf.is_whole("mu")),
-    "adafactor": Algorithm(
-        "factored moments", "full moments", lambda leaf: not leaf.is_whole("v")),
+    "adafactor": Algorithm("factored moments", "full moments", lambda leaf: not leaf.is_whole("v")),
 }
 # These go by the names of leaves, see `matrices`.
 BY_NAME = ("muon",)
@@ -132,7 +131,8 @@ class Report(NamedTuple):
                 title = name.replace("_", " ")
                 parts.append(f"{title}s: {min(factors):.6g} to {max(factors):.6g}")
         parts += [  # of the 1-bit optimizers
-            f"{key}={value}" for key, value in self.arguments.items()
+            f"{key}={value}"
+            for key, value in self.arguments.items()
             if key.startswith("mask") and value not in ((), None)
         ]
         buffers = [buffer for leaf in self.leaves for buffer in leaf.buffers]
@@ -153,13 +153,18 @@ class Report(NamedTuple):
             "bytes": [str(sum(b.nbytes for b in leaf.buffers)) for leaf in self.leaves],
         }
         return parameters.table(
-            self.params, self.rules, by_name=self.optimizer in BY_NAME,
+            self.params,
+            self.rules,
+            by_name=self.optimizer in BY_NAME,
             columns=columns if full else None,
         )
 
 
 def report(
-    optimizer: str, opt_state: Any, params: Any, rules: Rules,
+    optimizer: str,
+    opt_state: Any,
+    params: Any,
+    rules: Rules,
     arguments: Mapping[str, Any] | None = None,
 ) -> Report:
     """Returns what an optimizer does with each leaf.
@@ -185,14 +190,21 @@ def report(
         owner = sharding.owner_of(path, kept)
         # A bare parameter has an empty path, which ends every path, that of a count too.
         if owner is not None and (owner or np.shape(array)):
-            name = _name(path[:len(path) - len(owner)])
+            name = _name(path[: len(path) - len(owner)])
             kept[owner].append(Buffer(name, np.shape(array), np.dtype(array.dtype)))
     facts = jax.tree.leaves(parameters.resolve(params, rules))
-    return Report(optimizer, params, rules, tuple(
-        Leaf(np.shape(param), fact, tuple(buffers))
-        for param, fact, buffers in zip(
-            jax.tree.leaves(params), facts, kept.values(), strict=True)
-    ), arguments or {})
+    return Report(
+        optimizer,
+        params,
+        rules,
+        tuple(
+            Leaf(np.shape(param), fact, tuple(buffers))
+            for param, fact, buffers in zip(
+                jax.tree.leaves(params), facts, kept.values(), strict=True
+            )
+        ),
+        arguments or {},
+    )
 
 
 def difference(before: str, now: str) -> str | None:
@@ -229,7 +241,7 @@ def _cells(table: str) -> dict[str, dict[str, str]] | None:
         start = len(row) - len(titles)  # a path may have spaces
         if start < 0:
             return None
-        cells["  ".join(row[:start + 1])] = dict(zip(titles[1:], row[start + 1:], strict=True))
+        cells["  ".join(row[: start + 1])] = dict(zip(titles[1:], row[start + 1 :], strict=True))
     return cells
 
 

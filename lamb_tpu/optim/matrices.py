@@ -29,21 +29,24 @@ MatrixAxes = tuple[tuple[int, ...], tuple[int, ...]]  # (rows, columns)
 
 _PRODUCT = r"(/(kernel|w|weight))?$"  # the leaf of a module, or the module's name is the leaf's
 # Never a matrix, whatever the number of axes.
-_EXEMPT = [re.compile(pattern, re.IGNORECASE) for pattern in (
-    # Tables of words, positions and types. Flax, Haiku and Equinox call the table or its module
-    # 'embed...'; a 'kernel' or 'proj/weight' in there is a product, as that of patches.
-    r"embed(?!.*((^|/)kernel|(linear|dense|proj|conv|mlp|fc)[^/]*/(w|weight))$)",
-    r"(^|/)(wte|wpe|(\w+_)?(emb|codebook|lookup|table|tokens?|vocab(ulary)?))s?(/(w|weight))?$",
-    r"(^|/)(rel(ative)?_)?pos(ition)?(al)?s?(_(bias|enc\w*|h|w|ids))?(/(w|weight))?$",
-    r"(^|/)(token_type|segment|relative_attention_bias)s?(/(w|weight))?$",
-    # Output layers and classifiers, by names that no hidden layer has.
-    rf"(^|/)((lm|mlm|nsp|cls|classification|output|prediction)_?head|heads?|classifier|score"
-    rf"|(to_)?logits(_dense)?|qa_outputs|un_?embed\w*|readout|nsp|span|seq_relationship){_PRODUCT}",
-    rf"(^|/)((predictions|(lm|mlm)_head)/decoder|classifier/(out_proj|1|6)){_PRODUCT}",
-    # Names that hidden layers have too, further down, such as BERT's 'layer_0/output'.
-    rf"^((model|decoder)/)?(output|output_projection|out|fc|final|decoder){_PRODUCT}",
-    r"depth_?wise|(^|/)dw_?conv",
-)]
+_EXEMPT = [
+    re.compile(pattern, re.IGNORECASE)
+    for pattern in (
+        # Tables of words, positions and types. Flax, Haiku and Equinox call the table or its module
+        # 'embed...'; a 'kernel' or 'proj/weight' in there is a product, as that of patches.
+        r"embed(?!.*((^|/)kernel|(linear|dense|proj|conv|mlp|fc)[^/]*/(w|weight))$)",
+        r"(^|/)(wte|wpe|(\w+_)?(emb|codebook|lookup|table|tokens?|vocab(ulary)?))s?(/(w|weight))?$",
+        r"(^|/)(rel(ative)?_)?pos(ition)?(al)?s?(_(bias|enc\w*|h|w|ids))?(/(w|weight))?$",
+        r"(^|/)(token_type|segment|relative_attention_bias)s?(/(w|weight))?$",
+        # Output layers and classifiers, by names that no hidden layer has.
+        rf"(^|/)((lm|mlm|nsp|cls|classification|output|prediction)_?head|heads?|classifier|score"
+        rf"|(to_)?logits(_dense)?|qa_outputs|un_?embed\w*|readout|nsp|span|seq_relationship){_PRODUCT}",
+        rf"(^|/)((predictions|(lm|mlm)_head)/decoder|classifier/(out_proj|1|6)){_PRODUCT}",
+        # Names that hidden layers have too, further down, such as BERT's 'layer_0/output'.
+        rf"^((model|decoder)/)?(output|output_projection|out|fc|final|decoder){_PRODUCT}",
+        r"depth_?wise|(^|/)dw_?conv",
+    )
+]
 _IN = re.compile(r"(^|/)(quer(y|ies)|keys?|values?|[qkv]|w[qkv]|qkv|(q|k|v|qkv)_?proj)/(kernel|w)$")
 _OUT = re.compile(r"(^|/)(out|output|o|wo|(o|out|output)_?proj)/(kernel|w)$")
 _CONVOLUTION = re.compile(r"(conv[^/]*|(^|/)c_(attn|proj|fc))/[^/]+$", re.IGNORECASE)

@@ -45,11 +45,17 @@ def check(name: str, modules: Sequence[str]) -> None:
 
 def check_pairs(name: str, pairs: Any) -> None:
     """Raises ValueError unless pairs are (name, regular expression) of different names."""
-    if not isinstance(pairs, (tuple, list)) or not all(
-        isinstance(pair, (tuple, list)) and len(pair) == 2
-        and all(isinstance(text, str) for text in pair) and pair[0]
-        for pair in pairs
-    ) or len({pair[0] for pair in pairs}) < len(pairs):
+    if (
+        not isinstance(pairs, (tuple, list))
+        or not all(
+            isinstance(pair, (tuple, list))
+            and len(pair) == 2
+            and all(isinstance(text, str) for text in pair)
+            and pair[0]
+            for pair in pairs
+        )
+        or len({pair[0] for pair in pairs}) < len(pairs)
+    ):
         raise ValueError(
             f"{name} is {pairs!r}; it must be pairs (name, regular expression over paths) of "
             "different names, as (('body', '^hidden'), ('rest', ''))"
@@ -89,9 +95,7 @@ def assign(params: Any, modules: Sequence[str]) -> list[int]:
     return found
 
 
-def products(
-    a: Any, b: Any, modules: Sequence[str] = ONE, axis_name: AxisName = None
-) -> Products:
+def products(a: Any, b: Any, modules: Sequence[str] = ONE, axis_name: AxisName = None) -> Products:
     """Returns the inner products of two trees of one structure, module by module.
 
     Args:
@@ -111,7 +115,10 @@ def products(
         )
     sums: list[Any] = [Products(*[jnp.float32(0.0)] * 4) for _ in modules]
     leaves = zip(
-        assign(a, modules), parameters.leaf_paths(a), jax.tree.leaves(a), jax.tree.leaves(b),
+        assign(a, modules),
+        parameters.leaf_paths(a),
+        jax.tree.leaves(a),
+        jax.tree.leaves(b),
         strict=True,
     )
     for index, path, x, y in leaves:

@@ -85,7 +85,10 @@ def muon(
     # `optax.contrib.muon` knows no factors of rate and decay, so its links are put together here.
     orthogonal = optax.chain(
         scale_by_muon(
-            ns_steps=ns_steps, beta=beta, eps=eps, nesterov=nesterov,
+            ns_steps=ns_steps,
+            beta=beta,
+            eps=eps,
+            nesterov=nesterov,
             weight_dimension_numbers=of_matrices,
         ),
         scale_by_shape(of_matrices, consistent_rms),
@@ -106,17 +109,20 @@ def muon(
     ) -> tuple[optax.Updates, optax.OptState]:
         checks.gradient_leaves(updates, params)
         refuse_leaves(
-            params, rules,
+            params,
+            rules,
             lambda path, leaf, facts: bool(
                 _sides(leaf, facts) and trust_ratio.axes_of(axis_name, path)
             ),
             "muon needs whole matrices: axis_name must be None for {path!r}",
         )
         refuse_leaves(
-            params, rules,
+            params,
+            rules,
             lambda path, leaf, facts: any(
                 jax.typeof(leaf).sharding.spec[axis]
-                for side in _sides(leaf, facts) for axis in side
+                for side in _sides(leaf, facts)
+                for axis in side
             ),
             "muon needs whole matrices on an Explicit mesh: {path!r} is split",
         )

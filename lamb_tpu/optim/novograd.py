@@ -140,13 +140,17 @@ def novograd(
     checks.check_range("eps_root", eps_root)
     checks.check_schedule("weight_decay", weight_decay)
     for name, value, choices in (
-        ("grad_averaging", grad_averaging, AVERAGINGS), ("normalise", normalise, NORMALISES),
-        ("decay", decay, DECAYS), ("norm", norm, NORMS),
+        ("grad_averaging", grad_averaging, AVERAGINGS),
+        ("normalise", normalise, NORMALISES),
+        ("decay", decay, DECAYS),
+        ("norm", norm, NORMS),
     ):
         checks.check_choice(name, value, choices)
     for name, flag in (
-        ("lr_in_momentum", lr_in_momentum), ("bias_correction", bias_correction),
-        ("init_zero", init_zero), ("amsgrad", amsgrad),
+        ("lr_in_momentum", lr_in_momentum),
+        ("bias_correction", bias_correction),
+        ("init_zero", init_zero),
+        ("amsgrad", amsgrad),
     ):
         checks.check_flag(name, flag)
     if normalise == "momentum" and decay == "momentum":
@@ -231,6 +235,12 @@ def novograd(
         return -direction, (total.astype(mu.dtype), nu, nu_max), ratio
 
     return leafwise.transform(
-        NovogradState, init_leaf, step_leaf, learning_rate, rules,
-        clip_global_norm=clip_global_norm, axis_name=axis_name, collect=collect,
+        NovogradState,
+        init_leaf,
+        step_leaf,
+        learning_rate,
+        rules,
+        clip_global_norm=clip_global_norm,
+        axis_name=axis_name,
+        collect=collect,
     )

@@ -127,8 +127,15 @@ def onebit_adam(
         ]
 
     return staged.transform(
-        OnebitAdamState, init_leaf, step, stages, index, learning_rate, rules,
-        clip_global_norm=clip_global_norm, collect=collect,
+        OnebitAdamState,
+        init_leaf,
+        step,
+        stages,
+        index,
+        learning_rate,
+        rules,
+        clip_global_norm=clip_global_norm,
+        collect=collect,
     )
 
 

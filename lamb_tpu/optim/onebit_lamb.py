@@ -123,7 +123,10 @@ def onebit_lamb(
       Li et al., 1-bit LAMB, arXiv:2104.06069; OnebitLamb of DeepSpeed.
     """
     chains.check_numbers(
-        learning_rate, weight_decay, {"b1": b1, "b2": b2, "b3": b3}, eps=eps,
+        learning_rate,
+        weight_decay,
+        {"b1": b1, "b2": b2, "b3": b3},
+        eps=eps,
         factor_threshold=factor_threshold,
     )
     checks.check_bounds("ratio_bounds", ratio_bounds)
@@ -167,9 +170,7 @@ def onebit_lamb(
         if leaf.facts.adapt:
             factor = new_factor(
                 # With an eps of 0, elements without any gradient would be 0 / 0.
-                trust_ratio.leaf_norm(
-                    jnp.where(frozen > 0, frozen / now, 1.0),
-                    leaf.facts, "linf"),
+                trust_ratio.leaf_norm(jnp.where(frozen > 0, frozen / now, 1.0), leaf.facts, "linf"),
                 trust_ratio.leaf_norm(mu / frozen, leaf.facts),
                 trust_ratio.leaf_norm(step, leaf.facts),
                 factor,
@@ -216,6 +217,13 @@ def onebit_lamb(
         ]
 
     return staged.transform(
-        OnebitLambState, init_leaf, step, stages, index, learning_rate, rules,
-        clip_global_norm=clip_global_norm, collect=collect,
+        OnebitLambState,
+        init_leaf,
+        step,
+        stages,
+        index,
+        learning_rate,
+        rules,
+        clip_global_norm=clip_global_norm,
+        collect=collect,
     )

@@ -73,7 +73,8 @@ class ParameterFacts:
     decay_factor: float = 1.0
     matrix_axes: MatrixAxes | tuple[()] | None = None
     axes_by_name: MatrixAxes | tuple[()] | None = dataclasses.field(
-        default=None, init=False, repr=False, compare=False)
+        default=None, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         for name in ("decay", "adapt"):
@@ -238,7 +239,8 @@ def resolve(params: Any, rules: Rules) -> Any:
                 raise ValueError(mistake)
             warnings.warn(
                 f"{mistake}; hidden here by optax.partition or optax.masked: "
-                f"{', '.join(hidden[:8])}{', ...' if len(hidden) > 8 else ''}", stacklevel=2,
+                f"{', '.join(hidden[:8])}{', ...' if len(hidden) > 8 else ''}",
+                stacklevel=2,
             )
     return jax.tree.unflatten(treedef, facts)
 
@@ -280,9 +282,7 @@ def _idle_rules(regexes: list[re.Pattern], paths: list[str]) -> Iterator[str]:
                 f"{', '.join(paths[:8])}{', ...' if len(paths) > 8 else ''}"
             )
         # A last rule for whatever is left may find that nothing is.
-        elif index not in takers and not (
-            index == len(regexes) - 1 and len(matched) == len(paths)
-        ):
+        elif index not in takers and not (index == len(regexes) - 1 and len(matched) == len(paths)):
             first = matched[0]
             taker = takers[first]
             assert taker is not None  # a path that a rule matches has one
@@ -323,13 +323,17 @@ def matches(regex: str | re.Pattern, path: str) -> bool:
     if regex.search(path) or regex.search(path.removesuffix("/value")):
         return True
     # Without this condition 'value$' would find every leaf of every model.
-    return regex.pattern[:-7] != "" and regex.pattern.endswith("/value$") and bool(
-        regex.search(f"{path}/value")
+    return (
+        regex.pattern[:-7] != ""
+        and regex.pattern.endswith("/value$")
+        and bool(regex.search(f"{path}/value"))
     )
 
 
 def table(
-    params: Any, rules: Rules, by_name: bool = False,
+    params: Any,
+    rules: Rules,
+    by_name: bool = False,
     columns: Mapping[str, Sequence[str]] | None = None,
 ) -> str:
     """The facts of every leaf as text: to log, to keep as a golden file, to compare on resume.
@@ -351,7 +355,8 @@ def table(
     columns = columns or {}
     facts = jax.tree.leaves(resolve(params, rules))
     factors = [  # most tables have none, and those of older runs know none
-        name for name in ("rate_factor", "decay_factor")
+        name
+        for name in ("rate_factor", "decay_factor")
         if any(getattr(fact, name) != 1.0 for fact in facts)
     ]
     leaves = jax.tree.leaves(params)
@@ -359,11 +364,20 @@ def table(
         _shown_axes(fact, np.ndim(leaf), by_name) for leaf, fact in zip(leaves, facts, strict=True)
     ]
     shows_axes = any(shown is not None for shown in axes)
-    rows = [(
-        "path", "shape", "dtype", "count", "decay", "adapt", "layer axes",
-        *(name.replace("_", " ") for name in factors), *(["matrix axes"] if shows_axes else []),
-        *columns,
-    )]
+    rows = [
+        (
+            "path",
+            "shape",
+            "dtype",
+            "count",
+            "decay",
+            "adapt",
+            "layer axes",
+            *(name.replace("_", " ") for name in factors),
+            *(["matrix axes"] if shows_axes else []),
+            *columns,
+        )
+    ]
     totals = {"total": [0, 0], "decay": [0, 0], "adapt": [0, 0]}
     # Sorted by path, the table does not depend on the order of a container's keys.
     for path, leaf, fact, shown, *more in sorted(
@@ -371,13 +385,20 @@ def table(
         key=lambda row: row[0],
     ):
         count = math.prod(np.shape(leaf))
-        rows.append((
-            path, _axes(np.shape(leaf)), np.dtype(_dtype(leaf)).name, str(count),
-            "yes" if fact.decay else "no", "yes" if fact.adapt else "no",
-            _axes(fact.layer_axes) if fact.layer_axes else "-",
-            *(f"{getattr(fact, name):.6g}" for name in factors),
-            *([_matrix_text(shown)] if shows_axes else []), *more,
-        ))
+        rows.append(
+            (
+                path,
+                _axes(np.shape(leaf)),
+                np.dtype(_dtype(leaf)).name,
+                str(count),
+                "yes" if fact.decay else "no",
+                "yes" if fact.adapt else "no",
+                _axes(fact.layer_axes) if fact.layer_axes else "-",
+                *(f"{getattr(fact, name):.6g}" for name in factors),
+                *([_matrix_text(shown)] if shows_axes else []),
+                *more,
+            )
+        )
         for name, counted in (("total", True), ("decay", fact.decay), ("adapt", fact.adapt)):
             totals[name][0] += counted
             totals[name][1] += counted * count
@@ -389,10 +410,12 @@ def table(
         ).rstrip()
         for row in rows
     ]
-    lines.append("; ".join(
-        f"{name}: {leaves} {'leaf' if leaves == 1 else 'leaves'}, {values} values"
-        for name, (leaves, values) in totals.items()
-    ))
+    lines.append(
+        "; ".join(
+            f"{name}: {leaves} {'leaf' if leaves == 1 else 'leaves'}, {values} values"
+            for name, (leaves, values) in totals.items()
+        )
+    )
     return "\n".join(lines)
 
 

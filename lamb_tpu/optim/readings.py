@@ -49,7 +49,8 @@ def read(opt_state: optax.OptState) -> dict[str, dict[str, np.ndarray]]:
     checks.check_opt_state(opt_state)
     found = [
         # As leaves, whole `Readings` are found in a state of any structure.
-        state for state in jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, Readings))
+        state
+        for state in jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, Readings))
         if isinstance(state, Readings)
     ]
     quantities: dict[str, dict[str, np.ndarray]] = {}

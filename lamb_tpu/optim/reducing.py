@@ -28,8 +28,7 @@ class Reducing(optax.GradientTransformationExtraArgs):
     at: Callable[[int], Hashable]
 
     def __new__(
-        cls, init: Callable[..., Any], update: Callable[..., Any],
-        at: Callable[[int], Hashable],
+        cls, init: Callable[..., Any], update: Callable[..., Any], at: Callable[[int], Hashable]
     ) -> "Reducing":
         made = super().__new__(cls, init, update)
         made.at = at

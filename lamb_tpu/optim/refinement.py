@@ -21,13 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from lamb_tpu.optim.checks import (
-    check_above_zero,
-    check_choice,
-    check_whole,
-    is_number,
-    short,
-)
+from lamb_tpu.optim.checks import check_above_zero, check_choice, check_whole, is_number, short
 
 NORM_POWERS = {"l2": -2.0, "l1": -1.0}
 

@@ -122,8 +122,12 @@ def rmsprop_tf(
     checks.check_schedule("weight_decay", weight_decay)
     checks.check_choice("decay", decay, DECAYS)
     for name, flag in (
-        ("eps_in_root", eps_in_root), ("centered", centered), ("bias_correction", bias_correction),
-        ("lr_in_momentum", lr_in_momentum), ("nesterov", nesterov), ("cautious", cautious),
+        ("eps_in_root", eps_in_root),
+        ("centered", centered),
+        ("bias_correction", bias_correction),
+        ("lr_in_momentum", lr_in_momentum),
+        ("nesterov", nesterov),
+        ("cautious", cautious),
     ):
         checks.check_flag(name, flag)
     checks.check_dtype("momentum_dtype", momentum_dtype)
@@ -185,7 +189,13 @@ def rmsprop_tf(
         return -step, (nu, mean, buffer), None
 
     return leafwise.transform(
-        RmspropTfState, init_leaf, step_leaf, learning_rate, rules,
-        clip_global_norm=clip_global_norm, axis_name=axis_name, collect=collect,
+        RmspropTfState,
+        init_leaf,
+        step_leaf,
+        learning_rate,
+        rules,
+        clip_global_norm=clip_global_norm,
+        axis_name=axis_name,
+        collect=collect,
         real_only="cautious" if cautious else None,
     )

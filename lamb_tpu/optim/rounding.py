@@ -80,9 +80,7 @@ def stochastic_rounding(
                 raise ValueError(
                     f"stochastic_rounding is for bfloat16: the parameter {path!r} is {dtype}"
                 )
-        return StochasticRoundingState(
-            jnp.zeros((), jnp.int32), inner.init(leafwise.widen(params))
-        )
+        return StochasticRoundingState(jnp.zeros((), jnp.int32), inner.init(leafwise.widen(params)))
 
     def update_fn(
         updates: optax.Updates,
@@ -101,11 +99,17 @@ def stochastic_rounding(
         treedef = jax.tree.structure(params)
         rounded = [
             change(leaf_key(key, index, path), weights, update)
-            if jnp.result_type(param) == jnp.bfloat16 else update
-            for index, (path, param, weights, update) in enumerate(zip(
-                parameters.leaf_paths(params), jax.tree.leaves(params), jax.tree.leaves(wide),
-                treedef.flatten_up_to(updates), strict=True,
-            ))
+            if jnp.result_type(param) == jnp.bfloat16
+            else update
+            for index, (path, param, weights, update) in enumerate(
+                zip(
+                    parameters.leaf_paths(params),
+                    jax.tree.leaves(params),
+                    jax.tree.leaves(wide),
+                    treedef.flatten_up_to(updates),
+                    strict=True,
+                )
+            )
         ]
         count = optax.safe_increment(state.count)
         return treedef.unflatten(rounded), StochasticRoundingState(count, inner_state)

@@ -145,7 +145,9 @@ def adamw_timescale(
       the abstract and reviews were read.
     """
     check_above_zero(
-        learning_rate=learning_rate, weight_decay=weight_decay, batch_size=batch_size,
+        learning_rate=learning_rate,
+        weight_decay=weight_decay,
+        batch_size=batch_size,
         data_size=data_size,
     )
     return batch_size / (learning_rate * weight_decay * data_size)
@@ -171,15 +173,12 @@ def adamw_weight_decay(
       ValueError: an argument that is not positive.
     """
     check_above_zero(
-        timescale=timescale, learning_rate=learning_rate, batch_size=batch_size,
-        data_size=data_size,
+        timescale=timescale, learning_rate=learning_rate, batch_size=batch_size, data_size=data_size
     )
     return batch_size / (learning_rate * timescale * data_size)
 
 
-def optimal_timescale(
-    tokens_per_parameter: float, coefficient: float, exponent: float
-) -> float:
+def optimal_timescale(tokens_per_parameter: float, coefficient: float, exponent: float) -> float:
     r"""Power Lines' law for the best timescale: :math:`\tau = c \, (D / N)^m`.
 
     The constants are arguments because they hold for one family of language models, and are known

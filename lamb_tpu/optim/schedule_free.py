@@ -53,13 +53,18 @@ def schedule_free_adamw(
       Defazio et al., The Road Less Scheduled, arXiv:2405.15682.
     """
     check_numbers(
-        learning_rate, weight_decay, {"b1": b1, "b2": b2}, eps=eps,
-        weight_lr_power=weight_lr_power, weight_step_power=weight_step_power,
+        learning_rate,
+        weight_decay,
+        {"b1": b1, "b2": b2},
+        eps=eps,
+        weight_lr_power=weight_lr_power,
+        weight_step_power=weight_step_power,
     )
     if not isinstance(b1, jax.core.Tracer) and b1 == 0:
         raise ValueError("b1 must be above 0, or the average is lost, not 0")
     rate = learning_rate
     if callable(learning_rate):
+
         def rate(count: jax.Array) -> jax.Array:
             return learning_rate(count - 1)  # Optax counts from 1 here
 
@@ -76,7 +81,9 @@ def schedule_free_adamw(
     if isinstance(weight_step_power, jax.core.Tracer) or weight_step_power != 0:
 
         def update_fn(
-            updates: optax.Updates, state: ScheduleFreeState, params: optax.Params = None,
+            updates: optax.Updates,
+            state: ScheduleFreeState,
+            params: optax.Params = None,
             **extra: Any,
         ) -> tuple[optax.Updates, ScheduleFreeState]:
             # Optax's weight is the largest rate to a power. Here the "rate" is the weight itself,

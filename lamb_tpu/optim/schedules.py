@@ -14,13 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from lamb_tpu.optim.checks import (
-    check_above_zero,
-    check_flag,
-    check_range,
-    check_whole,
-    is_number,
-)
+from lamb_tpu.optim.checks import check_above_zero, check_flag, check_range, check_whole, is_number
 
 # Each maps the fraction of the decay that is left, 1..0, to the part of the peak left, 1..0.
 DECAYS: dict[str, Callable[[jax.Array, float], jax.Array]] = {
@@ -120,8 +114,12 @@ def warmup(
         raise ValueError(f"decay_from must be 'warmup' or 'zero', not {decay_from!r}")
     check_above_zero(total_steps=total_steps, power=power, warmup_power=warmup_power)
     for name, value in {
-        "peak": peak, "warmup_steps": warmup_steps, "end_value": end_value,
-        "start_value": start_value, "hold_steps": hold_steps, "min_value": min_value,
+        "peak": peak,
+        "warmup_steps": warmup_steps,
+        "end_value": end_value,
+        "start_value": start_value,
+        "hold_steps": hold_steps,
+        "min_value": min_value,
         "first_step": first_step,
     }.items():
         check_range(name, value)
@@ -161,9 +159,7 @@ def warmup(
             rate = jnp.where(step < peak_ends, peak, rate)
         if warmup_steps:
             rising = (step / warmup_steps) ** warmup_power
-            rate = jnp.where(
-                step < warmup_steps, start_value + (peak - start_value) * rising, rate
-            )
+            rate = jnp.where(step < warmup_steps, start_value + (peak - start_value) * rising, rate)
         return jnp.maximum(rate, min_value) if min_value else rate
 
     return schedule

@@ -91,9 +91,7 @@ def state_sharding(
         return _with_spec(sharding, PartitionSpec(*axes))
 
     # Bare shapes: shardings that params carry may belong to a mesh that is not set here.
-    shapes = jax.tree.map(
-        lambda p: jax.ShapeDtypeStruct(np.shape(p), jnp.result_type(p)), params
-    )
+    shapes = jax.tree.map(lambda p: jax.ShapeDtypeStruct(np.shape(p), jnp.result_type(p)), params)
     return jax.tree_util.tree_map_with_path(place, jax.eval_shape(tx.init, shapes))
 
 

@@ -68,14 +68,16 @@ def split_of(
         )
     # A spec may be shorter than the leaf; the axes behind it are whole.
     entries = [*given, *(None,) * (len(shape) - len(given))]
-    axes = tuple(
-        (entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in entries
-    )
+    axes = tuple((entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in entries)
     # `shape` is that of the part at hand: times the sizes of the mesh axes it is the whole leaf's.
-    return Split(names, tuple(
-        trust_ratio.over(lambda part, over: part * jax.lax.axis_size(over), size, names)
-        for size, names in zip(shape, axes, strict=True)
-    ), axes)
+    return Split(
+        names,
+        tuple(
+            trust_ratio.over(lambda part, over: part * jax.lax.axis_size(over), size, names)
+            for size, names in zip(shape, axes, strict=True)
+        ),
+        axes,
+    )
 
 
 def whole(shape: tuple[int, ...]) -> Split:

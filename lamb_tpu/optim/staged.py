@@ -76,7 +76,10 @@ class LeavesStep(Protocol):
     """The update of all leaves in one stage."""
 
     def __call__(
-        self, stage: Stage, leaves: list[Leaf], buffers: list[tuple[Any, ...]],
+        self,
+        stage: Stage,
+        leaves: list[Leaf],
+        buffers: list[tuple[Any, ...]],
         reduce: Callable[[list[jax.Array]], list[jax.Array]],
     ) -> list[Step]:
         """Returns the step of each leaf.
@@ -156,8 +159,13 @@ def transform(
         return state_type._make((jnp.zeros((), jnp.int32), *buffers, readings))
 
     def update_fn(
-        updates: optax.Updates, state: Any, params: optax.Params = None, *,
-        stage: Any = BY_COUNT, reduce: Reduce | None = None, num_devices: int = 1,
+        updates: optax.Updates,
+        state: Any,
+        params: optax.Params = None,
+        *,
+        stage: Any = BY_COUNT,
+        reduce: Reduce | None = None,
+        num_devices: int = 1,
         **extra_args: Any,
     ) -> tuple[optax.Updates, Any]:
         del extra_args
@@ -202,10 +210,19 @@ def transform(
                 zip(paths, params_leaves, wide, facts, strict=True)
             ):
                 own = jnp.asarray(rate, trust_ratio.real_dtype(param)) * fact.rate_factor
-                leaves.append(Leaf(
-                    grad, jnp.asarray(param, grad.dtype), fact, own, state.count, i, count, path,
-                    splits.whole(np.shape(param)),
-                ))
+                leaves.append(
+                    Leaf(
+                        grad,
+                        jnp.asarray(param, grad.dtype),
+                        fact,
+                        own,
+                        state.count,
+                        i,
+                        count,
+                        path,
+                        splits.whole(np.shape(param)),
+                    )
+                )
             return step(stage, leaves, rows, means)
 
         def finished(stage: Stage) -> tuple[list[jax.Array], list[tuple], list[Any]]:
@@ -214,11 +231,16 @@ def transform(
                 u.astype(jnp.result_type(p))
                 for (u, _, _), p in zip(steps, params_leaves, strict=True)
             ]
-            read = [
-                trust_ratio.leaf_readings(
-                    ratio, u, jnp.asarray(p, trust_ratio.compute_dtype(p)), fact, None)
-                for (u, _, ratio), p, fact in zip(steps, params_leaves, facts, strict=True)
-            ] if collect else []
+            read = (
+                [
+                    trust_ratio.leaf_readings(
+                        ratio, u, jnp.asarray(p, trust_ratio.compute_dtype(p)), fact, None
+                    )
+                    for (u, _, ratio), p, fact in zip(steps, params_leaves, facts, strict=True)
+                ]
+                if collect
+                else []
+            )
             return narrow, [tuple(new) for _, new, _ in steps], read
 
         possible = [i for i, one in enumerate(stages) if stage == BY_COUNT or not one.local]
@@ -232,8 +254,7 @@ def transform(
         else:
             places = [possible.index(i) if i in possible else 0 for i in range(len(stages))]
             branches = [lambda i=i: finished(stages[i]) for i in possible]
-            steps, new, read = jax.lax.switch(
-                jnp.asarray(places)[index(state.count)], branches)
+            steps, new, read = jax.lax.switch(jnp.asarray(places)[index(state.count)], branches)
         readings: Readings | None = trust_ratio.readings_of(treedef, read) if collect else None
         new_buffers = columns(treedef, new, num_buffers)
         return treedef.unflatten(steps), state_type._make((count, *new_buffers, readings))
@@ -301,9 +322,13 @@ def check_mask(mask_unseen: Any, masked_rows: Any) -> None:
     """Raises ValueError for arguments that `mask` does not take."""
     checks.check_flag("mask_unseen", mask_unseen)
     pairs = isinstance(masked_rows, (tuple, list)) and all(
-        isinstance(pair, (tuple, list)) and len(pair) == 2 and isinstance(pair[0], str)
-        and isinstance(pair[1], (tuple, list)) and len(pair[1]) == 2
-        and all(type(row) is int for row in pair[1]) and 0 <= pair[1][0] < pair[1][1]
+        isinstance(pair, (tuple, list))
+        and len(pair) == 2
+        and isinstance(pair[0], str)
+        and isinstance(pair[1], (tuple, list))
+        and len(pair[1]) == 2
+        and all(type(row) is int for row in pair[1])
+        and 0 <= pair[1][0] < pair[1][1]
         for pair in masked_rows
     )
     if not pairs:

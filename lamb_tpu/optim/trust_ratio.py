@@ -169,7 +169,9 @@ def axes_of(axis_name: AxisName, path: str, layer_axes: Sequence[int] = ()) -> M
     # axes are left out: their norms must stay apart.
     if isinstance(axes, PartitionSpec):
         names = tuple(
-            name for axis, entry in enumerate(axes) if axis not in layer_axes
+            name
+            for axis, entry in enumerate(axes)
+            if axis not in layer_axes
             for name in (entry if isinstance(entry, tuple) else () if entry is None else (entry,))
         )
     if not all(isinstance(name, str) for name in names):
@@ -246,9 +248,7 @@ def root(value: jax.Array) -> jax.Array:
 
 
 @root.defjvp
-def _root_jvp(
-    primals: tuple[jax.Array], tangents: tuple[jax.Array]
-) -> tuple[jax.Array, jax.Array]:
+def _root_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
     (value,), (tangent,) = primals, tangents
     result = root(value)
     at_zero = value == 0.0
@@ -335,7 +335,8 @@ def initial_readings(params: optax.Params, facts: Any) -> Readings:
     def filled(value: float) -> Any:
         return jax.tree.map(
             lambda param, fact: jnp.full(collected_shape(param, fact), value, jnp.float32),
-            params, facts,
+            params,
+            facts,
         )
 
     return Readings(filled(1.0), filled(0.0), filled(0.0))

@@ -122,8 +122,10 @@ def zero_one_adam(
     checks.check_whole("local_step_scaler", local_step_scaler, lowest=1)
     checks.check_whole("local_step_clipper", local_step_clipper, lowest=1)
     checks.check_static(  # they decide the stages, which are programs
-        var_freeze_step=var_freeze_step, var_update_scaler=var_update_scaler,
-        local_step_scaler=local_step_scaler, local_step_clipper=local_step_clipper,
+        var_freeze_step=var_freeze_step,
+        var_update_scaler=var_update_scaler,
+        local_step_scaler=local_step_scaler,
+        local_step_clipper=local_step_clipper,
     )
     checks.check_flag("discard_first", discard_first)
     staged.check_mask(mask_unseen, masked_rows)
@@ -132,7 +134,9 @@ def zero_one_adam(
     def init_leaf(param: jax.Array, facts: ParameterFacts) -> tuple[jax.Array, ...]:
         rates = jnp.zeros((), trust_ratio.real_dtype(param))
         return (
-            leafwise.zeros_like(param), leafwise.zero_squares(param), leafwise.zeros_like(param),
+            leafwise.zeros_like(param),
+            leafwise.zero_squares(param),
+            leafwise.zeros_like(param),
             rates,
         )
 
@@ -187,10 +191,12 @@ def zero_one_adam(
         if stage == LOCAL:
             return steps
         own = [new for _, new, _ in steps]
-        ways = reduce([
-            moved * denominator(leaf, nu)
-            for leaf, (_, nu, moved, _) in zip(leaves, own, strict=True)
-        ])
+        ways = reduce(
+            [
+                moved * denominator(leaf, nu)
+                for leaf, (_, nu, moved, _) in zip(leaves, own, strict=True)
+            ]
+        )
         return [
             synchronised(leaf, way, new[-1], old)
             for (leaf, old), way, new in zip(pairs, ways, own, strict=True)
@@ -203,8 +209,15 @@ def zero_one_adam(
         var_freeze_step, var_update_scaler, local_step_scaler, local_step_clipper, discard_first
     )
     return staged.transform(
-        ZeroOneAdamState, init_leaf, step, stages, index, learning_rate, rules,
-        clip_global_norm=clip_global_norm, collect=collect,
+        ZeroOneAdamState,
+        init_leaf,
+        step,
+        stages,
+        index,
+        learning_rate,
+        rules,
+        clip_global_norm=clip_global_norm,
+        collect=collect,
     )
 
 

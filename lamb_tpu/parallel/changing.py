@@ -132,11 +132,17 @@ class ChangingStep:
         apart_by_device = self._is_named and mesh_lib.num_batch_shards(self._mesh) > 1
         self._needs_pairs = statistics.to_optimizer and not apart_by_device
         quantum = len(next(iter(self._microbatch.values())))
-        self._parts = PartStatistics(
-            statistics, self._backend, layout,
-            quantum // mesh_lib.num_batch_shards(self._mesh) if self._is_named else quantum,
-            sum(leaf.size for leaf in jax.tree.leaves(state.params)),
-        ) if statistics else None
+        self._parts = (
+            PartStatistics(
+                statistics,
+                self._backend,
+                layout,
+                quantum // mesh_lib.num_batch_shards(self._mesh) if self._is_named else quantum,
+                sum(leaf.size for leaf in jax.tree.leaves(state.params)),
+            )
+            if statistics
+            else None
+        )
 
         begin = self._mapped(self._begin, (specs, rows), of_total)
         traced = jax.jit(begin).trace(state, self._microbatch)
@@ -148,10 +154,13 @@ class ChangingStep:
         self._together = TOGETHER if is_looped else 1
         apart = whole if spread is None else NamedSharding(self._mesh, spread)
         of_grads = layout.moments if spread is None else jax.tree.map(lambda _: apart, shapes.grads)
-        held = Total(of_grads, *(
-            jax.tree.map(lambda _, place=place: place, tree)
-            for tree, place in zip(shapes[1:], (apart, apart, apart, whole), strict=True)
-        ))
+        held = Total(
+            of_grads,
+            *(
+                jax.tree.map(lambda _, place=place: place, tree)
+                for tree, place in zip(shapes[1:], (apart, apart, apart, whole), strict=True)
+            ),
+        )
         if spread is None and self._parts is not None:
             held = held._replace(shares=self._parts.places(whole))
 
@@ -167,7 +176,8 @@ class ChangingStep:
         )
         self._add = jit(
             self._mapped(self._added, (specs, of_total, rows, none, none, none, none), of_total),
-            in_shardings=(places, held, batch, whole, whole, whole, whole), out_shardings=held,
+            in_shardings=(places, held, batch, whole, whole, whole, whole),
+            out_shardings=held,
             donate_argnums=1,
         )
 
@@ -180,7 +190,8 @@ class ChangingStep:
 
             return jit(
                 self._mapped(updated, (specs, of_total, none, none), (specs, none)),
-                in_shardings=(places, held, whole, whole), out_shardings=(places, whole),
+                in_shardings=(places, held, whole, whole),
+                out_shardings=(places, whole),
                 donate_argnums=0,
             )
 
@@ -189,17 +200,22 @@ class ChangingStep:
         if statistics.per_example:
             self._per_example = jit(
                 step.in_mesh(self._mesh, self._one_by_one(statistics.per_example)),
-                in_shardings=(places, held.grads, batch, whole, whole), out_shardings=whole,
+                in_shardings=(places, held.grads, batch, whole, whole),
+                out_shardings=whole,
             )
         # Which weights depend on the examples follows from the task's own program.
-        self._is_weighed = bool(jax.eval_shape(
-            self._mapped(self._weights, (rows,), none), self._microbatch
-        ))
+        self._is_weighed = bool(
+            jax.eval_shape(self._mapped(self._weights, (rows,), none), self._microbatch)
+        )
         self._total: Total | None = None
 
     def __call__(
-        self, state: TrainState, microbatches: Sequence[Batch], rate: float = math.nan,
-        per_example: bool = False, update: int = 0,
+        self,
+        state: TrainState,
+        microbatches: Sequence[Batch],
+        rate: float = math.nan,
+        per_example: bool = False,
+        update: int = 0,
     ) -> tuple[TrainState, Sums]:
         """Makes an update, after `update` completed ones; see the class.
 
@@ -225,9 +241,7 @@ class ChangingStep:
             )
         measured = self._unmeasured
         if measured and per_example:
-            measured = self._per_example(
-                state, self._total.grads, microbatches[0], weights, count
-            )
+            measured = self._per_example(state, self._total.grads, microbatches[0], weights, count)
         program = self._update(self.stage(update))
         return program(state, self._total, np.float32(rate), measured)
 
@@ -273,9 +287,9 @@ class ChangingStep:
     def _weights(self, batch: Batch) -> dict[str, jax.Array]:
         """Returns the weights that depend on the examples, of a microbatch over all devices."""
         found = self._task.weights(batch)
-        return self._backend.add({
-            term: weight for term, weight in found.items() if isinstance(weight, jax.Array)
-        })
+        return self._backend.add(
+            {term: weight for term, weight in found.items() if isinstance(weight, jax.Array)}
+        )
 
     def _gradients(
         self, state: TrainState, batch: Batch, weights: Any, index: jax.Array, count: jax.Array
@@ -295,8 +309,7 @@ class ChangingStep:
             positions + index * quantum,
         )
         grads, loss, sums = jax.tree.map(
-            lambda leaf: leaf.astype(compute_dtype(leaf)),
-            (grads, loss, sums),
+            lambda leaf: leaf.astype(compute_dtype(leaf)), (grads, loss, sums)
         )
         shares = {} if self._parts is None else self._parts.shares(grads, state, index)
         return self._apart(Total(grads, loss, sums, shares, {})), model_state.get(MOMENTS, {})
@@ -304,7 +317,8 @@ class ChangingStep:
     def _given(self, batch: Batch) -> dict[str, Any]:
         """Returns the weights that follow from shapes, the same in each microbatch."""
         return {
-            term: weight for term, weight in self._task.weights(batch).items()
+            term: weight
+            for term, weight in self._task.weights(batch).items()
             if not isinstance(weight, jax.Array)
         }
 
@@ -326,8 +340,14 @@ class ChangingStep:
         return total._replace(moments=add_moments(None, moments, 0))
 
     def _added(
-        self, state: TrainState, total: Total, batches: Sequence[Batch], weights: Any,
-        first: jax.Array, number: jax.Array, count: jax.Array,
+        self,
+        state: TrainState,
+        total: Total,
+        batches: Sequence[Batch],
+        weights: Any,
+        first: jax.Array,
+        number: jax.Array,
+        count: jax.Array,
     ) -> Total:
         """Returns the total with the first `number` of these microbatches."""
         if len(batches) == 1:
@@ -341,7 +361,12 @@ class ChangingStep:
         return lax.fori_loop(0, number, add, total)
 
     def added(
-        self, state: TrainState, total: Total, batch: Batch, weights: Any, index: jax.Array,
+        self,
+        state: TrainState,
+        total: Total,
+        batch: Batch,
+        weights: Any,
+        index: jax.Array,
         count: jax.Array,
     ) -> Total:
         """Returns the total with one more microbatch; the first one begins it anew."""
@@ -353,7 +378,11 @@ class ChangingStep:
         return Total(grads, loss, sums, shares, add_moments(total.moments, moments, index))
 
     def updated(
-        self, state: TrainState, total: Total, rate: jax.Array, measured: Sums | None = None,
+        self,
+        state: TrainState,
+        total: Total,
+        rate: jax.Array,
+        measured: Sums | None = None,
         stage: step.Stage = step.PLAIN,
     ) -> tuple[TrainState, Sums]:
         """Returns the state after the update, and the metrics with those already `measured`."""

@@ -69,8 +69,7 @@ def reduce_scatter(
     def run(bucket: list[jax.Array], cuts: list[int]) -> list[jax.Array]:
         # Matrices (parts, values of a part): row i of each is to end on device i.
         rows = [
-            _rows(_sent(leaf, dtype), axis, parts)
-            for leaf, axis in zip(bucket, cuts, strict=True)
+            _rows(_sent(leaf, dtype), axis, parts) for leaf, axis in zip(bucket, cuts, strict=True)
         ]
         local = _scatter(_pack(rows), name, parts)
         pieces = _unpack(local, [matrix.shape[1] for matrix in rows])
@@ -94,11 +93,12 @@ def _scatter(packed: jax.Array, name: str, parts: int) -> jax.Array:
     # Device (run, place) is left with the entries of its place in every run, then with its own.
     packed = packed.reshape(far, near, rows, lanes).swapaxes(0, 1)
     packed = packed.reshape(near, far * rows, lanes)
-    packed = lax.psum_scatter(
-        packed, name, scatter_dimension=0, tiled=True, axis_index_groups=runs
-    )
+    packed = lax.psum_scatter(packed, name, scatter_dimension=0, tiled=True, axis_index_groups=runs)
     return lax.psum_scatter(
-        packed.reshape(far, rows, lanes), name, scatter_dimension=0, tiled=True,
+        packed.reshape(far, rows, lanes),
+        name,
+        scatter_dimension=0,
+        tiled=True,
         axis_index_groups=places,
     )
 

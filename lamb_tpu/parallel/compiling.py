@@ -8,8 +8,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 # XLA's CPU compiler hands products, sums and convolutions to the library YNNPACK, which computes a
 # convolution with one thread. Without it Eigen does, with every core. The option lists what stays.
 _OPTIONS_OF_CPU = {
-    "xla_cpu_experimental_ynn_fusion_type":
-        "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT,LIBRARY_FUSION_TYPE_REDUCE",
+    "xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT,LIBRARY_FUSION_TYPE_REDUCE"
 }
 
 

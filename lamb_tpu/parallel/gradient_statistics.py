@@ -169,7 +169,9 @@ class PartStatistics:
             even, odd = self._halves(shares, local, grads)
             measured = (parts % 2 == 0) | (self._devices > 1)
             cosines = similarity(
-                even, odd, dict(asked.modules) or None,
+                even,
+                odd,
+                dict(asked.modules) or None,
                 self._layout.update_spec if self._is_named else None,
             )
             one = jnp.ones((), jnp.float32)
@@ -210,9 +212,7 @@ def check_second_moments(state: TrainState) -> None:
     Args:
       state: shapes of the whole arrays of the state.
     """
-    checks.check_moments(
-        "the optimizer keeps", second_moments(state.opt_state), state.params
-    )
+    checks.check_moments("the optimizer keeps", second_moments(state.opt_state), state.params)
 
 
 def _whitened(grads: Any, moments: Any) -> Any:

@@ -58,7 +58,8 @@ class Layout:
         state = mesh_lib.state_axis(self.mesh)
         specs = {
             path: PartitionSpec(*(entry if entry == state else None for entry in sharding.spec))
-            if state in sharding.spec else None
+            if state in sharding.spec
+            else None
             for path, sharding in zip(
                 parameters.leaf_paths(self.moments), jax.tree.leaves(self.moments), strict=True
             )

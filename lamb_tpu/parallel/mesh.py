@@ -20,9 +20,7 @@ AXES = (*BATCH_AXES, "model", "sequence")
 
 
 def make_mesh(
-    shape: Mapping[str, int],
-    devices: Sequence[jax.Device] | None = None,
-    group_replicas: int = 1,
+    shape: Mapping[str, int], devices: Sequence[jax.Device] | None = None, group_replicas: int = 1
 ) -> Mesh:
     """Returns a mesh over all devices, with neighbours on the physical torus next to each other.
 

@@ -43,8 +43,11 @@ def make_per_example(
     sharding = mesh_lib.batch_sharding(mesh)
 
     def metrics(
-        state: TrainState, grads: Any, microbatch: Mapping[str, jax.Array],
-        weights: Mapping[str, jax.Array], count: jax.Array,
+        state: TrainState,
+        grads: Any,
+        microbatch: Mapping[str, jax.Array],
+        weights: Mapping[str, jax.Array],
+        count: jax.Array,
     ) -> Sums:
         examples = (len(next(iter(microbatch.values()))) * count).astype(jnp.float32)
         key = jax.random.fold_in(state.key, state.step)
@@ -74,9 +77,7 @@ def make_per_example(
             each = lax.map(sums, jax.tree.map(cut(chunks), (taken, positions)))
             total = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), each)
         one_weight = jnp.ones((), jnp.float32)
-        return {
-            name: (value, one_weight) for name, value in variance.statistics(total).items()
-        }
+        return {name: (value, one_weight) for name, value in variance.statistics(total).items()}
 
     def cut(chunks: int) -> Callable[[jax.Array], jax.Array]:
         # Each device cuts up its own examples, as in `accumulation.gradients`.
@@ -101,6 +102,7 @@ def unmeasured() -> dict[str, Any]:
 def _chunks(rows: int, bytes_each: int, most: int) -> int:
     """The smallest divisor of a device's rows whose chunks have at most so many bytes."""
     return next(
-        chunks for chunks in range(1, rows + 1)
+        chunks
+        for chunks in range(1, rows + 1)
         if rows % chunks == 0 and (chunks == rows or rows // chunks * bytes_each <= most)
     )

@@ -229,7 +229,9 @@ def check_named(shardings: Any, mesh: Mesh, facts: Any) -> None:
     """
     state = mesh_lib.state_axis(mesh)
     for path, sharding, fact in zip(
-        parameters.leaf_paths(shardings), jax.tree.leaves(shardings), jax.tree.leaves(facts),
+        parameters.leaf_paths(shardings),
+        jax.tree.leaves(shardings),
+        jax.tree.leaves(facts),
         strict=True,
     ):
         for axis, entry in enumerate(sharding.spec):
@@ -285,7 +287,9 @@ def describe(
     """
     groups: dict[str, list[tuple[Any, Any]]] = {}
     for path, leaf, sharding in zip(
-        parameters.leaf_paths(params), jax.tree.leaves(params), jax.tree.leaves(shardings),
+        parameters.leaf_paths(params),
+        jax.tree.leaves(params),
+        jax.tree.leaves(shardings),
         strict=True,
     ):
         decides = next((rule for rule in rules if parameters.matches(rule[0], path)), None)

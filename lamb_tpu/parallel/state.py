@@ -150,15 +150,12 @@ def state_shardings(
         model_state=everywhere(abstract.model_state),
         opt_state=sharding.state_sharding(tx, abstract.params, layout.moments),
         key=leaf,
-        parts={
-            part.name: part.shardings(abstract.parts[part.name], layout) for part in parts
-        },
+        parts={part.name: part.shardings(abstract.parts[part.name], layout) for part in parts},
     )
 
 
 def check_update(
-    tx: optax.GradientTransformation, params: Any, opt_state: optax.OptState,
-    layout: Layout | None,
+    tx: optax.GradientTransformation, params: Any, opt_state: optax.OptState, layout: Layout | None
 ) -> None:
     """Traces the optimizer, and checks what its update returns.
 
@@ -186,8 +183,7 @@ def check_update(
     parts = jax.tree.map(lambda sharding: sharding.spec, layout.moments)
     specs = sharding.state_sharding(tx, params, parts)
     mapped = jax.shard_map(
-        update, mesh=layout.mesh, in_specs=(parts, specs), out_specs=(parts, specs),
-        check_vma=False,
+        update, mesh=layout.mesh, in_specs=(parts, specs), out_specs=(parts, specs), check_vma=False
     )
     jax.eval_shape(mapped, params, opt_state)
 
@@ -202,16 +198,17 @@ def saved(
       shapes: of the checkpoint's fields, as dicts and lists of `jax.ShapeDtypeStruct`s.
       parts: further parts of the state.
     """
-    return abstract.replace(**{
-        part.name: part.saved(abstract.parts[part.name], shapes.get(part.name)) for part in parts
-    })
+    return abstract.replace(
+        **{
+            part.name: part.saved(abstract.parts[part.name], shapes.get(part.name))
+            for part in parts
+        }
+    )
 
 
 def resumed(state: TrainState, parts: Sequence[StatePart] = PARTS) -> TrainState:
     """Returns the state of a checkpoint with each part as this run's devices need it."""
-    return state.replace(
-        **{part.name: part.resumed(state.parts[part.name]) for part in parts}
-    )
+    return state.replace(**{part.name: part.resumed(state.parts[part.name]) for part in parts})
 
 
 def with_shardings(abstract: Any, shardings: Any) -> Any:

@@ -49,7 +49,7 @@ def check_statistics(
     traced, shapes = jax.make_jaxpr(new_state, return_shape=True)(*given)
     # The inputs of a jaxpr are the leaves of the arguments in order: model state, then the batch,
     # which is a flat dict.
-    rows = traced.jaxpr.invars[len(paths):][:len(given[1])]
+    rows = traced.jaxpr.invars[len(paths) :][: len(given[1])]
     depends = _depending(traced.jaxpr, rows) if whole else [True] * len(traced.jaxpr.outvars)
     # Moments have the paths of the running averages, below another collection.
     known = {f"batch_stats/{path}" for path in parameters.leaf_paths(shapes.get(MOMENTS, {}))}

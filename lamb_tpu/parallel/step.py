@@ -113,8 +113,13 @@ def make_finish(
     num_devices = mesh_lib.num_batch_shards(backend.layout.mesh)
 
     def finish(
-        state: TrainState, grads: Any, loss: jax.Array, model_state: Any, task_sums: Sums,
-        new_rows: Mapping[str, jax.Array], measure: Measure = lambda grads: ({}, {}),
+        state: TrainState,
+        grads: Any,
+        loss: jax.Array,
+        model_state: Any,
+        task_sums: Sums,
+        new_rows: Mapping[str, jax.Array],
+        measure: Measure = lambda grads: ({}, {}),
     ) -> tuple[TrainState, Sums]:
         # The model state needs no sum: BatchNorm takes its statistics over devices by itself.
         loss, task_sums = backend.add((loss, task_sums))
@@ -173,9 +178,11 @@ def make_finish(
                 finite, (params, model_state, after), (old, state.model_state, stays)
             )
             opt_state = jax.tree.map(
-                lambda new, old: jnp.where(finite, new, old)
-                if jnp.issubdtype(new.dtype, jnp.inexact) else new,
-                opt_state, state.opt_state,
+                lambda new, old: (
+                    jnp.where(finite, new, old) if jnp.issubdtype(new.dtype, jnp.inexact) else new
+                ),
+                opt_state,
+                state.opt_state,
             )
             # `tree.map` sorts the names, and a state has them in the order of `parts`.
             after = {part.name: after[part.name] for part in parts}
@@ -286,8 +293,11 @@ def make_train_step(
     # Without shardings of the output the compiler might place the new state otherwise than the old,
     # and compile again for it.
     return jax.jit(
-        update, in_shardings=(shardings, batch), out_shardings=(shardings, whole),
-        donate_argnums=0, compiler_options=compiler_options(mesh),
+        update,
+        in_shardings=(shardings, batch),
+        out_shardings=(shardings, whole),
+        donate_argnums=0,
+        compiler_options=compiler_options(mesh),
     )
 
 
@@ -311,7 +321,8 @@ def make_lipschitz_step(task: Task, mesh: Mesh) -> jax.stages.Wrapped:
 
 def _jit(function: Callable[..., Any], mesh: Mesh) -> jax.stages.Wrapped:
     return jax.jit(
-        in_mesh(mesh, function), out_shardings=replicated(mesh),
+        in_mesh(mesh, function),
+        out_shardings=replicated(mesh),
         compiler_options=compiler_options(mesh),
     )
 

@@ -75,5 +75,7 @@ def _path(sides: Sequence[int]) -> list[tuple[int, ...]]:
     inner = _path(sides[1:])
     return [
         # Every other row is walked backwards, so that the next one begins beside its end.
-        (i, *place) for i in range(sides[0]) for place in (reversed(inner) if i % 2 else inner)
+        (i, *place)
+        for i in range(sides[0])
+        for place in (reversed(inner) if i % 2 else inner)
     ]

@@ -63,48 +63,69 @@ if __name__ == "__main__":  # --help is answered before the imports below, which
         "2xv5e-256 is two slices. For an unknown name the error lists the slices.",
     )
     flags.DEFINE_integer(
-        "examples", None, "Number of training examples, for a data set that is not there and is "
-        "none of the published ones; durations in epochs need it.", lower_bound=1,
+        "examples",
+        None,
+        "Number of training examples, for a data set that is not there and is "
+        "none of the published ones; durations in epochs need it.",
+        lower_bound=1,
     )
     flags.DEFINE_string(
-        "cache", "", "Folder of compiled programs, which the same plan takes instead of compiling "
+        "cache",
+        "",
+        "Folder of compiled programs, which the same plan takes instead of compiling "
         "again; it may be deleted at any time, and 'none' keeps none. Default: lamb_tpu/plans in "
         "the user's cache folder.",
     )
     flags.DEFINE_enum(
-        "find", None, ["batch", "fastest"], "Search instead of one plan. batch: the largest batch "
+        "find",
+        None,
+        ["batch", "fastest"],
+        "Search instead of one plan. batch: the largest batch "
         "that fits; fastest: the layout with the shortest step, for the config's batch.",
     )
     flags.DEFINE_string(
-        "batches", None, "Advice instead of one plan: a row for each of these batches, such as "
-        "512,1024,2048.",
+        "batches",
+        None,
+        "Advice instead of one plan: a row for each of these batches, such as 512,1024,2048.",
     )
     flags.DEFINE_string(
-        "workdir", None, "With --batches: the folder of a run, of which the noise scale is told.",
+        "workdir", None, "With --batches: the folder of a run, of which the noise scale is told."
     )
     flags.DEFINE_string(
-        "batches-of", None, "For a config.batch_rule that decides during the run: the folder of a "
+        "batches-of",
+        None,
+        "For a config.batch_rule that decides during the run: the folder of a "
         "run whose batches are taken.",
     )
     flags.DEFINE_float(
-        "price-per-device-hour", None, "With --batches: price of a device for an hour, in any "
+        "price-per-device-hour",
+        None,
+        "With --batches: price of a device for an hour, in any "
         "currency. A device is a core of v2 and v3, and of tpu7x half a chip, else a chip.",
     )
     flags.DEFINE_string(
-        "topologies", None, "Instead of --topology: several slices with commas between, a row "
+        "topologies",
+        None,
+        "Instead of --topology: several slices with commas between, a row "
         "each; --html then writes a picture of the time by the number of devices.",
     )
     flags.DEFINE_string(
-        "measured", None, "With --topologies: times of measured runs, such as "
+        "measured",
+        None,
+        "With --topologies: times of measured runs, such as "
         "v3-1024=150min,v3-2048=76.2min; units are s, min and h.",
     )
     flags.DEFINE_float(
-        "network-gbps", None, "Instead of the slice's network between hosts: one link for each "
+        "network-gbps",
+        None,
+        "Instead of the slice's network between hosts: one link for each "
         "host, shared by its devices, of this many 10^9 bits a second each way, such as 10 for "
         "Ethernet. The devices of a host keep the slice's links.",
     )
     flags.DEFINE_string(
-        "html", None, "Also write the plan as one page to this file, with memory by kind, the most "
+        "html",
+        None,
+        "Also write the plan as one page to this file, with memory by kind, the most "
         "expensive kernels with their source lines, and collectives on the torus.",
     )
     flags.DEFINE_bool("json", False, "Print JSON instead, and nothing else on stdout.")
@@ -164,8 +185,15 @@ def main() -> None:
         any(changes(phase.config) for phase in phases.split(values.config)),
     )
     request = options.check(
-        values.config, values.topology, values.find, values.batches, values.topologies,
-        values.workdir, values["price-per-device-hour"].value, values.measured, values.html,
+        values.config,
+        values.topology,
+        values.find,
+        values.batches,
+        values.topologies,
+        values.workdir,
+        values["price-per-device-hour"].value,
+        values.measured,
+        values.html,
     )
     if request.kind == "plan":
         _plan(kept, page)
@@ -192,7 +220,11 @@ def _search(request: options.Request, kept: Cache) -> Answer:
             return fastest.find(variants, name, trials)
     with Trials(len(request.batches), values.examples, kept, _gbps()) as trials:
         return advice.advise(
-            variants, request.batches, name, trials, values["price-per-device-hour"].value,
+            variants,
+            request.batches,
+            name,
+            trials,
+            values["price-per-device-hour"].value,
             values.workdir,
         )
 
@@ -216,8 +248,13 @@ def _plan(kept: Cache, page: pathlib.Path | None) -> None:
         with phases.errors_in_phase(phase.name):
             if changes(phase.config):
                 plan = make_changing_plan(
-                    phase.config, values.topology, _waiting, values.examples, kept,
-                    values["batches-of"].value, _gbps(),
+                    phase.config,
+                    values.topology,
+                    _waiting,
+                    values.examples,
+                    kept,
+                    values["batches-of"].value,
+                    _gbps(),
                 )
             else:
                 plan = make_plan(
@@ -229,8 +266,9 @@ def _plan(kept: Cache, page: pathlib.Path | None) -> None:
         if not values.json:
             print((f"{phase.name}\n" if phase.name else "") + plan.describe(), flush=True)
     if values.json:
-        every = [{"phase": name} | plan.as_json() if name else plan.as_json()
-                 for name, plan in found]
+        every = [
+            {"phase": name} | plan.as_json() if name else plan.as_json() for name, plan in found
+        ]
         print(json.dumps(every if values.config.phases else every[0], indent=2))
     elif len(found) > 1:
         print(terminal.fit(f"all phases: {decision([plan for _, plan in found])}"))

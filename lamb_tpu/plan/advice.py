@@ -13,15 +13,7 @@ from lamb_tpu import terminal
 from lamb_tpu.cost import topology as topology_lib
 from lamb_tpu.errors import UserError
 from lamb_tpu.plan.totals import span_text
-from lamb_tpu.plan.trials import (
-    LEFT_OUT,
-    Answer,
-    Trial,
-    Trials,
-    check_any,
-    milliseconds,
-    table,
-)
+from lamb_tpu.plan.trials import LEFT_OUT, Answer, Trial, Trials, check_any, milliseconds, table
 from lamb_tpu.plan.variants import Variants
 from lamb_tpu.store.metrics import read_records
 
@@ -55,8 +47,10 @@ def advise(
     rows, values = [], []
     for batch in batches:
         trial = _trial(variants, batch, topology, trials)
-        value = trial.as_json() | {"batch_size": batch, "devices": devices} | _numbers(
-            trial, devices, price
+        value = (
+            trial.as_json()
+            | {"batch_size": batch, "devices": devices}
+            | _numbers(trial, devices, price)
         )
         if noise is not None:
             value["is_beyond_noise_scale"] = batch > noise
@@ -68,7 +62,8 @@ def advise(
     check_any([trial for _, trial in rows])
     notes = [] if workdir is None else [_describe_noise(workdir, noise, batches)]
     endless = [
-        f"{value['batch_size']:,}" for value in values
+        f"{value['batch_size']:,}"
+        for value in values
         if value["updates"] and value["warmup_updates"] >= value["updates"]
     ]
     if endless:
@@ -76,13 +71,16 @@ def advise(
             f"THE WARM-UP IS AS LONG AS THE RUN at {', '.join(endless)}: the rate never reaches "
             "the one above"
         )
-    text = "\n".join([
-        f"{topology}: {devices:,} devices", table(head, rows, right=tuple(range(8))),
-        terminal.fit("\n".join([*notes, f"left out: {LEFT_OUT}"])),
-    ])
-    return Answer(text, {
-        "topology": topology, "devices": devices, "noise_scale": noise, "batches": values,
-    })
+    text = "\n".join(
+        [
+            f"{topology}: {devices:,} devices",
+            table(head, rows, right=tuple(range(8))),
+            terminal.fit("\n".join([*notes, f"left out: {LEFT_OUT}"])),
+        ]
+    )
+    return Answer(
+        text, {"topology": topology, "devices": devices, "noise_scale": noise, "batches": values}
+    )
 
 
 def noise_scale(workdir: str) -> float | None:
@@ -121,11 +119,12 @@ def _cells(trial: Trial, value: Mapping[str, Any]) -> list[str]:
     if trial.plan is None:
         return ["refused"]
     rate, warmup, updates, hours, price = (
-        value[key] for key in
-        ("learning_rate", "warmup_updates", "updates", "device_hours", "price")
+        value[key]
+        for key in ("learning_rate", "warmup_updates", "updates", "device_hours", "price")
     )
     cells = [
-        _text(rate, ".4g"), _text(warmup, ",.0f" if warmup and warmup >= 1000 else ".4g"),
+        _text(rate, ".4g"),
+        _text(warmup, ",.0f" if warmup and warmup >= 1000 else ".4g"),
         _text(updates, ","),
     ]
     if trial.fits and trial.totals:

@@ -22,8 +22,18 @@ from lamb_tpu.errors import UserError
 from lamb_tpu.files import writing
 
 # What two configs share whose steps differ in their batch alone.
-_FAMILY = ("model.", "data.name", "data.options.", "task.", "optimizer.name", "mesh.", "parallel.",
-           "accumulation_steps", "ema.", "prng")
+_FAMILY = (
+    "model.",
+    "data.name",
+    "data.options.",
+    "task.",
+    "optimizer.name",
+    "mesh.",
+    "parallel.",
+    "accumulation_steps",
+    "ema.",
+    "prng",
+)
 # It follows the batch in some recipes.
 _FOLLOWS = ("model.group_size",)
 
@@ -104,10 +114,17 @@ class Cache:
             new = path.with_name(f"{path.name}.{os.getpid()}")
             new.write_bytes(gzip.compress(compiled.program.encode(), 6, mtime=0))
             new.replace(path)
-            writing.replace(self._folder / f"{key}.json", json.dumps({
-                "compiled": record, "sha256": _digest(compiled.program),
-                "batch_size": config.batch_size, "family": _family(config, topology),
-            }))
+            writing.replace(
+                self._folder / f"{key}.json",
+                json.dumps(
+                    {
+                        "compiled": record,
+                        "sha256": _digest(compiled.program),
+                        "batch_size": config.batch_size,
+                        "family": _family(config, topology),
+                    }
+                ),
+            )
 
     def batches(self, config: ConfigDict, topology: str) -> dict[int, bool]:
         """Returns the batches at which steps that differ in the batch alone are known to fit."""
@@ -143,7 +160,8 @@ def check_folder(folder: str) -> pathlib.Path | None:
 
 def _family(config: ConfigDict, topology: str) -> str:
     flat = {
-        key: value for key, value in flatten(config).items()
+        key: value
+        for key, value in flatten(config).items()
         if key.startswith(_FAMILY) and key not in _FOLLOWS
     }
     text = json.dumps([topology, importlib.metadata.version("libtpu"), flat], sort_keys=True)

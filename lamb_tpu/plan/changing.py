@@ -89,7 +89,11 @@ def make_changing_plan(
         evaluations=_evaluations(path, run.recipe),
     )
     return dataclasses.replace(
-        found[last], work=work, recipe=run.recipe, other_batch=None, along=Along(size, rows),
+        found[last],
+        work=work,
+        recipe=run.recipe,
+        other_batch=None,
+        along=Along(size, rows),
         compile_seconds=sum(plan.compile_seconds for plan in found.values()),
     )
 

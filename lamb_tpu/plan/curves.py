@@ -13,15 +13,7 @@ from lamb_tpu.cost.calibrated import CALIBRATED
 from lamb_tpu.files import writing
 from lamb_tpu.plan import page
 from lamb_tpu.plan.totals import span_text
-from lamb_tpu.plan.trials import (
-    LEFT_OUT,
-    Answer,
-    Trial,
-    Trials,
-    check_any,
-    milliseconds,
-    table,
-)
+from lamb_tpu.plan.trials import LEFT_OUT, Answer, Trial, Trials, check_any, milliseconds, table
 
 
 class Point(NamedTuple):
@@ -66,7 +58,8 @@ class Point(NamedTuple):
             return [*found, "does not fit"]
         steps = [trial.step_seconds for trial in self.trials]
         found.append(
-            milliseconds(steps[0]) if len(steps) == 1
+            milliseconds(steps[0])
+            if len(steps) == 1
             else " + ".join(milliseconds(each).partition(" ")[0] for each in steps)
         )
         if not self.seconds:
@@ -77,16 +70,20 @@ class Point(NamedTuple):
     def as_json(self) -> dict[str, Any]:
         """Returns the numbers as a dict of JSON values."""
         return {
-            "topology": self.topology, "devices": self.devices,
+            "topology": self.topology,
+            "devices": self.devices,
             "phases": [trial.as_json() for trial in self.trials],
             "seconds": self.seconds and list(self.seconds),
-            "measured_seconds": self.measured, "predicted_by_measured": self.ratio,
+            "measured_seconds": self.measured,
+            "predicted_by_measured": self.ratio,
         }
 
 
 def plan(
-    phases: Sequence[tuple[str, ConfigDict]], topologies: Sequence[str],
-    measured: Mapping[str, float], trials: Trials,
+    phases: Sequence[tuple[str, ConfigDict]],
+    topologies: Sequence[str],
+    measured: Mapping[str, float],
+    trials: Trials,
 ) -> list[Point]:
     """Returns the points of a config's curve.
 
@@ -101,7 +98,8 @@ def plan(
     """
     points = [
         Point(
-            name, topology_lib.topology(name).num_devices,
+            name,
+            topology_lib.topology(name).num_devices,
             tuple(
                 trials.make(config, name, f"{phase} for {name}" if phase else name)
                 for phase, config in phases
@@ -137,8 +135,11 @@ def write_page(points: Sequence[Point], found: Answer, path: pathlib.Path) -> No
       UserError: the file cannot be written.
     """
     text = page.render(
-        "curves.html.j2", title="Predicted time by number of devices", table=found.text,
-        picture=page.svg(picture(points)), left_out=LEFT_OUT,
+        "curves.html.j2",
+        title="Predicted time by number of devices",
+        table=found.text,
+        picture=page.svg(picture(points)),
+        left_out=LEFT_OUT,
         validated=CALIBRATED.validation.describe(),
     )
     with writing.checked(path, "--html"):
@@ -162,8 +163,9 @@ def picture(points: Sequence[Point]) -> Figure:
     measured = [(point.devices, point.measured / 60) for point in points if point.measured]
     if measured:
         look = style.OPTIMIZERS["adamw"]
-        axes.scatter(*zip(*measured), color=look.color, marker=look.marker, zorder=3,
-                     label="measured")
+        axes.scatter(
+            *zip(*measured), color=look.color, marker=look.marker, zorder=3, label="measured"
+        )
     style.dress(axes, "Time of the run", "devices", "time (min)", better="lower")
     style.batch_axis(axes, sorted({point.devices for point in points}))
     style.log_axis(axes)

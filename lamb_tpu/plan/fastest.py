@@ -63,21 +63,32 @@ def dimensions(variants: Variants, slice_: Topology) -> list[list[dict[str, Any]
     if _has(config, "model.scan_layers"):
         # The recipe's argument brings the rules that give each stacked layer a ratio of its own.
         scanned = variants.by_argument("scan=true")
-        found.append([
-            {"model.scan_layers": False},
-            scanned if scanned.get("model.scan_layers") else {"model.scan_layers": True},
-        ])
+        found.append(
+            [
+                {"model.scan_layers": False},
+                scanned if scanned.get("model.scan_layers") else {"model.scan_layers": True},
+            ]
+        )
     whole: dict[str, Any] = {"parallel.optimizer_state": "replicated"}
     split: dict[str, Any] = {"parallel.optimizer_state": "zero1"}
-    found.append([whole, split, *(
-        # The state's gathers then stay on a chip, or in a row of the torus.
-        split | {"mesh.data": -1, "mesh.fsdp": size} for size in _rows(slice_)
-    )])
-    found.append([
-        {"parallel.exchange.name": "float32"},
-        # Under jit the compiler chooses the dtype.
-        {"parallel.exchange.name": "bfloat16", "parallel.backend": "shard_map"},
-    ])
+    found.append(
+        [
+            whole,
+            split,
+            *(
+                # The state's gathers then stay on a chip, or in a row of the torus.
+                split | {"mesh.data": -1, "mesh.fsdp": size}
+                for size in _rows(slice_)
+            ),
+        ]
+    )
+    found.append(
+        [
+            {"parallel.exchange.name": "float32"},
+            # Under jit the compiler chooses the dtype.
+            {"parallel.exchange.name": "bfloat16", "parallel.backend": "shard_map"},
+        ]
+    )
     if any("model" in rule[1] for rule in config.parallel.rules):
         found.append([_split("model", size) for size in _AXES])
     if _has(config, "model.num_heads"):
@@ -145,11 +156,17 @@ def _answer(topology: str, tried: list[Layout], best: Layout) -> Answer:
     lines = [table((*HEAD, "layout"), rows, right=(1,)), terminal.fit(line)]
     # Flags are copied, so they are not wrapped.
     lines += ["add " + " ".join(flags)] if flags else []
-    return Answer("\n".join(lines), {
-        "topology": topology, "find": "fastest", "decision": line, "flags": flags,
-        "changes": best.changes,
-        "trials": [{"changes": each.changes} | each.trial.as_json() for each in tried],
-    })
+    return Answer(
+        "\n".join(lines),
+        {
+            "topology": topology,
+            "find": "fastest",
+            "decision": line,
+            "flags": flags,
+            "changes": best.changes,
+            "trials": [{"changes": each.changes} | each.trial.as_json() for each in tried],
+        },
+    )
 
 
 def gain(first: Trial, fastest: Trial) -> str:
@@ -164,8 +181,7 @@ def gain(first: Trial, fastest: Trial) -> str:
         return text
     # Both intervals are made of the same three sets of the network's constants.
     always = all(
-        ours < theirs
-        for ours, theirs in zip(fastest.step_seconds, first.step_seconds, strict=True)
+        ours < theirs for ours, theirs in zip(fastest.step_seconds, first.step_seconds, strict=True)
     )
     return f"{text}, a gain inside the network's interval" + (
         ", but at both of its ends too" if always else ""

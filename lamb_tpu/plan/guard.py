@@ -10,7 +10,12 @@ from types import FrameType
 
 # A failed check of the compiler aborts the process; the kernel kills one that needs too much.
 _CRASHES = {
-    signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGTRAP,
+    signal.SIGABRT,
+    signal.SIGSEGV,
+    signal.SIGBUS,
+    signal.SIGILL,
+    signal.SIGFPE,
+    signal.SIGTRAP,
 }
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM)
 

@@ -110,10 +110,14 @@ def search(batches: Batches, asked: int, topology: str, trials: Trials) -> Answe
         batches.at(asked)  # raises, with the reason
         raise UserError(f"config.batch_size is {asked}, and no batch near it divides on {topology}")
     found: dict[int, Trial] = {}
-    notes = [] if start == asked else [
-        f"the config's own batch, {asked:,}, is refused on {topology}; the search began at "
-        f"{start:,}"
-    ]
+    notes = (
+        []
+        if start == asked
+        else [
+            f"the config's own batch, {asked:,}, is refused on {topology}; the search began at "
+            f"{start:,}"
+        ]
+    )
 
     def fits(batch: int) -> bool:
         make = trials.make if found else trials.first
@@ -129,8 +133,10 @@ def search(batches: Batches, asked: int, topology: str, trials: Trials) -> Answe
         # Up to the first that does not fit, or down to the first that does.
         if low and high < math.inf:
             break
-        following = batches.nearest(2 * batch, batch, 4 * batch) if low else (
-            batches.nearest(batch / 2, 0, batch)
+        following = (
+            batches.nearest(2 * batch, batch, 4 * batch)
+            if low
+            else (batches.nearest(batch / 2, 0, batch))
         )
         if following is None:
             notes += batches.refusal(2 * batch if low else batch // 2)
@@ -153,9 +159,14 @@ def _answer(
     topology: str, found: dict[int, Trial], low: int, high: float, notes: list[str]
 ) -> Answer:
     rows = [
-        ((f"{batch:,}", *trial.cells(), *(
-            [f"{batch / trial.expected:,.0f}"] if trial.expected < math.inf else []
-        )), trial)
+        (
+            (
+                f"{batch:,}",
+                *trial.cells(),
+                *([f"{batch / trial.expected:,.0f}"] if trial.expected < math.inf else []),
+            ),
+            trial,
+        )
         for batch, trial in sorted(found.items())
     ]
     shown = table(("batch", *HEAD, "examples a second"), rows, right=(0, 2, 4))
@@ -168,9 +179,15 @@ def _answer(
             line += f"{int(high):,} {'is refused' if found[int(high)].refused else 'does not fit'}"
     else:
         line = f"no batch fits on {topology}, not even {min(found):,}, the smallest that was tried"
-    return Answer("\n".join([shown, terminal.fit("\n".join([*notes, line]))]), {
-        "topology": topology, "find": "batch", "batch_size": low or None, "decision": line,
-        "trials": [
-            trial.as_json() | {"batch_size": batch} for batch, trial in sorted(found.items())
-        ],
-    })
+    return Answer(
+        "\n".join([shown, terminal.fit("\n".join([*notes, line]))]),
+        {
+            "topology": topology,
+            "find": "batch",
+            "batch_size": low or None,
+            "decision": line,
+            "trials": [
+                trial.as_json() | {"batch_size": batch} for batch, trial in sorted(found.items())
+            ],
+        },
+    )

@@ -92,8 +92,13 @@ def make_plan(
 
 
 def _of_step(
-    run: Run, update: int, name: str, devices: Sequence[jax.Device],
-    waiting: Callable[[str], Any], cache: Cache, gbps: float | None,
+    run: Run,
+    update: int,
+    name: str,
+    devices: Sequence[jax.Device],
+    waiting: Callable[[str], Any],
+    cache: Cache,
+    gbps: float | None,
 ) -> Plan:
     """Compiles the step of the stage of an update; see `make_plan`."""
     slice_, config = topology_lib.topology(name), run.config
@@ -105,8 +110,11 @@ def _of_step(
     if key in guard.crashed:
         raise UserError(f"the TPU compiler crashes on this step for {name}")
     if kept is None:
-        with guard.compiling(key), waiting(
-            f"compiling the training step for {len(devices):,} devices; large models take minutes"
+        with (
+            guard.compiling(key),
+            waiting(
+                f"compiling the training step for {len(devices):,} devices; large models take minutes"
+            ),
         ):
             compiled = _compile(lowered, name)
         cache.store(key, compiled, config, slice_.name)
@@ -137,8 +145,10 @@ def _of_step(
     # of use.
     text = compiled.program
     cost = _read(hlo.program_cost, text, notes)
-    fabric = Network(slice_, places) if gbps is None else HostNetwork(
-        slice_, places, hosts(run.mesh.devices.flat), gbps
+    fabric = (
+        Network(slice_, places)
+        if gbps is None
+        else HostNetwork(slice_, places, hosts(run.mesh.devices.flat), gbps)
     )
     plan = dataclasses.replace(plan, network=fabric, program=text)
     times = _read(lambda _: plan.timelines(calibration.each), text, notes)
@@ -213,16 +223,22 @@ def _traffic(schedule: Timeline, fabric: Network) -> tuple[Traffic, ...]:
     found = []
     for row in rows:
         events = [
-            event for event in schedule.events
+            event
+            for event in schedule.events
             if (event.collective.kind, event.collective.group_size, event.collective.dtype)
             == row[:3]
         ]
         first = events[0].collective
         route = fabric.route(first.groups, first.kind == "collective-permute")
-        found.append(Traffic(
-            row, sum(event.seconds for event in events), sum(event.exposed for event in events),
-            route, events[0].algorithm,
-        ))
+        found.append(
+            Traffic(
+                row,
+                sum(event.seconds for event in events),
+                sum(event.exposed for event in events),
+                route,
+                events[0].algorithm,
+            )
+        )
     return tuple(found)
 
 

@@ -69,8 +69,10 @@ def write_page(plans: Sequence[tuple[str, Plan]], path: pathlib.Path) -> None:
     """
     text = render(
         "plan.html.j2",
-        parts=[_part(name, plan) for name, plan in plans], title=plans[0][1].topology.name,
-        decision=decision([plan for _, plan in plans]), size_text=size_text,
+        parts=[_part(name, plan) for name, plan in plans],
+        title=plans[0][1].topology.name,
+        decision=decision([plan for _, plan in plans]),
+        size_text=size_text,
     )
     with writing.checked(path, "--html"):
         path.write_text(text, "utf-8")
@@ -79,8 +81,12 @@ def write_page(plans: Sequence[tuple[str, Plan]], path: pathlib.Path) -> None:
 def render(template: str, **values: Any) -> str:
     """Returns a page from a template of the folder `templates`."""
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_TEMPLATES), undefined=jinja2.StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True, autoescape=True, keep_trailing_newline=True,
+        loader=jinja2.FileSystemLoader(_TEMPLATES),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        autoescape=True,
+        keep_trailing_newline=True,
     )
     return environment.get_template(template).render(**values)
 
@@ -117,11 +123,13 @@ def _part(name: str, plan: Plan) -> Part:
         tail = "; the network with its interval." if plan.times else "."
         pictures.append((caption + tail, svg(_times(plan, kinds))))
     if plan.collectives:
-        pictures.append((
-            f"Links of a slice, at most {_most(plan)} chips of a side. The wider a line, the "
-            "longer collectives use that axis in a step; dots close a ring.",
-            svg(_torus(plan)),
-        ))
+        pictures.append(
+            (
+                f"Links of a slice, at most {_most(plan)} chips of a side. The wider a line, the "
+                "longer collectives use that axis in a step; dots close a ring.",
+                svg(_torus(plan)),
+            )
+        )
     return Part(name, plan, facts, pictures, kernels)
 
 
@@ -133,14 +141,20 @@ def svg(figure: Figure) -> str:
     """Returns a figure as an element of a page: without the head of a file."""
     text = style.svg(figure)
     # A size in points would not shrink on a phone.
-    return re.sub(r'(<svg[^>]*?) width="[^"]*pt"', r"\1", re.sub(
-        r'(<svg[^>]*?) height="[^"]*pt"', r"\1", text[text.index("<svg"):], count=1
-    ), count=1)
+    return re.sub(
+        r'(<svg[^>]*?) width="[^"]*pt"',
+        r"\1",
+        re.sub(r'(<svg[^>]*?) height="[^"]*pt"', r"\1", text[text.index("<svg") :], count=1),
+        count=1,
+    )
 
 
 def _bars(
-    values: Mapping[str, float], title: str, unit: str,
-    span: tuple[float, float] | None = None, limit: float | None = None,
+    values: Mapping[str, float],
+    title: str,
+    unit: str,
+    span: tuple[float, float] | None = None,
+    limit: float | None = None,
 ) -> Figure:
     """Plots a bar for each value; `span` is the interval of the last one."""
     figure = style.figure(7.5, 0.9 + 0.36 * len(values))
@@ -149,10 +163,18 @@ def _bars(
     errors: Any = None
     if span:
         last = values[names[-1]]
-        errors = [[0.0] * (len(names) - 1) + [max(0.0, last - span[0])],
-                  [0.0] * (len(names) - 1) + [max(0.0, span[1] - last)]]
-    axes.barh(names, list(values.values()), color=style.OPTIMIZERS["lamb"].color, height=0.6,
-              xerr=errors, ecolor=style.NEUTRAL)
+        errors = [
+            [0.0] * (len(names) - 1) + [max(0.0, last - span[0])],
+            [0.0] * (len(names) - 1) + [max(0.0, span[1] - last)],
+        ]
+    axes.barh(
+        names,
+        list(values.values()),
+        color=style.OPTIMIZERS["lamb"].color,
+        height=0.6,
+        xerr=errors,
+        ecolor=style.NEUTRAL,
+    )
     axes.invert_yaxis()
     if limit is not None:
         axes.axvline(limit, color=style.OPTIMIZERS["adamw"].color)
@@ -164,13 +186,18 @@ def _bars(
 def _memory(plan: Plan) -> Figure:
     assert plan.memory is not None
     memory, gib = plan.memory, 2**30
-    return _bars({
-        "peak": memory.peak / gib,
-        "state and batch": memory.arguments / gib,
-        "temporaries": memory.temporaries / gib,
-        "new outputs": (memory.outputs - memory.aliased) / gib,
-        "program": memory.program / gib,
-    }, f"{plan.topology.name}: memory of a device", "GiB", limit=_usable(plan) / gib)
+    return _bars(
+        {
+            "peak": memory.peak / gib,
+            "state and batch": memory.arguments / gib,
+            "temporaries": memory.temporaries / gib,
+            "new outputs": (memory.outputs - memory.aliased) / gib,
+            "program": memory.program / gib,
+        },
+        f"{plan.topology.name}: memory of a device",
+        "GiB",
+        limit=_usable(plan) / gib,
+    )
 
 
 def _times(plan: Plan, kinds: Mapping[str, float]) -> Figure:
@@ -205,16 +232,15 @@ def _torus(plan: Plan) -> Figure:
         color = _COLORS[number] if axis in times else style.NEUTRAL
         label = f"{axis}: {1e3 * times[axis]:.3g} ms" if axis in times else f"{axis}: not used"
         if sides[number] > 1:
-            axes.add_collection(
-                LineCollection(links, label=label, colors=color, linewidths=width)
-            )
+            axes.add_collection(LineCollection(links, label=label, colors=color, linewidths=width))
             axes.add_collection(LineCollection(closing, colors=color, linestyles=":"))
     across, up = zip(*map(_flat, chips))
     axes.scatter(across, up, s=8, color="black", zorder=3)
     axes.set_aspect("equal")
     axes.set_axis_off()
-    axes.set_title(f"{plan.topology.name}: {'x'.join(map(str, plan.topology.shape))} chips",
-                   fontsize=11)
+    axes.set_title(
+        f"{plan.topology.name}: {'x'.join(map(str, plan.topology.shape))} chips", fontsize=11
+    )
     axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
     return figure
 

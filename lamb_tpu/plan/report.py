@@ -103,14 +103,20 @@ class Along:
         """Returns a table of the first stretches and the last one."""
         cells: list[tuple[str, ...]] = [("batch", "updates", "examples", "ms", "time")]
         for row in self.rows:
-            step = None if row.compute is None or row.network is None else (
-                row.compute[1] + row.network[1]
+            step = (
+                None
+                if row.compute is None or row.network is None
+                else (row.compute[1] + row.network[1])
             )
-            cells.append((
-                f"{row.examples / row.updates:,.0f}", f"{row.updates:,.0f}",
-                f"{row.examples:,.0f}", "?" if step is None else f"{1e3 * step:.3g}",
-                "?" if step is None else span_text(row.updates * step, row.updates * step),
-            ))
+            cells.append(
+                (
+                    f"{row.examples / row.updates:,.0f}",
+                    f"{row.updates:,.0f}",
+                    f"{row.examples:,.0f}",
+                    "?" if step is None else f"{1e3 * step:.3g}",
+                    "?" if step is None else span_text(row.updates * step, row.updates * step),
+                )
+            )
         if len(cells) > listed + 2:
             skipped = len(cells) - listed - 2
             cells[listed + 1 : -1] = [(f"{skipped:,} more", "", "", "", "")]
@@ -189,7 +195,8 @@ class Plan:
         program, clock = hlo.parse(self.program), self.topology.generation.clock
         return tuple(
             timeline(
-                program, each.compute_factor / clock,
+                program,
+                each.compute_factor / clock,
                 functools.partial(self.network.seconds, constants=each),
             )
             for each in constants
@@ -227,8 +234,10 @@ class Plan:
         if self.times is None or self.work is None:
             return None
         found = totals_lib.totals(
-            self.work, [each.compute for each in self.times],
-            [each.exposed for each in self.times], self.topology.num_chips,
+            self.work,
+            [each.compute for each in self.times],
+            [each.exposed for each in self.times],
+            self.topology.num_chips,
         )
         if self.along is None and not self.stages:
             return found
@@ -275,21 +284,26 @@ class Plan:
             # Each of the next four: shortest, expected, longest.
             "compute_milliseconds": self.times and [1e3 * each.compute for each in self.times],
             "network_milliseconds": self.times and [1e3 * each.network for each in self.times],
-            "network_exposed_milliseconds":
-                self.times and [1e3 * each.exposed for each in self.times],
+            "network_exposed_milliseconds": self.times
+            and [1e3 * each.exposed for each in self.times],
             "step_milliseconds": self.step_seconds and [1e3 * each for each in self.step_seconds],
             **sending.as_json(self.times[1] if self.times else None, self.network),
             "calibrated_by": self.calibration.fitted_to,
             "validation": self.calibration.validation._asdict(),
-            "collectives": None if self.collectives is None else [
-                each.row._asdict() | {
+            "collectives": None
+            if self.collectives is None
+            else [
+                each.row._asdict()
+                | {
                     "milliseconds": 1e3 * each.seconds,
                     "exposed_milliseconds": 1e3 * each.exposed,
-                    "route": each.route.describe(), "algorithm": each.algorithm,
+                    "route": each.route.describe(),
+                    "algorithm": each.algorithm,
                 }
                 for each in self.collectives
             ],
-            "run": work and {
+            "run": work
+            and {
                 "updates": work.updates,
                 "batches": self.along and [row._asdict() for row in self.along.rows],
                 "stages": [row._asdict() for row in self.stages],
@@ -323,9 +337,7 @@ class Plan:
         kinds = ", ".join(
             f"{name} {size_text(size)}" for name, size in dataclasses.asdict(self.memory).items()
         )
-        lines.append(
-            f"memory: {size_text(self.needed)} of the {usable} that a device has: {kinds}"
-        )
+        lines.append(f"memory: {size_text(self.needed)} of the {usable} that a device has: {kinds}")
         lines += self._describe_time()
         if self.flops:
             of_peak = self.share_of_peak(self.flops, self.seconds)
@@ -335,9 +347,11 @@ class Plan:
             share = "" if self.mfu is None else f", MFU {self.mfu:.1%} without the network"
             lines.append(f"model FLOPs: {self.model_flops:.3g} of a device{share}")
         if self.work and self.step_seconds:
-            lines.append(totals_lib.describe_input(
-                self.work, self.step_seconds[1], self.hosts, self.topology.version
-            ))
+            lines.append(
+                totals_lib.describe_input(
+                    self.work, self.step_seconds[1], self.hosts, self.topology.version
+                )
+            )
             lines.append(f"left out: {self.left_out}")
         lines += [f"not known: {note}" for note in self.notes]
         if self.collectives is not None:
@@ -383,12 +397,14 @@ class Plan:
         schedule, facts = self.times[1], list[tuple[str, str]]()
         if isinstance(self.network, HostNetwork):
             carried = sending.link_bytes(schedule, self.network)
-            facts.append((
-                "hosts",
-                f"one link of {self.network.gbps:g} Gb/s each way for the "
-                f"{self.network.host_devices} devices of each, which carries {size_text(carried)} "
-                "a step",
-            ))
+            facts.append(
+                (
+                    "hosts",
+                    f"one link of {self.network.gbps:g} Gb/s each way for the "
+                    f"{self.network.host_devices} devices of each, which carries {size_text(carried)} "
+                    "a step",
+                )
+            )
         sent = traffic.sent_by_dtype(event.collective for event in schedule.events)
         if sent:
             each = ", ".join(f"{dtype} {size_text(size)}" for dtype, size in sent.items())
@@ -420,8 +436,10 @@ def decision(plans: Sequence[Plan]) -> str:
     if len(known_totals) == len(found):
         compute, network = (
             span_text(*(sum(times[place] for times in each) for place in (0, 2)))
-            for each in ([total.compute for total in known_totals],
-                         [total.network for total in known_totals])
+            for each in (
+                [total.compute for total in known_totals],
+                [total.network for total in known_totals],
+            )
         )
         parts.append(
             f"{sum(total.updates for total in known_totals):,} updates, {compute} of compute and "
@@ -463,10 +481,16 @@ def _table(found: Sequence[Traffic]) -> list[str]:
         ("kind", "among", "dtype", "count", "puts in", "sends", "ms", "along")
     ]
     cells += [
-        (each.row.kind, f"{each.row.group_size:,}", each.row.dtype, f"{each.row.count:,}",
-         size_text(each.row.operand_bytes), size_text(each.row.sent_bytes),
-         f"{1e3 * each.seconds:.2g}",
-         _along(each.route))
+        (
+            each.row.kind,
+            f"{each.row.group_size:,}",
+            each.row.dtype,
+            f"{each.row.count:,}",
+            size_text(each.row.operand_bytes),
+            size_text(each.row.sent_bytes),
+            f"{1e3 * each.seconds:.2g}",
+            _along(each.route),
+        )
         for each in found
     ]
     # Kind, dtype and axes are text; the other columns are numbers.

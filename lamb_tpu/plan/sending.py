@@ -17,9 +17,8 @@ def as_json(schedule: Timeline | None, network: Network | None) -> dict[str, Any
     """
     links = network if isinstance(network, HostNetwork) else None
     return {
-        "sent_bytes": schedule and traffic.sent_by_dtype(
-            event.collective for event in schedule.events
-        ),
+        "sent_bytes": schedule
+        and traffic.sent_by_dtype(event.collective for event in schedule.events),
         "limited_by": schedule and limit(schedule, network),
         "network_gbps": links and links.gbps,
         "host_devices": links and links.host_devices,
@@ -46,7 +45,8 @@ def link_bytes(schedule: Timeline, network: HostNetwork) -> float:
     """Returns the bytes that the busiest link of a host carries each way in a step."""
     return sum(
         event.collective.count * network.link_bytes(event.collective)
-        for event in schedule.events if _crosses(event, network)
+        for event in schedule.events
+        if _crosses(event, network)
     )
 
 

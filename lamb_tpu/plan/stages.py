@@ -49,7 +49,9 @@ def names(stages: Sequence[Stage]) -> list[str]:
     """Returns what each stage does: an exchange by its name, and fields that others have not."""
     every = [_fields(stage) for stage in stages]
     differing = {
-        key for fields in every for key, value in fields.items()
+        key
+        for fields in every
+        for key, value in fields.items()
         if any(key in other and other[key] != value for other in every)
     }
     found = []
@@ -66,8 +68,11 @@ def _fields(stage: Stage) -> dict[str, Any]:
     exchange: Any = stage.exchange
     if not dataclasses.is_dataclass(exchange):
         return {}
-    return {field.name: getattr(exchange, field.name) for field in dataclasses.fields(exchange)
-            if field.name not in ("axes", "num_devices")}
+    return {
+        field.name: getattr(exchange, field.name)
+        for field in dataclasses.fields(exchange)
+        if field.name not in ("axes", "num_devices")
+    }
 
 
 def _value(value: Any) -> str:
@@ -79,7 +84,9 @@ def row(name: str, updates: int, times: Sequence[Timeline] | None) -> Row:
     if times is None:
         return Row(name, updates, None, None, None)
     return Row(
-        name, updates, tuple(each.compute for each in times),
+        name,
+        updates,
+        tuple(each.compute for each in times),
         tuple(each.exposed for each in times),
         traffic.sent_by_dtype(event.collective for event in times[1].events),
     )
@@ -101,14 +108,21 @@ def describe(rows: Sequence[Row]) -> list[str]:
     """Returns a table of the stages."""
     cells: list[tuple[str, ...]] = [("stage", "updates", "ms", "sends", "time")]
     for each in rows:
-        step = None if each.compute is None or each.network is None else (
-            each.compute[1] + each.network[1]
+        step = (
+            None
+            if each.compute is None or each.network is None
+            else (each.compute[1] + each.network[1])
         )
         time = "?" if step is None else span_text(each.updates * step, each.updates * step)
         sent = "?" if each.sent is None else f"{sum(each.sent.values()) / 2**20:,.4g} MiB"
-        cells.append((
-            each.name, f"{each.updates:,}", "?" if step is None else f"{1e3 * step:.3g}", sent,
-            time,
-        ))
+        cells.append(
+            (
+                each.name,
+                f"{each.updates:,}",
+                "?" if step is None else f"{1e3 * step:.3g}",
+                sent,
+                time,
+            )
+        )
     head = "stages of the run, each a program; above is the one of most updates:"
     return [head, *terminal.columns(cells, right=(1, 2, 3, 4)).splitlines()]

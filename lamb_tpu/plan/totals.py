@@ -97,8 +97,11 @@ def work_of(run: Run) -> Work:
     if "inputs" in (spec := run.eval_set.element_spec):
         passes *= math.prod(spec["inputs"].shape[:-1])
     return Work(
-        recipe.total_steps, config.batch_size, times_due(recipe.eval_every, recipe.total_steps),
-        batches * run.eval_batch_size * passes if counted else None, _input(run),
+        recipe.total_steps,
+        config.batch_size,
+        times_due(recipe.eval_every, recipe.total_steps),
+        batches * run.eval_batch_size * passes if counted else None,
+        _input(run),
     )
 
 
@@ -113,9 +116,7 @@ def times_due(every: float, steps: int) -> int:
     return min(steps, whole + (not is_last_due))
 
 
-def totals(
-    work: Work, compute: Sequence[float], network: Sequence[float], chips: int
-) -> Totals:
+def totals(work: Work, compute: Sequence[float], network: Sequence[float], chips: int) -> Totals:
     """Returns the times of a run.
 
     Args:
@@ -129,8 +130,11 @@ def totals(
         # Training takes the forward pass three times, see `lamb_tpu.cost.flops`.
         evaluation = work.evaluations * work.eval_examples * compute[1] / (3 * work.batch_size)
     return Totals(
-        work.updates, tuple(work.updates * each for each in compute),
-        tuple(work.updates * each for each in network), evaluation, chips,
+        work.updates,
+        tuple(work.updates * each for each in compute),
+        tuple(work.updates * each for each in network),
+        evaluation,
+        chips,
     )
 
 

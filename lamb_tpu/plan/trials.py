@@ -71,7 +71,8 @@ class Trial:
             return ("refused",)
         share = self.plan.share_of_memory
         return (
-            "yes" if self.fits else "no", f"{100 * share:.3g} %" if share else "?",
+            "yes" if self.fits else "no",
+            f"{100 * share:.3g} %" if share else "?",
             milliseconds(self.step_seconds) if self.fits else "",
         )
 
@@ -111,7 +112,10 @@ class Trials:
     """
 
     def __init__(
-        self, most: int, examples: int | None = None, cache: Cache | None = None,
+        self,
+        most: int,
+        examples: int | None = None,
+        cache: Cache | None = None,
         gbps: float | None = None,
     ) -> None:
         self._examples, self._cache, self._gbps = examples, cache, gbps
@@ -123,10 +127,16 @@ class Trials:
         console = Console(stderr=True)
         if console.is_terminal:
             self._bar = Progress(
-                BarColumn(20), MofNCompleteColumn(), TextColumn("at most,"), TimeElapsedColumn(),
-                TextColumn("so far,"), TimeRemainingColumn(),
+                BarColumn(20),
+                MofNCompleteColumn(),
+                TextColumn("at most,"),
+                TimeElapsedColumn(),
+                TextColumn("so far,"),
+                TimeRemainingColumn(),
                 TextColumn("left: {task.description}"),
-                console=console, transient=True, speed_estimate_period=_MEMORY_SECONDS,
+                console=console,
+                transient=True,
+                speed_estimate_period=_MEMORY_SECONDS,
             )
             self._bar.start()
             self._bar.add_task("", total=self.most)
@@ -159,7 +169,11 @@ class Trials:
             self._bar.update(self._bar.task_ids[0], description=label)
         try:
             plan = make_plan(
-                config, topology, lambda _: self._told(label), self._examples, self._cache,
+                config,
+                topology,
+                lambda _: self._told(label),
+                self._examples,
+                self._cache,
                 self._gbps,
             )
         except UserError as error:
@@ -168,9 +182,7 @@ class Trials:
             if self._bar is not None:
                 self._bar.advance(self._bar.task_ids[0])
         # Programs and schedules of large models take hundreds of megabytes.
-        rest = dataclasses.replace(
-            plan, program="", network=None, times=None, collectives=None
-        )
+        rest = dataclasses.replace(plan, program="", network=None, times=None, collectives=None)
         trial = Trial(rest, plan.step_seconds, plan.totals)
         del plan
         release()
@@ -207,10 +219,15 @@ def table(
     width = len(head)
     cells = [tuple(head), *((*texts, *[""] * (width - len(texts))) for texts, _ in rows)]
     first, *lines = terminal.columns(cells, right).splitlines()
-    return "\n".join([first, *(
-        terminal.fit(f"{line}: {trial.refused}") if trial.refused else line
-        for line, (_, trial) in zip(lines, rows, strict=True)
-    )])
+    return "\n".join(
+        [
+            first,
+            *(
+                terminal.fit(f"{line}: {trial.refused}") if trial.refused else line
+                for line, (_, trial) in zip(lines, rows, strict=True)
+            ),
+        ]
+    )
 
 
 def milliseconds(seconds: tuple[float, ...] | None) -> str:

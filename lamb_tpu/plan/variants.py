@@ -69,7 +69,8 @@ def differences(before: ConfigDict, now: ConfigDict) -> dict[str, Any]:
     old = flatten(before)
     return {
         key: section_of(now, key)[key.rpartition(".")[2]]
-        for key, value in flatten(now).items() if key not in old or old[key] != value
+        for key, value in flatten(now).items()
+        if key not in old or old[key] != value
     }
 
 

@@ -17,8 +17,10 @@ def estimate(job: Job, results: Results) -> float | None:
     """
     kind = jax.devices()[0].device_kind
     alike = [
-        record for record in results
-        if record["scale"] == job.scale.name and record["device"] == kind
+        record
+        for record in results
+        if record["scale"] == job.scale.name
+        and record["device"] == kind
         and (record["factor"] is None) == (job.factor is None)
     ]
     same = [record for record in alike if record["cell"] == job.cell.name]

@@ -18,7 +18,8 @@ def write(path: pathlib.Path, measured: Sequence[tuple[Table, Results]]) -> None
     """Writes all records of some tables into one file, in place of what was there."""
     content = [
         {
-            "table": table.key, "form": table.form,
+            "table": table.key,
+            "form": table.form,
             "runs": [{"record": record, "configs": results.config(record)} for record in results],
         }
         for table, results in measured

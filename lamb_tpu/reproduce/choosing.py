@@ -14,9 +14,7 @@ def choose_tables(tables: Mapping[str, Table], names: Iterable[str]) -> list[Tab
     """
     chosen: dict[str, Table] = {}
     for name in names:
-        fits = {
-            key: table for key, table in tables.items() if name in (key, table.paper.key)
-        }
+        fits = {key: table for key, table in tables.items() if name in (key, table.paper.key)}
         if not fits:
             raise UserError(f"there is no table {name!r}; known: {', '.join(tables)}")
         chosen |= fits

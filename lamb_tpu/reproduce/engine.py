@@ -50,7 +50,8 @@ def searches(table: Table, scale: Scale, cell: Cell) -> list[Job]:
     searched = table.cells[cell.tuned_by or cell.name]
     return [
         Job(table, scale, searched, seed, factor)
-        for factor in table.tuning.factors for seed in range(table.tuning.seeds)
+        for factor in table.tuning.factors
+        for seed in range(table.tuning.seeds)
     ]
 
 
@@ -187,7 +188,9 @@ def check(jobs: Sequence[Job], place: Place) -> None:
 
 
 def run_one_by_one(
-    jobs: Sequence[Job], place: Place, begun: Callable[[Job], None],
+    jobs: Sequence[Job],
+    place: Place,
+    begun: Callable[[Job], None],
     done: Callable[[Finished], None],
 ) -> None:
     """Runs jobs in this process.

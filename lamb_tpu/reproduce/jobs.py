@@ -95,10 +95,20 @@ class Stage(NamedTuple):
     def command(self, workdir: str) -> str:
         """Returns the command that trains it, for a shell."""
         devices = [f"--cpu_devices={self.cpu_devices}"] if self.cpu_devices > 1 else []
-        return " ".join(map(shlex.quote, [
-            "python", "-m", "lamb_tpu.train", f"--config={self.recipe}", *self.flags(), *devices,
-            f"--workdir={workdir}",
-        ]))
+        return " ".join(
+            map(
+                shlex.quote,
+                [
+                    "python",
+                    "-m",
+                    "lamb_tpu.train",
+                    f"--config={self.recipe}",
+                    *self.flags(),
+                    *devices,
+                    f"--workdir={workdir}",
+                ],
+            )
+        )
 
 
 def stages(job: Job, data: pathlib.Path | None = None) -> list[Stage]:
@@ -111,7 +121,7 @@ def stages(job: Job, data: pathlib.Path | None = None) -> list[Stage]:
     found = []
     scale, cell, tuning = job.scale, job.cell, job.table.tuning
     recipes = cell.stages or scale.stages
-    folders = scale.data[-len(recipes):]
+    folders = scale.data[-len(recipes) :]
     for number, recipe in enumerate(recipes):
         changed: dict[str, Any] = {}
         if number == 0 and cell.argument:
@@ -137,7 +147,8 @@ def stages(job: Job, data: pathlib.Path | None = None) -> list[Stage]:
                 changed["data.dir"] = str(data / folders[number])
             changed = {
                 key: str(data / value.removeprefix(_DATA))
-                if isinstance(value, str) and value.startswith(_DATA) else value
+                if isinstance(value, str) and value.startswith(_DATA)
+                else value
                 for key, value in changed.items()
             }
         found.append(Stage(recipe, changed, scale.cpu_devices))
@@ -162,7 +173,8 @@ def changes(old: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]]) 
     if len(old) != len(new):
         return [f"{len(old)} stages there, {len(new)} now"]
     return [
-        line for before, now in zip(map(renamed, old), map(renamed, new))
+        line
+        for before, now in zip(map(renamed, old), map(renamed, new))
         for line in differences(_complete(before, now), _complete(now, before), _FREE)
     ]
 
@@ -180,14 +192,19 @@ def _complete(flat: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, An
             continue
         fields = {key.removeprefix(prefix): flat[key] for key in flat if key.startswith(prefix)}
         try:
-            name = flat.get("data.name") if section == "data.options" else overrides_lib.name_of(
-                section, fields
+            name = (
+                flat.get("data.name")
+                if section == "data.options"
+                else overrides_lib.name_of(section, fields)
             )
             defaults = overrides_lib.defaults(section, fields, name)
-            found |= flatten({
-                key: defaults[key.removeprefix(prefix)] for key in missing
-                if key.removeprefix(prefix) in defaults
-            })
+            found |= flatten(
+                {
+                    key: defaults[key.removeprefix(prefix)]
+                    for key in missing
+                    if key.removeprefix(prefix) in defaults
+                }
+            )
         except UserError:
             continue  # there is no such optimizer, model or data set any more
     return found | dict(flat)

@@ -114,7 +114,8 @@ def _check_code(table: Table) -> None:
                 f"of the shipped recipes; give {TRUST_FLAG} if you trust the author of that folder"
             )
     chosen: list[Mapping[str, Any]] = [
-        table.space.overrides, *(scale.overrides for scale in table.scales.values()),
+        table.space.overrides,
+        *(scale.overrides for scale in table.scales.values()),
     ]
     for cell in table.cells.values():
         chosen += [cell.overrides, cell.first, cell.search]
@@ -144,9 +145,7 @@ class _Section:
         if kind is float and type(value) is int:
             value = float(value)
         if type(value) is not kind:
-            raise self.error(
-                f"{self._name(key)} is {value!r}; it must be of type {kind.__name__}"
-            )
+            raise self.error(f"{self._name(key)} is {value!r}; it must be of type {kind.__name__}")
         return value
 
     def choice(self, key: str, known: Iterable[str], default: str | None = None) -> str:
@@ -202,8 +201,12 @@ def _paper(path: pathlib.Path) -> Paper:
         missing.append((part.take("what", str), part.take("why", str)))
         part.end()
     paper = Paper(
-        path.parent.name, section.take("title", str), section.take("arxiv", str, ""),
-        section.take("about", str, ""), section.take("name", str, path.parent.name), tuple(missing),
+        path.parent.name,
+        section.take("title", str),
+        section.take("arxiv", str, ""),
+        section.take("about", str, ""),
+        section.take("name", str, path.parent.name),
+        tuple(missing),
     )
     section.end()
     return paper
@@ -244,10 +247,16 @@ def _table(path: pathlib.Path, paper: Paper) -> Table:
     ):
         raise section.error("all cells must have a row and a column, or none")
     table = Table(
-        f"{paper.key}/{path.stem}", path, paper, section.take("title", str),
-        section.take("source", str, ""), section.take("about", str, ""),
-        {name: scales[name] for name in SCALES if name in scales}, cells,
-        None if tuning.is_empty() else _tuning(tuning), _space(section.section("tune")),
+        f"{paper.key}/{path.stem}",
+        path,
+        paper,
+        section.take("title", str),
+        section.take("source", str, ""),
+        section.take("about", str, ""),
+        {name: scales[name] for name in SCALES if name in scales},
+        cells,
+        None if tuning.is_empty() else _tuning(tuning),
+        _space(section.section("tune")),
         columns=_columns(section),
     )
     section.end()
@@ -263,8 +272,11 @@ def _columns(section: _Section) -> tuple[str, ...]:
 
 def _metric(section: _Section) -> Metric:
     metric = Metric(
-        section.take("key", str), section.take("label", str), section.take("digits", int, 4),
-        section.choice("better", ("higher", "lower"), "higher"), section.take("factor", float, 1.0),
+        section.take("key", str),
+        section.take("label", str),
+        section.take("digits", int, 4),
+        section.choice("better", ("higher", "lower"), "higher"),
+        section.take("factor", float, 1.0),
     )
     section.end()
     return metric
@@ -274,8 +286,10 @@ def _stages(section: _Section, where: str, needed: bool) -> tuple[str, ...]:
     """Takes `config`, one recipe, or `stages`, several; none if both are missing and not needed."""
     stages = section.take("stages", list, [])
     config = section.take("config", str, "")
-    if (stages and config) or (needed and not stages and not config) or not all(
-        isinstance(stage, str) for stage in stages
+    if (
+        (stages and config)
+        or (needed and not stages and not config)
+        or not all(isinstance(stage, str) for stage in stages)
     ):
         raise section.error(
             f"{where} must have either config, a recipe such as 'mnist_lenet:batch=4096', or "
@@ -294,12 +308,17 @@ def _scale(section: _Section, name: str, metric: Metric) -> Scale:
             f"{len(stages)} stages, '' for a stage without"
         )
     scale = Scale(
-        name, stages,
+        name,
+        stages,
         _metric(_Section(section.path, own, f"scales.{name}.metric")) if own else metric,
-        _dotted(section.take("overrides", dict, {})), section.take("seeds", int, 1),
-        section.take("about", str, ""), tuple(data), section.take("hardware", str, ""),
+        _dotted(section.take("overrides", dict, {})),
+        section.take("seeds", int, 1),
+        section.take("about", str, ""),
+        tuple(data),
+        section.take("hardware", str, ""),
         _minutes(section.section("minutes")),
-        section.take("examples", int, 0), section.take("cpu_devices", int, 1),
+        section.take("examples", int, 0),
+        section.take("cpu_devices", int, 1),
     )
     if scale.seeds < 1:
         raise section.error(f"scales.{name}.seeds is {scale.seeds}; it must be at least 1")
@@ -332,13 +351,19 @@ def _cell(section: _Section, known: str, scales: Mapping[str, Scale]) -> Cell:
         if isinstance(value, bool) or not isinstance(value, (int, float, str)):
             raise section.error(f"published.{key} of cell {name} is {value!r}; give a number")
     cell = Cell(
-        name, section.take("argument", str, ""), _stages(section, f"cell {name}", needed=False),
+        name,
+        section.take("argument", str, ""),
+        _stages(section, f"cell {name}", needed=False),
         _dotted(section.take("overrides", dict, {})),
-        _dotted(section.take("first", dict, {})), dict(published),
+        _dotted(section.take("first", dict, {})),
+        dict(published),
         section.choice("known", ("seen", "recalled"), known) if published else "",
-        section.take("unknown", str, ""), section.take("tuned_by", str, ""),
-        _dotted(section.take("search", dict, {})), section.take("baseline", str, ""),
-        section.take("row", str, ""), section.take("column", str, ""),
+        section.take("unknown", str, ""),
+        section.take("tuned_by", str, ""),
+        _dotted(section.take("search", dict, {})),
+        section.take("baseline", str, ""),
+        section.take("row", str, ""),
+        section.take("column", str, ""),
     )
     if cell.first and any(len(cell.stages or scale.stages) < 2 for scale in scales.values()):
         raise section.error(
@@ -360,8 +385,10 @@ def _tuning(section: _Section) -> Tuning:
     if not factors or not all(type(x) in (int, float) and x > 0 for x in factors):
         raise section.error(f"tuning.factors is {factors!r}; give numbers above 0")
     tuning = Tuning(
-        section.take("key", str), tuple(map(float, factors)),
-        _dotted(section.take("overrides", dict, {})), section.take("seeds", int, 1),
+        section.take("key", str),
+        tuple(map(float, factors)),
+        _dotted(section.take("overrides", dict, {})),
+        section.take("seeds", int, 1),
     )
     section.end()
     return tuning
@@ -370,14 +397,18 @@ def _tuning(section: _Section) -> Tuning:
 def _space(section: _Section) -> Space:
     default = Space()
     bounds = section.take("range", list, [default.low, default.high])
-    if len(bounds) != 2 or not all(type(x) in (int, float) for x in bounds) or (
-        not 0 < bounds[0] < bounds[1]
+    if (
+        len(bounds) != 2
+        or not all(type(x) in (int, float) for x in bounds)
+        or (not 0 < bounds[0] < bounds[1])
     ):
         raise section.error(
             f"tune.range is {bounds!r}; give two numbers above 0, the smaller first"
         )
     space = Space(
-        section.take("key", str, default.key), float(bounds[0]), float(bounds[1]),
+        section.take("key", str, default.key),
+        float(bounds[0]),
+        float(bounds[1]),
         {**default.overrides, **_dotted(section.take("overrides", dict, {}))},
     )
     section.end()
@@ -388,7 +419,7 @@ def _dotted(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Returns {'optimizer.b2': 0.98} for {'optimizer': {'b2': 0.98}}, and what is so already."""
     found: dict[str, Any] = {}
     for key, value in values.items():
-        found |= _dotted(value, f"{prefix}{key}.") if isinstance(value, dict) else {
-            prefix + key: value
-        }
+        found |= (
+            _dotted(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        )
     return found

@@ -24,10 +24,22 @@ from lamb_tpu.store.workdir import Workdir
 Record = dict[str, Any]
 # Fields of every record, with their types.
 _FIELDS: Mapping[str, tuple[type, ...]] = {
-    "cell": (str,), "scale": (str,), "seed": (int,), "factor": (float, int, type(None)),
-    "values": (dict, type(None)), "config": (str,), "updates": (int,), "seconds": (float, int),
-    "device": (str,), "devices": (int,), "cores": (int,), "jax": (str,),
-    "commit": (str, type(None)), "evaluations": (list,), "losses": (list,), "ratios": (dict,),
+    "cell": (str,),
+    "scale": (str,),
+    "seed": (int,),
+    "factor": (float, int, type(None)),
+    "values": (dict, type(None)),
+    "config": (str,),
+    "updates": (int,),
+    "seconds": (float, int),
+    "device": (str,),
+    "devices": (int,),
+    "cores": (int,),
+    "jax": (str,),
+    "commit": (str, type(None)),
+    "evaluations": (list,),
+    "losses": (list,),
+    "ratios": (dict,),
 }
 # Points kept of a curve: of a plot some inches wide, more would not be seen.
 _POINTS, _RATIO_POINTS = 60, 20
@@ -174,9 +186,11 @@ def of_run(job: Job, folder: pathlib.Path, diverged: str | None = None) -> Recor
     # A value that is not finite is text in the records.
     if diverged is None and isinstance(ends[metric], str):
         diverged = f"the last {metric} is {ends[metric]}"
-    values = {
-        key: value for key, value in ends.items() if isinstance(value, float) and key != "epoch"
-    } if evaluations and diverged is None else None
+    values = (
+        {key: value for key, value in ends.items() if isinstance(value, float) and key != "epoch"}
+        if evaluations and diverged is None
+        else None
+    )
     peak = max((record["learning_rate"] for record in trained), default=None)
     layers = _thinned(read_records(path, "layers"), _RATIO_POINTS)
     if job.factor is not None:  # nobody looks at the curves of a search
@@ -209,7 +223,8 @@ def of_run(job: Job, folder: pathlib.Path, diverged: str | None = None) -> Recor
             [round(record["epoch"], 4), _rounded(record.get(metric))] for record in evaluations
         ],
         "losses": [
-            [record["step"], _rounded(record["loss"])] for record in _thinned(trained, _POINTS)
+            [record["step"], _rounded(record["loss"])]
+            for record in _thinned(trained, _POINTS)
             if isinstance(record.get("loss"), float)
         ],
         "ratios": {

@@ -95,14 +95,23 @@ def check(plans: Sequence[Plan], request: Request) -> None:
             "number of devices; run them one after the other"
         )
     for plan in plans:
-        engine.check([job for cell in plan.cells for job in (
-            engine.searches(plan.table, plan.scale, cell)
-            or [Job(plan.table, plan.scale, cell, 0)]
-        )], _place(request))
+        engine.check(
+            [
+                job
+                for cell in plan.cells
+                for job in (
+                    engine.searches(plan.table, plan.scale, cell)
+                    or [Job(plan.table, plan.scale, cell, 0)]
+                )
+            ],
+            _place(request),
+        )
 
 
 def train(
-    plans: Sequence[Plan], request: Request, show: Callable[[Table, Scale, Results], None],
+    plans: Sequence[Plan],
+    request: Request,
+    show: Callable[[Table, Scale, Results], None],
     flag: str = "--runs",
 ) -> None:
     """Trains what is missing or stale, and keeps each record as it comes.
@@ -161,7 +170,7 @@ def _train(
         if request.budget is None:
             return plan.due()
         left = request.budget - (time.monotonic() - began)
-        return budget.fitting(plan.due(), plan.results, left)[:request.processes]
+        return budget.fitting(plan.due(), plan.results, left)[: request.processes]
 
     def keep() -> None:
         if request.carry is not None:
@@ -182,14 +191,20 @@ def _train(
         timer.cancel()
     keep()
     if request.carry is not None:
-        print(f"{request.carry} has the records; elsewhere: python -m lamb_tpu.reproduce adopt "
-              f"{request.carry}")
+        print(
+            f"{request.carry} has the records; elsewhere: python -m lamb_tpu.reproduce adopt "
+            f"{request.carry}"
+        )
     print(f"{format_seconds(time.monotonic() - began)} in all", flush=True)
 
 
 def _train_plan(
-    plan: Plan, choose: Callable[[Plan], list[Job]], keep: Callable[[], None], watch: Watch,
-    place: Place, processes: int,
+    plan: Plan,
+    choose: Callable[[Plan], list[Job]],
+    keep: Callable[[], None],
+    watch: Watch,
+    place: Place,
+    processes: int,
 ) -> None:
     took: list[float] = []
     started: dict[tuple, float] = {}
@@ -207,8 +222,11 @@ def _train_plan(
             keep()
             took.append(time.monotonic() - started[finished.job.key])
             left = sum(took) / len(took) * (count - len(took)) / min(processes, count)
-            print(_told(finished, took[-1])
-                  + (f"; {format_seconds(left)} left" if len(took) < count else ""), flush=True)
+            print(
+                _told(finished, took[-1])
+                + (f"; {format_seconds(left)} left" if len(took) < count else ""),
+                flush=True,
+            )
 
         if processes > 1:
             workers.run_side_by_side(jobs, place, processes, begun, done)
@@ -225,8 +243,10 @@ def _show(table: Table, scale: Scale, results: Results) -> None:
 
 def _told(finished: Finished, took: float) -> str:
     metric, record = finished.job.scale.metric, finished.record
-    text = "diverged" if record["values"] is None else (
-        f"{metric.key} {metric.factor * record['values'][metric.key]:.{metric.digits}f}"
+    text = (
+        "diverged"
+        if record["values"] is None
+        else (f"{metric.key} {metric.factor * record['values'][metric.key]:.{metric.digits}f}")
     )
     return f"  {finished.job.name}: {text} in {format_seconds(took)}"
 
@@ -234,8 +254,11 @@ def _told(finished: Finished, took: float) -> str:
 def _tell_left_out(plan: Plan, count: int) -> None:
     """Prints how many runs --budget left out, if any."""
     if count:
-        print(f"{plan.table.key}: {count} more runs do not fit into --budget; a longer one, or "
-              "none, takes them", flush=True)
+        print(
+            f"{plan.table.key}: {count} more runs do not fit into --budget; a longer one, or "
+            "none, takes them",
+            flush=True,
+        )
 
 
 def _list_due(plan: Plan, seconds: float | None) -> None:

@@ -102,9 +102,7 @@ def parse(text: str) -> Dimension:
 def grid(choices: Sequence[Choice]) -> list[dict[str, Any]]:
     """Returns every combination of the values, as values by key; the last key changes fastest."""
     keys = [choice.key for choice in choices]
-    return [
-        dict(zip(keys, values)) for values in itertools.product(*(c.values for c in choices))
-    ]
+    return [dict(zip(keys, values)) for values in itertools.product(*(c.values for c in choices))]
 
 
 def halton_points(dimensions: Sequence[Dimension], count: int, seed: int) -> list[dict[str, Any]]:

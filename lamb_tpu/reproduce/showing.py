@@ -55,9 +55,9 @@ def show(tables: Sequence[Table], records: pathlib.Path | None) -> None:
 def show_head(table: Table) -> None:
     """Prints the title of a table, its place in the paper, and what to know about it."""
     print(fit(f"{table.key}: {table.title}"))
-    where = ", ".join(filter(None, [
-        table.paper.arxiv and f"arXiv:{table.paper.arxiv}", table.source,
-    ]))
+    where = ", ".join(
+        filter(None, [table.paper.arxiv and f"arXiv:{table.paper.arxiv}", table.source])
+    )
     if where:
         print(fit(where))
     if table.about:
@@ -69,8 +69,13 @@ def show_scale(table: Table, scale: Scale, results: Results) -> None:
     metric = scale.metric
     print()
     about = "; ".join(filter(None, [tuning.describe(table), " ".join(scale.about.split())]))
-    print(fit(f"{scale.name}: {metric.label} ({metric.better} is better)"
-              + (about and f"; {about}") + (scale.cost and f"; {scale.cost}")))
+    print(
+        fit(
+            f"{scale.name}: {metric.label} ({metric.better} is better)"
+            + (about and f"; {about}")
+            + (scale.cost and f"; {scale.cost}")
+        )
+    )
     found = summaries(table, scale, results)
     told, notes = found, list[str]()
     if grid := matrix(found, metric):
@@ -81,7 +86,9 @@ def show_scale(table: Table, scale: Scale, results: Results) -> None:
             notes.append(f"not run: {', '.join(names)}")
         # It has every cell already; the rows are those with more to tell.
         told = [
-            summary for summary in found if summary.status != "not run"
+            summary
+            for summary in found
+            if summary.status != "not run"
             and (table.columns or summary.published or summary.status != "measured")
         ]
     for summary in found:
@@ -104,10 +111,13 @@ def _row(summary: Summary, table: Table, scale: Scale) -> tuple[str, ...]:
     known = f" ({summary.cell.known})" if summary.published else ""
     distance = summary.distance
     return (
-        summary.cell.name, summary.published + known, measured(summary, metric) or "-",
+        summary.cell.name,
+        summary.published + known,
+        measured(summary, metric) or "-",
         *(further(summary, key) for key in table.columns),
         "" if distance is None else f"{distance:+.{metric.digits}f}",
-        str(len(summary.values) or ""), summary.status,
+        str(len(summary.values) or ""),
+        summary.status,
     )
 
 

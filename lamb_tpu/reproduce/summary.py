@@ -53,7 +53,8 @@ def summaries(table: Table, scale: Scale, results: Results) -> list[Summary]:
     found = {name: _summary(table, scale, cell, results) for name, cell in table.cells.items()}
     return [
         summary._replace(baseline=found[summary.cell.baseline].mean)
-        if summary.cell.baseline else summary
+        if summary.cell.baseline
+        else summary
         for summary in found.values()
     ]
 
@@ -91,11 +92,17 @@ def _summary(table: Table, scale: Scale, cell: Cell, results: Results) -> Summar
     else:
         status = "not run"
     return Summary(
-        cell, shown(published, metric), fresh, values, mean,
+        cell,
+        shown(published, metric),
+        fresh,
+        values,
+        mean,
         None if mean is None else half_width(numbers),
         mean - published if mean is not None and isinstance(published, (int, float)) else None,
-        (len(changed), changed[0] if changed else ()), _values(old, metric),
-        _search(table, scale, cell, results), status,
+        (len(changed), changed[0] if changed else ()),
+        _values(old, metric),
+        _search(table, scale, cell, results),
+        status,
     )
 
 
@@ -145,16 +152,28 @@ def matrix(found: Sequence[Summary], metric: Metric) -> list[list[str]]:
     """
     columns, rows = grid([summary.cell for summary in found])
     entries = {
-        summary.cell.name: " ".join(filter(None, [
-            measured(summary, metric) or stale_mean(summary, metric) or "-",
-            summary.published and f"({summary.published})",
-        ]))
+        summary.cell.name: " ".join(
+            filter(
+                None,
+                [
+                    measured(summary, metric) or stale_mean(summary, metric) or "-",
+                    summary.published and f"({summary.published})",
+                ],
+            )
+        )
         for summary in found
     }
-    return [["", *columns], *(
-        [row, *(entries[cell.name] if cell else "" for cell in cells)]
-        for row, cells in rows.items()
-    )] if columns else []
+    return (
+        [
+            ["", *columns],
+            *(
+                [row, *(entries[cell.name] if cell else "" for cell in cells)]
+                for row, cells in rows.items()
+            ),
+        ]
+        if columns
+        else []
+    )
 
 
 def half_width(values: Sequence[float]) -> float | None:
@@ -206,7 +225,8 @@ def further(summary: Summary, key: str) -> str:
             return ""
         return f"{100 * (summary.mean / summary.baseline - 1):+.2f}"
     values = [
-        value for record in summary.records
+        value
+        for record in summary.records
         if record["updates"] and (value := _COLUMNS[key](record)) is not None
     ]
     return f"{statistics.fmean(values):,.0f}" if values else ""
@@ -221,7 +241,8 @@ def average_batch(record: Record) -> float:
 
 # A run on one device sends nothing and has no such number.
 _COLUMNS: dict[str, Callable[[Record], float | None]] = {
-    "updates": lambda record: record["updates"], "average_batch": average_batch,
+    "updates": lambda record: record["updates"],
+    "average_batch": average_batch,
     "sent_bytes": lambda record: record.get("sent_bytes"),
 }
 

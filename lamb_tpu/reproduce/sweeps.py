@@ -99,9 +99,14 @@ def _takes(number: str, kind: Any) -> bool:
 
 
 def make(
-    recipe: str, config: ConfigDict, dimensions: Sequence[Dimension],
-    values: Sequence[Mapping[str, Any]], folder: pathlib.Path, seeds: int = 1,
-    metric: str | None = None, better: str | None = None,
+    recipe: str,
+    config: ConfigDict,
+    dimensions: Sequence[Dimension],
+    values: Sequence[Mapping[str, Any]],
+    folder: pathlib.Path,
+    seeds: int = 1,
+    metric: str | None = None,
+    better: str | None = None,
 ) -> Sweep:
     """Makes the table of a sweep and checks every trial.
 
@@ -131,7 +136,12 @@ def make(
     names = _prepare(configs, values, [d.key for d in dimensions if isinstance(d, Choice)])
     key, better = metric_lib.choose(flatten(config), names, metric, better)
     table = Table(
-        NAME, folder / f"{NAME}.toml", Paper(NAME, NAME), f"Sweep of {recipe}", "", "",
+        NAME,
+        folder / f"{NAME}.toml",
+        Paper(NAME, NAME),
+        f"Sweep of {recipe}",
+        "",
+        "",
         {NAME: Scale(NAME, (recipe,), Metric(key, key, better=better), changed, seeds)},
         {
             name: Cell(name, overrides=point)
@@ -161,7 +171,8 @@ def _changed(recipe: str, config: ConfigDict) -> dict[str, Any]:
             f"as --config.{key}=VALUE"
         )
     return {
-        key: value for key, value in now.items()
+        key: value
+        for key, value in now.items()
         if key not in before or (type(value), value) != (type(before[key]), before[key])
     }
 

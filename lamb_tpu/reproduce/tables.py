@@ -7,8 +7,10 @@ from typing import Any, NamedTuple
 SCALES = ("smoke", "small", "paper")
 # Further columns that a table may ask for, beside the metric: key in its file -> head.
 COLUMNS = {
-    "updates": "updates", "average_batch": "average batch",
-    "sent_bytes": "bytes a device sends for an update", "to_baseline": "to its baseline, %",
+    "updates": "updates",
+    "average_batch": "average batch",
+    "sent_bytes": "bytes a device sends for an update",
+    "to_baseline": "to its baseline, %",
 }
 
 
@@ -60,7 +62,8 @@ class Space(NamedTuple):
     low: float = 0.125
     high: float = 8.0
     overrides: Mapping[str, Any] = {
-        "data.train_split": "train[:90%]", "data.eval_split": "train[90%:]"
+        "data.train_split": "train[:90%]",
+        "data.eval_split": "train[90%:]",
     }
 
 

@@ -81,16 +81,23 @@ def page(sweep: Sweep, found: Sequence[Summary]) -> str:
     metric, command = sweep.scale.metric, best_command(sweep, found)
     machines = sorted({machine(record) for summary in found for record in summary.records})
     head, *lines = rows(sweep, found)
-    return "\n".join([
-        f"# {sweep.table.title}", "",
-        f"{len(found)} trials, the best first. {metric.label}: {metric.better} is better."
-        + (" Means with their 95 % intervals." if sweep.scale.seeds > 1 else ""), "",
-        f"![{metric.label} against each searched key]({NAME}.png)", "",
-        "The ring is the best trial; a cross is one that diverged.", "",
-        *(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *lines)), "",
-        *(["The best trial:", "", "```sh", command, "```", ""] if command else []),
-        *([f"Measured on {'; '.join(machines)}.", ""] if machines else []),
-    ])
+    return "\n".join(
+        [
+            f"# {sweep.table.title}",
+            "",
+            f"{len(found)} trials, the best first. {metric.label}: {metric.better} is better."
+            + (" Means with their 95 % intervals." if sweep.scale.seeds > 1 else ""),
+            "",
+            f"![{metric.label} against each searched key]({NAME}.png)",
+            "",
+            "The ring is the best trial; a cross is one that diverged.",
+            "",
+            *(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *lines)),
+            "",
+            *(["The best trial:", "", "```sh", command, "```", ""] if command else []),
+            *([f"Measured on {'; '.join(machines)}.", ""] if machines else []),
+        ]
+    )
 
 
 def picture(sweep: Sweep, found: Sequence[Summary]) -> Figure:
@@ -140,17 +147,31 @@ def _points(axes: Axes, dimension: Dimension, found: Sequence[Summary]) -> None:
         drawn = [(place(s), s.mean, s.half_width or 0.0) for s in of_it if s.mean is not None]
         at, means, widths = zip(*drawn) if drawn else ((), (), ())
         axes.errorbar(
-            at, means, widths, **{**look, "linestyle": ""}, markersize=5, capsize=2,
+            at,
+            means,
+            widths,
+            **{**look, "linestyle": ""},
+            markersize=5,
+            capsize=2,
             label=pictures.optimizer_name(optimizer),
         )
         failed = [place(summary) for summary in of_it if summary.mean is None]
         # Heights are fractions of the axes, because a run that diverged has no value.
         axes.plot(
-            failed, [0.02] * len(failed), color=look["color"], marker="x", linestyle="",
+            failed,
+            [0.02] * len(failed),
+            color=look["color"],
+            marker="x",
+            linestyle="",
             transform=axes.get_xaxis_transform(),
         )
     if found[0].mean is not None:
         axes.plot(
-            [place(found[0])], [found[0].mean], color="k", marker="o", markersize=11,
-            markerfacecolor="none", linestyle="",
+            [place(found[0])],
+            [found[0].mean],
+            color="k",
+            marker="o",
+            markersize=11,
+            markerfacecolor="none",
+            linestyle="",
         )

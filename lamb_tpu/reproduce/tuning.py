@@ -48,7 +48,8 @@ def forms(table: Table, records: pathlib.Path | None) -> Sequence[Table]:
     if table.tuning is not None:
         return [table]
     tried = {
-        record["factor"] for record in Results(tuned(table, 2), records)
+        record["factor"]
+        for record in Results(tuned(table, 2), records)
         if record["factor"] is not None
     }
     return [table, tuned(table, max(2, len(tried)))] if tried else [table]

@@ -19,7 +19,10 @@ _POLL_SECONDS = 1.0
 
 
 def run_side_by_side(
-    jobs: Sequence[Job], place: Place, processes: int, begun: Callable[[Job], None],
+    jobs: Sequence[Job],
+    place: Place,
+    processes: int,
+    begun: Callable[[Job], None],
     done: Callable[[Finished], None],
 ) -> None:
     """Runs jobs in several processes, which share the cores of the machine between them.
@@ -73,7 +76,9 @@ def run_side_by_side(
 
 
 def _give(
-    pipe: Connection, waiting: "collections.deque[Job]", running: dict[Connection, Job],
+    pipe: Connection,
+    waiting: "collections.deque[Job]",
+    running: dict[Connection, Job],
     begun: Callable[[Job], None],
 ) -> None:
     if waiting:

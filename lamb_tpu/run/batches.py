@@ -60,7 +60,8 @@ def check_rule(config: ConfigDict) -> tuple[Rule | None, str]:
     if RULES[name] is Constant:
         return None, "identity"
     missing = [
-        f"config.batch_rule.{key}" for key, (_, default) in known.items()
+        f"config.batch_rule.{key}"
+        for key, (_, default) in known.items()
         if default is inspect.Parameter.empty and key not in fields
     ]
     if missing:
@@ -70,9 +71,7 @@ def check_rule(config: ConfigDict) -> tuple[Rule | None, str]:
         )
     scaling = fields.get("scaling", "identity")
     if scaling not in _SCALINGS:
-        raise UserError(
-            f"config.batch_rule.scaling is {scaling!r}; known: {', '.join(_SCALINGS)}"
-        )
+        raise UserError(f"config.batch_rule.scaling is {scaling!r}; known: {', '.join(_SCALINGS)}")
     given = {key: value for key, value in fields.items() if key not in ("name", "scaling")}
     pairs = _in_pairs(config, RULES[name])
     try:

@@ -110,8 +110,10 @@ class Run:
 
         A tree's own order is alphabetical, with layer_10 before layer_2.
         """
-        batch = {name: jax.ShapeDtypeStruct((1, *spec.shape), spec.dtype)
-                 for name, spec in self.train_set.element_spec.items()}
+        batch = {
+            name: jax.ShapeDtypeStruct((1, *spec.shape), spec.dtype)
+            for name, spec in self.train_set.element_spec.items()
+        }
         paths: list[str] = []
 
         # The walk happens while `init` is traced, because JAX sorts the keys of a traced function's
@@ -217,7 +219,8 @@ class Run:
         """Returns the rows of a training batch that this process reads, as `shard_batch` needs."""
         # Places of the batch in the order in which shards and microbatches cut it.
         order = mesh_lib.microbatch_order(
-            self.config.batch_size, mesh_lib.num_batch_shards(self.mesh),
+            self.config.batch_size,
+            mesh_lib.num_batch_shards(self.mesh),
             self.config.accumulation_steps,
         )
         return order[mesh_lib.local_rows(self.config.batch_size, self.mesh)]
@@ -238,10 +241,13 @@ class Run:
         example = source.gather(np.zeros(1, np.int64))
         trimmed = [source.trim(example, int(number)) for number in np.unique(source.buckets)]
         return [
-            self.abstract_rows(self.config.batch_size, {
-                name: data.FieldSpec(values.shape[1:], values.dtype)
-                for name, values in batch.items()
-            })
+            self.abstract_rows(
+                self.config.batch_size,
+                {
+                    name: data.FieldSpec(values.shape[1:], values.dtype)
+                    for name, values in batch.items()
+                },
+            )
             for batch in trimmed
         ]
 
@@ -394,7 +400,8 @@ def prepare(
                 batch_size=config.batch_size,
             )
             for split, is_train in (
-                (config.data.train_split, True), (config.data.eval_split, False),
+                (config.data.train_split, True),
+                (config.data.eval_split, False),
             )
         )
         data.check_same_text(train_set, eval_set)
@@ -457,8 +464,22 @@ def prepare(
     if start is not None:
         start = initial.check(start, config, abstract, train_set)
     return Run(
-        config, folder, mesh, task, train_set, eval_set, recipe, tx, layout, init,
-        placed, facts, report.table(full=False), report, batch_norm, start,
+        config,
+        folder,
+        mesh,
+        task,
+        train_set,
+        eval_set,
+        recipe,
+        tx,
+        layout,
+        init,
+        placed,
+        facts,
+        report.table(full=False),
+        report,
+        batch_norm,
+        start,
     )
 
 

@@ -55,14 +55,18 @@ def check_pairs(config: ConfigDict, mesh: Mesh, task: tasks.Task) -> None:
         # Both examples of a pair must be on one device and in one microbatch.
         parts, steps = mesh_lib.num_batch_shards(mesh), config.accumulation_steps
         mesh_lib.check_divides(
-            "config.batch_size", config.batch_size, batch_unit(config, mesh, task),
+            "config.batch_size",
+            config.batch_size,
+            batch_unit(config, mesh, task),
             f"the {parts} devices of config.mesh in config.accumulation_steps={steps} microbatches "
             f"of whole pairs, which config.task.{names[0]} mixes",
         )
 
 
 def check_statistics(
-    config: ConfigDict, abstract: state_lib.TrainState, train_set: data.Source,
+    config: ConfigDict,
+    abstract: state_lib.TrainState,
+    train_set: data.Source,
     in_microbatches: bool = False,
 ) -> None:
     """Refuses a model with statistics of its own if it would see only a part of the batch.
@@ -82,7 +86,11 @@ def check_statistics(
     task = tasks.build(model=models.build(**config.model), **config.task)
     with naming("config.model"):
         statistics.check_statistics(
-            task, abstract.params, abstract.model_state, batch, abstract.key,
+            task,
+            abstract.params,
+            abstract.model_state,
+            batch,
+            abstract.key,
             whole=config.accumulation_steps == 1 and not in_microbatches,
         )
 

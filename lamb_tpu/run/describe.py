@@ -24,14 +24,14 @@ def describe(run: Run) -> str:
         f"in {len({device.process_index for device in devices})} process(es), "
         f"collectives by {config.parallel.backend}",
         rules_lib.describe(
-            state.params, places.params, config.parallel.rules,
+            state.params,
+            places.params,
+            config.parallel.rules,
             {
                 "optimizer state": (state.opt_state, places.opt_state),
                 "averages": (state.ema, places.ema),
                 "carry": (state.parts.get("carry"), places.parts.get("carry")),
-                "kept by the exchange": (
-                    state.parts.get(RESIDUAL), places.parts.get(RESIDUAL)
-                ),
+                "kept by the exchange": (state.parts.get(RESIDUAL), places.parts.get(RESIDUAL)),
             },
         ),
         f"data: {config.data.name}, {config.data.train_split} {len(run.train_set):,} and "
@@ -96,7 +96,8 @@ def counts_read(run: Run) -> dict[str, int]:
     read = {"train": run.train_set.tally, "eval": run.eval_set.tally}
     return {
         f"{name}_{kind}": count
-        for name, tally in read.items() if tally is not None
+        for name, tally in read.items()
+        if tally is not None
         for kind, count in tally.counts().items()
     }
 

@@ -82,7 +82,8 @@ def make_evaluator(
                 sharded = mesh_lib.shard_batch(batch, batch_size, run.mesh)
                 yield {
                     prefix: (
-                        eval_step(*model, sharded), predict_step and predict_step(*model, sharded)
+                        eval_step(*model, sharded),
+                        predict_step and predict_step(*model, sharded),
                     )
                     for prefix, model in models.items()
                 }

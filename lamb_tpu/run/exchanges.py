@@ -101,8 +101,10 @@ def check(config: ConfigDict, mesh: Mesh, training: bool = True) -> None:
 def _asking(config: ConfigDict, key: str) -> str:
     if config.statistics[key]:
         return f"config.statistics.{key}"
-    return "config.optimizer.agvm" if config.optimizer.get("agvm") is not None else (
-        f"the rule config.batch_rule.name={config.batch_rule.name!r}"
+    return (
+        "config.optimizer.agvm"
+        if config.optimizer.get("agvm") is not None
+        else (f"the rule config.batch_rule.name={config.batch_rule.name!r}")
     )
 
 
@@ -137,9 +139,7 @@ def check_optimizer(config: ConfigDict, tx: optax.GradientTransformation, mesh: 
             "'replicated'"
         )
     if config.parallel.rules:
-        raise UserError(
-            f"{told} and needs whole parameters; config.parallel.rules must be empty"
-        )
+        raise UserError(f"{told} and needs whole parameters; config.parallel.rules must be empty")
     asked = statistics_of(config)
     if asked.noise_scale or asked.preconditioned or asked.halves:
         raise UserError(

@@ -36,15 +36,37 @@ _PACKAGE = pathlib.Path(__file__).resolve().parents[1]
 # Files of the package that change what is computed; pages do not.
 _SUFFIXES = {".py", ".npz"}
 _LIBRARIES = (
-    "jax", "jaxlib", "libtpu", "flax", "optax", "chex", "orbax-checkpoint", "grain", "numpy",
-    "ml_collections", "array-record", "tensorflow-datasets", "tokenizers", "pillow",
+    "jax",
+    "jaxlib",
+    "libtpu",
+    "flax",
+    "optax",
+    "chex",
+    "orbax-checkpoint",
+    "grain",
+    "numpy",
+    "ml_collections",
+    "array-record",
+    "tensorflow-datasets",
+    "tokenizers",
+    "pillow",
 )
 # JAX' settings that change numbers, random keys or the program.
 _SETTINGS = (
-    "jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl",
-    "jax_threefry_partitionable", "jax_numpy_dtype_promotion", "jax_numpy_rank_promotion",
-    "jax_default_dtype_bits", "jax_disable_jit", "jax_debug_nans", "jax_debug_infs",
-    "jax_platforms", "jax_enable_custom_prng", "jax_softmax_custom_jvp", "jax_random_seed_offset",
+    "jax_enable_x64",
+    "jax_default_matmul_precision",
+    "jax_default_prng_impl",
+    "jax_threefry_partitionable",
+    "jax_numpy_dtype_promotion",
+    "jax_numpy_rank_promotion",
+    "jax_default_dtype_bits",
+    "jax_disable_jit",
+    "jax_debug_nans",
+    "jax_debug_infs",
+    "jax_platforms",
+    "jax_enable_custom_prng",
+    "jax_softmax_custom_jvp",
+    "jax_random_seed_offset",
 )
 _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE")
 # Flags of XLA that may differ: where it writes, and how many devices a CPU has.
@@ -64,7 +86,8 @@ _REMEDIES = {
 
 
 def check_start(
-    given: ConfigDict | None, workdir: str | os.PathLike[str] | None,
+    given: ConfigDict | None,
+    workdir: str | os.PathLike[str] | None,
     options: Mapping[str, object] | None = None,
 ) -> None:
     """Compares code, libraries, settings, config and options of all processes.
@@ -85,15 +108,18 @@ def check_start(
     folder = None if workdir is None else os.fspath(workdir)
     if folder is not None and not buckets.is_remote(folder):
         folder = os.path.abspath(os.path.expanduser(folder))
-    agreement.compare({
-        **dict(_code()),
-        **dict(_libraries()),
-        **dict(_environment()),
-        **{f"config.{key}": json.dumps(value) for key, value in flat.items()},
-        "--workdir": str(folder),
-        **{name: str(value) for name, value in (options or {}).items()},
-        **dict(_named_modules(flat)),
-    }, _remedy)
+    agreement.compare(
+        {
+            **dict(_code()),
+            **dict(_libraries()),
+            **dict(_environment()),
+            **{f"config.{key}": json.dumps(value) for key, value in flat.items()},
+            "--workdir": str(folder),
+            **{name: str(value) for name, value in (options or {}).items()},
+            **dict(_named_modules(flat)),
+        },
+        _remedy,
+    )
 
 
 def check_data(training: Source, evaluation: Source) -> None:
@@ -118,8 +144,10 @@ def check_data(training: Source, evaluation: Source) -> None:
 
 def _remedy(key: str) -> str:
     for part, pattern in (
-        ("lamb_tpu", r"the (version|file) .*lamb_tpu"), ("library", "the version of"),
-        ("setting", "the (setting|environment)"), ("module", "the custom module"),
+        ("lamb_tpu", r"the (version|file) .*lamb_tpu"),
+        ("library", "the version of"),
+        ("setting", "the (setting|environment)"),
+        ("module", "the custom module"),
         ("set", ".* of the (training|evaluation) set"),
     ):
         if re.match(pattern, key):
@@ -157,8 +185,9 @@ def _environment() -> Iterator[tuple[str, str]]:
             yield f"the setting {name}", str(value)
     for name in _VARIABLES:
         words = os.environ.get(name, "").split()
-        yield f"the environment variable {name}", repr(
-            " ".join(word for word in words if not _FREE_FLAG.match(word))
+        yield (
+            f"the environment variable {name}",
+            repr(" ".join(word for word in words if not _FREE_FLAG.match(word))),
         )
 
 
@@ -181,15 +210,20 @@ def _named_modules(flat: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def _loaded_modules() -> Iterator[tuple[str, str]]:
     """Yields the digest of each loaded module beside or below a custom one, its helpers too."""
     folders = {
-        str(pathlib.Path(file).parent.parent if pathlib.Path(file).stem == "__init__"
-            else pathlib.Path(file).parent)
+        str(
+            pathlib.Path(file).parent.parent
+            if pathlib.Path(file).stem == "__init__"
+            else pathlib.Path(file).parent
+        )
         for top in own.imported_tops()
         if (file := getattr(sys.modules.get(top), "__file__", None)) and not trust.is_library(file)
     }
     for name, module in sorted(sys.modules.items()):
         file = getattr(module, "__file__", None)
         if (
-            name != "__main__" and isinstance(file, str) and os.path.isfile(file)
+            name != "__main__"
+            and isinstance(file, str)
+            and os.path.isfile(file)
             and any(pathlib.Path(file).is_relative_to(folder) for folder in folders)
             and not trust.is_library(file)
         ):
@@ -199,8 +233,11 @@ def _loaded_modules() -> Iterator[tuple[str, str]]:
 def _of_set(source: Source) -> Iterator[tuple[str, str]]:
     yield "the name", source.name
     yield "the length", f"{len(source):,}"
-    yield "the fields", ", ".join(
-        f"{name} {spec.dtype}{list(spec.shape)}" for name, spec in source.element_spec.items()
+    yield (
+        "the fields",
+        ", ".join(
+            f"{name} {spec.dtype}{list(spec.shape)}" for name, spec in source.element_spec.items()
+        ),
     )
     yield "the number of classes", str(source.num_classes)
     if source.vocabulary is not None:

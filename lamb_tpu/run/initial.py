@@ -129,9 +129,11 @@ def _converted(
     shapes = weights.shapes
     whole = mesh_lib.replicated(next(iter(wanted.values())).sharding.mesh)
     parts = {part: shapes[part] for part in ("params", "model_state") if part in shapes}
-    found = weights.read(jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), parts
-    ))
+    found = weights.read(
+        jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), parts
+        )
+    )
 
     def convert(found: dict[str, Any]) -> dict[str, jax.Array]:
         flat = _flat(found | {"params": of_params(found["params"])})
@@ -190,9 +192,7 @@ def of_weights(config: ConfigDict) -> Start:
     Raises:
       UserError: config.init_from has no weights.
     """
-    weights = open_weights(
-        config.init_from, "config.init_from", network=config.model.get("name")
-    )
+    weights = open_weights(config.init_from, "config.init_from", network=config.model.get("name"))
     keeps = config.init.optimizer_state == "keep"
     if keeps and "opt_state" not in weights.shapes:
         raise UserError(
@@ -302,9 +302,7 @@ def match(
     return Match(taken, new, tuple(path for path in found if path not in here), convert)
 
 
-def _check_kept(
-    here: Any, there: Any, convert: Callable[[Any], Any] | None, where: str
-) -> None:
+def _check_kept(here: Any, there: Any, convert: Callable[[Any], Any] | None, where: str) -> None:
     if convert is not None:
         raise UserError(
             f"{where} has its layers {'unrolled' if convert is stack_layers else 'stacked'}; "

@@ -46,7 +46,9 @@ def check_memory(state: Any, mesh: Mesh, rows: int, spec: Mapping[str, FieldSpec
         where = f"the {len(devices)} device(s) of this machine"
     # Activations come on top of this, so what passes here may still not fit.
     _compare(
-        f"{what} {{}} on {where}", needed, limit,
+        f"{what} {{}} on {where}",
+        needed,
+        limit,
         "the model smaller, or split it over more devices by config.mesh, config.parallel.rules "
         "and config.parallel.optimizer_state",
     )
@@ -54,8 +56,10 @@ def check_memory(state: Any, mesh: Mesh, rows: int, spec: Mapping[str, FieldSpec
         math.prod(field.shape) * field.dtype.itemsize for field in spec.values()
     )
     _compare(
-        f"config.batch_size: {rows:,} examples of a batch need {{}} on this machine", rows * of_row,
-        host, "it smaller, or take more machines",
+        f"config.batch_size: {rows:,} examples of a batch need {{}} on this machine",
+        rows * of_row,
+        host,
+        "it smaller, or take more machines",
     )
 
 
@@ -73,9 +77,7 @@ def host_bytes() -> int:
 
 def _compare(sentence: str, needed: int, there: int, remedy: str) -> None:
     if needed > there:
-        raise UserError(
-            f"{sentence.format(_gib(needed))}, which has {_gib(there)}; make {remedy}"
-        )
+        raise UserError(f"{sentence.format(_gib(needed))}, which has {_gib(there)}; make {remedy}")
 
 
 def _device_bytes(device: jax.Device) -> int | None:

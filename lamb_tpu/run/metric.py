@@ -12,7 +12,9 @@ _BETTER = {"max": "higher", "min": "lower"}
 
 
 def choose(
-    config: Mapping[str, Any], names: Collection[str], key: str | None = None,
+    config: Mapping[str, Any],
+    names: Collection[str],
+    key: str | None = None,
     better: str | None = None,
 ) -> tuple[str, str]:
     """Returns a metric of the evaluation, and 'higher' or 'lower'.

@@ -35,7 +35,10 @@ _FLAG = re.compile(
     re.DOTALL,
 )
 _KINDS = {
-    int: "a whole number", float: "a number", str: "text", bool: "True or False",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    bool: "True or False",
     type(None): "None",
 }
 _NAMES = {"inf": math.inf, "nan": math.nan, "true": True, "false": False, "none": None}
@@ -65,8 +68,10 @@ class Override(NamedTuple):
     @property
     def where(self) -> str:
         """The full key of the section."""
-        return f"config.phases.{self.phase}.{self.section}" if self.phase else (
-            f"config.{self.section}"
+        return (
+            f"config.phases.{self.phase}.{self.section}"
+            if self.phase
+            else (f"config.{self.section}")
         )
 
 
@@ -155,7 +160,9 @@ def own_fields(section: str, name: Any) -> dict[str, Field]:
             found = {key: Field(p.annotation, p.default) for key, p in arguments.items()}
             return {"learning_rate": Field(float, inspect.Parameter.empty), **found}
         read = {
-            "model": models.own_fields, "task": tasks.own_fields, "data.options": option_fields,
+            "model": models.own_fields,
+            "task": tasks.own_fields,
+            "data.options": option_fields,
             "parallel.exchange": exchanges.exchange_fields,
         }
         return {key: Field(f.type, _default(f)) for key, f in read[section](name).items()}
@@ -314,7 +321,7 @@ def _check_file_fits(config: ConfigDict, override: Override, given: Collection[s
         raise UserError(
             f"{override.key} is {name!r} on the command line, and the config file sets "
             f"{', '.join(strange)}; {_noun(override.section)} {name!r} has: {', '.join(known)}; "
-            f"replace them all, as by --{override.where}=\"{kept}\""
+            f'replace them all, as by --{override.where}="{kept}"'
         )
 
 

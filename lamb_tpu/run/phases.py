@@ -143,7 +143,7 @@ def due(config: ConfigDict, workdir: str | os.PathLike[str]) -> list[Phase]:
         Workdir(phase.folder).check(phase.config)
     begun = [n for n, phase in enumerate(phases) if Workdir(phase.folder).has_checkpoint()]
     # A phase whose successor has begun is complete: the successor has taken its weights.
-    phases = phases[_agreed(begun[-1] if begun else 0):]
+    phases = phases[_agreed(begun[-1] if begun else 0) :]
     runs: list[Run] = []
     for phase in phases:
         if len(phases) > 1:  # a single phase left is checked when it runs
@@ -180,10 +180,14 @@ def _is_complete(phase: Phase, recipe: Recipe) -> bool:
         return False
     total_steps = recipe.total_steps
     if recipe.path is not None and recipe.decides:  # the run itself has decided how many there are
-        total_steps = next((
-            record["step"] for record in read_records(metrics, "train")
-            if record["examples"] == recipe.path.total
-        ), 0)
+        total_steps = next(
+            (
+                record["step"]
+                for record in read_records(metrics, "train")
+                if record["examples"] == recipe.path.total
+            ),
+            0,
+        )
     last = folder.checkpoints / str(total_steps)
     if not last.is_dir():
         return False

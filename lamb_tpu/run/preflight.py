@@ -1,5 +1,4 @@
-"""Checks of a run's data before anything compiles, and of a batch after which a loss is not finite.
-"""
+"""Checks of a run's data before anything compiles, and of a batch after which a loss is not finite."""
 
 import jax
 import numpy as np
@@ -17,7 +16,9 @@ _IN_MEMORY, _READ = 512, 32
 def train_check(run: Run) -> data.Check:
     """Returns the check of training batches."""
     return data.Check(
-        run.train_set, run.config.data.train_split, tasks.field_ranges(run.task, run.train_set),
+        run.train_set,
+        run.config.data.train_split,
+        tasks.field_ranges(run.task, run.train_set),
         # A run that may skip updates gets past NaN; the guards then name the example.
         finite=not run.config.guards.max_skipped,
     )

@@ -200,8 +200,10 @@ class Recipe:
             size = f"{self.smallest_batch:,} to {self.largest_batch:,}"
             told = path_lib.describe(self.path)
             if self.decides:
-                every = "every update" if self.rule.interval == 1 else (
-                    f"{self.rule.interval:,} updates each"
+                every = (
+                    "every update"
+                    if self.rule.interval == 1
+                    else (f"{self.rule.interval:,} updates each")
                 )
                 told += f", then decided after {every} from {', '.join(self.rule.needs)}"
             path = (
@@ -308,8 +310,16 @@ def resolve(config: ConfigDict, num_examples: int, updates_before: int = 0) -> R
 
 # The keys of durations.
 _DURATIONS = (
-    "duration", "schedule.warmup", "schedule.hold", "schedule.decay_every", "schedule.boundaries",
-    "eval.every", "checkpoint.every", "checkpoint.keep_every", "log.every", "guards.desync_every",
+    "duration",
+    "schedule.warmup",
+    "schedule.hold",
+    "schedule.decay_every",
+    "schedule.boundaries",
+    "eval.every",
+    "checkpoint.every",
+    "checkpoint.keep_every",
+    "log.every",
+    "guards.desync_every",
 )
 
 
@@ -349,9 +359,7 @@ def _peak_and_warmup(
         return peak, warmup_steps
 
 
-def _decay(
-    schedule: ConfigDict, peak: float, in_steps: Callable[[str], float]
-) -> dict[str, Any]:
+def _decay(schedule: ConfigDict, peak: float, in_steps: Callable[[str], float]) -> dict[str, Any]:
     """Returns the decay of config.schedule as arguments of `schedules.warmup`."""
     decay = schedule.decay
     if decay not in DECAY_KEYS:
@@ -408,11 +416,15 @@ def _weight_decay(config: ConfigDict, num_examples: int, peak: float) -> float |
     duration, base_size = durations.parse(config.duration), config.schedule.base_batch_size
     with naming("config.schedule.weight_decay_scaling"):
         timescale = scaling.adamw_timescale(
-            optimizer.learning_rate, optimizer.weight_decay, base_size,
+            optimizer.learning_rate,
+            optimizer.weight_decay,
+            base_size,
             data_size=base_size * duration.steps(base_size, num_examples),
         )
         return scaling.adamw_weight_decay(
-            timescale, peak, config.batch_size,
+            timescale,
+            peak,
+            config.batch_size,
             data_size=config.batch_size * duration.steps(config.batch_size, num_examples),
         )
 

@@ -35,9 +35,7 @@ class Session:
       saved_step: update of the newest checkpoint; at first the update from which the run resumes.
     """
 
-    def __init__(
-        self, run: Run, keeps: Callable[[int], bool], warn: Callable[[str], None]
-    ) -> None:
+    def __init__(self, run: Run, keeps: Callable[[int], bool], warn: Callable[[str], None]) -> None:
         assert run.folder is not None  # a run that is only planned is not held
         self._run, self._folder = run, run.folder
         self._keeps, self._warn = keeps, warn
@@ -61,14 +59,16 @@ class Session:
             self._watchdog = enter(distributed.Watchdog(run.config.guards.hang_seconds))
             # Last in and first out: while a save is waited for, signals are still noticed, the
             # watchdog still watches and the folder is still locked.
-            self._checkpoints = enter(Checkpoints(
-                self._folder.checkpoints,
-                run.config.checkpoint.keep,
-                self._warn,
-                keep_besides=lambda step: self._keeps(step) or recipe.is_due(
-                    recipe.keep_every, step
-                ),
-            ))
+            self._checkpoints = enter(
+                Checkpoints(
+                    self._folder.checkpoints,
+                    run.config.checkpoint.keep,
+                    self._warn,
+                    keep_besides=lambda step: (
+                        self._keeps(step) or recipe.is_due(recipe.keep_every, step)
+                    ),
+                )
+            )
             self._stack = stack.pop_all()
         return self
 
@@ -106,14 +106,18 @@ class Session:
                 if not self.resumed and run.start is not None:
                     self._folder.write_init(run.start.record)
                 facts = {
-                    "mesh": dict(run.mesh.shape), "batch_norm": run.batch_norm, "from_step": step,
+                    "mesh": dict(run.mesh.shape),
+                    "batch_norm": run.batch_norm,
+                    "from_step": step,
                 }
-                self._folder.write_receipt(
-                    config, run.leaves.table(), facts, run.train_set
-                )
+                self._folder.write_receipt(config, run.leaves.table(), facts, run.train_set)
             self._records = MetricsWriter(
-                self._folder.path, step, config.log.tensorboard, self._is_first,
-                not position.eval_due, self.fail,
+                self._folder.path,
+                step,
+                config.log.tensorboard,
+                self._is_first,
+                not position.eval_due,
+                self.fail,
             )
             return self._records
 

@@ -14,7 +14,8 @@ from lamb_tpu.run.recipe import naming
 
 _SWITCHES = ("noise_scale", "preconditioned", "halves")
 _NAMES = {
-    "noise_scale": "the noise scale", "halves": "the gradients of two halves of the batch",
+    "noise_scale": "the noise scale",
+    "halves": "the gradients of two halves of the batch",
     "per_example": "gradients of single examples",
 }
 
@@ -57,8 +58,13 @@ def statistics_of(config: ConfigDict) -> Statistics:
             "config.statistics.halves; it must be True"
         )
     return Statistics(
-        section.noise_scale, section.preconditioned, section.halves, batches.has_agvm(config),
-        tuple((name, pattern) for name, pattern in pairs), section.per_example, section.interval,
+        section.noise_scale,
+        section.preconditioned,
+        section.halves,
+        batches.has_agvm(config),
+        tuple((name, pattern) for name, pattern in pairs),
+        section.per_example,
+        section.interval,
     )
 
 
@@ -199,7 +205,5 @@ def describe(config: ConfigDict, mesh: Mesh) -> str:
     if asked.halves:
         found.append("similarity of two halves")
     if asked.per_example:
-        found.append(
-            f"variance of {asked.per_example:,} examples every {asked.interval:,} updates"
-        )
+        found.append(f"variance of {asked.per_example:,} examples every {asked.interval:,} updates")
     return f"statistics of gradients: {', '.join(found)}" if found else ""

@@ -37,7 +37,9 @@ class Microbatches(Sequence[Mapping[str, jax.Array]]):
     """
 
     def __init__(
-        self, count: int, read: Callable[[], data.Batch],
+        self,
+        count: int,
+        read: Callable[[], data.Batch],
         place: Callable[[data.Batch], Mapping[str, jax.Array]],
     ) -> None:
         self._count, self._read, self._place = count, read, place
@@ -99,7 +101,10 @@ class Updating:
 
 
 def make_updating(
-    run: Run, loader: data.TrainLoader, compiles: bool = True, first: int = 0,
+    run: Run,
+    loader: data.TrainLoader,
+    compiles: bool = True,
+    first: int = 0,
     tell: Callable[[str], None] = lambda text: None,
     fail: Callable[[UserError], None] | None = None,
 ) -> Updating:
@@ -188,9 +193,15 @@ def _make_changing(
 ) -> Updating:
     config, recipe, size = run.config, run.recipe, batches.quantum(run.config)
     step_of = ChangingStep(
-        run.task, run.tx, run.layout, run.abstract_state,
-        run.abstract_rows(size, run.train_set.element_spec), config.parallel.backend,
-        run.exchange, run.parts, config.guards.max_skipped > 0,
+        run.task,
+        run.tx,
+        run.layout,
+        run.abstract_state,
+        run.abstract_rows(size, run.train_set.element_spec),
+        config.parallel.backend,
+        run.exchange,
+        run.parts,
+        config.guards.max_skipped > 0,
         statistics,
     )
     exchanges = Exchanges(run)
@@ -201,7 +212,8 @@ def _make_changing(
 
     def update(state: TrainState, step: int) -> tuple[TrainState, Sums]:
         microbatches = Microbatches(
-            recipe.batch(step) // size, lambda: take(size, rows),
+            recipe.batch(step) // size,
+            lambda: take(size, rows),
             lambda batch: mesh_lib.shard_batch(batch, size, run.mesh),
         )
         exchanges.choose(state, step)

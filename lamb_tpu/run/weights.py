@@ -94,10 +94,12 @@ class Weights:
 
     def _on_first_device(self, *parts: str) -> dict[str, Any]:
         place = SingleDeviceSharding(jax.local_devices()[0])
-        return self.read(jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
-            {part: self.shapes[part] for part in parts},
-        ))
+        return self.read(
+            jax.tree.map(
+                lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+                {part: self.shapes[part] for part in parts},
+            )
+        )
 
 
 def open_weights(
@@ -169,9 +171,7 @@ def network_of(folder: str) -> tuple[str, Any] | None:
     return None if name is None else (name, _pixels(settings))
 
 
-def _of_published(
-    path: pathlib.Path, file: pathlib.Path, key: str, network: str | None
-) -> Weights:
+def _of_published(path: pathlib.Path, file: pathlib.Path, key: str, network: str | None) -> Weights:
     """Opens published weights: a folder with the file, or the file alone."""
     tensors.check_format(file, key)
     settings: Any = {}
@@ -254,9 +254,7 @@ def _shapes(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
 
 
-def _reader(
-    load: Callable[[], dict[str, Any]],
-) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+def _reader(load: Callable[[], dict[str, Any]]) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
     """Returns `Weights.read` for a file that is loaded whole.
 
     It is loaded anew at each call: a cached copy would stay in memory during the whole run.
@@ -285,7 +283,8 @@ def _check_finite(found: Mapping[str, Any], where: str) -> None:
     )
     floats = {
         jax.tree_util.keystr(path, simple=True, separator="/"): leaf
-        for path, leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.inexact)
+        for path, leaf in leaves
+        if jnp.issubdtype(leaf.dtype, jnp.inexact)
     }
     finite = jax.jit(lambda tree: jax.tree.map(lambda leaf: jnp.isfinite(leaf).all(), tree))(floats)
     wrong = [path for path, is_finite in finite.items() if not is_finite]
@@ -296,9 +295,7 @@ def _check_finite(found: Mapping[str, Any], where: str) -> None:
         )
 
 
-def _of_run(
-    workdir: Workdir, key: str, step: int | None, report: Callable[[str], None]
-) -> Weights:
+def _of_run(workdir: Workdir, key: str, step: int | None, report: Callable[[str], None]) -> Weights:
     config = workdir.read_config()
     if "model.name" not in config:
         raise UserError(

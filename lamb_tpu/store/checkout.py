@@ -6,7 +6,8 @@ import subprocess
 # Code that may be new. Elsewhere in a checkout a user's files do not change what the package does.
 _CODE = tuple(
     f":(top){folder}/*.{suffix}"
-    for folder in ("lamb_tpu", "configs", "experiments") for suffix in ("py", "toml")
+    for folder in ("lamb_tpu", "configs", "experiments")
+    for suffix in ("py", "toml")
 )
 
 
@@ -15,9 +16,13 @@ def commit() -> str | None:
 
     Ignores committed measurement records; only code marks the tree as changed.
     """
+
     def git(*arguments: str) -> "subprocess.CompletedProcess[str]":
         return subprocess.run(
-            ["git", *arguments], cwd=pathlib.Path(__file__).parent, capture_output=True, text=True,
+            ["git", *arguments],
+            cwd=pathlib.Path(__file__).parent,
+            capture_output=True,
+            text=True,
             timeout=10,
         )
 

@@ -161,7 +161,8 @@ class Checkpoints:
             self._background.begin()
             response = self._checkpointer.save_checkpointables_async(
                 # Orbax copies the arrays now, but reads JSON values later, in its thread.
-                step, {"state": state, "position": copy.deepcopy(position)}
+                step,
+                {"state": state, "position": copy.deepcopy(position)},
             )
             self._background.started(response)
         except Exception as error:  # Orbax and TensorStore raise many types
@@ -208,9 +209,13 @@ class Checkpoints:
         )
 
     def _gone(self) -> UserError | None:
-        return None if self._in_bucket or self.directory.is_dir() else UserError(
-            f"the folder of the checkpoints, {self.directory}, is no longer there; put it back and "
-            "start the same command again, or start it with another --workdir"
+        return (
+            None
+            if self._in_bucket or self.directory.is_dir()
+            else UserError(
+                f"the folder of the checkpoints, {self.directory}, is no longer there; put it back and "
+                "start the same command again, or start it with another --workdir"
+            )
         )
 
     def _what_is_safe(self) -> str:
@@ -229,7 +234,8 @@ class Checkpoints:
             with buckets.plain_errors():
                 return list(filter(checksums.is_committed, buckets.children(self.directory)))
         return [
-            path for path in self.directory.iterdir()
+            path
+            for path in self.directory.iterdir()
             if path.name.isdecimal() and (path / checksums.NAME).is_file()
         ]
 

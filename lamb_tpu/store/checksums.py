@@ -89,12 +89,12 @@ def _files(folder: pathlib.Path) -> dict[str, str | None]:
     """Returns the files in the folders below `folder`, with their MD5 where it is known."""
     # Files directly in the folder are left out: Orbax still changes them when it commits.
     if buckets.is_remote(folder):
-        return {
-            name: md5 for name, md5 in sorted(buckets.sums(folder).items()) if "/" in name
-        }
-    return dict.fromkeys(sorted(
-        path.relative_to(folder).as_posix() for path in folder.glob("*/**/*") if path.is_file()
-    ))
+        return {name: md5 for name, md5 in sorted(buckets.sums(folder).items()) if "/" in name}
+    return dict.fromkeys(
+        sorted(
+            path.relative_to(folder).as_posix() for path in folder.glob("*/**/*") if path.is_file()
+        )
+    )
 
 
 def _digest(path: pathlib.Path, kind: str) -> str:

@@ -32,9 +32,7 @@ def fetched(trees: Iterable[Any]) -> Iterator[Any]:
     yield from map(jax.device_get, before)
 
 
-def mean_metrics(
-    batches: Iterable[Mapping[str, tuple[jax.Array, jax.Array]]],
-) -> dict[str, float]:
+def mean_metrics(batches: Iterable[Mapping[str, tuple[jax.Array, jax.Array]]]) -> dict[str, float]:
     """Adds up (sum, weight) pairs over batches and divides once.
 
     A metric whose name ends with 'perplexity' is the exponential of that mean: its pairs are sums

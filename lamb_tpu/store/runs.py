@@ -45,7 +45,8 @@ class RunFiles(NamedTuple):
             return ""
         duration, last = durations.parse(self.config["duration"]), evaluations[-1]
         done = {
-            "steps": last["step"], "epochs": last["epoch"],
+            "steps": last["step"],
+            "epochs": last["epoch"],
             "examples": last["step"] * self.config["batch_size"],
         }[duration.unit]
         return "" if done >= duration.value else f"is at {done:g} of {self.config['duration']}"

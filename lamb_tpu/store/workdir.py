@@ -27,8 +27,15 @@ from lamb_tpu.store import checkout, checksums, programs
 _LISTED = 8  # differing keys in a message
 # Files and folders of a run.
 _FILES = (
-    "config.json", "run.jsonl", "parameters.txt", "init.json", "metrics.jsonl", "mlperf.log",
-    ".lock", saved.VOCABULARY, saved.SETTINGS,
+    "config.json",
+    "run.jsonl",
+    "parameters.txt",
+    "init.json",
+    "metrics.jsonl",
+    "mlperf.log",
+    ".lock",
+    saved.VOCABULARY,
+    saved.SETTINGS,
 )
 _FOLDERS = ("checkpoints", "tensorboard", programs.FOLDER)
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
@@ -169,9 +176,7 @@ class Workdir:
             yield
             return
         lock, named = self.path / ".lock", f"{self._key} {self.path}"
-        refusal = (
-            f"{named} is in use by another run; wait until it ends, or give another folder"
-        )
+        refusal = f"{named} is in use by another run; wait until it ends, or give another folder"
         with leases.hold(lock, named, lost) if self._in_bucket else locks.hold(lock, refusal):
             yield
 
@@ -203,7 +208,9 @@ class Workdir:
         record = self._read(self.init)
         if record is not None:
             kinds = {
-                "init_from": str, "update": int | None, "optimizer_state": str,
+                "init_from": str,
+                "update": int | None,
+                "optimizer_state": str,
                 "updates_before": int,
             }
             for name, wanted in kinds.items():

@@ -104,7 +104,8 @@ class Classification:
             raise ValueError(
                 f"the model tells {known} classes apart, {source.name} has {source.num_classes}; "
                 f"set config.model.num_classes={source.num_classes}"
-                + f", or config.data.options.num_classes={known} if it lacks some" * lacking
+                + f", or config.data.options.num_classes={known} if it lacks some"
+                * lacking
             )
 
     def _num_classes(self, source: Source) -> int:
@@ -114,7 +115,8 @@ class Classification:
         variables = jax.eval_shape(self.init, jax.random.key(0), {"image": image})
         logits, _ = jax.eval_shape(
             lambda v, x: self.model.apply(v, self._inputs({"image": x}), train=False),
-            variables, image,
+            variables,
+            image,
         )
         return logits.shape[-1]
 

@@ -125,7 +125,9 @@ class LanguageModel:
             carry = jnp.where(starts, 0, batch[CARRY])
         outputs, model_state = self.model.apply(
             {"params": params, **model_state},
-            {"inputs": batch["inputs"], CARRY: carry}, train=True, key=key,
+            {"inputs": batch["inputs"], CARRY: carry},
+            train=True,
+            key=key,
         )
         lengths = batch.get("length", jnp.full(rows, steps))
         sums = _sums(outputs["logits"], batch["targets"], jnp.arange(steps) < lengths[:, None])

@@ -14,7 +14,11 @@ from lamb_tpu.models import Model
 from lamb_tpu.tasks.text import check_text, positions, text_ranges, words
 
 _FIELDS = (
-    "input_ids", "token_type_ids", "attention_mask", "masked_positions", "masked_ids",
+    "input_ids",
+    "token_type_ids",
+    "attention_mask",
+    "masked_positions",
+    "masked_ids",
     "masked_weights",
 )
 _PAIRS = "next_sentence_label"
@@ -121,9 +125,7 @@ def _metrics(
     return found
 
 
-def _scores(
-    name: str, logits: jax.Array, labels: jax.Array, weights: jax.Array
-) -> dict[str, Pair]:
+def _scores(name: str, logits: jax.Array, labels: jax.Array, weights: jax.Array) -> dict[str, Pair]:
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
     right = (jnp.argmax(logits, -1) == labels).astype(jnp.float32)
     total = jnp.sum(weights)

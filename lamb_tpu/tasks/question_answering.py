@@ -80,7 +80,8 @@ class QuestionAnswering:
         """Returns the valid values of all fields, see `tasks.HasRanges`."""
         return {
             **text_ranges(self.model, source),
-            "start_position": positions(source), "end_position": positions(source),
+            "start_position": positions(source),
+            "end_position": positions(source),
         }
 
     def init(self, key: jax.Array, batch: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -131,8 +132,12 @@ class QuestionAnswering:
         for each id the best answers with their scores, the sums of a start and an end logit.
         """
         answers = best_answers(
-            source.questions, source.features, outputs["start_logits"], outputs["end_logits"],
-            num_best=self.num_best, max_answer_length=self.max_answer_length,
+            source.questions,
+            source.features,
+            outputs["start_logits"],
+            outputs["end_logits"],
+            num_best=self.num_best,
+            max_answer_length=self.max_answer_length,
             with_null=self.version2,
         )
         # In v1.1 every question has an answer, so "" does not compete.

@@ -58,8 +58,11 @@ def best_answers(
         last = np.argsort(-ends, kind="stable")[None, :num_best]
         is_context = features.char_start[window] >= 0
         counts = (
-            is_context[first] & is_context[last] & features.best_window[window][first]
-            & (first <= last) & (last - first < max_answer_length)
+            is_context[first]
+            & is_context[last]
+            & features.best_window[window][first]
+            & (first <= last)
+            & (last - first < max_answer_length)
         )
         # Row by row: the order of the original's loops, which decides between equal scores.
         rows, columns = np.nonzero(counts)
@@ -90,9 +93,7 @@ def best_answers(
     return answers
 
 
-def choose(
-    answers: dict[str, list[Answer]], null_threshold: float | None = None
-) -> dict[str, str]:
+def choose(answers: dict[str, list[Answer]], null_threshold: float | None = None) -> dict[str, str]:
     """Returns the predictions, id -> text, in the form of the official script.
 
     Args:

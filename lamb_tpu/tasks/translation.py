@@ -59,7 +59,9 @@ class Translation:
                     f"{least}"
                 )
         for name, bound in (
-            ("label_smoothing", 1), ("length_penalty", math.inf), ("coverage_penalty", math.inf),
+            ("label_smoothing", 1),
+            ("length_penalty", math.inf),
+            ("coverage_penalty", math.inf),
         ):
             value = getattr(self, name)
             if type(value) not in (int, float) or not 0 <= value < bound:
@@ -145,13 +147,21 @@ class Translation:
         assert decode is not None  # `check` refuses others
         memory, state = decode.start(variables, batch)
         found = search(
-            lambda *given: decode.step(variables, *given), memory, state, Search(
-                self.max_length, _BEGIN, _END, self.beam, self.length_penalty,
+            lambda *given: decode.step(variables, *given),
+            memory,
+            state,
+            Search(
+                self.max_length,
+                _BEGIN,
+                _END,
+                self.beam,
+                self.length_penalty,
                 coverage_penalty=self.coverage_penalty,
             ),
         )
         return {
-            "loss": losses, "tokens": tokens,
+            "loss": losses,
+            "tokens": tokens,
             "correct": jnp.sum(counts * jnp.float32(jnp.argmax(logits, -1) == labels), -1),
             "translation": best(found, _END),
         }
@@ -176,16 +186,22 @@ class Translation:
         metric = sacrebleu.BLEU()
         bleu = metric.corpus_score(texts, [source.references])
         report = {
-            "bleu": bleu.score, "signature": str(metric.get_signature()),
-            "precisions": bleu.precisions, "brevity_penalty": bleu.bp,
-            "length": bleu.sys_len, "reference_length": bleu.ref_len,
-            "beam": self.beam, "length_penalty": self.length_penalty,
+            "bleu": bleu.score,
+            "signature": str(metric.get_signature()),
+            "precisions": bleu.precisions,
+            "brevity_penalty": bleu.bp,
+            "length": bleu.sys_len,
+            "reference_length": bleu.ref_len,
+            "beam": self.beam,
+            "length_penalty": self.length_penalty,
             "coverage_penalty": self.coverage_penalty,
         }
         return (
             {
-                "loss": loss, "perplexity": math.exp(min(loss, 700.0)),  # no overflow
-                "accuracy": float(sums["correct"] / sums["tokens"]), "bleu": bleu.score,
+                "loss": loss,
+                "perplexity": math.exp(min(loss, 700.0)),  # no overflow
+                "accuracy": float(sums["correct"] / sums["tokens"]),
+                "bleu": bleu.score,
             },
             {
                 "translations.txt": "".join(f"{text}\n" for text in texts),

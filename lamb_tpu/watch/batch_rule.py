@@ -67,7 +67,8 @@ class BatchRule(Observer):
         if self._path is None:
             return None
         return {
-            "step": self._step, "pieces": self._path.until(self._step),
+            "step": self._step,
+            "pieces": self._path.until(self._step),
             "averages": [float(value) for value in self._averages],
         }
 

@@ -52,7 +52,9 @@ class Best(Observer):
     def state(self) -> dict[str, Any]:
         """Returns the best so far, with its metric and mode."""
         return {
-            "metric": self._metric, "mode": self._mode, "step": self.step,
+            "metric": self._metric,
+            "mode": self._mode,
+            "step": self.step,
             "value": None if self.step is None else self.value,
         }
 
@@ -60,6 +62,7 @@ class Best(Observer):
         """Continues from a `state`; a state of another metric or mode is ignored."""
         # config.checkpoint.best may change between two starts of a run.
         if state["step"] is not None and [state["metric"], state["mode"]] == [
-            self._metric, self._mode
+            self._metric,
+            self._mode,
         ]:
             self.step, self.value = state["step"], state["value"]

@@ -50,6 +50,7 @@ class Clock:
         # Read once, so that the two numbers differ by the start-up time exactly.
         seconds = self.seconds
         return {
-            "seconds": seconds, "seconds_with_startup": seconds + self.startup,
+            "seconds": seconds,
+            "seconds_with_startup": seconds + self.startup,
             "starts": self.starts,
         }

@@ -31,13 +31,19 @@ class Evaluations(Observer):
           Diverged: one is not finite.
         """
         check_finite(
-            f"the evaluation after update {step}", metrics, self._allowed, self._warn,
+            f"the evaluation after update {step}",
+            metrics,
+            self._allowed,
+            self._warn,
             self._start.last_checkpoint,
         )
 
 
 def check_finite(
-    what: str, metrics: Mapping[str, float], allowed: bool, warn: Callable[[str], None],
+    what: str,
+    metrics: Mapping[str, float],
+    allowed: bool,
+    warn: Callable[[str], None],
     last_checkpoint: Callable[[], str] | None = None,
 ) -> None:
     """Reports metrics that are not finite.

@@ -29,8 +29,7 @@ class Lipschitz(Observer):
     """
 
     def __init__(
-        self, run: Run,
-        paused: Callable[[int, str], contextlib.AbstractContextManager[None]],
+        self, run: Run, paused: Callable[[int, str], contextlib.AbstractContextManager[None]]
     ) -> None:
         self._run, self._paused = run, paused
         self._rows = run.config.log.lipschitz_rows
@@ -42,9 +41,7 @@ class Lipschitz(Observer):
                 f"{len(run.train_set)} examples of the training set"
             )
         shards = mesh_lib.num_batch_shards(run.mesh)
-        mesh_lib.check_divides(
-            "config.log.lipschitz_rows", self._rows, shards, f"{shards} devices"
-        )
+        mesh_lib.check_divides("config.log.lipschitz_rows", self._rows, shards, f"{shards} devices")
 
     @functools.cached_property
     def _batch(self) -> Any:

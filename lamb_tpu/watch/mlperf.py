@@ -156,7 +156,8 @@ class MLPerfLog(Observer):
         recipe = self._recipe
         # There always is one: the last update is evaluated.
         due = next(
-            later for later in range(step + 1, recipe.total_steps + 1)
+            later
+            for later in range(step + 1, recipe.total_steps + 1)
             if recipe.is_due(recipe.eval_every, later)
         )
         first = math.floor(recipe.epoch(step)) + 1
@@ -207,8 +208,12 @@ class MLPerfLog(Observer):
         return {"epoch_num": self._recipe.epoch(step), **self._samples(step)}
 
     def _write(
-        self, event_type: str, key: str, value: Any = None,
-        metadata: Mapping[str, Any] | None = None, ago: float = 0.0,
+        self,
+        event_type: str,
+        key: str,
+        value: Any = None,
+        metadata: Mapping[str, Any] | None = None,
+        ago: float = 0.0,
     ) -> None:
         if self._file is None:
             return

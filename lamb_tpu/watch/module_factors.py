@@ -24,7 +24,8 @@ class ModuleFactors(Observer):
         if not self._names:
             return
         (state,) = (
-            part for part in jax.tree.leaves(record.state.opt_state, is_leaf=_is_agvm)
+            part
+            for part in jax.tree.leaves(record.state.opt_state, is_leaf=_is_agvm)
             if _is_agvm(part)
         )
         for name, factor in zip(self._names, np.asarray(state.factors), strict=True):

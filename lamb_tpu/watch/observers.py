@@ -38,27 +38,29 @@ def make_observers(run: Run, progress: RunProgress) -> Observers:
     measures = measured.noise_scale or measured.preconditioned
     target = Target(config.target, recipe, tell)
     throughput = Throughput(run.amounts(), recipe.place)
-    return Observers([
-        Guards(
-            config.guards, recipe.rate, progress.warn, tell, functools.partial(examine, run)
-        ),
-        BatchRule(recipe),
-        Desync(run),
-        Best(config.checkpoint.best, config.checkpoint.best_mode),
-        Ratios(run),
-        ModuleFactors(run.config),
-        # Without it a checkpoint has no averages.
-        *([NoiseScale(measured.decay)] if measures else []),
-        # Before the throughput, in which its time does not count.
-        Lipschitz(run, throughput.paused),
-        throughput,
-        Pictures(run, tell),
-        Records(recipe),
-        progress,
-        Evaluations(config.guards.allow_nonfinite_eval, progress.warn),
-        # After the records: in metrics.jsonl the target follows the evaluation that reached it.
-        target,
-        # After the target, which it asks.
-        MLPerfLog(run, target),
-        Heartbeat(config.log.heartbeat_seconds),
-    ])
+    return Observers(
+        [
+            Guards(
+                config.guards, recipe.rate, progress.warn, tell, functools.partial(examine, run)
+            ),
+            BatchRule(recipe),
+            Desync(run),
+            Best(config.checkpoint.best, config.checkpoint.best_mode),
+            Ratios(run),
+            ModuleFactors(run.config),
+            # Without it a checkpoint has no averages.
+            *([NoiseScale(measured.decay)] if measures else []),
+            # Before the throughput, in which its time does not count.
+            Lipschitz(run, throughput.paused),
+            throughput,
+            Pictures(run, tell),
+            Records(recipe),
+            progress,
+            Evaluations(config.guards.allow_nonfinite_eval, progress.warn),
+            # After the records: in metrics.jsonl the target follows the evaluation that reached it.
+            target,
+            # After the target, which it asks.
+            MLPerfLog(run, target),
+            Heartbeat(config.log.heartbeat_seconds),
+        ]
+    )

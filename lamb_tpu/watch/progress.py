@@ -65,12 +65,7 @@ class RunProgress(Observer):
     """
 
     def __init__(
-        self,
-        label: str,
-        recipe: Recipe,
-        shown: bool = True,
-        quiet: bool = False,
-        tokens: int = 0,
+        self, label: str, recipe: Recipe, shown: bool = True, quiet: bool = False, tokens: int = 0
     ) -> None:
         self._recipe = recipe
         self._amount, self._unit = tokens or recipe.batch_size, "tokens" if tokens else "examples"

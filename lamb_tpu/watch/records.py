@@ -21,7 +21,8 @@ class Records(Observer):
 
     def recorded(self, record: Record) -> None:
         counts = {
-            "epoch": self._recipe.epoch(record.step), "updates": record.updates,
+            "epoch": self._recipe.epoch(record.step),
+            "updates": record.updates,
             "seconds": self._start.clock.seconds,
         }
         if self._recipe.path is not None:

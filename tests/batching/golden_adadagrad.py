@@ -72,7 +72,9 @@ def _single(settings: Settings, recorded: Arrays) -> dict[str, np.ndarray]:
     eta = recorded["eta"]
     found = {
         "eta": eta,
-        "norm_batch": _batches([NormTest(eta=float(x), **UNLIMITED) for x in eta], batch, published)
+        "norm_batch": _batches(
+            [NormTest(eta=float(x), **UNLIMITED) for x in eta], batch, published
+        ),
     }
     if accumulation > 1:  # the norm test only, whose statistics are recorded at each setting
         return found | {
@@ -82,13 +84,16 @@ def _single(settings: Settings, recorded: Arrays) -> dict[str, np.ndarray]:
     theta, nu = recorded["theta"].tolist(), recorded["nu"].tolist()
     across = published | {variance.INNER_PRODUCT: 0.0}
     return found | {
-        "theta": recorded["theta"], "nu": recorded["nu"],
+        "theta": recorded["theta"],
+        "nu": recorded["nu"],
         "ip_batch": _batches(
-            [InnerProductTest(theta=x, **UNLIMITED) for x in theta], batch, published),
+            [InnerProductTest(theta=x, **UNLIMITED) for x in theta], batch, published
+        ),
         "orth_batch": _batches([_orthogonality(x, **UNLIMITED) for x in nu], batch, across),
         "augmented_batch": _batches(
             [Augmented(theta=x, nu=y, **UNLIMITED) for x, y in zip(theta, nu, strict=True)],
-            batch, published,
+            batch,
+            published,
         ),
         "var_one_norm": np.asarray(published[variance.VARIANCE]),
         "var_inner_product": np.asarray(published[variance.INNER_PRODUCT]),
@@ -131,7 +136,8 @@ def _trajectory(settings: Settings, recorded: Arrays) -> dict[str, np.ndarray]:
     bounded = kind(**thresholds, quantum=workers, upper=largest)
     params = {
         key.removeprefix("p32/"): jnp.asarray(value[0])
-        for key, value in recorded.items() if key.startswith("p32/")
+        for key, value in recorded.items()
+        if key.startswith("p32/")
     }
     state, start, rows, trajectory = tx.init(params), 0, [], [params]
     for step in range(len(recorded["batch"])):
@@ -143,8 +149,9 @@ def _trajectory(settings: Settings, recorded: Arrays) -> dict[str, np.ndarray]:
         row |= dict.fromkeys(("var", "var2", "g2", "returned"), -1)
         if free.due(step) and batch < largest:
             parts = [
-                jax.tree.map(lambda leaf, k=k, b=batch // workers: leaf[k * b:(k + 1) * b],
-                             gradients)
+                jax.tree.map(
+                    lambda leaf, k=k, b=batch // workers: leaf[k * b : (k + 1) * b], gradients
+                )
                 for k in range(workers)
             ]
             found = _statistics(parts, "parts", per_tensor=True)

@@ -35,7 +35,8 @@ def _norms(settings: Settings, recorded: Arrays) -> tuple[np.ndarray, np.ndarray
     if gradients.shape[1] != settings.take("micro_batches"):
         raise ValueError(f"micro_gradients have the shape {gradients.shape}")
     for name, meaning in (
-        ("sq_norm_small", "mean over the micro batches of |g|^2"), ("sq_norm_large", "|mean g|^2"),
+        ("sq_norm_small", "mean over the micro batches of |g|^2"),
+        ("sq_norm_large", "|mean g|^2"),
     ):
         if settings.take(name, meaning) != meaning:
             raise ValueError(f"{name} has another meaning here than {meaning!r}")
@@ -54,8 +55,10 @@ def _kdiffusion(settings: Settings, recorded: Arrays) -> dict[str, np.ndarray]:
         ratios.append(noise_scale.noise_scale(state, floor=eps))
         corrected.append(noise_scale.averages(state))
     return {
-        "sq_norm_small": smalls, "sq_norm_large": larges,
-        "gns": np.array(ratios), "stats_debiased": np.array(corrected),
+        "sq_norm_small": smalls,
+        "sq_norm_large": larges,
+        "gns": np.array(ratios),
+        "stats_debiased": np.array(corrected),
     }
 
 
@@ -94,12 +97,11 @@ def _formula(settings: Settings, recorded: Arrays) -> dict[str, np.ndarray]:
     single = noise_scale.NoiseScaleState(np.ones_like(pair.trace), *pair)
     ratios = noise_scale.noise_scale(single, floor=-math.inf)
     return {
-        "grad_sq": pair.grad_sq, "trace": pair.trace,
+        "grad_sq": pair.grad_sq,
+        "trace": pair.trace,
         "ratio_of_means": np.asarray(noise_scale.noise_scale(mean, floor=-math.inf)),
         "mean_of_ratios": np.asarray(ratios.mean()),
     }
 
 
-REPEATS = {
-    "kdiffusion_gns": _kdiffusion, "gptneox_gns": _gptneox, "mccandlish_formula": _formula,
-}
+REPEATS = {"kdiffusion_gns": _kdiffusion, "gptneox_gns": _gptneox, "mccandlish_formula": _formula}

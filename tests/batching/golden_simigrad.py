@@ -12,9 +12,7 @@ from lamb_tpu.batching.similarity import similarity
 from tests.optim.golden_common import Settings
 
 Arrays = Mapping[str, np.ndarray]
-FED = (
-    "rank r, micro step k: noise*wgrad[n][r, k%20] + mean_w wgrad[n][w, k%20] (float32), lr 0.01"
-)
+FED = "rank r, micro step k: noise*wgrad[n][r, k%20] + mean_w wgrad[n][w, k%20] (float32), lr 0.01"
 RATE = 0.01
 
 
@@ -42,8 +40,7 @@ def repeat(entry: Mapping[str, Any], recorded: Arrays, inputs: Arrays) -> dict[s
         last = count + steps - 1
         summed = {name: _summed(feed, count, steps) for name, feed in feeds.items()}
         even, odd = (
-            {name: grads[half::2].mean(axis=0) for name, grads in summed.items()}
-            for half in (0, 1)
+            {name: grads[half::2].mean(axis=0) for name, grads in summed.items()} for half in (0, 1)
         )
         cosine = float(similarity(even, odd)["similarity"])
         # The published code divides each half's mean by the number of its workers once more.
@@ -65,13 +62,23 @@ def repeat(entry: Mapping[str, Any], recorded: Arrays, inputs: Arrays) -> dict[s
             steps = whole_quanta(wanted, batch, quantum) // quantum
             offset, start = (last + 1) % steps, last + steps
             modifier = rate_factor("sqrt", original, quantum * steps, adjust)
-        rows.append({
-            "cos": cosine, "micro_step": last, "batch_before": before[0],
-            "gas_before": before[1], "micro_before": before[2], "lr_modifier_used": before[3],
-            "batch_after": world * micro * steps, "gas_after": steps, "micro_after": micro,
-            "lr_modifier_after": modifier, "offset_after": offset, "start_after": start,
-            "grad_scale_vs_mean": _norm(applied) / _norm(mean),
-        })
+        rows.append(
+            {
+                "cos": cosine,
+                "micro_step": last,
+                "batch_before": before[0],
+                "gas_before": before[1],
+                "micro_before": before[2],
+                "lr_modifier_used": before[3],
+                "batch_after": world * micro * steps,
+                "gas_after": steps,
+                "micro_after": micro,
+                "lr_modifier_after": modifier,
+                "offset_after": offset,
+                "start_after": start,
+                "grad_scale_vs_mean": _norm(applied) / _norm(mean),
+            }
+        )
         count = last + 1
     found = {name: np.array([row[name] for row in rows]) for name in rows[0]}
     last_params = np.concatenate([np.ravel(params[name]) for name in names])

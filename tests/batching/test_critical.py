@@ -42,31 +42,37 @@ def test_loss_to_compare_with(reference: float) -> None:
         excess([1.0, 1.0], [1.0, reference])
 
 
-@pytest.mark.parametrize("excesses, expected", [
-    # Half of the way in the logarithm.
-    ((0.0, 0.005, 0.015, 0.5), Critical(64, 64 * 2**0.5, True)),
-    ((0.0, 0.02, 0.03, 0.04), Critical(32, 32 * 2**0.5, True)),
-    # On the tolerance is within it.
-    ((0.0, 0.01, 0.01, 0.01), Critical(256, 256.0, False)),
-    ((0.0, -0.3, -0.2, -0.1), Critical(256, 256.0, False)),
-    # What comes back within the tolerance does not count.
-    ((0.0, 0.02, 0.0, 0.0), Critical(32, 32 * 2**0.5, True)),
-    ((0.0, 0.004, math.inf, math.inf), Critical(64, 64.0, True)),
-    ((0.0, math.nan, 0.0, 0.0), Critical(32, 32.0, True)),
-])
+@pytest.mark.parametrize(
+    "excesses, expected",
+    [
+        # Half of the way in the logarithm.
+        ((0.0, 0.005, 0.015, 0.5), Critical(64, 64 * 2**0.5, True)),
+        ((0.0, 0.02, 0.03, 0.04), Critical(32, 32 * 2**0.5, True)),
+        # On the tolerance is within it.
+        ((0.0, 0.01, 0.01, 0.01), Critical(256, 256.0, False)),
+        ((0.0, -0.3, -0.2, -0.1), Critical(256, 256.0, False)),
+        # What comes back within the tolerance does not count.
+        ((0.0, 0.02, 0.0, 0.0), Critical(32, 32 * 2**0.5, True)),
+        ((0.0, 0.004, math.inf, math.inf), Critical(64, 64.0, True)),
+        ((0.0, math.nan, 0.0, 0.0), Critical(32, 32.0, True)),
+    ],
+)
 def test_critical(excesses: tuple[float, ...], expected: Critical) -> None:
     found = critical(BATCHES, excesses, tolerance=0.01)
     assert found == expected._replace(crossing=pytest.approx(expected.crossing))
 
 
-@pytest.mark.parametrize("batches, excesses, tolerance, message", [
-    ((64, 64), (0.0, 0.0), 0.1, r"batches must ascend, not \[64, 64\]"),
-    ((), (), 0.1, "batches must ascend"),
-    ((1.5, 2), (0.0, 0.0), 0.1, "a batch must be a whole number of at least 1, not 1.5"),
-    ((1, 2), (0.2, 0.0), 0.1, "the first excess must be within the tolerance, not 0.2"),
-    ((1, 2), (0.0, 0.0), -0.1, "tolerance must be at least 0"),
-    ((1, 2), (0.0,), 0.1, "shorter"),
-])
+@pytest.mark.parametrize(
+    "batches, excesses, tolerance, message",
+    [
+        ((64, 64), (0.0, 0.0), 0.1, r"batches must ascend, not \[64, 64\]"),
+        ((), (), 0.1, "batches must ascend"),
+        ((1.5, 2), (0.0, 0.0), 0.1, "a batch must be a whole number of at least 1, not 1.5"),
+        ((1, 2), (0.2, 0.0), 0.1, "the first excess must be within the tolerance, not 0.2"),
+        ((1, 2), (0.0, 0.0), -0.1, "tolerance must be at least 0"),
+        ((1, 2), (0.0,), 0.1, "shorter"),
+    ],
+)
 def test_mistakes(batches: tuple, excesses: tuple, tolerance: float, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         critical(batches, excesses, tolerance)

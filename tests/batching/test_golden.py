@@ -17,9 +17,10 @@ GIVEN = {
 ENTRIES = [entry for entry in goldens.entries() if entry["family"] in GIVEN]
 # Those that compile a program for every batch size take the longest.
 SHORT = [
-    entry for entry in ENTRIES
-    if entry["family"] in ("noise_scale", "agvm") or entry["setting"] in (
-        "w4_target09", "single_b8", "workers2_b8", "traj_norm_sgd")
+    entry
+    for entry in ENTRIES
+    if entry["family"] in ("noise_scale", "agvm")
+    or entry["setting"] in ("w4_target09", "single_b8", "workers2_b8", "traj_norm_sgd")
 ]
 
 
@@ -39,16 +40,19 @@ def test_entry(entry) -> None:
             # float64 it is nearer to ours, 5e-8 of it off, than to the record.
             cancels = key == "whole_vector/var_inner_product" and entry["hyper"]["workers"] > 1
             np.testing.assert_allclose(
-                values, expected, rtol=4e-6 if cancels else 1e-6, atol=1e-6, err_msg=key)
+                values, expected, rtol=4e-6 if cancels else 1e-6, atol=1e-6, err_msg=key
+            )
 
 
 @pytest.mark.parametrize(
-    "entry", {entry["family"]: entry for entry in ENTRIES}.values(), ids=goldens.label)
+    "entry", {entry["family"]: entry for entry in ENTRIES}.values(), ids=goldens.label
+)
 def test_a_setting_that_is_not_known_is_an_error(entry) -> None:
     with pytest.raises(ValueError, match="warp_factor"):
         FAMILIES[entry["family"]](
             dict(entry, hyper=dict(entry["hyper"], warp_factor=9)),
-            goldens.record(entry), goldens.inputs(),
+            goldens.record(entry),
+            goldens.inputs(),
         )
 
 

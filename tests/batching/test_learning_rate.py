@@ -15,10 +15,16 @@ def test_docstrings() -> None:
     assert result.failed == 0 and result.attempted >= 1
 
 
-@pytest.mark.parametrize("rule, adjust, expected", [
-    ("identity", 1.0, 1.0), ("linear", 1.0, 0.25), ("sqrt", 1.0, 0.5), ("sqrt", 0.5, 0.75),
-    ("linear", 0.0, 1.0),
-])
+@pytest.mark.parametrize(
+    "rule, adjust, expected",
+    [
+        ("identity", 1.0, 1.0),
+        ("linear", 1.0, 0.25),
+        ("sqrt", 1.0, 0.5),
+        ("sqrt", 0.5, 0.75),
+        ("linear", 0.0, 1.0),
+    ],
+)
 def test_factors(rule: str, adjust: float, expected: float) -> None:
     assert rate_factor(rule, 256, 64, adjust) == expected
     assert rate_factor(rule, 256, 256, adjust) == 1.0

@@ -22,7 +22,8 @@ def test_the_pair_is_the_sample_variance_of_microbatches() -> None:
     gradients = np.random.default_rng(0).normal(0.3, 1.0, (8, 50))
     mean = gradients.mean(axis=0)
     pair = noise_scale.estimate(
-        float(np.mean(np.sum(gradients**2, axis=1))), float(mean @ mean), small=4, large=32)
+        float(np.mean(np.sum(gradients**2, axis=1))), float(mean @ mean), small=4, large=32
+    )
     variance = gradients.var(axis=0, ddof=1).sum()
     assert pair.trace == pytest.approx(4 * variance, rel=1e-12)
     assert pair.grad_sq == pytest.approx(mean @ mean - variance / 8, rel=1e-12)
@@ -34,8 +35,11 @@ def test_the_pair_has_no_bias() -> None:
     for _ in range(2000):
         gradients = truth + rng.normal(0.0, 1.0, (16, 20)) / math.sqrt(2)  # microbatches of 2
         mean = gradients.mean(axis=0)
-        pairs.append(noise_scale.estimate(
-            np.mean(np.sum(gradients**2, axis=1)), mean @ mean, small=2, large=32))
+        pairs.append(
+            noise_scale.estimate(
+                np.mean(np.sum(gradients**2, axis=1)), mean @ mean, small=2, large=32
+            )
+        )
     grad_sq, trace = np.mean(pairs, axis=0)
     assert grad_sq == pytest.approx(0.8, rel=0.03) and trace == pytest.approx(20, rel=0.01)
 
@@ -51,11 +55,17 @@ def test_averages_have_no_bias_from_the_start_and_the_ratio_is_of_averages() -> 
     assert noise_scale.noise_scale(state) == pytest.approx(8 / 7)  # the mean of ratios is 8 / 3
 
 
-@pytest.mark.parametrize("pair, floor, expected", [
-    (Estimate(-1.0, 5.0), 0.0, math.inf), (Estimate(0.0, 5.0), 0.0, math.inf),
-    (Estimate(0.0, 0.0), 0.0, math.inf), (Estimate(2.0, -1.0), 0.0, 0.0),
-    (Estimate(-1.0, 5.0), -math.inf, -5.0), (Estimate(-1.0, 5.0), 1e-8, 2.5e8),
-])
+@pytest.mark.parametrize(
+    "pair, floor, expected",
+    [
+        (Estimate(-1.0, 5.0), 0.0, math.inf),
+        (Estimate(0.0, 5.0), 0.0, math.inf),
+        (Estimate(0.0, 0.0), 0.0, math.inf),
+        (Estimate(2.0, -1.0), 0.0, 0.0),
+        (Estimate(-1.0, 5.0), -math.inf, -5.0),
+        (Estimate(-1.0, 5.0), 1e-8, 2.5e8),
+    ],
+)
 def test_a_negative_square_has_one_rule(pair: Estimate, floor: float, expected: float) -> None:
     state = noise_scale.update(noise_scale.init(), pair, decay=0.5)
     assert noise_scale.noise_scale(state, floor) == pytest.approx(expected)
@@ -79,8 +89,7 @@ def test_under_jit_as_on_the_host() -> None:
 
     state = noise_scale.init()
     for scale in (1.0, 0.5):
-        state = noise_scale.update(
-            state, noise_scale.estimate(5.0 * scale, 2.0, 4, 16), 0.9)
+        state = noise_scale.update(state, noise_scale.estimate(5.0 * scale, 2.0, 4, 16), 0.9)
     assert float(two(5.0, 2.0)) == pytest.approx(float(noise_scale.noise_scale(state)), rel=1e-5)
 
 

@@ -23,8 +23,10 @@ def _halves():
 
 
 def _cosine(a, b) -> float:
-    a, b = (np.concatenate([np.ravel(x).astype(np.float64) for x in jax.tree.leaves(tree)])
-            for tree in (a, b))
+    a, b = (
+        np.concatenate([np.ravel(x).astype(np.float64) for x in jax.tree.leaves(tree)])
+        for tree in (a, b)
+    )
     return a @ b / (np.linalg.norm(a) * np.linalg.norm(b))
 
 
@@ -37,9 +39,11 @@ def test_whole_and_by_module() -> None:
     even, odd = _halves()
     found = similarity(even, odd, MODULES)
     expected = {"similarity": _cosine(even, odd)} | {
-        f"similarity/{name}": _cosine(even[name], odd[name]) for name in MODULES}
+        f"similarity/{name}": _cosine(even[name], odd[name]) for name in MODULES
+    }
     assert {name: float(value) for name, value in found.items()} == pytest.approx(
-        expected, abs=3e-7)
+        expected, abs=3e-7
+    )
     assert float(similarity(even, odd)["similarity"]) == float(found["similarity"])
 
 
@@ -66,10 +70,12 @@ def test_leaves_that_are_split() -> None:
 
     def local(even, odd):
         return similarity(
-            even, odd, MODULES, axis_name=lambda path: "data" if "body" in path else None)
+            even, odd, MODULES, axis_name=lambda path: "data" if "body" in path else None
+        )
 
-    found = jax.jit(jax.shard_map(
-        local, mesh=mesh, in_specs=(specs, specs), out_specs=PartitionSpec()))(even, odd)
+    found = jax.jit(
+        jax.shard_map(local, mesh=mesh, in_specs=(specs, specs), out_specs=PartitionSpec())
+    )(even, odd)
     expected = similarity(even, odd, MODULES)
     for name in expected:
         assert float(found[name]) == pytest.approx(float(expected[name]), abs=3e-7)

@@ -45,7 +45,8 @@ def _expected(rows: np.ndarray) -> dict[str, float]:
     return {
         "variance": rows.var(axis=0, ddof=1).sum(),
         "inner_product_variance": inner.var(ddof=1),
-        "orthogonal_variance": across.var(axis=0, ddof=1).sum(), "grad_sq": mean @ mean,
+        "orthogonal_variance": across.var(axis=0, ddof=1).sum(),
+        "grad_sq": mean @ mean,
     }
 
 
@@ -73,11 +74,15 @@ def test_a_sample_of_a_batch_along_the_batchs_gradient() -> None:
     )
     square, inner = np.square(along).sum(), rows @ along[0]
     across = rows - np.outer(inner, along[0]) / square
-    assert found == pytest.approx({
-        "variance": rows.var(axis=0, ddof=1).sum(),
-        "inner_product_variance": inner.var(ddof=1), "grad_sq": square,
-        "orthogonal_variance": across.var(axis=0, ddof=1).sum(),
-    }, rel=2e-6)
+    assert found == pytest.approx(
+        {
+            "variance": rows.var(axis=0, ddof=1).sum(),
+            "inner_product_variance": inner.var(ddof=1),
+            "grad_sq": square,
+            "orthogonal_variance": across.var(axis=0, ddof=1).sum(),
+        },
+        rel=2e-6,
+    )
 
 
 def test_per_tensor_adds_what_each_tensor_has_for_itself() -> None:
@@ -105,18 +110,21 @@ def test_the_law_of_parts() -> None:
 def test_microbatch_means_are_the_noise_scales_trace() -> None:
     grads = _gradients()
     means = jax.tree.map(lambda leaf: leaf.reshape(6, 4, *leaf.shape[1:]).mean(axis=1), grads)
-    found = variance.statistics(
-        variance.sums(means, _mean(grads)), examples_per_row=4)
-    squares = sum(np.sum(np.square(leaf), axis=tuple(range(1, leaf.ndim)))
-                  for leaf in means.values())
+    found = variance.statistics(variance.sums(means, _mean(grads)), examples_per_row=4)
+    squares = sum(
+        np.sum(np.square(leaf), axis=tuple(range(1, leaf.ndim))) for leaf in means.values()
+    )
     pair = noise_scale.estimate(squares.mean(), float(found["grad_sq"]), 4, 24)
     assert float(found["variance"]) == pytest.approx(float(pair.trace), rel=1e-5)
 
 
 def test_microbatch_means_estimate_the_examples_variance_without_bias() -> None:
     rng = np.random.default_rng(3)
-    measure = jax.jit(lambda means: variance.statistics(
-        variance.sums(means, _mean(means)), examples_per_row=4)["variance"])
+    measure = jax.jit(
+        lambda means: variance.statistics(variance.sums(means, _mean(means)), examples_per_row=4)[
+            "variance"
+        ]
+    )
     found = [
         float(measure({"w": rng.normal(1.0, 1.0, (6, 4, 40)).mean(axis=1).astype(np.float32)}))
         for _ in range(200)
@@ -128,7 +136,11 @@ def test_a_mean_of_zero_and_a_single_row() -> None:
     grads = {"w": jnp.array([[1.0, 0.0], [-1.0, 0.0]])}
     found = variance.statistics(variance.sums(grads, _mean(grads)))
     assert {name: float(v) for name, v in found.items()} == {
-        "variance": 2.0, "inner_product_variance": 0.0, "orthogonal_variance": 2.0, "grad_sq": 0.0}
+        "variance": 2.0,
+        "inner_product_variance": 0.0,
+        "orthogonal_variance": 2.0,
+        "grad_sq": 0.0,
+    }
     one = {"w": jnp.ones((1, 2))}
     assert np.isnan(variance.statistics(variance.sums(one, _mean(one)))["variance"])
 
@@ -142,10 +154,12 @@ def test_sums_over_devices() -> None:
         mean = jax.lax.pmean(_mean(rows), "data")
         return variance.statistics(jax.lax.psum(variance.sums(rows, mean), "data"))
 
-    found = jax.jit(jax.shard_map(
-        local, mesh=mesh, in_specs=PartitionSpec("data"), out_specs=PartitionSpec()))(grads)
+    found = jax.jit(
+        jax.shard_map(local, mesh=mesh, in_specs=PartitionSpec("data"), out_specs=PartitionSpec())
+    )(grads)
     assert {name: float(v) for name, v in found.items()} == pytest.approx(
-        _of_parts(grads, ()), rel=2e-6)
+        _of_parts(grads, ()), rel=2e-6
+    )
 
 
 def test_mistakes() -> None:

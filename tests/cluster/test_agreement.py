@@ -77,11 +77,14 @@ class Store:
             return self.values[key]
 
 
-@pytest.mark.parametrize("values", [
-    ({"a": "1", "b": "2"}, {"b": "2", "a": "1"}, {"a": "1", "b": "2"}),
-    ({"a": "1"}, {"a": "2"}, {"a": "1"}),
-    ({"a": "0"}, {"a": "1"}, {"a": "1"}),
-])
+@pytest.mark.parametrize(
+    "values",
+    [
+        ({"a": "1", "b": "2"}, {"b": "2", "a": "1"}, {"a": "1", "b": "2"}),
+        ({"a": "1"}, {"a": "2"}, {"a": "1"}),
+        ({"a": "0"}, {"a": "1"}, {"a": "1"}),
+    ],
+)
 def test_exchange(monkeypatch: pytest.MonkeyPatch, values: tuple[dict[str, str], ...]) -> None:
     """Equal processes send digests only; of others, all raise one error."""
     store, local = Store(), threading.local()
@@ -110,9 +113,7 @@ def test_exchange(monkeypatch: pytest.MonkeyPatch, values: tuple[dict[str, str],
         assert found == [None] * 3 and sent == {"digest", "verdict"}
     else:
         assert len(set(found)) == 1 and found[0].startswith("a is ")
-        assert distributed._leaves_with_all and sent == {
-            "digest", "verdict", "values", "sentence"
-        }
+        assert distributed._leaves_with_all and sent == {"digest", "verdict", "values", "sentence"}
 
 
 def test_one_process_compares_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,8 +20,9 @@ def test_two_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
         cpu_devices.make(2)
 
 
-@pytest.mark.parametrize("count, given, threads", [(1, None, None), (2, None, "32"),
-                                                   (16, None, "64"), (2, "5", "5")])
+@pytest.mark.parametrize(
+    "count, given, threads", [(1, None, None), (2, None, "32"), (16, None, "64"), (2, "5", "5")]
+)
 def test_threads_are_enough(
     count: int, given: str | None, threads: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -46,27 +47,39 @@ def test_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(*arguments: str) -> subprocess.CompletedProcess:
     """Runs a command in an environment that says nothing of devices."""
-    environment = {name: value for name, value in os.environ.items()
-                   if name not in ("JAX_NUM_CPU_DEVICES", "NPROC", "XLA_FLAGS")}
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("JAX_NUM_CPU_DEVICES", "NPROC", "XLA_FLAGS")
+    }
     return subprocess.run(
-        [sys.executable, "-m", *arguments], cwd=tiny.ROOT, env=environment, capture_output=True,
-        text=True, timeout=200,
+        [sys.executable, "-m", *arguments],
+        cwd=tiny.ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
     )
 
 
 @pytest.mark.long
 def test_a_run_goes_on_with_other_devices(tmp_path: pathlib.Path) -> None:
     train = (
-        "lamb_tpu.train", "--config=configs/digits.py:smoke", f"--workdir={tmp_path}",
-        "--config.duration=2 steps", "--config.log.tensorboard=false",
+        "lamb_tpu.train",
+        "--config=configs/digits.py:smoke",
+        f"--workdir={tmp_path}",
+        "--config.duration=2 steps",
+        "--config.log.tensorboard=false",
     )
     first = run(*train, "--cpu_devices=2")
     assert "mesh: data=2 over 2 cpu device(s)" in first.stdout, first.stderr
     again = run(*train)
     assert "mesh: data=1 over 1 cpu device(s)" in again.stdout, again.stderr
     assert "resumed from the checkpoint of update 2" in again.stdout
-    evaluated = [run("lamb_tpu.evaluate", f"--workdir={tmp_path}", f"--cpu_devices={count}")
-                 for count in (1, 2)]
+    evaluated = [
+        run("lamb_tpu.evaluate", f"--workdir={tmp_path}", f"--cpu_devices={count}")
+        for count in (1, 2)
+    ]
     one, two = (json.loads(done.stdout) for done in evaluated)
     assert one == pytest.approx(two, rel=1e-5) and one["step"] == 2
     wrong = run(*train, "--cpu_devices=many")

@@ -200,7 +200,10 @@ def run(code: str) -> tuple[subprocess.CompletedProcess, float]:
     began = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-c", f"from lamb_tpu.cluster import distributed\n{code}"],
-        cwd=tiny.ROOT, capture_output=True, text=True, timeout=60,
+        cwd=tiny.ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     return done, time.monotonic() - began
 

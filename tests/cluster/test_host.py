@@ -27,17 +27,20 @@ def test_where_the_system_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None
     assert host.num_cores() == 1
 
 
-@pytest.mark.parametrize("text, expected", [
-    ("model name\t: AMD EPYC\ncpu family\t: 25\nmodel\t\t: 17\nflags\t\t: fpu avx avx2 avx512f\n",
-     "AMD EPYC (family 25, model 17, avx512f)"),
-    ("model name\t: Old\nflags\t\t: fpu sse4_2\n", "Old (sse4_2)"),
-    ("model name\t: Older\n", "Older"),
-    ("processor\t: 0\nBogoMIPS\t: 243.75\n", "aarch64"),
-    (None, "aarch64"),
-])
-def test_processor(
-    text: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        (
+            "model name\t: AMD EPYC\ncpu family\t: 25\nmodel\t\t: 17\nflags\t\t: fpu avx avx2 avx512f\n",
+            "AMD EPYC (family 25, model 17, avx512f)",
+        ),
+        ("model name\t: Old\nflags\t\t: fpu sse4_2\n", "Old (sse4_2)"),
+        ("model name\t: Older\n", "Older"),
+        ("processor\t: 0\nBogoMIPS\t: 243.75\n", "aarch64"),
+        (None, "aarch64"),
+    ],
+)
+def test_processor(text: str | None, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def read_text(path: pathlib.Path) -> str:
         if text is None:
             raise FileNotFoundError(path)

@@ -13,9 +13,9 @@ from lamb_tpu.errors import Interrupted, Preempted, UserError
 from tests import tiny
 
 
-@pytest.mark.parametrize("number, raised", [
-    (signal.SIGTERM, Preempted), (signal.SIGINT, Interrupted)
-])
+@pytest.mark.parametrize(
+    "number, raised", [(signal.SIGTERM, Preempted), (signal.SIGINT, Interrupted)]
+)
 def test_notice_ends_the_work_at_the_next_poll_only(
     number: int, raised: type[BaseException], capsys: pytest.CaptureFixture
 ) -> None:
@@ -25,7 +25,8 @@ def test_notice_ends_the_work_at_the_next_poll_only(
     with Preemption() as preemption:
         preemption.poll()
         (watcher,) = [
-            thread for thread in threading.enumerate()
+            thread
+            for thread in threading.enumerate()
             if thread.name == "signals" and thread not in earlier
         ]
         os.kill(os.getpid(), number)
@@ -74,12 +75,14 @@ def test_other_threads_have_no_handlers() -> None:
 
 def run(*lines: str) -> subprocess.CompletedProcess:
     code = (
-        "import os, signal, threading, time\n"
-        "from lamb_tpu.cluster.preemption import Preemption\n"
+        "import os, signal, threading, time\nfrom lamb_tpu.cluster.preemption import Preemption\n"
     )
     return subprocess.run(
-        [sys.executable, "-c", code + "\n".join(lines)], cwd=tiny.ROOT, capture_output=True,
-        text=True, timeout=60,
+        [sys.executable, "-c", code + "\n".join(lines)],
+        cwd=tiny.ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
 
 
@@ -111,16 +114,18 @@ def test_second_ctrl_c_ends_a_main_thread_that_is_deaf() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("mode, status, told", [
-    ("preempt", os.EX_TEMPFAIL, "launch: preempted; start the same command again to resume"),
-    ("interrupt", 130, "launch: interrupted; start the same command again to resume"),
-    ("fail", 2, "error: process 1: its disk is full\n"),
-])
+@pytest.mark.parametrize(
+    "mode, status, told",
+    [
+        ("preempt", os.EX_TEMPFAIL, "launch: preempted; start the same command again to resume"),
+        ("interrupt", 130, "launch: interrupted; start the same command again to resume"),
+        ("fail", 2, "error: process 1: its disk is full\n"),
+    ],
+)
 def test_processes_stop_at_the_same_poll(tmp_path, mode: str, status: int, told: str) -> None:
     """The notice comes to process 1 alone; both go at a pace of their own."""
     done = tiny.command(
-        "lamb_tpu.launch", "local", "--processes=2", "--module=tests.job", "--",
-        mode, str(tmp_path),
+        "lamb_tpu.launch", "local", "--processes=2", "--module=tests.job", "--", mode, str(tmp_path)
     )
     assert done.returncode == status, done.stderr
     assert told in done.stderr

@@ -54,24 +54,33 @@ SENTENCE = (
 OWN = b"error: another process of this run has ended, so this one cannot go on\n"
 
 
-@pytest.mark.parametrize("written, seen", [
-    (b"", b""),
-    (b"one\n\ntwo\n1\n", b"one\n\ntwo\n1\n"),
-    (b"no end", b"no end"),
-    (b"\xff\x00\n", b"\xff\x00\n"),
-    (STOPPED, SENTENCE),
-    (b"a line\n" + STOPPED, b"a line\n" + SENTENCE),
-    (WARNING + STOPPED + OWN, OWN),
-    (WARNING + TRACE + STOPPED, SENTENCE),
-    (b"file.cc:7\n", b"file.cc:7\n"),
-    (OWN + WARNING + STOPPED, OWN),
-    # Where nothing came of it, the log is told in the end.
-    (WARNING + b"a line\n", b"a line\n" + WARNING),
-    (b"F1122 10:10:29.862565 3 client.h:80] Terminating process absl::Status: DEADLINE: Deadline\n",
-     SENTENCE.replace(SENTENCE.split(b"go on (")[1].split(b"); n")[0], b"DEADLINE: Deadline")),
-    (b"Traceback (most recent call last):\n  File x\nValueError: y\n",
-     b"Traceback (most recent call last):\n  File x\nValueError: y\n"),
-])
+@pytest.mark.parametrize(
+    "written, seen",
+    [
+        (b"", b""),
+        (b"one\n\ntwo\n1\n", b"one\n\ntwo\n1\n"),
+        (b"no end", b"no end"),
+        (b"\xff\x00\n", b"\xff\x00\n"),
+        (STOPPED, SENTENCE),
+        (b"a line\n" + STOPPED, b"a line\n" + SENTENCE),
+        (WARNING + STOPPED + OWN, OWN),
+        (WARNING + TRACE + STOPPED, SENTENCE),
+        (b"file.cc:7\n", b"file.cc:7\n"),
+        (OWN + WARNING + STOPPED, OWN),
+        # Where nothing came of it, the log is told in the end.
+        (WARNING + b"a line\n", b"a line\n" + WARNING),
+        (
+            b"F1122 10:10:29.862565 3 client.h:80] Terminating process absl::Status: DEADLINE: Deadline\n",
+            SENTENCE.replace(
+                SENTENCE.split(b"go on (")[1].split(b"); n")[0], b"DEADLINE: Deadline"
+            ),
+        ),
+        (
+            b"Traceback (most recent call last):\n  File x\nValueError: y\n",
+            b"Traceback (most recent call last):\n  File x\nValueError: y\n",
+        ),
+    ],
+)
 def test_what_comes_through(written: bytes, seen: bytes) -> None:
     target = io.BytesIO()
     relay.relay(io.BytesIO(written), target)
@@ -95,14 +104,19 @@ def test_lines_pass_at_once_and_signals_do_not_end_it() -> None:
 def test_stopped_process_is_told_in_a_sentence(tmp_path: pathlib.Path) -> None:
     """Without the launcher; JAX would write 45 lines."""
     environment = {
-        **os.environ, "JAX_NUM_CPU_DEVICES": "1", "NPROC": "32", "JAX_NUM_PROCESSES": "2",
+        **os.environ,
+        "JAX_NUM_CPU_DEVICES": "1",
+        "NPROC": "32",
+        "JAX_NUM_PROCESSES": "2",
         "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}",
     }
     processes = [
         subprocess.Popen(
             [sys.executable, "-m", "tests.worker", "stop_in_a_sentence", str(tmp_path)],
-            cwd=tiny.ROOT, env={**environment, "JAX_PROCESS_ID": str(index)},
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            cwd=tiny.ROOT,
+            env={**environment, "JAX_PROCESS_ID": str(index)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
         )
         for index in range(2)
     ]

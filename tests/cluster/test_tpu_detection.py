@@ -54,16 +54,15 @@ def place() -> tuple[str | None, int | None, int | None]:
 @pytest.mark.parametrize("endpoints", ["127.0.0.1,10.0.0.2", "a:0:127.0.0.1,b:1:10.0.0.2"])
 def test_hosts_of_a_tpu_vm(metadata: dict[str, str], endpoints: str) -> None:
     metadata |= {
-        "agent-worker-number": "1", "worker-network-endpoints": endpoints,
+        "agent-worker-number": "1",
+        "worker-network-endpoints": endpoints,
         "tpu-env": "ACCELERATOR_TYPE: 'v4-16'\n",
     }
     assert place() == (f"127.0.0.1:{PORT}", 2, 1)
 
 
 def test_one_host_is_a_run_of_one_process(metadata: dict[str, str]) -> None:
-    metadata |= {
-        "agent-worker-number": "0", "worker-network-endpoints": "127.0.0.1", "tpu-env": "",
-    }
+    metadata |= {"agent-worker-number": "0", "worker-network-endpoints": "127.0.0.1", "tpu-env": ""}
     assert place() == (f"127.0.0.1:{PORT}", 1, 0)
     distributed.initialize()  # would listen, and wait for nobody
 
@@ -71,7 +70,8 @@ def test_one_host_is_a_run_of_one_process(metadata: dict[str, str]) -> None:
 def test_slices_of_a_queued_resource(metadata: dict[str, str]) -> None:
     """Process 0 is the first host of the first slice, where the coordinator is."""
     metadata |= {
-        "agent-worker-number": "1", "worker-network-endpoints": "10.0.0.3,10.0.0.4",
+        "agent-worker-number": "1",
+        "worker-network-endpoints": "10.0.0.3,10.0.0.4",
         "tpu-env": "MEGASCALE_NUM_SLICES: '2'\nMEGASCALE_SLICE_ID: '1'\n"
         "MEGASCALE_COORDINATOR_ADDRESS: '127.0.0.1:8080'\n",
     }

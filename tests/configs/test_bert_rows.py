@@ -44,8 +44,11 @@ def test_updates_of_deepspeed() -> None:
     config = _config("recipe=deepspeed,phase=1")
     rng = np.random.default_rng(0)
     shapes = {  # a kernel within the bounds, one above, one below; a new bias; LayerNorm's scale
-        "kernel": 0.1 * rng.standard_normal((4, 3)), "large/kernel": 9 * np.ones((4, 3)),
-        "small/kernel": np.full((4, 3), 1e-5), "bias": np.zeros(3), "scale": np.ones(3),
+        "kernel": 0.1 * rng.standard_normal((4, 3)),
+        "large/kernel": 9 * np.ones((4, 3)),
+        "small/kernel": np.full((4, 3), 1e-5),
+        "bias": np.zeros(3),
+        "scale": np.ones(3),
     }
     gradients = {k: 0.01 * rng.standard_normal((5, *v.shape)) for k, v in shapes.items()}
     recipe = resolve(config, 10**6)
@@ -60,7 +63,10 @@ def test_updates_of_deepspeed() -> None:
         decay = 0.01 if key.endswith("kernel") else 0.0
         expected = _lamb_of_deepspeed(first, gradients[key], recipe.learning_rates[:5], decay)
         np.testing.assert_allclose(
-            params[key], expected, rtol=2e-6, atol=2e-6 * np.abs(expected - first).max(),
+            params[key],
+            expected,
+            rtol=2e-6,
+            atol=2e-6 * np.abs(expected - first).max(),
             err_msg=key,
         )
         assert np.abs(expected - first).max() > 0
@@ -77,8 +83,10 @@ def test_onebit_lamb_has_its_exchange() -> None:
 def test_who_adapts() -> None:
     """In DeepSpeed's LAMB all tensors, in the authors' and apex's those that decay."""
     shapes = {
-        "encoder/layers/output/bias": (2, 4), "encoder/layers/output/kernel": (2, 4, 4),
-        "embeddings/norm/scale": (4,), "embeddings/word": (9, 4),
+        "encoder/layers/output/bias": (2, 4),
+        "encoder/layers/output/kernel": (2, 4, 4),
+        "embeddings/norm/scale": (4,),
+        "embeddings/word": (9, 4),
     }
     tree = {key: jax.ShapeDtypeStruct(shape, jnp.float32) for key, shape in shapes.items()}
 

@@ -18,7 +18,8 @@ from tests.configs.test_golden_tables import TABLES, shapes
 FOLDER = pathlib.Path(__file__).parent.parent / "golden_leaves"
 # Networks without a recipe of their own: the other sizes, on an image of the same kind.
 SIZES = [
-    name for name in models.MODULES
+    name
+    for name in models.MODULES
     if name.startswith(("resnet", "efficientnet"))
     and name not in ("resnet18", "resnet50", "efficientnet_b0")
 ]
@@ -57,9 +58,10 @@ def lines(name: str) -> str:
 LONG = ("bert_pretrain", "imagenet_efficientnet_lars", *SIZES)
 
 
-@pytest.mark.parametrize("name", [
-    pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in (*TABLES, *SIZES)
-])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in (*TABLES, *SIZES)],
+)
 def test_leaves(name: str) -> None:
     assert lines(name) == (FOLDER / f"{name}.txt").read_text()
 

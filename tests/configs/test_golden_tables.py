@@ -39,9 +39,7 @@ _ALL, _BERT = ("lamb", "adamw", "momentum"), ("lamb", "adamw")
 # A recipe with its argument, what its network takes, and its optimizers.
 TABLES = {
     "digits": ("digits.py", "", _image(8, 8, 1), (*_ALL, "nesterov", "lars")),
-    "mnist_lenet": (
-        "mnist_lenet.py", "", _image(28, 28, 1), (*_ALL, "sgd", "adagrad"),
-    ),
+    "mnist_lenet": ("mnist_lenet.py", "", _image(28, 28, 1), (*_ALL, "sgd", "adagrad")),
     "mnist_lenet5": ("mnist_lenet.py", "network=lenet5", _image(28, 28, 1), _ALL),
     "mnist_lstm": ("mnist_lstm.py", "", _image(28, 28, 1), ("momentum", "adam")),
     "bert_pretrain": ("bert_pretrain.py", "", _TOKENS, _BERT),
@@ -51,19 +49,25 @@ TABLES = {
     "translation_wmt16": ("translation.py", "data=wmt16", _PAIRS, ("adam", "lamb")),
     "imagenet_resnet": ("imagenet_resnet.py", "", _image(224, 224, 3), ("lamb", "momentum")),
     "imagenet_resnet_lars": (
-        "imagenet_resnet.py", "optimizer=lars", _image(224, 224, 3), ("lars",),
+        "imagenet_resnet.py",
+        "optimizer=lars",
+        _image(224, 224, 3),
+        ("lars",),
     ),
     "imagenet_efficientnet": (
-        "imagenet_efficientnet.py", "size=b0", _image(224, 224, 3), ("rmsprop",),
+        "imagenet_efficientnet.py",
+        "size=b0",
+        _image(224, 224, 3),
+        ("rmsprop",),
     ),
     "imagenet_efficientnet_lars": (
-        "imagenet_efficientnet.py", "size=b0,optimizer=lars,batch=32768", _image(224, 224, 3),
+        "imagenet_efficientnet.py",
+        "size=b0,optimizer=lars,batch=32768",
+        _image(224, 224, 3),
         ("lars",),
     ),
     "image_folder": ("image_folder.py", "", _image(224, 224, 3), ("lamb", "momentum")),
-    "cifar10": (
-        "cifar10.py", "", _image(32, 32, 3), (*_ALL, "lars", "adam", "adagrad"),
-    ),
+    "cifar10": ("cifar10.py", "", _image(32, 32, 3), (*_ALL, "lars", "adam", "adagrad")),
     "ptb": ("ptb.py", "batch=80", _WORDS, ("sgd", "momentum", "adam")),
     "cifar10_resnet18": ("cifar10.py", "model=resnet18", _image(32, 32, 3), ("lamb",)),
 }
@@ -86,8 +90,8 @@ def table(name: str, optimizer: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("name", "optimizer"), [(name, chosen) for name, (*_, known) in TABLES.items()
-                            for chosen in known]
+    ("name", "optimizer"),
+    [(name, chosen) for name, (*_, known) in TABLES.items() for chosen in known],
 )
 def test_table(name: str, optimizer: str) -> None:
     assert table(name, optimizer) == (FOLDER / f"{name}.txt").read_text()

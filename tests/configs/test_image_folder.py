@@ -52,7 +52,8 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
             tensors[name] = 0.5 + np.abs(tensor)
     safetensors_numpy.save_file(tensors, path / "model.safetensors")
     settings = {
-        "architecture": "resnet18.a1_in1k", "num_classes": 7,
+        "architecture": "resnet18.a1_in1k",
+        "num_classes": 7,
         "pretrained_cfg": {"mean": [0.5, 0.5, 0.5], "std": [0.2, 0.2, 0.2]},
     }
     (path / "config.json").write_text(json.dumps(settings))
@@ -71,7 +72,9 @@ def test_what_the_folder_tells(pictures: pathlib.Path, weights: pathlib.Path) ->
     assert config.batch_size == 8  # twelve updates an epoch of 96 pictures
     scratch = make(f"dir={pictures},model=efficientnet_b0,batch=32")
     assert (scratch.model.name, scratch.batch_size, scratch.init_from) == (
-        "efficientnet_b0", 32, None
+        "efficientnet_b0",
+        32,
+        None,
     )
     assert scratch.task.input_mean == (123.675, 116.28, 103.53)
 
@@ -91,7 +94,9 @@ def test_splits_and_large_pictures(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.long
 def test_one_command_fine_tunes(
-    pictures: pathlib.Path, weights: pathlib.Path, tmp_path: pathlib.Path,
+    pictures: pathlib.Path,
+    weights: pathlib.Path,
+    tmp_path: pathlib.Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     devices = jax.devices()[:1]

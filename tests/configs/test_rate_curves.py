@@ -58,9 +58,7 @@ def poly_warmup_scheduler(rate: float, total: int, proportion: float) -> Curve:
     return curve
 
 
-def warmup_exp_decay_exp(
-    rate: float, offset: float, proportion: float, decay_steps: int
-) -> Curve:
+def warmup_exp_decay_exp(rate: float, offset: float, proportion: float, decay_steps: int) -> Curve:
     """DeepSpeedExamples, bing_bert: optimization.py, and update_learning_rate's offset."""
 
     def curve(t: np.ndarray) -> np.ndarray:
@@ -73,9 +71,7 @@ def warmup_exp_decay_exp(
 
 def triangular_lr(rate: float, total: int, warmup: float) -> Curve:
     """fastalgo/davidnet-cifar, triangular_lr; fastalgo/imagenet_resnet50_lamb, optimization.py."""
-    return lambda t: np.where(
-        t <= warmup, t * rate / warmup, (total - t) * rate / (total - warmup)
-    )
+    return lambda t: np.where(t <= warmup, t * rate / warmup, (total - t) * rate / (total - warmup))
 
 
 def piecewise_linear(epochs: list[float], rates: list[float]) -> Curve:
@@ -86,8 +82,7 @@ def piecewise_linear(epochs: list[float], rates: list[float]) -> Curve:
 def polynomial_warmup(rate: float, total: float, warmup: float) -> Curve:
     """NUS-HPC-AI-Lab/LARS-ImageNet-PyTorch, utils.py, with end_lr=0 and power 2."""
     return lambda t: np.where(
-        t < warmup, t / warmup * rate,
-        polynomial_decay(t - warmup, rate, total - warmup, 0.0, 2.0),
+        t < warmup, t / warmup * rate, polynomial_decay(t - warmup, rate, total - warmup, 0.0, 2.0)
     )
 
 
@@ -195,17 +190,34 @@ def _bert() -> list[Case]:
     cases += [
         Case("bert_pretrain", "recipe=mixed,phase=1", 7038, paper(5e-3 * 2**0.5, 7038, 14_076)),
         Case("bert_pretrain", "recipe=mixed,phase=2", 1561, paper(5e-3, 1561, 1561)),
-        Case("bert_pretrain", "recipe=nvidia,phase=1", 7038,
-             poly_warmup_scheduler(6e-3, 7038, 0.2843)),
-        Case("bert_pretrain", "recipe=nvidia,phase=2", 1563,
-             poly_warmup_scheduler(4e-3, 1563, 0.128)),
-        Case("bert_pretrain", "recipe=deepspeed,phase=1", math.ceil(403e6 / 65_536),
-             warmup_exp_decay_exp(11e-3, 10e-4, 0.06, 250)),
-        Case("bert_pretrain", "recipe=deepspeed,phase=2", math.ceil(22e6 / 32_768),
-             warmup_exp_decay_exp(2e-3, 0.0, 0.02, 150)),
+        Case(
+            "bert_pretrain",
+            "recipe=nvidia,phase=1",
+            7038,
+            poly_warmup_scheduler(6e-3, 7038, 0.2843),
+        ),
+        Case(
+            "bert_pretrain", "recipe=nvidia,phase=2", 1563, poly_warmup_scheduler(4e-3, 1563, 0.128)
+        ),
+        Case(
+            "bert_pretrain",
+            "recipe=deepspeed,phase=1",
+            math.ceil(403e6 / 65_536),
+            warmup_exp_decay_exp(11e-3, 10e-4, 0.06, 250),
+        ),
+        Case(
+            "bert_pretrain",
+            "recipe=deepspeed,phase=2",
+            math.ceil(22e6 / 32_768),
+            warmup_exp_decay_exp(2e-3, 0.0, 0.02, 150),
+        ),
         # Devlin et al.: 10,000 of 1,000,000 updates of warm-up.
-        Case("bert_pretrain", "optimizer=adamw,batch=512,phase=1", 900_032,
-             create_optimizer(1e-4, 900_032, 9000.32)),
+        Case(
+            "bert_pretrain",
+            "optimizer=adamw,batch=512,phase=1",
+            900_032,
+            create_optimizer(1e-4, 900_032, 9000.32),
+        ),
     ]
     total = int(SQUAD / 64 * 2.0)
     for optimizer, rate in (("lamb", 4e-4), ("adamw", 4e-5)):
@@ -263,15 +275,23 @@ def _ptb() -> list[Case]:
     """tensorflow/models, tutorials/rnn/ptb/ptb_word_lm.py; above batch 20 with LEGW's warm-up."""
     words, cases = 929_589, []
     for size, batch, steps, epochs, at_full_rate, factor in (
-        ("small", 20, 20, 13, 4, 0.5), ("small", 640, 20, 13, 4, 0.5),
-        ("medium", 20, 35, 39, 6, 0.8), ("large", 160, 35, 55, 14, 1 / 1.15),
+        ("small", 20, 20, 13, 4, 0.5),
+        ("small", 640, 20, 13, 4, 0.5),
+        ("medium", 20, 35, 39, 6, 0.8),
+        ("large", 160, 35, 55, 14, 1 / 1.15),
     ):
         windows = (words // batch - 1) // steps
         scale = batch / 20
         warmup, peak = 0.1 * scale * windows, scale**0.5
 
-        def curve(t: np.ndarray, windows=windows, warmup=warmup, peak=peak,
-                  at_full_rate=at_full_rate, factor=factor) -> np.ndarray:
+        def curve(
+            t: np.ndarray,
+            windows=windows,
+            warmup=warmup,
+            peak=peak,
+            at_full_rate=at_full_rate,
+            factor=factor,
+        ) -> np.ndarray:
             epoch = np.floor(t / windows)
             decayed = peak * factor ** np.maximum(epoch + 1 - at_full_rate, 0)
             return np.where(t < warmup, peak * t / warmup, decayed)
@@ -296,12 +316,24 @@ def _imagenet() -> list[Case]:
 
     cases = [
         resnet("recipe=author", 3519, triangular_lr(0.04, 3519, 782)),
-        resnet("optimizer=lars,recipe=mlperf,batch=32768", 2983,
-               poly_rate_schedule(31.2, 25, 32_768, 2983), ROUNDED),
-        resnet("optimizer=lars,recipe=mlperf,batch=65536", 1738,
-               poly_rate_schedule(24.699, 31, 65_536, 1738), ROUNDED),
-        resnet("optimizer=lars,recipe=mlperf_jax,batch=65536", 1817,
-               polynomial_learning_rate_fn(23.080977304670448, 33, 92), ROUNDED),
+        resnet(
+            "optimizer=lars,recipe=mlperf,batch=32768",
+            2983,
+            poly_rate_schedule(31.2, 25, 32_768, 2983),
+            ROUNDED,
+        ),
+        resnet(
+            "optimizer=lars,recipe=mlperf,batch=65536",
+            1738,
+            poly_rate_schedule(24.699, 31, 65_536, 1738),
+            ROUNDED,
+        ),
+        resnet(
+            "optimizer=lars,recipe=mlperf_jax,batch=65536",
+            1817,
+            polynomial_learning_rate_fn(23.080977304670448, 33, 92),
+            ROUNDED,
+        ),
     ]
     for power in range(9, 16):
         batch = 2**power
@@ -309,7 +341,10 @@ def _imagenet() -> list[Case]:
         rate = 4 / (2 ** ((15 - power) / 2) * 100)
         cases.append(resnet(f"batch={batch}", total, triangular_lr(rate, total, warmup)))
     for batch, rate, epochs in (
-        (8192, 10.0, 5), (16_384, 25.0, 5), (32_768, 32.0, 14), (65_536, 35.6, 40),
+        (8192, 10.0, 5),
+        (16_384, 25.0, 5),
+        (32_768, 32.0, 14),
+        (65_536, 35.6, 40),
     ):
         total = math.ceil(90 * IMAGENET / batch)
         curve = poly_rate_schedule(rate, epochs, batch, total)
@@ -319,8 +354,12 @@ def _imagenet() -> list[Case]:
         total = math.ceil(90 * IMAGENET / batch)
         cases.append(resnet(f"optimizer=momentum,batch={batch}", total, goyal(batch)))
     for optimizer, batch, rate, epochs in (
-        ("rmsprop", 4096, 0.016, 5), ("rmsprop", 8192, 0.016, 5), ("rmsprop", 16_384, 0.016, 5),
-        ("lars", 16_384, 0.236, 50), ("lars", 32_768, 0.118, 50), ("lars", 65_536, 0.081, 43),
+        ("rmsprop", 4096, 0.016, 5),
+        ("rmsprop", 8192, 0.016, 5),
+        ("rmsprop", 16_384, 0.016, 5),
+        ("lars", 16_384, 0.236, 50),
+        ("lars", 32_768, 0.118, 50),
+        ("lars", 65_536, 0.081, 43),
     ):
         total = math.ceil(350 * IMAGENET / batch)
         # A warm-up of 5 epochs has 391 updates at 16,384: rounding shows, and the last is missed.

@@ -36,16 +36,20 @@ def spec_of(config: ConfigDict, inputs: Any) -> dict[str, FieldSpec]:
     """The fields of the recipe's data; `inputs` are what its network takes in TABLES."""
     options = config.data.options
     if config.task.name == "classification":
-        return {"image": FieldSpec(inputs.shape[1:], np.dtype(np.uint8)),
-                "label": FieldSpec((), _INT)}
+        return {
+            "image": FieldSpec(inputs.shape[1:], np.dtype(np.uint8)),
+            "label": FieldSpec((), _INT),
+        }
     length = options.get("sequence_length") or options.max_length
     spec = {name: FieldSpec((length,), _INT) for name in inputs}
     if config.task.name == "question_answering":
         return spec | {name: FieldSpec((), _INT) for name in ("start_position", "end_position")}
     places = (options.max_predictions,)
     spec |= {name: FieldSpec(places, _INT) for name in ("masked_positions", "masked_ids")}
-    return spec | {"masked_weights": FieldSpec(places, _FLOAT),
-                   "next_sentence_label": FieldSpec((), _INT)}
+    return spec | {
+        "masked_weights": FieldSpec(places, _FLOAT),
+        "next_sentence_label": FieldSpec((), _INT),
+    }
 
 
 @pytest.mark.long
@@ -61,9 +65,11 @@ def test_start_of_a_recipe_fits_a_screen(
     monkeypatch.setattr(memory, "check_memory", lambda *_: None)  # BERT-Large, eight times over
     is_known = config.task.name in ("language_model", "translation")  # shapes without files
     monkeypatch.setattr(
-        data, "load",
-        data.load_shapes if is_known else
-        lambda _, split, **options: Unread(f"set:{split}", spec_of(config, inputs), 1_281_167),
+        data,
+        "load",
+        data.load_shapes
+        if is_known
+        else lambda _, split, **options: Unread(f"set:{split}", spec_of(config, inputs), 1_281_167),
     )
     monkeypatch.setattr(Run, "model_flops", 123_456_789_012_345_678)  # it takes long to count them
     monkeypatch.chdir(tmp_path)

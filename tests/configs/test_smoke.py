@@ -42,9 +42,7 @@ def test_smoke_trains_and_the_loss_falls(
     path = RECIPES[NAMES.index(file)]
     config = tiny.recipe_file(path).get_config(f"{argument},smoke" if argument else "smoke")
     config.log.tensorboard = False
-    embedded = (
-        "digits", "python_docs", "python_docs_cloze", "python_docs_words", "grammar_de_en",
-    )
+    embedded = ("digits", "python_docs", "python_docs_cloze", "python_docs_words", "grammar_de_en")
     assert config.data.name in embedded  # no download
     metrics = train(config, tmp_path, quiet=True)
     folders = [tmp_path / name for name in sorted(config.phases)] or [tmp_path]

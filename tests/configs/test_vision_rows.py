@@ -40,9 +40,13 @@ def _recipe(name: str, argument: str, num_examples: int = IMAGENET) -> Recipe:
 
 # Batch, peak, epochs of warm-up: the appendix of arXiv:1904.00962.
 LAMB = (
-    (512, 4 / (2**3.0 * 100), 0.3125), (1024, 4 / (2**2.5 * 100), 0.625),
-    (2048, 4 / (2**2.0 * 100), 1.25), (4096, 4 / (2**1.5 * 100), 2.5),
-    (8192, 4 / (2**1.0 * 100), 5.0), (16_384, 4 / (2**0.5 * 100), 10.0), (32_768, 0.04, 20.0),
+    (512, 4 / (2**3.0 * 100), 0.3125),
+    (1024, 4 / (2**2.5 * 100), 0.625),
+    (2048, 4 / (2**2.0 * 100), 1.25),
+    (4096, 4 / (2**1.5 * 100), 2.5),
+    (8192, 4 / (2**1.0 * 100), 5.0),
+    (16_384, 4 / (2**0.5 * 100), 10.0),
+    (32_768, 0.04, 20.0),
 )
 
 
@@ -67,8 +71,14 @@ def test_the_authors_run() -> None:
 # Batch, peak, updates of warm-up and of the run. tensorflow/tpu: 90 epochs.
 @pytest.mark.parametrize(
     ("batch", "rate", "epochs"),
-    [(8192, 10.0, 5), (16_383, 10.0, 5), (16_384, 25.0, 5), (32_768, 32.0, 14),
-     (65_536, 35.6, 40), (131_072, 35.6, 40)],
+    [
+        (8192, 10.0, 5),
+        (16_383, 10.0, 5),
+        (16_384, 25.0, 5),
+        (32_768, 32.0, 14),
+        (65_536, 35.6, 40),
+        (131_072, 35.6, 40),
+    ],
 )
 def test_lars_of_the_tpu_code(batch: int, rate: float, epochs: int) -> None:
     recipe = _recipe("imagenet_resnet", f"optimizer=lars,batch={batch}")
@@ -83,10 +93,12 @@ def test_lars_of_the_tpu_code(batch: int, rate: float, epochs: int) -> None:
 # Recipe, batch; of the logs the peak, and the updates of warm-up and of the decay.
 @pytest.mark.parametrize(
     ("name", "batch", "rate", "warmup", "decay"),
-    [("mlperf", 32_768, 31.2, 25 * IMAGENET // 32_768, 2007),
-     ("mlperf", 65_536, 24.699, 31 * IMAGENET // 65_536, 1133),
-     # An epoch of the entry in JAX is a quarter of the 79 updates of four.
-     ("mlperf_jax", 65_536, 23.080977304670448, 33 * 79 / 4, 1166.25)],
+    [
+        ("mlperf", 32_768, 31.2, 25 * IMAGENET // 32_768, 2007),
+        ("mlperf", 65_536, 24.699, 31 * IMAGENET // 65_536, 1133),
+        # An epoch of the entry in JAX is a quarter of the 79 updates of four.
+        ("mlperf_jax", 65_536, 23.080977304670448, 33 * 79 / 4, 1166.25),
+    ],
 )
 def test_mlperf(name: str, batch: int, rate: float, warmup: float, decay: float) -> None:
     recipe = _recipe("imagenet_resnet", f"optimizer=lars,recipe={name},batch={batch}")
@@ -112,9 +124,14 @@ def test_momentum(batch: int) -> None:
 @pytest.mark.parametrize("size", ["b2", "b5"])
 @pytest.mark.parametrize(
     ("optimizer", "batch", "rate", "epochs", "cores"),
-    [("rmsprop", 4096, 0.016, 5, 128), ("rmsprop", 8192, 0.016, 5, 256),
-     ("rmsprop", 16_384, 0.016, 5, 512), ("lars", 16_384, 0.236, 50, 512),
-     ("lars", 32_768, 0.118, 50, 1024), ("lars", 65_536, 0.081, 43, 1024)],
+    [
+        ("rmsprop", 4096, 0.016, 5, 128),
+        ("rmsprop", 8192, 0.016, 5, 256),
+        ("rmsprop", 16_384, 0.016, 5, 512),
+        ("lars", 16_384, 0.236, 50, 512),
+        ("lars", 32_768, 0.118, 50, 1024),
+        ("lars", 65_536, 0.081, 43, 1024),
+    ],
 )
 def test_efficientnet(
     size: str, optimizer: str, batch: int, rate: float, epochs: int, cores: int
@@ -146,7 +163,8 @@ def test_efficientnet_keeps_the_l2_loss_beside_the_decay_of_lars() -> None:
     fields = {**lars}
     del fields["learning_rate"]
     params = {
-        "stem_conv": {"kernel": jnp.full((2, 2), 0.5)}, "stem_norm": {"scale": jnp.ones(2)},
+        "stem_conv": {"kernel": jnp.full((2, 2), 0.5)},
+        "stem_norm": {"scale": jnp.ones(2)},
         "output": {"bias": jnp.full(3, 2.0)},
     }
     tx = make_optimizer(fields, 10.0, params)
@@ -172,8 +190,16 @@ def test_crops_and_resizing_of_resnet(argument: str) -> None:
 # Tan and Le, table of efficientnet_builder.py: image size, dropout.
 @pytest.mark.parametrize(
     ("size", "pixels", "dropout"),
-    [("b0", 224, 0.2), ("b1", 240, 0.2), ("b2", 260, 0.3), ("b3", 300, 0.3), ("b4", 380, 0.4),
-     ("b5", 456, 0.4), ("b6", 528, 0.5), ("b7", 600, 0.5)],
+    [
+        ("b0", 224, 0.2),
+        ("b1", 240, 0.2),
+        ("b2", 260, 0.3),
+        ("b3", 300, 0.3),
+        ("b4", 380, 0.4),
+        ("b5", 456, 0.4),
+        ("b6", 528, 0.5),
+        ("b7", 600, 0.5),
+    ],
 )
 def test_efficientnet_sizes(size: str, pixels: int, dropout: float) -> None:
     config = _config("imagenet_efficientnet", f"size={size},augment=randaugment")
@@ -186,10 +212,17 @@ def test_efficientnet_sizes(size: str, pixels: int, dropout: float) -> None:
 # Optimizer, batch; the rate, and epochs of warm-up, of 24.
 @pytest.mark.parametrize(
     ("optimizer", "batch", "rate", "epochs"),
-    [("lamb", 512, 10 / 512, 6), ("lamb", 16_384, 10 / 512 * 32**0.5, 6),
-     ("momentum", 512, 0.4, 5), ("momentum", 16_384, 12.8, 5), ("lars", 512, 4.0, 5),
-     ("lars", 16_384, 4 * 32**0.5, 5), ("adamw", 512, 5 / 512, 5), ("adam", 512, 5 / 512, 5),
-     ("adagrad", 512, 0.013, 0)],
+    [
+        ("lamb", 512, 10 / 512, 6),
+        ("lamb", 16_384, 10 / 512 * 32**0.5, 6),
+        ("momentum", 512, 0.4, 5),
+        ("momentum", 16_384, 12.8, 5),
+        ("lars", 512, 4.0, 5),
+        ("lars", 16_384, 4 * 32**0.5, 5),
+        ("adamw", 512, 5 / 512, 5),
+        ("adam", 512, 5 / 512, 5),
+        ("adagrad", 512, 0.013, 0),
+    ],
 )
 def test_cifar10(optimizer: str, batch: int, rate: float, epochs: int) -> None:
     recipe = _recipe("cifar10", f"optimizer={optimizer},batch={batch}", CIFAR10)
@@ -230,17 +263,17 @@ def test_a_summed_loss_makes_the_same_steps() -> None:
             moved.append(updates["kernel"])
         return np.stack(moved)
 
-    np.testing.assert_allclose(
-        steps("lamb", 1.0), steps("lamb", 512.0, eps=1e-6), rtol=1e-5
-    )
+    np.testing.assert_allclose(steps("lamb", 1.0), steps("lamb", 512.0, eps=1e-6), rtol=1e-5)
     np.testing.assert_allclose(
         steps("adagrad", 1.0), steps("adagrad", 512.0, initial_accumulator_value=0.1), rtol=1e-5
     )
 
 
 ARGUMENTS = [
-    ("imagenet_resnet", "", Options), ("imagenet_resnet", "optimizer=lars", Options),
-    ("imagenet_efficientnet", "", Options), ("cifar10", "", ArrayOptions),
+    ("imagenet_resnet", "", Options),
+    ("imagenet_resnet", "optimizer=lars", Options),
+    ("imagenet_efficientnet", "", Options),
+    ("cifar10", "", ArrayOptions),
     ("cifar10", "data=cifar10_jpeg,model=resnet18", ArrayOptions),
 ]
 
@@ -257,14 +290,20 @@ def test_parts_take_their_fields(name: str, argument: str, kind: Any) -> None:
 
 @pytest.mark.parametrize(
     ("name", "argument", "message"),
-    [("imagenet_resnet", "size=51", "size=51 is unknown; known: 18, 34, 50, 101, 152"),
-     ("imagenet_resnet", "recipe=tpu", "recipe='tpu' is unknown; known: untuned, author"),
-     ("imagenet_resnet", "recipe=author,batch=512", "batch=512 is unknown; known: 32768"),
-     ("imagenet_resnet", "optimizer=lars,recipe=mlperf,batch=4096", "known: 32768, 65536"),
-     ("imagenet_efficientnet", "size=b8", "size='b8' is unknown; known: b0, b1"),
-     ("imagenet_efficientnet", "optimizer=lars", "batch=4096 is unknown; known: 16384, 32768, 65"),
-     ("imagenet_efficientnet", "augment=mix", "augment='mix' is unknown; known: autoaugment"),
-     ("cifar10", "data=svhn", "data='svhn' is unknown; known: cifar10, cifar10_jpeg")],
+    [
+        ("imagenet_resnet", "size=51", "size=51 is unknown; known: 18, 34, 50, 101, 152"),
+        ("imagenet_resnet", "recipe=tpu", "recipe='tpu' is unknown; known: untuned, author"),
+        ("imagenet_resnet", "recipe=author,batch=512", "batch=512 is unknown; known: 32768"),
+        ("imagenet_resnet", "optimizer=lars,recipe=mlperf,batch=4096", "known: 32768, 65536"),
+        ("imagenet_efficientnet", "size=b8", "size='b8' is unknown; known: b0, b1"),
+        (
+            "imagenet_efficientnet",
+            "optimizer=lars",
+            "batch=4096 is unknown; known: 16384, 32768, 65",
+        ),
+        ("imagenet_efficientnet", "augment=mix", "augment='mix' is unknown; known: autoaugment"),
+        ("cifar10", "data=svhn", "data='svhn' is unknown; known: cifar10, cifar10_jpeg"),
+    ],
 )
 def test_mistakes(name: str, argument: str, message: str) -> None:
     with pytest.raises(UserError, match=message):

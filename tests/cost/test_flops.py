@@ -38,18 +38,24 @@ def test_control_flow() -> None:
 
     assert counted(jax.jit(twice), X, W) == 2 * PRODUCT
     assert counted(jax.checkpoint(lambda x, w: jax.nn.relu(x @ w)), X, W) == PRODUCT
-    assert counted(
-        lambda x, w: lax.scan(lambda c, _: (twice(c, w), None), x, None, 7)[0], X, W
-    ) == 7 * 2 * PRODUCT
-    assert counted(
-        lambda x, w: lax.fori_loop(2, 5, lambda _, c: lax.map(lambda r: r @ w, c), x), X, W
-    ) == 3 * PRODUCT
-    assert counted(
-        lambda x, w: lax.cond(x[0, 0] > 0, twice, lambda x, w: x @ w, x, w), X, W
-    ) == 2 * PRODUCT
-    assert counted(
-        lambda x, w: lax.platform_dependent(x, w, cpu=twice, default=lambda x, w: x @ w), X, W
-    ) == PRODUCT
+    assert (
+        counted(lambda x, w: lax.scan(lambda c, _: (twice(c, w), None), x, None, 7)[0], X, W)
+        == 7 * 2 * PRODUCT
+    )
+    assert (
+        counted(lambda x, w: lax.fori_loop(2, 5, lambda _, c: lax.map(lambda r: r @ w, c), x), X, W)
+        == 3 * PRODUCT
+    )
+    assert (
+        counted(lambda x, w: lax.cond(x[0, 0] > 0, twice, lambda x, w: x @ w, x, w), X, W)
+        == 2 * PRODUCT
+    )
+    assert (
+        counted(
+            lambda x, w: lax.platform_dependent(x, w, cpu=twice, default=lambda x, w: x @ w), X, W
+        )
+        == PRODUCT
+    )
     product = jax.custom_vjp(lambda x, w: x @ w)
     product.defvjp(lambda x, w: (x @ w, (x, w)), lambda kept, g: (g @ kept[1].T, kept[0].T @ g))
     assert counted(product, X, W) == PRODUCT
@@ -77,7 +83,8 @@ def test_convolutions(groups: int) -> None:
     # Channels first.
     turned = counted(
         lambda x, k: lax.conv_general_dilated(x, k, (1, 1), "VALID", feature_group_count=groups),
-        jax.ShapeDtypeStruct((5, 6, 9, 9), F32), jax.ShapeDtypeStruct((12, 6 // groups, 3, 2), F32),
+        jax.ShapeDtypeStruct((5, 6, 9, 9), F32),
+        jax.ShapeDtypeStruct((12, 6 // groups, 3, 2), F32),
     )
     assert turned == 2 * 5 * (7 * 8) * 12 * 6 * (6 // groups)
 
@@ -117,9 +124,11 @@ def by_hand() -> int:
 
 
 @pytest.mark.parametrize("scan", [False, True])
-@pytest.mark.parametrize("fields", [
-    {}, {"attention_dropout_rate": 0.0}, {"remat": "full"}, {"remat": "dots", "dtype": "float32"},
-], ids=str)
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"attention_dropout_rate": 0.0}, {"remat": "full"}, {"remat": "dots", "dtype": "float32"}],
+    ids=str,
+)
 def test_bert(scan: bool, fields: dict[str, Any]) -> None:
     hidden, words = SIZES["hidden_size"], SIZES["vocab_size"]
     masked = BATCH * PLACES * (hidden**2 + hidden * words)

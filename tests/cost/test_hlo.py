@@ -31,14 +31,22 @@ def test_trip_count_that_the_compiler_wrote() -> None:
 
 def test_a_loop_that_may_end_before_counts_in_full() -> None:
     """Its condition demands more than a counter below the limit."""
-    [line] = [line for line in PROGRAM.splitlines() if "direction=LT" in line and "ROOT" in line
-              and "%get-tuple-element.8, %constant.6" in line]
+    [line] = [
+        line
+        for line in PROGRAM.splitlines()
+        if "direction=LT" in line and "ROOT" in line and "%get-tuple-element.8, %constant.6" in line
+    ]
     name = line.split("=")[0].split()[-1]
-    demanding = PROGRAM.replace(line, "\n".join([
-        line.replace("ROOT ", "").replace(name, "%counted"),
-        "  %goes_on = pred[] compare(%get-tuple-element.8, %get-tuple-element.8), direction=GT",
-        f"  ROOT {name} = pred[] and(%goes_on, %counted)",
-    ]))
+    demanding = PROGRAM.replace(
+        line,
+        "\n".join(
+            [
+                line.replace("ROOT ", "").replace(name, "%counted"),
+                "  %goes_on = pred[] compare(%get-tuple-element.8, %get-tuple-element.8), direction=GT",
+                f"  ROOT {name} = pred[] and(%goes_on, %counted)",
+            ]
+        ),
+    )
     assert program_cost(demanding) == program_cost(PROGRAM)
 
 
@@ -64,9 +72,10 @@ def test_not_hlo(reader: Callable) -> None:
         reader("module @jit_f { }")
 
 
-@pytest.mark.parametrize("dtype, num_bytes", [
-    ("f32", 24), ("bf16", 12), ("pred", 6), ("s4", 3), ("f8e4m3fn", 6), ("c64", 48),
-])
+@pytest.mark.parametrize(
+    "dtype, num_bytes",
+    [("f32", 24), ("bf16", 12), ("pred", 6), ("s4", 3), ("f8e4m3fn", 6), ("c64", 48)],
+)
 def test_bytes_of_an_array(dtype: str, num_bytes: int) -> None:
     assert Array(dtype, (2, 3)).num_bytes == num_bytes
 
@@ -95,13 +104,16 @@ def test_flops_of_a_batch_of_products() -> None:
     assert products == 3 * 2 * 4 * 5 * 6 * 7
 
 
-@pytest.mark.parametrize("stride, padding, places", [
-    # In each dimension: products of an output with a value that is no padding.
-    (1, "VALID", 6 * 3),
-    (1, "SAME", 8 * 3 - 2),
-    (2, "VALID", 3 * 3),
-    (2, "SAME", 4 * 3 - 1),
-])
+@pytest.mark.parametrize(
+    "stride, padding, places",
+    [
+        # In each dimension: products of an output with a value that is no padding.
+        (1, "VALID", 6 * 3),
+        (1, "SAME", 8 * 3 - 2),
+        (2, "VALID", 3 * 3),
+        (2, "SAME", 4 * 3 - 1),
+    ],
+)
 def test_flops_of_convolutions(stride: int, padding: str, places: int) -> None:
     def convolve(x: jax.Array, kernel: jax.Array) -> jax.Array:
         return jax.lax.conv_general_dilated(
@@ -112,25 +124,28 @@ def test_flops_of_convolutions(stride: int, padding: str, places: int) -> None:
     assert flops_of(convolve, (2, 8, 8, 5), (3, 3, 5, 4)) == 3 * forward
 
 
-@pytest.mark.parametrize("line, expected", [
-    # x of 8 x (16, 32) times y of 8 x (32, 64): places with 7 zeros between them.
-    (
-        "f32[8,16,64]{2,1,0:T(8,128)} convolution(%x, %y), window={size=8 stride=7 lhs_dilate=8}, "
-        "dim_labels=0bf_0io->0bf",
-        2 * 8 * 16 * 32 * 64,
-    ),
-    # A depthwise convolution of 3 x 3 over 16 x 16, and its kernel's gradient.
-    (
-        "f32[8,14,14,128]{3,0,2,1:T(8,128)} convolution(%image, %kernel), window={size=3x3}, "
-        "dim_labels=b01f_01io->b01f, feature_group_count=128",
-        2 * 8 * 128 * (14 * 3) ** 2,
-    ),
-    (
-        "f32[3,3,1,128]{3,2,1,0:T(2,128)} convolution(%image, %output), window={size=14x14}, "
-        "dim_labels=f01b_i01o->01bf, batch_group_count=128",
-        2 * 8 * 128 * (14 * 3) ** 2,
-    ),
-])
+@pytest.mark.parametrize(
+    "line, expected",
+    [
+        # x of 8 x (16, 32) times y of 8 x (32, 64): places with 7 zeros between them.
+        (
+            "f32[8,16,64]{2,1,0:T(8,128)} convolution(%x, %y), window={size=8 stride=7 lhs_dilate=8}, "
+            "dim_labels=0bf_0io->0bf",
+            2 * 8 * 16 * 32 * 64,
+        ),
+        # A depthwise convolution of 3 x 3 over 16 x 16, and its kernel's gradient.
+        (
+            "f32[8,14,14,128]{3,0,2,1:T(8,128)} convolution(%image, %kernel), window={size=3x3}, "
+            "dim_labels=b01f_01io->b01f, feature_group_count=128",
+            2 * 8 * 128 * (14 * 3) ** 2,
+        ),
+        (
+            "f32[3,3,1,128]{3,2,1,0:T(2,128)} convolution(%image, %output), window={size=14x14}, "
+            "dim_labels=f01b_i01o->01bf, batch_group_count=128",
+            2 * 8 * 128 * (14 * 3) ** 2,
+        ),
+    ],
+)
 def test_what_the_tpu_compiler_writes(line: str, expected: int) -> None:
     text = f"""
 ENTRY %main (x: f32[8,16,32], y: f32[8,32,64]) -> f32[] {{

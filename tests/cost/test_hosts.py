@@ -35,47 +35,59 @@ HOSTS = tuple(numbers(host) for host in range(4))
 ACROSS = tuple(zip(*HOSTS, strict=True))
 
 
-@pytest.mark.parametrize("kind, groups, expected", [
-    ("all-reduce", EVERYBODY, 2 * 3 / 4),
-    ("reduce-scatter", EVERYBODY, 3 / 4),
-    ("all-gather", EVERYBODY, 32 * 3 / 4),
-    ("all-to-all", EVERYBODY, 8 * 24 / 32),
-    # Eight groups share the links.
-    ("all-reduce", ACROSS, 8 * 2 * 3 / 4),
-    ("all-gather", ACROSS, 8 * 4 * 3 / 4),
-    ("all-to-all", ACROSS, 8 * 3 / 4),
-    ("all-reduce", HOSTS, 0.0),
-    ("all-to-all", HOSTS, 0.0),
-    # Two of a host's devices send to the next host, and one to the first.
-    ("collective-permute", ((HOSTS[0][0], HOSTS[1][0]), (HOSTS[0][1], HOSTS[1][1]),
-                            (HOSTS[1][0], HOSTS[0][0]), (HOSTS[2][0], HOSTS[2][1])), 2.0),
-    # A group of a device here, and two there.
-    ("all-to-all", ((HOSTS[0][0], HOSTS[1][0], HOSTS[1][1]),), 2 / 3),
-])
+@pytest.mark.parametrize(
+    "kind, groups, expected",
+    [
+        ("all-reduce", EVERYBODY, 2 * 3 / 4),
+        ("reduce-scatter", EVERYBODY, 3 / 4),
+        ("all-gather", EVERYBODY, 32 * 3 / 4),
+        ("all-to-all", EVERYBODY, 8 * 24 / 32),
+        # Eight groups share the links.
+        ("all-reduce", ACROSS, 8 * 2 * 3 / 4),
+        ("all-gather", ACROSS, 8 * 4 * 3 / 4),
+        ("all-to-all", ACROSS, 8 * 3 / 4),
+        ("all-reduce", HOSTS, 0.0),
+        ("all-to-all", HOSTS, 0.0),
+        # Two of a host's devices send to the next host, and one to the first.
+        (
+            "collective-permute",
+            (
+                (HOSTS[0][0], HOSTS[1][0]),
+                (HOSTS[0][1], HOSTS[1][1]),
+                (HOSTS[1][0], HOSTS[0][0]),
+                (HOSTS[2][0], HOSTS[2][1]),
+            ),
+            2.0,
+        ),
+        # A group of a device here, and two there.
+        ("all-to-all", ((HOSTS[0][0], HOSTS[1][0], HOSTS[1][1]),), 2 / 3),
+    ],
+)
 def test_bytes_of_a_link(kind: str, groups: Groups, expected: float) -> None:
     found = fabric().link_bytes(collective(kind, groups, V))
     assert found == pytest.approx(expected * V)
 
 
-@pytest.mark.parametrize("kind, groups, inside, steps", [
-    # Within a host: 8 of 32 devices, of four chips on two lines.
-    ("all-reduce", EVERYBODY, 2 * 3 / 4 * V / (2 * 82e9), 4),
-    ("reduce-scatter", EVERYBODY, 3 / 4 * V / (2 * 82e9), 2),
-    ("all-gather", EVERYBODY, 3 / 4 * 32 * V / (2 * 82e9), 2),
-    ("all-to-all", EVERYBODY, 2 * V / 4 * 2 / 4 / 82e9, 1),
-    # One device of each host: nothing is within a host.
-    ("all-reduce", ACROSS, 0.0, 4),
-    ("all-to-all", ACROSS, 0.0, 1),
-])
+@pytest.mark.parametrize(
+    "kind, groups, inside, steps",
+    [
+        # Within a host: 8 of 32 devices, of four chips on two lines.
+        ("all-reduce", EVERYBODY, 2 * 3 / 4 * V / (2 * 82e9), 4),
+        ("reduce-scatter", EVERYBODY, 3 / 4 * V / (2 * 82e9), 2),
+        ("all-gather", EVERYBODY, 3 / 4 * 32 * V / (2 * 82e9), 2),
+        ("all-to-all", EVERYBODY, 2 * V / 4 * 2 / 4 / 82e9, 1),
+        # One device of each host: nothing is within a host.
+        ("all-reduce", ACROSS, 0.0, 4),
+        ("all-to-all", ACROSS, 0.0, 1),
+    ],
+)
 def test_time_between_hosts(kind: str, groups: Groups, inside: float, steps: int) -> None:
     one = collective(kind, groups, V)
     link = fabric(10).link_bytes(one) / 1.25e9
     assert fabric(10).seconds(one, IDEAL) == pytest.approx(link + inside)
     assert fabric(40).seconds(one, IDEAL) == pytest.approx(link / 4 + inside)
     slow = Constants(1.0, 0.0, 7e-6, 0.5, 1e-3)
-    assert fabric(10).seconds(one, slow) == pytest.approx(
-        2 * link + inside + 7e-6 + steps * 1e-3
-    )
+    assert fabric(10).seconds(one, slow) == pytest.approx(2 * link + inside + 7e-6 + steps * 1e-3)
 
 
 @pytest.mark.parametrize("kind", ["all-reduce", "all-gather", "all-to-all"])

@@ -122,21 +122,33 @@ def test_the_published_profile() -> None:
     assert low < 8e-6 < high and middle == pytest.approx(8e-6, rel=0.3)
 
 
-@pytest.mark.parametrize("name, groups, axis", [
-    # Rows of a ring, each on links of its own.
-    ("v5e-256", [range(16 * y, 16 * y + 16) for y in range(16)], Axis("x", 16, 1, True, 1)),
-    # Every second chip: two groups on the same ring.
-    ("v5e-256", [range(16 * y + k, 16 * y + 16, 2) for y in range(16) for k in range(2)],
-     Axis("x", 8, 2, True, 2)),
-    # A part of a ring is a line.
-    ("v5e-256", [range(16 * y + k, 16 * y + k + 8) for y in range(16) for k in (0, 8)],
-     Axis("x", 8, 1, False, 1)),
-    # Each core of a chip in a group of its own.
-    ("v3-2048", [range(64 * y + core, 64 * y + 64, 2) for y in range(32) for core in range(2)],
-     Axis("x", 32, 1, True, 2)),
-    # Too small a slice has no ring.
-    ("v5e-16", [range(x, 16, 4) for x in range(4)], Axis("y", 4, 1, False, 1)),
-])
+@pytest.mark.parametrize(
+    "name, groups, axis",
+    [
+        # Rows of a ring, each on links of its own.
+        ("v5e-256", [range(16 * y, 16 * y + 16) for y in range(16)], Axis("x", 16, 1, True, 1)),
+        # Every second chip: two groups on the same ring.
+        (
+            "v5e-256",
+            [range(16 * y + k, 16 * y + 16, 2) for y in range(16) for k in range(2)],
+            Axis("x", 8, 2, True, 2),
+        ),
+        # A part of a ring is a line.
+        (
+            "v5e-256",
+            [range(16 * y + k, 16 * y + k + 8) for y in range(16) for k in (0, 8)],
+            Axis("x", 8, 1, False, 1),
+        ),
+        # Each core of a chip in a group of its own.
+        (
+            "v3-2048",
+            [range(64 * y + core, 64 * y + 64, 2) for y in range(32) for core in range(2)],
+            Axis("x", 32, 1, True, 2),
+        ),
+        # Too small a slice has no ring.
+        ("v5e-16", [range(x, 16, 4) for x in range(4)], Axis("y", 4, 1, False, 1)),
+    ],
+)
 def test_groups_along_an_axis(name: str, groups: list[range], axis: Axis) -> None:
     route = torus(name).route(tuple(map(tuple, groups)), False)
     assert route.axes == (axis,)
@@ -170,13 +182,16 @@ def test_a_group_that_is_no_box() -> None:
     assert time == pytest.approx(2 * 2 / 3 * 10**6 / (2 * 50e9))
 
 
-@pytest.mark.parametrize("pairs, hops, load", [
-    (tuple((i, (i + 1) % 16) for i in range(16)), 1, 1),  # round the ring
-    (tuple((i, (i + 2) % 16) for i in range(16)), 2, 2),
-    (((0, 15),), 1, 1),
-    (((0, 17),), 2, 1),
-    (((0, 0),), 0, 1),
-])
+@pytest.mark.parametrize(
+    "pairs, hops, load",
+    [
+        (tuple((i, (i + 1) % 16) for i in range(16)), 1, 1),  # round the ring
+        (tuple((i, (i + 2) % 16) for i in range(16)), 2, 2),
+        (((0, 15),), 1, 1),
+        (((0, 17),), 2, 1),
+        (((0, 0),), 0, 1),
+    ],
+)
 def test_permutations(pairs: Groups, hops: int, load: int) -> None:
     fabric = torus("v5e-256")
     assert fabric.route(pairs, True).hops == hops

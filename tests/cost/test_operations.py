@@ -10,7 +10,7 @@ from lamb_tpu.cost.operations import REST, by_kind, operations
 HEAD = f"""HloModule f, is_scheduled=true
 
 FileNames
-1 "{pathlib.Path(operations_lib.__file__).parents[1] / 'models' / 'bert.py'}"
+1 "{pathlib.Path(operations_lib.__file__).parents[1] / "models" / "bert.py"}"
 2 "/x/lib/python3.11/site-packages/flax/linen/linear.py"
 3 "/elsewhere/run.py"
 
@@ -40,20 +40,28 @@ def fused(name: str, *opcodes: str) -> str:
 
 def kernel(name: str, calls: str, cycles: int, metadata: str = "") -> str:
     return (
-        f'  %{name} = f32[8] fusion(%x), calls=%{calls}, metadata={{{metadata}}}, '
+        f"  %{name} = f32[8] fusion(%x), calls=%{calls}, metadata={{{metadata}}}, "
         f'backend_config={{"estimated_cycles":"{cycles}"}}\n'
     )
 
 
 def program() -> Program:
     return Program(
-        HEAD + fused("product", "convolution", "add", "reduce") + fused("moved", "copy", "convert")
-        + fused("mixed", "copy", "add") + fused("drawn", "rng-bit-generator")
+        HEAD
+        + fused("product", "convolution", "add", "reduce")
+        + fused("moved", "copy", "convert")
+        + fused("mixed", "copy", "add")
+        + fused("drawn", "rng-bit-generator")
         + "ENTRY %main (x: f32[8]) -> f32[8] {\n  %x = f32[8] parameter(0)\n"
-        + kernel("a", "product", 50, 'op_name="jit(train_step)/shard_map/jvp(N)/dot_general" '
-                                     "stack_frame_id=3")
+        + kernel(
+            "a",
+            "product",
+            50,
+            'op_name="jit(train_step)/shard_map/jvp(N)/dot_general" stack_frame_id=3',
+        )
         + kernel("b", "moved", 20, "stack_frame_id=2")
-        + kernel("c", "mixed", 30, "stack_frame_id=4") + kernel("d", "drawn", 20)
+        + kernel("c", "mixed", 30, "stack_frame_id=4")
+        + kernel("d", "drawn", 20)
         + '  ROOT %e = f32[8] reduce(%x), backend_config={"estimated_cycles":"1"}\n}\n'
     )
 
@@ -61,12 +69,18 @@ def program() -> Program:
 def test_kernels_by_their_cost() -> None:
     found = operations(program())
     assert [(each.name, each.kind, each.cycles, each.times) for each in found] == [
-        ("a", "matrix products and convolutions", 50, 1), ("c", REST, 30, 1),
-        ("b", "copies and layouts", 20, 1), ("d", "random bits", 20, 1), ("e", "reductions", 1, 1),
+        ("a", "matrix products and convolutions", 50, 1),
+        ("c", REST, 30, 1),
+        ("b", "copies and layouts", 20, 1),
+        ("d", "random bits", 20, 1),
+        ("e", "reductions", 1, 1),
     ]
     assert by_kind(found) == {
-        "matrix products and convolutions": 50, REST: 30, "copies and layouts": 20,
-        "random bits": 20, "reductions": 1,
+        "matrix products and convolutions": 50,
+        REST: 30,
+        "copies and layouts": 20,
+        "random bits": 20,
+        "reductions": 1,
     }
 
 
@@ -78,7 +92,8 @@ def test_source_lines() -> None:
         "b": ("", "lamb_tpu/models/bert.py:62"),
         # No caller is known, so the library's own line is told.
         "c": ("", "flax/linen/linear.py:7"),
-        "d": ("", ""), "e": ("", ""),
+        "d": ("", ""),
+        "e": ("", ""),
     }
 
 

@@ -15,7 +15,7 @@ GROUPS = "replica_groups={{0,1}}, to_apply=%add"
 
 def kernel(name: str, operand: str, cycles: int) -> str:
     return (
-        f'%{name} = f32[8] fusion(%{operand}), calls=%g, '
+        f"%{name} = f32[8] fusion(%{operand}), calls=%g, "
         f'backend_config={{"estimated_cycles":"{cycles}"}}'
     )
 
@@ -39,8 +39,11 @@ def test_a_collective_that_is_waited_for() -> None:
     )
     assert (found.compute, found.exposed, found.seconds, found.network) == (37, 100, 137, 100)
     [event] = found.events
-    assert (event.name, event.operation, event.algorithm) == ("r", "jit(f)/psum",
-                                                              "RingStrategy 4 x 2")
+    assert (event.name, event.operation, event.algorithm) == (
+        "r",
+        "jit(f)/psum",
+        "RingStrategy 4 x 2",
+    )
     assert event.collective.kind == "all-reduce" and event.exposed == 100
 
 
@@ -88,7 +91,8 @@ def test_a_wrapped_collective() -> None:
         "  %s = ((f32[8]), f32[4]) async-start(%x), calls=%wrapped\n"
         f"  {kernel('a', 'x', 40)}\n"
         "  %u = ((f32[8]), f32[4]) async-update(%s)\n"
-        "  ROOT %d = f32[4] async-done(%u)", others,
+        "  ROOT %d = f32[4] async-done(%u)",
+        others,
     )
     assert (found.compute, found.exposed) == (40, 60)
     assert [event.collective.kind for event in found.events] == ["reduce-scatter"]
@@ -107,7 +111,8 @@ def test_a_transfer_between_slices() -> None:
         "  %e = token[] send-done(%s)\n"
         f"  %r = f32[8] all-reduce(%x), {GROUPS}\n"
         f"  {kernel('a', 'x', 30)}\n"
-        "  ROOT %d = (f32[8], token[]) recv-done(%v)", each=100.0,
+        "  ROOT %d = (f32[8], token[]) recv-done(%v)",
+        each=100.0,
     )
     assert found.seconds == 130 and found.exposed == 100
     between, within = found.events
@@ -123,8 +128,9 @@ def test_a_loop_waits_in_every_turn() -> None:
         "%condition (p: f32[8]) -> pred[] {\n  ROOT %p = pred[] parameter(0)\n}\n"
     )
     found = run(
-        '  ROOT %w = f32[8] while(%x), body=%body, condition=%condition, '
-        'backend_config={"known_trip_count":{"n":"3"}}', others,
+        "  ROOT %w = f32[8] while(%x), body=%body, condition=%condition, "
+        'backend_config={"known_trip_count":{"n":"3"}}',
+        others,
     )
     assert (found.compute, found.exposed) == (30, 300)
     [event] = found.events
@@ -144,20 +150,26 @@ def test_a_conditional_takes_its_longest_branch() -> None:
 
 
 def test_the_collectives_of_a_tpus_program() -> None:
-    """A fused all-gather that runs beside a matrix product, and others, as the compiler wrote them.
-    """
+    """A fused all-gather that runs beside a matrix product, and others, as the compiler wrote them."""
     kinds: list[str] = []
 
     def seconds(collective: Collective) -> float:
         kinds.append(collective.kind)
         return 1.0
 
-    program = Program(TPU.replace(
-        "calls=%async_collective_fusion.161",
-        'calls=%async_collective_fusion.161, backend_config={"estimated_cycles":"40"}',
-    ))
+    program = Program(
+        TPU.replace(
+            "calls=%async_collective_fusion.161",
+            'calls=%async_collective_fusion.161, backend_config={"estimated_cycles":"40"}',
+        )
+    )
     found = timeline(program, 0.01, seconds)
-    assert kinds == ["all-gather", "reduce-scatter", "reduce-scatter", "collective-permute",
-                     "all-reduce"]
+    assert kinds == [
+        "all-gather",
+        "reduce-scatter",
+        "reduce-scatter",
+        "collective-permute",
+        "all-reduce",
+    ]
     assert [round(event.exposed, 9) for event in found.events] == [0.6, 1, 1, 1, 1]
     assert found.compute == pytest.approx(0.4)

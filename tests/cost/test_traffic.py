@@ -33,24 +33,31 @@ A = ((0, 2, 4, 6), (1, 3, 5, 7))
 B = ((0, 1), (2, 3), (4, 5), (6, 7))
 
 
-@pytest.mark.parametrize("function, kind, groups, operand, result, sent", [
-    (lambda x: jax.lax.psum(x, "a"), "all-reduce", A, 4096, 4096, 6144),
-    (lambda x: jax.lax.psum(x, "b"), "all-reduce", B, 4096, 4096, 4096),
-    (lambda x: jax.lax.psum(x, ("a", "b")), "all-reduce", (tuple(range(8)),), 4096, 4096, 7168),
-    (
-        lambda x: jax.lax.psum_scatter(x, "a", tiled=True), "reduce-scatter", A, 4096, 1024, 3072,
-    ),
-    (lambda x: jax.lax.all_gather(x, "a", tiled=True), "all-gather", A, 4096, 16384, 12288),
-    (
-        lambda x: jax.lax.all_to_all(x, "a", 0, 1, tiled=True), "all-to-all", A, 4096, 4096, 3072,
-    ),
-    (
-        lambda x: jax.lax.ppermute(x, "b", [(0, 1)]), "collective-permute",
-        ((0, 1), (2, 3), (4, 5), (6, 7)), 4096, 4096, 4096,
-    ),
-])
+@pytest.mark.parametrize(
+    "function, kind, groups, operand, result, sent",
+    [
+        (lambda x: jax.lax.psum(x, "a"), "all-reduce", A, 4096, 4096, 6144),
+        (lambda x: jax.lax.psum(x, "b"), "all-reduce", B, 4096, 4096, 4096),
+        (lambda x: jax.lax.psum(x, ("a", "b")), "all-reduce", (tuple(range(8)),), 4096, 4096, 7168),
+        (lambda x: jax.lax.psum_scatter(x, "a", tiled=True), "reduce-scatter", A, 4096, 1024, 3072),
+        (lambda x: jax.lax.all_gather(x, "a", tiled=True), "all-gather", A, 4096, 16384, 12288),
+        (lambda x: jax.lax.all_to_all(x, "a", 0, 1, tiled=True), "all-to-all", A, 4096, 4096, 3072),
+        (
+            lambda x: jax.lax.ppermute(x, "b", [(0, 1)]),
+            "collective-permute",
+            ((0, 1), (2, 3), (4, 5), (6, 7)),
+            4096,
+            4096,
+            4096,
+        ),
+    ],
+)
 def test_each_kind(
-    function: Callable[..., Any], kind: str, groups: traffic.Groups, operand: int, result: int,
+    function: Callable[..., Any],
+    kind: str,
+    groups: traffic.Groups,
+    operand: int,
+    result: int,
     sent: int,
 ) -> None:
     [found] = collectives(compiled(function, X))
@@ -110,25 +117,31 @@ def test_what_the_tpu_compiler_writes() -> None:
 def test_rows_with_the_largest_traffic_first() -> None:
     rows = table(collectives(TPU) * 2)
     assert [(row.kind, row.count) for row in rows] == [
-        ("reduce-scatter", 4), ("all-reduce", 2), ("all-gather", 2), ("collective-permute", 2),
+        ("reduce-scatter", 4),
+        ("all-reduce", 2),
+        ("all-gather", 2),
+        ("collective-permute", 2),
     ]
     assert rows[0].operand_bytes == 2 * 4 * (64 * 2048 + 2048 * 10 + 2112 * 2048)
 
 
-@pytest.mark.parametrize("text, groups", [
-    ("{{0,2},{1,3}}, x={{5}}", ((0, 2), (1, 3))),
-    ("{}, channel_id=1", (tuple(range(24)),)),
-    ("[1,4]<=[4], x", ((0, 1, 2, 3),)),
-    ("[3,4]<=[4,3]T(1,0), x", ((0, 3, 6, 9), (1, 4, 7, 10), (2, 5, 8, 11))),
-    ("mesh['a'=2,'b'=3] {'a'}, x", ((0, 3), (1, 4), (2, 5))),
-    ("mesh['a'=2,'b'=3] {'a','b'}", ((0, 1, 2, 3, 4, 5),)),
-    ("mesh['a'=2,'b'=3] {'b','a'}", ((0, 3, 1, 4, 2, 5),)),
-    # The last 2 of b as 2 x 2, the first of them.
-    ("mesh['a'=2,'b'=4] {'b':(2)2}", ((0, 1), (2, 3), (4, 5), (6, 7))),
-    ("mesh['a'=2,'b'=4] {'b':(1)2}", ((0, 2), (1, 3), (4, 6), (5, 7))),
-    ("mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'b'}", ((0, 2), (1, 3))),
-    ("mesh['a'=2,'b'=2], device_ids=(3,1,0,2) {'b'}", ((3, 1), (0, 2))),
-])
+@pytest.mark.parametrize(
+    "text, groups",
+    [
+        ("{{0,2},{1,3}}, x={{5}}", ((0, 2), (1, 3))),
+        ("{}, channel_id=1", (tuple(range(24)),)),
+        ("[1,4]<=[4], x", ((0, 1, 2, 3),)),
+        ("[3,4]<=[4,3]T(1,0), x", ((0, 3, 6, 9), (1, 4, 7, 10), (2, 5, 8, 11))),
+        ("mesh['a'=2,'b'=3] {'a'}, x", ((0, 3), (1, 4), (2, 5))),
+        ("mesh['a'=2,'b'=3] {'a','b'}", ((0, 1, 2, 3, 4, 5),)),
+        ("mesh['a'=2,'b'=3] {'b','a'}", ((0, 3, 1, 4, 2, 5),)),
+        # The last 2 of b as 2 x 2, the first of them.
+        ("mesh['a'=2,'b'=4] {'b':(2)2}", ((0, 1), (2, 3), (4, 5), (6, 7))),
+        ("mesh['a'=2,'b'=4] {'b':(1)2}", ((0, 2), (1, 3), (4, 6), (5, 7))),
+        ("mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'b'}", ((0, 2), (1, 3))),
+        ("mesh['a'=2,'b'=2], device_ids=(3,1,0,2) {'b'}", ((3, 1), (0, 2))),
+    ],
+)
 def test_replica_groups(text: str, groups: traffic.Groups) -> None:
     assert replica_groups(f"%x), replica_groups={text}", 24) == groups
 

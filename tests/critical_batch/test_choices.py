@@ -44,38 +44,59 @@ def test_places_are_the_nearest_checkpoints() -> None:
     assert starts("3 steps", [4, 8], 8, recipe("12 steps")) == [4]
 
 
-@pytest.mark.parametrize("change, message", [
-    ({"factors": "2,4"}, "--factors is '2,4'; it must be whole numbers that ascend from 1, such a"),
-    ({"factors": "1"}, "--factors is '1'; it must be whole"),
-    ({"factors": "1,2,2"}, "--factors is '1,2,2'; it must be whole"),
-    ({"factors": "1,4,2"}, "--factors is '1,4,2'; it must be whole"),
-    ({"factors": "1,2.5"}, "--factors is '1,2.5'; it must be whole"),
-    ({"factors": "1,,2"}, "--factors is '1,,2'; it must be whole"),
-    ({"tolerance": 0.0}, "--tolerance is 0.0; it must be above 0, such as 0.01"),
-    ({"tolerance": float("nan")}, "--tolerance is nan; it must be above 0"),
-    ({"seeds": 0}, "--seeds is 0; it must be at least 1"),
-    ({"at": "10, 30"}, "--at: '.*30' is not a duration; write one number and one of steps, epochs"),
-    ({"at": "ten percent"}, "--at: 'ten percent' is not a duration"),
-    ({"at": "10 percent,"}, "--at: '' is not a duration"),
-    ({"at": "110 percent"}, "--at: 110 percent is more than the whole run"),
-    ({"span": "2"}, "--span: '2' is not a duration"),
-])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (
+            {"factors": "2,4"},
+            "--factors is '2,4'; it must be whole numbers that ascend from 1, such a",
+        ),
+        ({"factors": "1"}, "--factors is '1'; it must be whole"),
+        ({"factors": "1,2,2"}, "--factors is '1,2,2'; it must be whole"),
+        ({"factors": "1,4,2"}, "--factors is '1,4,2'; it must be whole"),
+        ({"factors": "1,2.5"}, "--factors is '1,2.5'; it must be whole"),
+        ({"factors": "1,,2"}, "--factors is '1,,2'; it must be whole"),
+        ({"tolerance": 0.0}, "--tolerance is 0.0; it must be above 0, such as 0.01"),
+        ({"tolerance": float("nan")}, "--tolerance is nan; it must be above 0"),
+        ({"seeds": 0}, "--seeds is 0; it must be at least 1"),
+        (
+            {"at": "10, 30"},
+            "--at: '.*30' is not a duration; write one number and one of steps, epochs",
+        ),
+        ({"at": "ten percent"}, "--at: 'ten percent' is not a duration"),
+        ({"at": "10 percent,"}, "--at: '' is not a duration"),
+        ({"at": "110 percent"}, "--at: 110 percent is more than the whole run"),
+        ({"span": "2"}, "--span: '2' is not a duration"),
+    ],
+)
 def test_mistakes_that_need_no_run(change: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         check(Request(**({"at": "10 percent"} | change)))
 
 
-@pytest.mark.parametrize("at, message", [
-    ("20 percent", "--at has '20 percent', which is update 200, and the run has no checkpoint "
-     "within 1% of its length from there; it has those of updates 100 .10 percent., 300 .30 "
-     "percent., 320 .32 percent., 992 .99.2 percent., and a run with "
-     "--config.checkpoint.keep_every='10 percent' keeps some all along"),
-    ("99 percent", "and a branch of 24 updates from the checkpoint of update 992 would go on "
-     "beyond the run's last, 1,000; give an earlier place, or a shorter --span"),
-    ("30, 32 percent", "--at has '32 percent', whose checkpoint of update 320 is less than a "
-     "branch, 24 updates, from that of update 300; leave one out"),
-    ("10, 10.1 percent", "whose checkpoint of update 100 is less than a branch"),
-])
+@pytest.mark.parametrize(
+    "at, message",
+    [
+        (
+            "20 percent",
+            "--at has '20 percent', which is update 200, and the run has no checkpoint "
+            "within 1% of its length from there; it has those of updates 100 .10 percent., 300 .30 "
+            "percent., 320 .32 percent., 992 .99.2 percent., and a run with "
+            "--config.checkpoint.keep_every='10 percent' keeps some all along",
+        ),
+        (
+            "99 percent",
+            "and a branch of 24 updates from the checkpoint of update 992 would go on "
+            "beyond the run's last, 1,000; give an earlier place, or a shorter --span",
+        ),
+        (
+            "30, 32 percent",
+            "--at has '32 percent', whose checkpoint of update 320 is less than a "
+            "branch, 24 updates, from that of update 300; leave one out",
+        ),
+        ("10, 10.1 percent", "whose checkpoint of update 100 is less than a branch"),
+    ],
+)
 def test_places_without_a_branch(at: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         starts(at, [100, 300, 320, 992], 24, recipe())

@@ -35,6 +35,7 @@ def test_a_mistake_is_one_sentence(trained: pathlib.Path) -> None:
         "lamb_tpu.critical_batch", f"--workdir={trained}", "--at=4 steps", "--factors=2"
     )
     assert (done.returncode, done.stdout, done.stderr) == (
-        2, "",
+        2,
+        "",
         "error: --factors is '2'; it must be whole numbers that ascend from 1, such as 1,2,4,8\n",
     )

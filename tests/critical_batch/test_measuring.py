@@ -141,12 +141,15 @@ def damaged(folder: pathlib.Path) -> None:
     (folder / "checkpoints" / "4" / "state" / "manifest.ocdbt").unlink()
 
 
-@pytest.mark.parametrize("change, message", [
-    (without_checkpoints, "has no checkpoint yet"),
-    (of_phases, "holds the phases phase_1; give the folder of one of them"),
-    (shutil.rmtree, "holds no run: config.json is missing"),
-    (damaged, "the checkpoint of update 4 .* cannot be read .state/manifest.ocdbt is missing"),
-])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (without_checkpoints, "has no checkpoint yet"),
+        (of_phases, "holds the phases phase_1; give the folder of one of them"),
+        (shutil.rmtree, "holds no run: config.json is missing"),
+        (damaged, "the checkpoint of update 4 .* cannot be read .state/manifest.ocdbt is missing"),
+    ],
+)
 def test_folders_that_are_refused(
     copy: pathlib.Path, change: Callable[[pathlib.Path], None], message: str
 ) -> None:
@@ -180,9 +183,7 @@ def test_streams_are_refused(tmp_path: pathlib.Path) -> None:
 
 def test_a_run_under_agvm_is_refused(tmp_path: pathlib.Path) -> None:
     fields = {"modules": (("body", "^hidden"), ("head", ""))}
-    tiny.save(
-        tiny.change(tiny.digits(accumulation_steps=2), {"optimizer.agvm": fields}), tmp_path
-    )
+    tiny.save(tiny.change(tiny.digits(accumulation_steps=2), {"optimizer.agvm": fields}), tmp_path)
     (tmp_path / "metrics.jsonl").touch()
     with pytest.raises(UserError, match="under config.optimizer.agvm, which needs the gradients"):
         measure(None, str(tmp_path), REQUEST)

@@ -21,23 +21,35 @@ ONE = Excess(0.0, math.nan)
 def outcome() -> Outcome:
     study = Study([100, 300], [1, 2, 4], [12, 16], "sqrt", [0], "test", "loss")
     rows = [
-        Row(100, [ONE, Excess(-0.004, math.nan), Excess(0.3125, math.nan)],
-            Critical(128, 1234.4, True), 90.0),
-        Row(300, [ONE, Excess(0.0, math.nan), Excess(math.inf, math.nan)],
-            Critical(256, 256.0, False), math.inf),
+        Row(
+            100,
+            [ONE, Excess(-0.004, math.nan), Excess(0.3125, math.nan)],
+            Critical(128, 1234.4, True),
+            90.0,
+        ),
+        Row(
+            300,
+            [ONE, Excess(0.0, math.nan), Excess(math.inf, math.nan)],
+            Critical(256, 256.0, False),
+            math.inf,
+        ),
     ]
     noise = [(10, 40.0), (100, 90.0), (300, math.inf), (310, -3.0)]
     return Outcome(prepare(tiny.digits(duration="1000 steps"), None), study, 0.01, rows, noise)
 
 
 def seeded(outcome: Outcome) -> Outcome:
-    rows = [row._replace(excesses=[Excess(0.0, 0.0), Excess(0.004, 0.02), Excess(0.3, 0.008)])
-            for row in outcome.rows]
+    rows = [
+        row._replace(excesses=[Excess(0.0, 0.0), Excess(0.004, 0.02), Excess(0.3, 0.008)])
+        for row in outcome.rows
+    ]
     return outcome._replace(study=outcome.study._replace(seeds=[0, 1]), rows=rows)
 
 
 def test_table(outcome: Outcome) -> None:
-    assert table(outcome) == """\
+    assert (
+        table(outcome)
+        == """\
   update  of run  critical batch  crossing  noise scale
      100    10 %             128     1,234           90
      300    30 %     256 or more                    inf
@@ -47,6 +59,7 @@ loss on test after branches of 1,024 examples, relative to that at batch 64;
   update  at 128    at 256
      100  -0.4 %   +31.2 %
      300  +0.0 %  diverged"""
+    )
 
 
 def test_table_of_seeds_and_without_noise_scale(outcome: Outcome) -> None:

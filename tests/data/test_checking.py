@@ -28,9 +28,11 @@ GOOD = {
 
 def source(**changes: Any) -> ArraySource:
     """A set of the good batch's fields, which has it at 10, 20 and 30."""
-    return ArraySource("points:train,40:0123456789ab", {
-        field: np.repeat(values[:1], 40, 0) for field, values in {**GOOD, **changes}.items()
-    }, 3)
+    return ArraySource(
+        "points:train,40:0123456789ab",
+        {field: np.repeat(values[:1], 40, 0) for field, values in {**GOOD, **changes}.items()},
+        3,
+    )
 
 
 def check(finite: bool = True) -> Check:
@@ -46,20 +48,49 @@ def test_good_batch_passes() -> None:
 
 # A field, where in it, its value, and the message from the field on.
 WRONG = {
-    "one too many": ("label", 1, 3, "label of example 10 of points:train,40 (split 'train[:40]') "
-                     "is 3; it must be 0 to 2, the classes of the model; correct the data set"),
-    "ignored": ("label", 2, -1, "label of example 20 of points:train,40 (split 'train[:40]') is -1;"
-                " it must be 0 to 2"),
-    "nan weight": ("weight", 0, np.nan, "weight of example 30 of points:train,40 (split "
-                   "'train[:40]') is nan; it must be at least 0 and finite, the weights"),
+    "one too many": (
+        "label",
+        1,
+        3,
+        "label of example 10 of points:train,40 (split 'train[:40]') "
+        "is 3; it must be 0 to 2, the classes of the model; correct the data set",
+    ),
+    "ignored": (
+        "label",
+        2,
+        -1,
+        "label of example 20 of points:train,40 (split 'train[:40]') is -1; it must be 0 to 2",
+    ),
+    "nan weight": (
+        "weight",
+        0,
+        np.nan,
+        "weight of example 30 of points:train,40 (split "
+        "'train[:40]') is nan; it must be at least 0 and finite, the weights",
+    ),
     "infinite weight": ("weight", 0, np.inf, "is inf; it must be at least 0 and finite"),
     "negative weight": ("weight", 0, -0.5, "is -0.5; it must be at least 0 and finite"),
-    "half a mask": ("here", (2, 1), 0.5, "here[1] of example 20 of points:train,40 (split "
-                    "'train[:40]') is 0.5; it must be 0 to 1, 0 where something does not count"),
-    "word": ("word", (1, 1), 10, "word[1] of example 10 of points:train,40 (split 'train[:40]') "
-             "is 10; it must be 0 to 9, the words"),
-    "nan": ("image", (0, 1), np.nan, "image[1] of example 30 of points:train,40 (split "
-            "'train[:40]') is nan; it must be finite as float32"),
+    "half a mask": (
+        "here",
+        (2, 1),
+        0.5,
+        "here[1] of example 20 of points:train,40 (split "
+        "'train[:40]') is 0.5; it must be 0 to 1, 0 where something does not count",
+    ),
+    "word": (
+        "word",
+        (1, 1),
+        10,
+        "word[1] of example 10 of points:train,40 (split 'train[:40]') "
+        "is 10; it must be 0 to 9, the words",
+    ),
+    "nan": (
+        "image",
+        (0, 1),
+        np.nan,
+        "image[1] of example 30 of points:train,40 (split "
+        "'train[:40]') is nan; it must be finite as float32",
+    ),
     "infinity": ("image", (1, 0), -np.inf, "image[0] of example 10 of"),
 }
 
@@ -94,14 +125,20 @@ def test_masked_examples_may_hold_anything() -> None:
         check()({**masked, "mask": np.array([1, 0, np.nan], np.float32)}, INDICES)
 
 
-@pytest.mark.parametrize("change, message", [
-    ({"label": GOOD["label"].astype(np.int64)}, "'label' .* is int64[3] in the batch of examples 30"
-     ", 10, 20, and element_spec declares int32[3]; gather must return what"),
-    ({"image": GOOD["image"][:, :1]}, "'image' .* is float32[3, 1] .* declares float32[3, 2]"),
-    ({"weight": GOOD["weight"][:2]}, "'weight' .* is float32[2] .* declares float32[3]"),
-    ({"other": GOOD["weight"]}, "'other' .* is float32[3] .* declares no such field"),
-    ({"image": None}, "'image' .* is missing in the batch .* declares float32[3, 2]"),
-])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (
+            {"label": GOOD["label"].astype(np.int64)},
+            "'label' .* is int64[3] in the batch of examples 30"
+            ", 10, 20, and element_spec declares int32[3]; gather must return what",
+        ),
+        ({"image": GOOD["image"][:, :1]}, "'image' .* is float32[3, 1] .* declares float32[3, 2]"),
+        ({"weight": GOOD["weight"][:2]}, "'weight' .* is float32[2] .* declares float32[3]"),
+        ({"other": GOOD["weight"]}, "'other' .* is float32[3] .* declares no such field"),
+        ({"image": None}, "'image' .* is missing in the batch .* declares float32[3, 2]"),
+    ],
+)
 def test_batch_of_another_form(change: dict[str, Any], message: str) -> None:
     batch = {key: value for key, value in {**GOOD, **change}.items() if value is not None}
     pattern = "^field " + message.replace("[", r"\[").replace("]", r"\]")
@@ -120,8 +157,11 @@ def test_run_that_skips_updates_keeps_what_is_not_finite() -> None:
 
 def test_examined_batch_has_no_values_that_overflow() -> None:
     """They are finite, but their square is not."""
-    with pytest.raises(UserError, match=r"^image\[0\] of example 20 .* is 3e\+38; it must be .*, "
-                       "numbers whose square is finite in float32"):
+    with pytest.raises(
+        UserError,
+        match=r"^image\[0\] of example 20 .* is 3e\+38; it must be .*, "
+        "numbers whose square is finite in float32",
+    ):
         check().examine(GOOD, INDICES)
 
 
@@ -153,10 +193,13 @@ class Later(BaseSource):
 
 
 @pytest.mark.parametrize("in_memory", [False, True])
-@pytest.mark.parametrize("dtype, message", [
-    (np.int32, "^label of example .* of later:train .* is 3; it must be 0 to 2"),
-    (np.int64, "^field 'label' of later:train .* is int64.16. .* element_spec declares int32"),
-])
+@pytest.mark.parametrize(
+    "dtype, message",
+    [
+        (np.int32, "^label of example .* of later:train .* is 3; it must be 0 to 2"),
+        (np.int64, "^field 'label' of later:train .* is int64.16. .* element_spec declares int32"),
+    ],
+)
 def test_later_batches_are_checked_too(in_memory: bool, dtype: type, message: str) -> None:
     later = Later(in_memory, dtype)
     of_task = Check(later, "train", {"label": RANGES["label"]})

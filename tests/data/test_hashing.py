@@ -55,8 +55,9 @@ def test_every_coordinate_spreads_evenly(axis: int) -> None:
 
 def test_seeds_and_places_are_unrelated() -> None:
     places = np.arange(50_000)
-    draws = [hashing.uniform(hashing.words(seed, *c)) for seed, c in [
-        (0, (places, 1)), (1, (places, 1)), (0, (places, 2)), (0, (1, places)),
-    ]]
+    draws = [
+        hashing.uniform(hashing.words(seed, *c))
+        for seed, c in [(0, (places, 1)), (1, (places, 1)), (0, (places, 2)), (0, (1, places))]
+    ]
     correlations = np.corrcoef(draws) - np.eye(4)
     assert np.abs(correlations).max() < 0.02

@@ -44,9 +44,7 @@ def test_batch_larger_than_the_set(source: data.ArraySource) -> None:
 
 
 @pytest.mark.parametrize("process_count", [2, 3, 12])
-def test_processes_together_hold_one_batch(
-    source: data.ArraySource, process_count: int
-) -> None:
+def test_processes_together_hold_one_batch(source: data.ArraySource, process_count: int) -> None:
     whole = take(data.TrainLoader(source, 24, seed=2), 9)
     shares = [
         take(data.TrainLoader(source, 24, 2, rows), 9)
@@ -136,8 +134,7 @@ def test_batches_of_several_sizes_are_one_stream(
 
 
 @pytest.mark.parametrize(
-    "key, other",
-    [("seed", 2), ("num_examples", 100), ("source", "other:train")],
+    "key, other", [("seed", 2), ("num_examples", 100), ("source", "other:train")]
 )
 def test_state_of_another_run_is_refused(source: data.ArraySource, key: str, other: object) -> None:
     loader = data.TrainLoader(source, 8, seed=1)
@@ -164,10 +161,7 @@ def test_error_while_reading_ahead_reaches_the_caller(source: data.ArraySource) 
 
 @pytest.mark.parametrize(
     "arguments, message",
-    [
-        (dict(batch_size=0, seed=0), "found 0"),
-        (dict(batch_size=8, seed=-1), "seed .* found -1"),
-    ],
+    [(dict(batch_size=0, seed=0), "found 0"), (dict(batch_size=8, seed=-1), "seed .* found -1")],
 )
 def test_bad_arguments(source: data.ArraySource, arguments: dict, message: str) -> None:
     with pytest.raises(UserError, match=message):

@@ -24,16 +24,22 @@ def test_what_is_given_replaces_the_default() -> None:
     assert read_options("x", NoOptions, {}) == NoOptions()
 
 
-@pytest.mark.parametrize("given, message", [
-    ({"lenght": 9}, r"^config.data.options.lenght is unknown; x has, with these defaults: "
-     r"length = 8, share = 0.5, path = '', whole = False$"),
-    ({"seed": 1}, "config.data.options.seed is unknown"),
-    ({"length": 9.0}, "config.data.options.length is 9.0; it must be a whole number"),
-    ({"length": True}, "config.data.options.length is True; it must be a whole number"),
-    ({"share": "half"}, "config.data.options.share is 'half'; it must be a number"),
-    ({"path": 1}, "config.data.options.path is 1; it must be text"),
-    ({"whole": 1}, "config.data.options.whole is 1; it must be True or False"),
-])
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        (
+            {"lenght": 9},
+            r"^config.data.options.lenght is unknown; x has, with these defaults: "
+            r"length = 8, share = 0.5, path = '', whole = False$",
+        ),
+        ({"seed": 1}, "config.data.options.seed is unknown"),
+        ({"length": 9.0}, "config.data.options.length is 9.0; it must be a whole number"),
+        ({"length": True}, "config.data.options.length is True; it must be a whole number"),
+        ({"share": "half"}, "config.data.options.share is 'half'; it must be a number"),
+        ({"path": 1}, "config.data.options.path is 1; it must be text"),
+        ({"whole": 1}, "config.data.options.whole is 1; it must be True or False"),
+    ],
+)
 def test_mistakes(given: dict, message: str) -> None:
     with pytest.raises(UserError, match=message):
         read_options("x", Some, given, seed=7)

@@ -55,7 +55,11 @@ def module(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_is_given_what_it_takes() -> None:
     options = {"size": 3, "scale": None}  # None leaves the default
     source = data.load(
-        "my_sets:everything", "train[:3]", data_dir="prepared", source_dir="~", seed=7,
+        "my_sets:everything",
+        "train[:3]",
+        data_dir="prepared",
+        source_dir="~",
+        seed=7,
         options=options,
     )
     evaluated = data.load("my_sets:everything", "test", seed=7, training=False)
@@ -72,7 +76,8 @@ def test_it_is_given_what_it_takes() -> None:
 def test_options_are_the_other_arguments() -> None:
     found = option_fields("my_sets:everything")
     assert {key: (f.type, f.default) for key, f in found.items()} == {
-        "size": (int, 4), "scale": (float, 1.0),
+        "size": (int, 4),
+        "scale": (float, 1.0),
     }
     assert list(option_fields("my_sets:little")) == ["size"] and not option_fields("my_sets:Lazy")
     with pytest.raises(UserError, match="config.data.options.seed is not a field of data set"):

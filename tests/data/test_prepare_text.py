@@ -15,8 +15,11 @@ def arguments(tmp_path: pathlib.Path) -> list[str]:
     (tmp_path / "one.txt").write_bytes(b"A b.\nA \xff c.\n" + b"a b " * 1000)
     (tmp_path / "two.txt").write_bytes(b"")
     return [
-        f"--input={tmp_path}/o*.txt", f"--input={tmp_path}/t*.txt",
-        f"--output={tmp_path}/out", f"--vocab={tmp_path}/vocab.txt", "--processes=1",
+        f"--input={tmp_path}/o*.txt",
+        f"--input={tmp_path}/t*.txt",
+        f"--output={tmp_path}/out",
+        f"--vocab={tmp_path}/vocab.txt",
+        "--processes=1",
     ]
 
 
@@ -37,15 +40,23 @@ def test_what_it_prints(arguments: list[str], capsys: pytest.CaptureFixture[str]
     ]
 
 
-@pytest.mark.parametrize("change, message", [
-    (["--inptu=x"], "unrecognized arguments: --inptu=x; see --help"),
-    (["--processes=two"], "argument --processes: invalid int value: 'two'; see --help"),
-    (["--documents=pages"], "--documents=pages is unknown; known are file, blank-lines, titles"),
-    (["--input=nothing*"], "--input=nothing* matches no file"),
-    (["--output=gs://x/y"], "--output=gs://x/y must be a local or mounted folder"),
-    (["--output=/proc/x"],
-     "--output /proc/x cannot be written (No such file or directory); give another"),
-])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (["--inptu=x"], "unrecognized arguments: --inptu=x; see --help"),
+        (["--processes=two"], "argument --processes: invalid int value: 'two'; see --help"),
+        (
+            ["--documents=pages"],
+            "--documents=pages is unknown; known are file, blank-lines, titles",
+        ),
+        (["--input=nothing*"], "--input=nothing* matches no file"),
+        (["--output=gs://x/y"], "--output=gs://x/y must be a local or mounted folder"),
+        (
+            ["--output=/proc/x"],
+            "--output /proc/x cannot be written (No such file or directory); give another",
+        ),
+    ],
+)
 def test_mistakes_are_one_sentence(
     arguments: list[str], change: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

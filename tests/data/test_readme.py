@@ -16,9 +16,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name, source", [
-    ("arrays", "rings:train,512,0.2"), ("records", "rings:train,512,0.1"),
-])
+@pytest.mark.parametrize(
+    "name, source", [("arrays", "rings:train,512,0.2"), ("records", "rings:train,512,0.1")]
+)
 def test_rings_are_told_apart(folder: pathlib.Path, name: str, source: str) -> None:
     lines = (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
     last = [json.loads(line) for line in lines if '"eval"' in line][-1]

@@ -28,9 +28,7 @@ class TinyTokens(tfds.core.GeneratorBasedBuilder, skip_registration=True):
             "text": tfds.features.Text(),
         }
         return tfds.core.DatasetInfo(
-            builder=self,
-            features=tfds.features.FeaturesDict(features),
-            disable_shuffling=True,
+            builder=self, features=tfds.features.FeaturesDict(features), disable_shuffling=True
         )
 
     def _split_generators(self, dl_manager: tfds.download.DownloadManager) -> dict:
@@ -127,14 +125,29 @@ def test_prepared_text(text_dir: pathlib.Path) -> None:
     assert (first != other.gather(np.arange(5))["masked_positions"]).any()
 
 
-@pytest.mark.parametrize("split, options, message", [
-    ("dev", {}, r"dev is no folder; .* one in config.data.dir, which has books, damaged, news$"),
-    ("begun", {}, "begun is no prepared text, .* start it again if it was interrupted"),
-    ("damaged", {}, "array_record is missing, though manifest.json lists it"),
-    ("books", {"seed": 1}, "config.data.options.seed is unknown; masked_lm has, .*max_predictions"),
-    ("books", {"whole_words": 1}, "config.data.options.whole_words is 1; it must be True or False"),
-    ("books", {"sequence_length": 4}, "sequence_length must be at least 5, found 4"),
-])
+@pytest.mark.parametrize(
+    "split, options, message",
+    [
+        (
+            "dev",
+            {},
+            r"dev is no folder; .* one in config.data.dir, which has books, damaged, news$",
+        ),
+        ("begun", {}, "begun is no prepared text, .* start it again if it was interrupted"),
+        ("damaged", {}, "array_record is missing, though manifest.json lists it"),
+        (
+            "books",
+            {"seed": 1},
+            "config.data.options.seed is unknown; masked_lm has, .*max_predictions",
+        ),
+        (
+            "books",
+            {"whole_words": 1},
+            "config.data.options.whole_words is 1; it must be True or False",
+        ),
+        ("books", {"sequence_length": 4}, "sequence_length must be at least 5, found 4"),
+    ],
+)
 def test_mistakes_about_text(
     text_dir: pathlib.Path, split: str, options: dict, message: str
 ) -> None:

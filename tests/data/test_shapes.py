@@ -13,23 +13,28 @@ from lamb_tpu.errors import UserError
 WINDOWS = {"max_length": 96, "document_stride": 32, "max_query": 40}
 
 
-@pytest.mark.parametrize("name, split, options, length, classes, shape", [
-    ("mnist", "train", {}, 60_000, 10, (28, 28, 1)),
-    ("fashion_mnist", "test[:100]", {}, 100, 10, (28, 28, 1)),
-    ("cifar10", "train", {"flip": True}, 50_000, 10, (32, 32, 3)),
-    ("cifar10_jpeg", "test", {}, 10_000, 10, (32, 32, 3)),
-    ("imagenet2012", "train", {"size": 260}, 1_281_167, 1000, (260, 260, 3)),
-    ("imagenet2012", "validation", {"num_classes": 1001}, 50_000, 1001, (224, 224, 3)),
-])
+@pytest.mark.parametrize(
+    "name, split, options, length, classes, shape",
+    [
+        ("mnist", "train", {}, 60_000, 10, (28, 28, 1)),
+        ("fashion_mnist", "test[:100]", {}, 100, 10, (28, 28, 1)),
+        ("cifar10", "train", {"flip": True}, 50_000, 10, (32, 32, 3)),
+        ("cifar10_jpeg", "test", {}, 10_000, 10, (32, 32, 3)),
+        ("imagenet2012", "train", {"size": 260}, 1_281_167, 1000, (260, 260, 3)),
+        ("imagenet2012", "validation", {"num_classes": 1001}, 50_000, 1001, (224, 224, 3)),
+    ],
+)
 def test_pictures(
-    name: str, split: str, options: dict[str, Any], length: int, classes: int,
+    name: str,
+    split: str,
+    options: dict[str, Any],
+    length: int,
+    classes: int,
     shape: tuple[int, ...],
 ) -> None:
     source = data.load_shapes(name, split, options=options, data_dir="/nowhere")
     assert (len(source), source.num_classes) == (length, classes)
-    assert source.element_spec == {
-        "image": (shape, np.uint8), "label": ((), np.int32),
-    }
+    assert source.element_spec == {"image": (shape, np.uint8), "label": ((), np.int32)}
     batch = source.gather(np.zeros(2, np.int64))
     assert {key: (value.shape[1:], value.dtype) for key, value in batch.items()} == (
         source.element_spec
@@ -66,20 +71,31 @@ def test_the_number_of_examples() -> None:
     assert len(data.load_shapes("masked_lm", "train", examples=77, **told)) == 77
     assert not data.load_shapes("masked_lm", "validation", training=False, **told).counted
     assert not data.load_shapes("masked_lm", "train").counted
-    with pytest.raises(UserError, match=(
-        "config.duration is '3 epochs', and the number of examples of data set masked_lm is not "
-        "known without its files; give --examples=N, or the folder of the files as config.data.dir"
-    )):
+    with pytest.raises(
+        UserError,
+        match=(
+            "config.duration is '3 epochs', and the number of examples of data set masked_lm is not "
+            "known without its files; give --examples=N, or the folder of the files as config.data.dir"
+        ),
+    ):
         data.load_shapes("masked_lm", "train", **told)
 
 
-@pytest.mark.parametrize("name, split, options, message", [
-    ("mnist", "trian", {}, "split 'trian' is not one"),
-    ("mnist", "train", {"size": 3}, "config.data.options.size is unknown; mnist has none"),
-    ("masked_lm", "train", {"sequence_length": 2}, "sequence_length must be at least 5, found 2"),
-    ("nothing", "train", {}, "config.data.name is 'nothing', an unknown data set"),
-    ("masked_lm", "train", {"seed": 3}, "config.data.options.seed is unknown"),
-])
+@pytest.mark.parametrize(
+    "name, split, options, message",
+    [
+        ("mnist", "trian", {}, "split 'trian' is not one"),
+        ("mnist", "train", {"size": 3}, "config.data.options.size is unknown; mnist has none"),
+        (
+            "masked_lm",
+            "train",
+            {"sequence_length": 2},
+            "sequence_length must be at least 5, found 2",
+        ),
+        ("nothing", "train", {}, "config.data.name is 'nothing', an unknown data set"),
+        ("masked_lm", "train", {"seed": 3}, "config.data.options.seed is unknown"),
+    ],
+)
 def test_mistakes(name: str, split: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         data.load_shapes(name, split, options=options)
@@ -91,7 +107,10 @@ def test_pairs_have_the_width_of_the_longest() -> None:
     assert len(found) == 29_000 and found.buckets is None
     shapes = {name: spec.shape for name, spec in found.element_spec.items()}
     assert shapes == {
-        "source_ids": (48,), "source_length": (), "target_ids": (49,), "target_length": (),
+        "source_ids": (48,),
+        "source_length": (),
+        "target_ids": (49,),
+        "target_length": (),
     }
     assert len(data.load_shapes("wmt16", "train[:50%]", options=options)) == 2_274_442
     real = data.load(

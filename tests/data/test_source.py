@@ -37,21 +37,25 @@ def assert_equal_batches(ours: data.Batch, theirs: data.Batch) -> None:
         np.testing.assert_array_equal(ours[field], theirs[field])
 
 
-@pytest.mark.parametrize("field, shape, dtype, tokens", [
-    ("input_ids", (128,), np.int32, 128), ("inputs", (20,), np.int32, 20),
-    ("inputs", (20,), np.float32, 0), ("inputs", (4, 20), np.int32, 0),
-    ("image", (8,), np.int32, 0),
-])
-def test_tokens_of_an_example(
-    field: str, shape: tuple[int, ...], dtype: type, tokens: int
-) -> None:
+@pytest.mark.parametrize(
+    "field, shape, dtype, tokens",
+    [
+        ("input_ids", (128,), np.int32, 128),
+        ("inputs", (20,), np.int32, 20),
+        ("inputs", (20,), np.float32, 0),
+        ("inputs", (4, 20), np.int32, 0),
+        ("image", (8,), np.int32, 0),
+    ],
+)
+def test_tokens_of_an_example(field: str, shape: tuple[int, ...], dtype: type, tokens: int) -> None:
     spec = {field: data.FieldSpec(shape, np.dtype(dtype)), "label": data.FieldSpec((), np.int32)}
     assert data.tokens_of(spec) == tokens
 
 
 def test_title_is_the_name_without_the_digest_of_the_content() -> None:
     for name, title in (
-        ("masked_lm:books:0123456789ab", "masked_lm:books"), ("mnist:train", "mnist:train"),
+        ("masked_lm:books:0123456789ab", "masked_lm:books"),
+        ("mnist:train", "mnist:train"),
         ("tfds:x:train[:1000]", "tfds:x:train[:1000]"),
     ):
         assert data.title(data.ArraySource(name, {"label": np.zeros(1)}, 2)) == title

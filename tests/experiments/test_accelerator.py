@@ -36,7 +36,10 @@ def test_runs_are_of_tables(tmp_path: pathlib.Path, capsys: pytest.CaptureFixtur
 def test_the_benchmark_names_a_platform_that_is_not_there(tmp_path: pathlib.Path) -> None:
     (words,) = (words for words in commands(tmp_path, tmp_path) if "lamb_tpu" not in words[2])
     done = subprocess.run(
-        [sys.executable, *words[1:-1]], cwd=ROOT, capture_output=True, text=True,
+        [sys.executable, *words[1:-1]],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
         env=os.environ | {"JAX_PLATFORMS": "cpu"},
     )
     assert words[-1] == "--write" and done.returncode == 2

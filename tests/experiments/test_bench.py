@@ -20,7 +20,7 @@ from tests.shared import shared
 
 def _rows(text: str) -> list[list[str]]:
     """The cells of the first table, without its head."""
-    table = text[text.index("\n| update"):].strip().split("\n\n")[0]
+    table = text[text.index("\n| update") :].strip().split("\n\n")[0]
     return [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
 
 
@@ -30,7 +30,11 @@ def test_update_speed():
     assert done.returncode == 0, done.stderr
     rows = {row[0]: row[1:] for row in _rows(done.stdout)}
     assert list(rows) == [
-        "optax.adamw", "optax.lamb", "timm Lamb", "timm Lamb, foreach", "lamb",
+        "optax.adamw",
+        "optax.lamb",
+        "timm Lamb",
+        "timm Lamb, foreach",
+        "lamb",
         "lamb, stacked layers",
     ]
     # AdamW on a CPU: m, v and p each in a pass of their own are 3 + 3 + 4 words, 7 would do.
@@ -132,15 +136,16 @@ def test_text_throughput(tmp_path):
     for name in ("a.txt", "b.md", "c.rst"):
         (tmp_path / name).write_text("It is a sentence of no great length. So is it.\n" * 400)
     done = tiny.command(
-        "experiments.bench.text_throughput", f"--text_dir={tmp_path}", f"--vocab={tmp_path}/vocab",
-        "--rounds=1", "--batches=2",
+        "experiments.bench.text_throughput",
+        f"--text_dir={tmp_path}",
+        f"--vocab={tmp_path}/vocab",
+        "--rounds=1",
+        "--batches=2",
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("2 files, 0.0 MB of text; Python ")
     rows = re.findall(r"^\| ([^|]+) \| ([\d.]+) \| ([\d.]+) \|$", done.stdout, re.MULTILINE)
-    assert [name for name, *_ in rows] == [
-        "`encode_batch`", "`encode_batch_fast`", "preparation",
-    ]
+    assert [name for name, *_ in rows] == ["`encode_batch`", "`encode_batch_fast`", "preparation"]
     (plain, ratio), (ours, one) = ([float(cell) for cell in rows[n][1:]] for n in (0, 2))
     assert one == 1 and abs(ratio - ours / plain) < 0.05 * ratio + 0.01
     pattern = r"^\| (128|512), (?:20|80).* \| (?:memory|by record) \| ([\d,]+) \| ([\d.]+) \|$"
@@ -157,11 +162,12 @@ def test_bert_large():
 
 
 def test_target_table():
-    text = bert.target_table([
-        Target("a", "GB", 13.45, 13.454, 2, "why"), Target("b", "ms", 33.1, 33.2, 1, "why not"),
-    ])
+    text = bert.target_table(
+        [Target("a", "GB", 13.45, 13.454, 2, "why"), Target("b", "ms", 33.1, 33.2, 1, "why not")]
+    )
     assert text.splitlines()[2:] == [
-        "| a: GB | 13.45 | 13.45 | met |", "| b: ms | 33.1 | 33.2 | missed: why not |",
+        "| a: GB | 13.45 | 13.45 | met |",
+        "| b: ms | 33.1 | 33.2 | missed: why not |",
     ]
 
 
@@ -169,8 +175,12 @@ def test_target_table():
 def test_train_loop_compiles_once(tmp_path):
     folder = shared("data", "mnist")
     done = tiny.command(
-        "experiments.bench.train_loop", f"--data_dir={folder}", f"--prepared_dir={tmp_path}",
-        "--networks=lenet5", "--steps=20", "--rounds=1",
+        "experiments.bench.train_loop",
+        f"--data_dir={folder}",
+        f"--prepared_dir={tmp_path}",
+        "--networks=lenet5",
+        "--steps=20",
+        "--rounds=1",
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1].endswith("| 1 |")
@@ -180,15 +190,20 @@ def test_image_throughput(tmp_path):
     for index in range(6):
         (tmp_path / f"{index}.JPEG").write_bytes(encode(smooth(300, 400, index)))
     done = tiny.command(
-        "experiments.bench.image_throughput", f"--images={tmp_path}", "--batch=2", "--batches=1",
-        "--rounds=1", "--note=Busy.",
+        "experiments.bench.image_throughput",
+        f"--images={tmp_path}",
+        "--batch=2",
+        "--batches=1",
+        "--rounds=1",
+        "--note=Busy.",
     )
     assert done.returncode == 0, done.stderr
-    head, command, note, _, *table = done.stdout[done.stdout.index("6 photographs"):].splitlines()
+    head, command, note, _, *table = done.stdout[done.stdout.index("6 photographs") :].splitlines()
     assert "simplejpeg" in head and "--batch=2" in command and note == "Busy."
     rows = dict(line.strip("| ").split(" | ", 1) for line in table[2:7])
     installed = {
-        "ours, files": True, "ours, ArrayRecord": True,
+        "ours, files": True,
+        "ours, ArrayRecord": True,
         "torchvision and Pillow, DataLoader": importlib.util.find_spec("torchvision") is not None,
         "tf.data": importlib.util.find_spec("tensorflow") is not None,
         "tf.data, pictures decoded whole": importlib.util.find_spec("tensorflow") is not None,
@@ -196,7 +211,9 @@ def test_image_throughput(tmp_path):
     assert {name: "not installed" not in row for name, row in rows.items()} == installed
     models = [[cell.strip(" |") for cell in line.split(" | ")] for line in table[10:]]
     assert [row[:2] for row in models] == [
-        ["ResNet-50", "224"], ["EfficientNet-B0", "224"], ["EfficientNet-B2", "260"],
+        ["ResNet-50", "224"],
+        ["EfficientNet-B0", "224"],
+        ["EfficientNet-B2", "260"],
         ["EfficientNet-B5", "456"],
     ]
     for *_, wanted, rate, cores in models:
@@ -210,9 +227,13 @@ def test_image_routes_give_the_same_pictures(tmp_path):
     pixels = np.stack([columns * 0.75, rows, np.full_like(rows, 90)], -1).astype(np.uint8)
     path = tmp_path / "1.JPEG"
     path.write_bytes(encode(pixels, quality=98, subsampling=0))
-    routes = [image_routes.ours, image_routes.ours_prepared(str(tmp_path)),
-              image_routes.torchvision, image_routes.tf_data,
-              functools.partial(image_routes.tf_data, whole=True)]
+    routes = [
+        image_routes.ours,
+        image_routes.ours_prepared(str(tmp_path)),
+        image_routes.torchvision,
+        image_routes.tf_data,
+        functools.partial(image_routes.tf_data, whole=True),
+    ]
     seen = 0
     for route in routes:
         for training in (False, True):
@@ -243,8 +264,7 @@ def test_exchange():
     assert done.returncode == 0, done.stderr
     rows = {
         cells[0]: [float(cell) for cell in cells[1:]]
-        for cells in (
-            line.strip("| ").split(" | ") for line in done.stdout.splitlines()[5:])
+        for cells in (line.strip("| ").split(" | ") for line in done.stdout.splitlines()[5:])
     }
     assert set(EXCHANGES) <= set(rows) and rows["float32"][1] == rows["float32"][3] == 1
     assert 0.25 <= rows["aps"][3] < 0.27 and 0.125 <= rows["aps, e3m0"][3] < 0.14

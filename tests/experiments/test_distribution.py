@@ -47,8 +47,12 @@ def test_computed_memory() -> None:
 
 def line(cell: Cell, messages: list, **changes: object) -> dict:
     found = {
-        "cell": list(cell), "shapes": SHAPES, "messages": messages, "seconds": 1.0,
-        "losses": [2.0, 1.0], "differences": {"output/kernel": 1e-7, "output/bias": 0.0},
+        "cell": list(cell),
+        "shapes": SHAPES,
+        "messages": messages,
+        "seconds": 1.0,
+        "losses": [2.0, 1.0],
+        "differences": {"output/kernel": 1e-7, "output/bias": 0.0},
         "held_bytes": 1324,
     }
     return found | changes
@@ -94,11 +98,13 @@ def test_figures_that_fail_are_marked_and_explained(changes: dict, figures: set[
 def test_notes_tell_causes() -> None:
     whole = line(Cell(1, 1, "replicated", "jit"), [])
     other = line(
-        Cell(1, 1, "replicated", "jit", "float32", 2), [],
+        Cell(1, 1, "replicated", "jit", "float32", 2),
+        [],
         differences={"output/kernel": 5e-7, "output/bias": 0.0},
     )
     apart = line(
-        Cell(1, 4, "replicated", "jit"), [REDUCED],
+        Cell(1, 4, "replicated", "jit"),
+        [REDUCED],
         differences={"output/kernel": 2e-6, "output/bias": 0.0},
     )
     [note] = distribution_table.notes([whole, other, apart])
@@ -117,7 +123,8 @@ def test_notes_tell_causes() -> None:
     assert "The 0.099 MB of activations that it exchanges come on top." in note
     named = line(
         Cell(1, 4, "zero1", "shard_map"),
-        [message("reduce-scatter", 110, 330), message("all-gather", 110, 660)], held_bytes=724,
+        [message("reduce-scatter", 110, 330), message("all-gather", 110, 660)],
+        held_bytes=724,
     )
     [note] = distribution_table.notes([whole, named])
     assert "more than once" in note and note.endswith("This placement promises the least.")
@@ -140,7 +147,8 @@ def test_lowered_collectives() -> None:
         for one in as_messages(lowered_collectives(text, 8))
     ]
     assert found == [
-        ("all-reduce", "bf16", [30], 90), ("reduce-scatter", "f32", [30], 60),
+        ("all-reduce", "bf16", [30], 90),
+        ("reduce-scatter", "f32", [30], 60),
         ("all-gather", "f32", [24], 84),
     ]
 
@@ -148,19 +156,25 @@ def test_lowered_collectives() -> None:
 @pytest.mark.long
 def test_sweep_of_two_cells_goes_on_where_it_stood(tmp_path) -> None:
     arguments = (
-        "experiments.bench.distribution", f"--folder={tmp_path}", "--width=32", "--updates=12",
-        "--cells=2x2 zero1 shard_map", "--note=Idle.",
+        "experiments.bench.distribution",
+        f"--folder={tmp_path}",
+        "--width=32",
+        "--updates=12",
+        "--cells=2x2 zero1 shard_map",
+        "--note=Idle.",
     )
     done = tiny.command(*arguments)
     assert done.returncode == 0, done.stderr
     assert [text.split(";")[0].split(":")[0] for text in done.stderr.splitlines()] == [
-        "1/2 1x1 replicated jit float32", "2/2 2x2 zero1 shard_map float32",
+        "1/2 1x1 replicated jit float32",
+        "2/2 2x2 zero1 shard_map float32",
     ]
     rows = [
         text.strip("| ").split(" | ") for text in done.stdout.splitlines() if "float32 |" in text
     ]
     assert [row[:4] for row in rows] == [
-        ["1", "1", "replicated", "jit"], ["4", "2", "ZeRO-1", "shard_map"],
+        ["1", "1", "replicated", "jit"],
+        ["4", "2", "ZeRO-1", "shard_map"],
     ]
     values = 64 * 32 + 32 * 32 + 32 * 10 + 4 * 32 + 10
     held = 4 * values + 2 * 4 * ((values - 10) // 4 + 10) + 4

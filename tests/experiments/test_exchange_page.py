@@ -33,24 +33,34 @@ def row(case: Case) -> dict[str, Any]:
         found = [["all-reduce", "all", "f32" if size == V else "bf16", 2, size]]
     else:
         among, bytes_ = ("all", V) if case.inner == 1 else ("outer", V // HOST_DEVICES)
-        found = [["all-to-all", among, "u8", 1, bytes_ // 32],
-                 ["all-gather", among, "u8", 1, bytes_ // 32 // count]]
+        found = [
+            ["all-to-all", among, "u8", 1, bytes_ // 32],
+            ["all-gather", among, "u8", 1, bytes_ // 32 // count],
+        ]
         if case.inner > 1:
-            found += [["all-gather", "inner", "f32", 1, V // HOST_DEVICES],
-                      ["reduce-scatter", "inner", "f32", 1, V]]
+            found += [
+                ["all-gather", "inner", "f32", 1, V // HOST_DEVICES],
+                ["reduce-scatter", "inner", "f32", 1, V],
+            ]
     sent = {}
     for kind, among, dtype, number, size in found:
         members = {"all": devices, "inner": case.inner, "outer": count}[among]
         one = Collective(kind, (tuple(range(members)),), (Array("u8", (size // number,)),), number)
         sent[dtype] = sent.get(dtype, 0) + number * one.sent_bytes
     return {
-        "model": case.model, "method": case.method, "topology": case.topology,
-        "inner": case.inner, "devices": devices,
+        "model": case.model,
+        "method": case.method,
+        "topology": case.topology,
+        "inner": case.inner,
+        "devices": devices,
         "cycles": 10**6 if len(found) == 1 else 2 * 10**6 + 1000 * count,
-        "clock": 940e6, "compile_seconds": 1.5, "needed_bytes": 1, **programs.counts(
-            SHAPES, {0: 4 * 1999} if "powersgd" in case.method else {}
-        ),
-        "sent": sent, "collectives": found, "versions": {"jax": "0", "libtpu": "1"},
+        "clock": 940e6,
+        "compile_seconds": 1.5,
+        "needed_bytes": 1,
+        **programs.counts(SHAPES, {0: 4 * 1999} if "powersgd" in case.method else {}),
+        "sent": sent,
+        "collectives": found,
+        "versions": {"jax": "0", "libtpu": "1"},
     }
 
 
@@ -116,8 +126,9 @@ def test_a_law_of_two_programs(kept: dict[str, Any]) -> None:
     sent = kept[Case("ResNet-50", "onebit", "v3-128", HOST_DEVICES).key]["sent"]
     assert scaling.sent_bytes(within, 128) == pytest.approx(sum(sent.values()), rel=0.01)
     # The same operand on every slice has no part that shrinks.
-    [plain] = scaling.law([kept[Case("ResNet-50", "float32", name).key] for name in
-                           scaling.FITTED]).parts
+    [plain] = scaling.law(
+        [kept[Case("ResNet-50", "float32", name).key] for name in scaling.FITTED]
+    ).parts
     assert (plain.whole, plain.cut, plain.number) == (V, 0.0, 2)
 
 
@@ -137,9 +148,7 @@ def test_times(kept: dict[str, Any]) -> None:
     onebit = scaling.time(kept, "ResNet-50", "onebit", 512, 10.0)
     # Device by device eight times as much crosses a link as after sums within hosts.
     assert onebit is not None and onebit.is_within
-    assert onebit.packing == pytest.approx(
-        (10**6 + 1000 * 64) * CONSTANTS.compute_factor / 940e6
-    )
+    assert onebit.packing == pytest.approx((10**6 + 1000 * 64) * CONSTANTS.compute_factor / 940e6)
     assert next(iter(scaling.best(kept, "ResNet-50", 512, 10.0))) != "float32"
     # Of a thousand devices each sends 0.1 %: whole vectors in one operation, so within hosts alone.
     sparse = scaling.time(kept, "ResNet-50", "dgc 0.1 %", 2048, None)
@@ -161,15 +170,18 @@ def test_places_of_hosts() -> None:
     assert pairs[0] == (0, 1) and pairs[7:9] == ((7, 0), (8, 9)) and len(pairs) == 16
 
 
-@pytest.mark.parametrize("method, expected", [
-    ("float32", 2 * 127 / 128 * V),
-    ("bfloat16", 127 / 128 * V),
-    ("aps e4m3", 2 * 127 / 128 * (V / 4 + 8)),
-    ("aps e3m0", 2 * 127 / 128 * (V / 8 + 8)),
-    ("onebit", 2 * 127 / 128 * V / 32 + 2 * 127 * 8),
-    ("dgc 0.1 %", 127 * 8 * 0.001 * (V / 4 - 1000) + 2 * 127 / 128 * 4000),
-    ("powersgd rank 4", 2 * 127 / 128 * 4 * (4 * 1999 + 1000)),
-])
+@pytest.mark.parametrize(
+    "method, expected",
+    [
+        ("float32", 2 * 127 / 128 * V),
+        ("bfloat16", 127 / 128 * V),
+        ("aps e4m3", 2 * 127 / 128 * (V / 4 + 8)),
+        ("aps e3m0", 2 * 127 / 128 * (V / 8 + 8)),
+        ("onebit", 2 * 127 / 128 * V / 32 + 2 * 127 * 8),
+        ("dgc 0.1 %", 127 * 8 * 0.001 * (V / 4 - 1000) + 2 * 127 / 128 * 4000),
+        ("powersgd rank 4", 2 * 127 / 128 * 4 * (4 * 1999 + 1000)),
+    ],
+)
 def test_the_least_bytes(method: str, expected: float) -> None:
     assert wire.least(row(Case("ResNet-50", method, "v3-128"))) == pytest.approx(expected)
 
@@ -188,10 +200,15 @@ def test_sums_of_collectives() -> None:
 
     every, hosts = [range(32)], [range(first, first + 8) for first in range(0, 32, 8)]
     across = [range(first, 32, 8) for first in range(8)]
-    found = [one("all-reduce", every, 1, 5), one("all-gather", hosts, 2, 3),
-             one("all-gather", across, 1, 7), one("all-reduce", every, 3, 1)]
+    found = [
+        one("all-reduce", every, 1, 5),
+        one("all-gather", hosts, 2, 3),
+        one("all-gather", across, 1, 7),
+        one("all-reduce", every, 3, 1),
+    ]
     assert programs.summed(found, 32, 8) == [
-        ["all-gather", "inner", "u8", 2, 6], ["all-gather", "outer", "u8", 1, 7],
+        ["all-gather", "inner", "u8", 2, 6],
+        ["all-gather", "outer", "u8", 1, 7],
         ["all-reduce", "all", "u8", 4, 8],
     ]
     # Two phases send as much as one: 7 x 31 bytes.

@@ -19,10 +19,16 @@ def fake(folder: pathlib.Path, batch: int, values: list[float]) -> str:
     run.write_config(config)
     with MetricsWriter(folder, 0, tensorboard=False) as writer:
         for number, value in enumerate(values, start=1):
-            writer.write(2 * number, "train", {
-                "loss": 1.0, "epoch": 2 * number * batch / 256, "lipschitz": value,
-                "learning_rate": 0.1 * min(number, 2),
-            })
+            writer.write(
+                2 * number,
+                "train",
+                {
+                    "loss": 1.0,
+                    "epoch": 2 * number * batch / 256,
+                    "lipschitz": value,
+                    "learning_rate": 0.1 * min(number, 2),
+                },
+            )
     return str(folder)
 
 

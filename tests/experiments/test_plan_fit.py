@@ -53,7 +53,8 @@ def test_a_source_left_out_has_the_median_factor_of_the_others() -> None:
     medians = {"a": 1.4, "b": 1.0, "c": 1.3}  # of the other two sources' factors
     expected = [
         (medians[run.source] * GENERATIONS[run.generation] * 100 + np.dot(run.basis, NETWORK))
-        / run.measured for run in runs
+        / run.measured
+        for run in runs
     ]
     np.testing.assert_allclose(fit.leave_out_sources(runs), expected, rtol=0.02)
 
@@ -71,5 +72,6 @@ def test_a_generation_left_out_is_an_average_one() -> None:
     # Without the first generation, the other one's computation is the sources' own.
     others = fit.fit([run for run in samples() if run.generation == "v4"])
     assert others.generations == {"v4": 1.0}
-    assert others.factors == pytest.approx({name: 0.7 * each for name, each in FACTORS.items()},
-                                           rel=0.02)
+    assert others.factors == pytest.approx(
+        {name: 0.7 * each for name, each in FACTORS.items()}, rel=0.02
+    )

@@ -21,10 +21,14 @@ def drawn(seed: int, programs: float, generations: float) -> list[Sample]:
     speeds = np.exp(generations * random.standard_normal(4))
     return [
         Sample(
-            f"program {one}", f"v{other + 3}", 100.0, (0.0, 0.0, 0.0),
+            f"program {one}",
+            f"v{other + 3}",
+            100.0,
+            (0.0, 0.0, 0.0),
             100.0 * factors[one] * speeds[other] * math.exp(0.02 * random.standard_normal()),
         )
-        for one in range(8) for other in range(4)
+        for one in range(8)
+        for other in range(4)
     ]
 
 
@@ -77,14 +81,18 @@ def test_every_time_is_scaled() -> None:
 def test_nothing_of_what_is_left_out_is_used() -> None:
     """A program and a generation that are far off widen every interval but their own."""
     runs = samples(0.02)
-    slow = [dataclasses.replace(run, measured=200 * run.measured) if run.source == "c" else run
-            for run in runs]
+    slow = [
+        dataclasses.replace(run, measured=200 * run.measured) if run.source == "c" else run
+        for run in runs
+    ]
     for before, after, run in zip(
         interval.without_programs(runs), interval.without_programs(slow), runs, strict=True
     ):
         assert (before == after) == (run.source == "c")
-    fast = [dataclasses.replace(run, measured=run.measured / 3) if run.generation == "v4" else run
-            for run in runs]
+    fast = [
+        dataclasses.replace(run, measured=run.measured / 3) if run.generation == "v4" else run
+        for run in runs
+    ]
     for before, after, run in zip(
         interval.without_generations(runs), interval.without_generations(fast), runs, strict=True
     ):

@@ -20,29 +20,47 @@ from lamb_tpu.store.workdir import Workdir
 from tests import tiny
 
 RECEIPT: dict[str, Any] = {
-    "device": "TPU v5 lite", "devices": 4, "mesh": {"data": 4}, "jax": "0.10.2", "commit": "abc",
+    "device": "TPU v5 lite",
+    "devices": 4,
+    "mesh": {"data": 4},
+    "jax": "0.10.2",
+    "commit": "abc",
 }
 
 
 def workdir(
-    folder: pathlib.Path, *, receipts: tuple[Mapping[str, Any], ...] = ({},), updates: int = 30,
-    finished: bool = True, config: Mapping[str, Any] | None = None,
+    folder: pathlib.Path,
+    *,
+    receipts: tuple[Mapping[str, Any], ...] = ({},),
+    updates: int = 30,
+    finished: bool = True,
+    config: Mapping[str, Any] | None = None,
 ) -> pathlib.Path:
     """Writes the files that a run on TPU v5e leaves, with rates that nobody measured."""
     folder.mkdir()
     found = cli.load_recipe("digits:batch=64")
-    found.update_from_flattened_dict({
-        "duration": f"{3 * updates if finished else 999} steps", "checkpoint.keep": 7,
-        **(config or {}),
-    })
+    found.update_from_flattened_dict(
+        {
+            "duration": f"{3 * updates if finished else 999} steps",
+            "checkpoint.keep": 7,
+            **(config or {}),
+        }
+    )
     Workdir(folder).write_config(found)
     lines = [json.dumps(RECEIPT | dict(each)) for each in receipts]
     (folder / "run.jsonl").write_text("".join(line + "\n" for line in lines))
     (folder / "parameters.txt").write_text("total: 6 leaves, 17,226 values; decay: 3 leaves\n")
     records: list[dict[str, Any]] = [
-        {"step": (place + 1) * updates, "kind": "train", "updates": updates, "loss": 1.0,
-         "learning_rate": 0.1, "epoch": (place + 1) * updates * 64 / 1437, "seconds": 1.0,
-         "examples_per_second": rate}
+        {
+            "step": (place + 1) * updates,
+            "kind": "train",
+            "updates": updates,
+            "loss": 1.0,
+            "learning_rate": 0.1,
+            "epoch": (place + 1) * updates * 64 / 1437,
+            "seconds": 1.0,
+            "examples_per_second": rate,
+        }
         for place, rate in enumerate((32_000.0, 64_000.0, 640.0))
     ]
     records.append(records[-1] | {"kind": "eval", "accuracy": 0.5})
@@ -82,20 +100,34 @@ def test_a_run_in_numbers(tmp_path: pathlib.Path) -> None:
         logged.of_workdir(tmp_path / "run")
 
 
-@pytest.mark.parametrize("changes, message", [
-    ({"receipts": ({"device": "cpu"},)}, "trained on the device 'cpu'.*give a run on a TPU"),
-    ({"receipts": ({"device": "NVIDIA H200"},)}, "trained on the device 'NVIDIA H200'"),
-    ({"receipts": ({"device": "TPU v99"},)}, "device 'TPU v99' is unknown; lamb_tpu knows TPU v2"),
-    ({"receipts": ({"devices": 24, "mesh": {"data": 24}},)},
-     r"no one slice of v5e has 24 devices .*--topology, such as 2xv5e-12 for two slices"),
-    ({"receipts": ({}, {"devices": 8})}, "was trained in starts with devices 4 and 8"),
-    ({"receipts": ()}, "has an empty run.jsonl"),
-    ({"receipts": ({"devices": "4"},)}, "run.jsonl has no devices of type int; restore the file"),
-    ({"receipts": ({"mesh": {"data": 2}},)}, r"mesh is \{'data': 2\}, and v5e-4 has 4 devices"),
-    ({"finished": False}, "holds a run that is at 90 of 999 steps; let it finish"),
-    ({"updates": 16}, "has 48 timed updates, and a point of the calibration needs 50"),
-    ({"config": {"task.name": "mine.tasks:Other"}}, "custom component task.name=mine.tasks:Other"),
-])
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"receipts": ({"device": "cpu"},)}, "trained on the device 'cpu'.*give a run on a TPU"),
+        ({"receipts": ({"device": "NVIDIA H200"},)}, "trained on the device 'NVIDIA H200'"),
+        (
+            {"receipts": ({"device": "TPU v99"},)},
+            "device 'TPU v99' is unknown; lamb_tpu knows TPU v2",
+        ),
+        (
+            {"receipts": ({"devices": 24, "mesh": {"data": 24}},)},
+            r"no one slice of v5e has 24 devices .*--topology, such as 2xv5e-12 for two slices",
+        ),
+        ({"receipts": ({}, {"devices": 8})}, "was trained in starts with devices 4 and 8"),
+        ({"receipts": ()}, "has an empty run.jsonl"),
+        (
+            {"receipts": ({"devices": "4"},)},
+            "run.jsonl has no devices of type int; restore the file",
+        ),
+        ({"receipts": ({"mesh": {"data": 2}},)}, r"mesh is \{'data': 2\}, and v5e-4 has 4 devices"),
+        ({"finished": False}, "holds a run that is at 90 of 999 steps; let it finish"),
+        ({"updates": 16}, "has 48 timed updates, and a point of the calibration needs 50"),
+        (
+            {"config": {"task.name": "mine.tasks:Other"}},
+            "custom component task.name=mine.tasks:Other",
+        ),
+    ],
+)
 def test_runs_that_are_no_points(
     tmp_path: pathlib.Path, changes: dict[str, Any], message: str
 ) -> None:
@@ -123,18 +155,21 @@ def test_no_run(tmp_path: pathlib.Path) -> None:
     assert f"--add {tmp_path} holds no run: config.json is missing" in tiny.unbroken(done.stderr)
 
 
-@pytest.mark.parametrize("field, value, message", [
-    ("seconds", 0, "seconds is 0; it must be above 0 and finite"),
-    ("seconds", "1", "seconds is '1', which has the wrong type"),
-    ("updates", True, "updates is True, which has the wrong type"),
-    ("topology", "v5e-5", "cannot be planned: --topology is 'v5e-5'"),
-    ("mesh", {"data": 3}, "has 4 devices"),
-    ("config", {"batch_sice": 64}, "config has no batch_size"),
-    ("config", {"batch_size": 64, "sead": 1}, "cannot be planned: config.sead is unknown"),
-    ("config", {"batch_size": "64"}, "cannot be planned: config.batch_size is '64'"),
-    ("program", " ", "program is empty"),
-    ("extra", 1, "extra is missing or unknown"),
-])
+@pytest.mark.parametrize(
+    "field, value, message",
+    [
+        ("seconds", 0, "seconds is 0; it must be above 0 and finite"),
+        ("seconds", "1", "seconds is '1', which has the wrong type"),
+        ("updates", True, "updates is True, which has the wrong type"),
+        ("topology", "v5e-5", "cannot be planned: --topology is 'v5e-5'"),
+        ("mesh", {"data": 3}, "has 4 devices"),
+        ("config", {"batch_sice": 64}, "config has no batch_size"),
+        ("config", {"batch_size": 64, "sead": 1}, "cannot be planned: config.sead is unknown"),
+        ("config", {"batch_size": "64"}, "cannot be planned: config.batch_size is '64'"),
+        ("program", " ", "program is empty"),
+        ("extra", 1, "extra is missing or unknown"),
+    ],
+)
 def test_a_damaged_file(
     tmp_path: pathlib.Path, files: pathlib.Path, field: str, value: Any, message: str
 ) -> None:

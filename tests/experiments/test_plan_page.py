@@ -26,9 +26,14 @@ def kept_for(sources: tuple[Source, ...]) -> dict[str, dict[str, Any]]:
         time = (run.seconds or 4000.0) / sum(part.updates for part in run.parts)
         for part in run.parts:
             found[part.key(run.topology)] = {
-                "fits": "v6e" not in run.topology, "compute": (1 - share) * time, "batch_size": 64,
-                "basis": [share * time, 0.0, 0.0], "versions": VERSIONS,
-                "needed_bytes": 4.0, "usable_bytes": 16, "compile_seconds": 61.2,
+                "fits": "v6e" not in run.topology,
+                "compute": (1 - share) * time,
+                "batch_size": 64,
+                "basis": [share * time, 0.0, 0.0],
+                "versions": VERSIONS,
+                "needed_bytes": 4.0,
+                "usable_bytes": 16,
+                "compile_seconds": 61.2,
             }
     return found
 
@@ -43,8 +48,11 @@ def test_published_runs_have_configs_and_slices() -> None:
             assert not config.phases and config.batch_size > 0
             assert part.key(run.topology) != part.key("v3-8")
     assert all(source.known in ("seen", "recalled", "planned") for source in sources)
-    assert all((run.seconds is None) == (source.known == "planned")
-               for source in sources for run in source.runs)
+    assert all(
+        (run.seconds is None) == (source.known == "planned")
+        for source in sources
+        for run in source.runs
+    )
 
 
 def test_published_times_are_those_of_the_papers() -> None:
@@ -71,8 +79,12 @@ def test_published_times_are_those_of_the_papers() -> None:
 
 
 def test_kept_rows_are_of_these_configs() -> None:
-    keys = {part.key(run.topology) for source in logged.load_all() for run in source.runs
-            for part in run.parts}
+    keys = {
+        part.key(run.topology)
+        for source in logged.load_all()
+        for run in source.runs
+        for part in run.parts
+    }
     assert set(rows.load_kept()) <= keys
 
 

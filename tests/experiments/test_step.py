@@ -17,7 +17,8 @@ def test_networks_are_recipes(name: str) -> None:
     assert run.recipe.batch_size == len(run.train_set) == network.batch
     shape = next(iter(run.abstract_batch().values())).shape
     assert shape == (
-        (network.batch, network.pixels, network.pixels, network.channels) if network.pixels
+        (network.batch, network.pixels, network.pixels, network.channels)
+        if network.pixels
         else (network.batch, 128)
     )
 
@@ -58,11 +59,19 @@ def test_profile_has_every_operation_of_an_update() -> None:
     assert whole <= sum(seconds.values()) + 1e-9
 
 
-@pytest.mark.parametrize("operation, kind", [
-    ("convolution.1", "convolutions"), ("conv_general_dilated.3", "convolutions"),
-    ("ynn_fusion", "products and sums"), ("dot.7", "products and sums"), ("copy.2", "copies"),
-    ("transpose_copy_fusion", "copies"), ("slice_concatenate_fusion", "copies"),
-    ("broadcast_subtract_fusion.9", "element-wise"), ("convert_add_fusion", "element-wise"),
-])
+@pytest.mark.parametrize(
+    "operation, kind",
+    [
+        ("convolution.1", "convolutions"),
+        ("conv_general_dilated.3", "convolutions"),
+        ("ynn_fusion", "products and sums"),
+        ("dot.7", "products and sums"),
+        ("copy.2", "copies"),
+        ("transpose_copy_fusion", "copies"),
+        ("slice_concatenate_fusion", "copies"),
+        ("broadcast_subtract_fusion.9", "element-wise"),
+        ("convert_add_fusion", "element-wise"),
+    ],
+)
 def test_kinds(operation: str, kind: str) -> None:
     assert cpu_profile.kind_of(operation) == kind

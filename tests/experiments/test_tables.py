@@ -32,7 +32,8 @@ def recipes(job: Job) -> list[Recipe]:
     """Returns the recipe in updates of each phase of each stage."""
     return [
         resolve(phase.config, EXAMPLES)
-        for stage in jobs.stages(job) for phase in phases.split(stage.config())
+        for stage in jobs.stages(job)
+        for phase in phases.split(stage.config())
     ]
 
 
@@ -63,7 +64,8 @@ def test_runs_that_search_have_the_schedule_of_those_that_measure(key: str) -> N
         ours, theirs = recipes(job)[-1], recipes(searching)[-1]
         share = ours.warmup_steps / ours.total_steps
         assert theirs.warmup_steps / theirs.total_steps == pytest.approx(
-            share, abs=1.5 / theirs.total_steps  # updates are whole
+            share,
+            abs=1.5 / theirs.total_steps,  # updates are whole
         ), searching.name
 
 
@@ -85,9 +87,7 @@ def test_rules_carry_the_rate_of_the_small_bert() -> None:
 
 def test_rules_carry_the_rate_of_the_lstm_on_mnist() -> None:
     table = TABLES["legw/mnist_lstm"]
-    found = {
-        job.cell.name: recipes(job)[0] for job in all_jobs(table) if job.scale.name == "paper"
-    }
+    found = {job.cell.name: recipes(job)[0] for job in all_jobs(table) if job.scale.name == "paper"}
     factors = {"legw": 8, "same": 1, "linear": 64, "sqrt": 8, "linear-poly": 64, "adam": 1}
     same_at_base = {"linear-128": "same-128", "sqrt-128": "same-128"}
     assert set(found) | set(same_at_base) == {
@@ -118,9 +118,10 @@ def test_phases_of_the_small_bert_before_squad() -> None:
     assert [recipe.total_steps for recipe in recipes(pretrained)[:2]] == [4096, 683]
     first, last = (stage.config() for stage in jobs.stages(pretrained))
     (alone,) = (stage.config() for stage in jobs.stages(random))
-    assert [
-        phase.config.data.options.sequence_length for phase in phases.split(first)
-    ] == [128, 512]
+    assert [phase.config.data.options.sequence_length for phase in phases.split(first)] == [
+        128,
+        512,
+    ]
     # Where the vocabulary lies does not count.
     assert jobs.flat_configs([alone]) == jobs.flat_configs([last])
 
@@ -196,9 +197,11 @@ def test_published_numbers_are_known_as_the_digest_of_the_papers_says() -> None:
     assert len(found) > 100
     for table, cell, number, known in found:
         states = {
-            entry["provenance"]["status"] for entry in entries
+            entry["provenance"]["status"]
+            for entry in entries
             if table.paper.arxiv in entry["paper"]
-            for row in entry["rows"] for value in row
+            for row in entry["rows"]
+            for value in row
             # Shares there are percent here.
             if isinstance(value, float) and number in (value, pytest.approx(100 * value, abs=5e-6))
         }

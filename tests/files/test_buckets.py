@@ -63,7 +63,9 @@ def test_objects_come_back_whole(bucket: gcs.Store) -> None:
     assert reading.read_json(path) == {}
     assert sorted(child.name for child in buckets.children(folder())) == ["config.json", "state"]
     assert [reading.kind(folder() / name) for name in ("config.json", "state", "none")] == [
-        "a file", "a folder", None
+        "a file",
+        "a folder",
+        None,
     ]
     assert buckets.sums(folder())["state/1"] == "d41d8cd98f00b204e9800998ecf8427e"
     buckets.remove(folder())
@@ -95,9 +97,7 @@ def test_missing_bucket_and_permission_are_told(bucket: gcs.Store) -> None:
         writing.replace(folder() / "x", "")
 
 
-def test_missing_credentials_are_told(
-    bucket: gcs.Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_credentials_are_told(bucket: gcs.Store, monkeypatch: pytest.MonkeyPatch) -> None:
     from google.auth.exceptions import DefaultCredentialsError
 
     def client() -> None:

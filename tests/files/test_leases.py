@@ -71,7 +71,6 @@ def test_renewed_lock_is_young(
     with leases.hold(path, "--workdir"):
         generation, written = bucket.blobs[NAME].generation, threading.Event()
 
-
         def see(method: str, name: str) -> int:
             if method == "POST":
                 written.set()

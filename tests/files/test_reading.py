@@ -16,26 +16,35 @@ def test_kinds(tmp_path: pathlib.Path) -> None:
     (tmp_path / "nowhere").symlink_to(tmp_path / "none")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     os.mkfifo(tmp_path / "pipe")
-    found = {name: reading.kind(tmp_path / name) for name in (
-        "file", "link", "nowhere", "pipe", ".", "none", "file/below",
-    )}
+    found = {
+        name: reading.kind(tmp_path / name)
+        for name in ("file", "link", "nowhere", "pipe", ".", "none", "file/below")
+    }
     assert found == {
-        "file": "a file", "link": "a file", "nowhere": None, "pipe": "a pipe", ".": "a folder",
-        "none": None, "file/below": None,
+        "file": "a file",
+        "link": "a file",
+        "nowhere": None,
+        "pipe": "a pipe",
+        ".": "a folder",
+        "none": None,
+        "file/below": None,
     }
     assert reading.kind("/dev/null") == "a device"
     with pytest.raises(OSError):
         reading.kind(tmp_path / "loop")
 
 
-@pytest.mark.parametrize("content, reason", [
-    (None, "it is a folder, not a file"),
-    (b"\xff", "invalid start byte"),
-    (b"", "Expecting value"),
-    (b"[1", "delimiter"),
-    (DEEP.encode(), "it is nested too deep"),
-    (b"1" * 5000, "4300 digits"),
-])
+@pytest.mark.parametrize(
+    "content, reason",
+    [
+        (None, "it is a folder, not a file"),
+        (b"\xff", "invalid start byte"),
+        (b"", "Expecting value"),
+        (b"[1", "delimiter"),
+        (DEEP.encode(), "it is nested too deep"),
+        (b"1" * 5000, "4300 digits"),
+    ],
+)
 def test_json_that_cannot_be_read(tmp_path: pathlib.Path, content: bytes, reason: str) -> None:
     file = tmp_path / "x.json"
     file.write_bytes(content) if content is not None else file.mkdir()
@@ -67,8 +76,9 @@ def test_a_byte_order_mark_is_stripped(tmp_path: pathlib.Path) -> None:
         reading.read_text(file)
 
 
-@pytest.mark.parametrize("path, expected", [
-    ("/a/b.c-d_e", False), ("/a[1]/b", True), ("/a]", True), ("/a*", True), ("/a?", True)
-])
+@pytest.mark.parametrize(
+    "path, expected",
+    [("/a/b.c-d_e", False), ("/a[1]/b", True), ("/a]", True), ("/a*", True), ("/a?", True)],
+)
 def test_patterns(path: str, expected: bool) -> None:
     assert reading.has_pattern(pathlib.Path(path)) == expected

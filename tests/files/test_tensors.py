@@ -35,7 +35,9 @@ def test_shards_are_joined(index: pathlib.Path) -> None:
     assert tensors.find(index.parent) == index
     found = tensors.load(index)
     assert {name: array.tolist() for name, array in found.items()} == {
-        "a": [0, 0], "b": [1], "c": [1, 1, 1]
+        "a": [0, 0],
+        "b": [1],
+        "c": [1, 1, 1],
     }
     # As in transformers, one file comes before an index.
     save_file(found, index.parent / tensors.WEIGHTS)
@@ -50,18 +52,27 @@ def test_shards_may_be_links(index: pathlib.Path) -> None:
     assert set(tensors.load(index)) == {"a", "b", "c"}
 
 
-@pytest.mark.parametrize("places, message", [
-    (PLACES | {"b": "3.safetensors"}, "names the shard 3.safetensors, which is missing"),
-    (PLACES | {"d": "2.safetensors"}, "says that 2.safetensors has the tensor d, which it lacks"),
-    ({"a": "1.safetensors"}, "1.safetensors has the tensor c, which .* does not place there"),
-    (PLACES | {"b": "../out.safetensors"}, "places the tensor b in '../out.safetensors', which is"),
-    (PLACES | {"b": "{out}"}, "places the tensor b in '/.*', which is not the name of a"),
-    (PLACES | {"b": "..\\out.safetensors"}, "which is not the name of a .safetensors file"),
-    (PLACES | {"b": "2.bin"}, "which is not the name of a .safetensors file beside it"),
-    (PLACES | {"b": None}, "places the tensor b in None, which is not"),
-    ({}, "has no weight_map"),
-    (["1.safetensors"], "has no weight_map"),
-])
+@pytest.mark.parametrize(
+    "places, message",
+    [
+        (PLACES | {"b": "3.safetensors"}, "names the shard 3.safetensors, which is missing"),
+        (
+            PLACES | {"d": "2.safetensors"},
+            "says that 2.safetensors has the tensor d, which it lacks",
+        ),
+        ({"a": "1.safetensors"}, "1.safetensors has the tensor c, which .* does not place there"),
+        (
+            PLACES | {"b": "../out.safetensors"},
+            "places the tensor b in '../out.safetensors', which is",
+        ),
+        (PLACES | {"b": "{out}"}, "places the tensor b in '/.*', which is not the name of a"),
+        (PLACES | {"b": "..\\out.safetensors"}, "which is not the name of a .safetensors file"),
+        (PLACES | {"b": "2.bin"}, "which is not the name of a .safetensors file beside it"),
+        (PLACES | {"b": None}, "places the tensor b in None, which is not"),
+        ({}, "has no weight_map"),
+        (["1.safetensors"], "has no weight_map"),
+    ],
+)
 def test_an_index_that_does_not_fit(index: pathlib.Path, places: Any, message: str) -> None:
     if isinstance(places, dict) and places.get("b") == "{out}":
         places["b"] = str(index.parent.parent / "out.safetensors")

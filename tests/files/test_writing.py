@@ -20,14 +20,21 @@ def raises(error: BaseException) -> Callable[..., None]:
     return raise_it
 
 
-@pytest.mark.parametrize("error, expected", [
-    (FULL, "No space left on device"),
-    (ValueError("RESOURCE_EXHAUSTED: write: [OS error 28: ENOSPC No space left on device] [a='b']"),
-     "No space left on device"),
-    (RuntimeError("OSError: [Errno 30] Read-only file system: '/a'"), "Read-only file system"),
-    (ValueError("what\nnobody knows"), "ValueError: what nobody knows"),
-    (ValueError("x" * 999), "ValueError: " + "x" * 200),
-])
+@pytest.mark.parametrize(
+    "error, expected",
+    [
+        (FULL, "No space left on device"),
+        (
+            ValueError(
+                "RESOURCE_EXHAUSTED: write: [OS error 28: ENOSPC No space left on device] [a='b']"
+            ),
+            "No space left on device",
+        ),
+        (RuntimeError("OSError: [Errno 30] Read-only file system: '/a'"), "Read-only file system"),
+        (ValueError("what\nnobody knows"), "ValueError: what nobody knows"),
+        (ValueError("x" * 999), "ValueError: " + "x" * 200),
+    ],
+)
 def test_reason_is_short(error: BaseException, expected: str) -> None:
     assert writing.reason(error) == expected
 
@@ -87,11 +94,14 @@ def test_lines_are_there_at_once(tmp_path: pathlib.Path) -> None:
     assert path.read_text() == "before\na\n"
 
 
-@pytest.mark.parametrize("lose", [
-    pathlib.Path.unlink,
-    lambda path: path.rename(path.with_name("elsewhere")),
-    lambda path: (path.rename(path.with_name("elsewhere")), path.write_text("another")),
-])
+@pytest.mark.parametrize(
+    "lose",
+    [
+        pathlib.Path.unlink,
+        lambda path: path.rename(path.with_name("elsewhere")),
+        lambda path: (path.rename(path.with_name("elsewhere")), path.write_text("another")),
+    ],
+)
 def test_file_that_was_lost_is_noticed(
     tmp_path: pathlib.Path, lose: Callable[[pathlib.Path], object]
 ) -> None:

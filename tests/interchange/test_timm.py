@@ -67,8 +67,9 @@ def assert_agree(network: Any, name: str, tensors: Any) -> None:
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["tf_efficientnet_b0", "tf_efficientnet_b1", "resnet18",
-                                  "resnet50"])
+@pytest.mark.parametrize(
+    "name", ["tf_efficientnet_b0", "tf_efficientnet_b1", "resnet18", "resnet50"]
+)
 def test_logits_are_those_of_timm(name: str) -> None:
     torch.manual_seed(0)
     network = randomised(timm.create_model(name, num_classes=11))
@@ -139,8 +140,11 @@ def test_timm_reads_a_run(tmp_path: pathlib.Path) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(encode(smooth(80, 80, index), "png"))
     config = tiny.digits(
-        data__name="image_folder", data__dir=str(tmp_path / "set"), data__train_split="train",
-        data__eval_split="train", batch_size=8,
+        data__name="image_folder",
+        data__dir=str(tmp_path / "set"),
+        data__train_split="train",
+        data__eval_split="train",
+        batch_size=8,
         data__options=ConfigDict({"size": 75, "central_fraction": 0.9}),
         model=ConfigDict({"name": "resnet18", "num_classes": 2}),
         task=ConfigDict({"name": "classification", "input_mean": 100.0, "input_std": 51.0}),
@@ -156,4 +160,3 @@ def test_timm_reads_a_run(tmp_path: pathlib.Path) -> None:
     assert pictures["interpolation"] == "bilinear"
     np.testing.assert_allclose(pictures["mean"], [100 / 255] * 3)
     np.testing.assert_allclose(pictures["std"], [0.2] * 3)
-

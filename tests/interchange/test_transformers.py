@@ -18,8 +18,13 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 from lamb_tpu.models.bert_huggingface import from_huggingface, to_huggingface  # noqa: E402
 
 CONFIG = BertConfig(
-    num_layers=3, hidden_size=64, num_heads=4, intermediate_size=160, vocab_size=101,
-    max_positions=24, dtype="float32",
+    num_layers=3,
+    hidden_size=64,
+    num_heads=4,
+    intermediate_size=160,
+    vocab_size=101,
+    max_positions=24,
+    dtype="float32",
 )
 RNG = np.random.default_rng(0)
 INPUTS = {
@@ -51,8 +56,11 @@ def ours(config: BertConfig, params: Any) -> dict[str, np.ndarray]:
 
 def theirs(network: Any) -> dict[str, np.ndarray]:
     names = {
-        "prediction_logits": "mlm_logits", "seq_relationship_logits": "nsp_logits",
-        "start_logits": "start_logits", "end_logits": "end_logits", "logits": "mlm_logits",
+        "prediction_logits": "mlm_logits",
+        "seq_relationship_logits": "nsp_logits",
+        "start_logits": "start_logits",
+        "end_logits": "end_logits",
+        "logits": "mlm_logits",
     }
     inputs = {name: torch.from_numpy(value) for name, value in INPUTS.items()}
     with torch.no_grad():
@@ -70,11 +78,14 @@ def assert_agree(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> No
         np.testing.assert_allclose(value[places], other[name][places], atol=1e-4, err_msg=name)
 
 
-@pytest.mark.parametrize("heads, network", [
-    (("mlm", "nsp"), "BertForPreTraining"),
-    (("span",), "BertForQuestionAnswering"),
-    (("mlm",), "BertForMaskedLM"),
-])
+@pytest.mark.parametrize(
+    "heads, network",
+    [
+        (("mlm", "nsp"), "BertForPreTraining"),
+        (("span",), "BertForQuestionAnswering"),
+        (("mlm",), "BertForMaskedLM"),
+    ],
+)
 @pytest.mark.parametrize("gelu", ["erf", "tanh"])
 def test_written_here_and_read_there(
     heads: tuple[str, ...], network: str, gelu: str, tmp_path: pathlib.Path
@@ -91,20 +102,30 @@ def test_written_here_and_read_there(
 
 
 @pytest.mark.parametrize("hidden_act", ["gelu", "gelu_new"])
-@pytest.mark.parametrize("network, heads", [
-    ("BertForPreTraining", ("mlm", "nsp")),
-    ("BertForQuestionAnswering", ("span",)),
-    ("BertForMaskedLM", ("mlm",)),
-])
+@pytest.mark.parametrize(
+    "network, heads",
+    [
+        ("BertForPreTraining", ("mlm", "nsp")),
+        ("BertForQuestionAnswering", ("span",)),
+        ("BertForMaskedLM", ("mlm",)),
+    ],
+)
 def test_written_there_and_read_here(
     network: str, heads: tuple[str, ...], hidden_act: str, tmp_path: pathlib.Path
 ) -> None:
     torch.manual_seed(0)
-    made = getattr(transformers, network)(transformers.BertConfig(
-        vocab_size=101, hidden_size=64, num_hidden_layers=3, num_attention_heads=4,
-        intermediate_size=160, max_position_embeddings=24, hidden_act=hidden_act,
-        initializer_range=0.15,
-    ))
+    made = getattr(transformers, network)(
+        transformers.BertConfig(
+            vocab_size=101,
+            hidden_size=64,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            intermediate_size=160,
+            max_position_embeddings=24,
+            hidden_act=hidden_act,
+            initializer_range=0.15,
+        )
+    )
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))

@@ -21,7 +21,9 @@ exec {shlex.quote(sys.executable)} -IS "$0" "$@"
 '''
 import json, os, pathlib, shutil, subprocess, sys, time
 """
-_GCLOUD = _HEAD + r'''
+_GCLOUD = (
+    _HEAD
+    + r"""
 cloud = pathlib.Path(os.environ["CLOUD"])
 argv = sys.argv[1:]
 with open(cloud / "calls.jsonl", "a") as file:
@@ -50,14 +52,20 @@ elif "ssh" in argv:
         ).returncode
         if status:
             sys.exit(status)
-'''
-_PYTHON3 = _HEAD + r'''
+"""
+)
+_PYTHON3 = (
+    _HEAD
+    + r"""
 if "venv" in sys.argv:
     python = pathlib.Path(sys.argv[-1], "bin", "python")
     python.parent.mkdir(parents=True, exist_ok=True)
     shutil.copy(pathlib.Path(os.environ["CLOUD"], "bin", "train"), python)
-'''
-_TRAIN = _HEAD + r'''
+"""
+)
+_TRAIN = (
+    _HEAD
+    + r"""
 home = pathlib.Path(os.environ["HOME"])
 with open(home / "argv.jsonl", "a") as file:
     file.write(json.dumps(sys.argv[1:]) + "\n")
@@ -68,11 +76,15 @@ if (home / "waits").exists():
 statuses = (home / "statuses").read_text().split() if (home / "statuses").exists() else ["0"]
 (home / "statuses").write_text(" ".join(statuses[1:] or ["0"]))
 sys.exit(int(statuses[0]))
-'''
-_DOCKER = _HEAD + r'''
+"""
+)
+_DOCKER = (
+    _HEAD
+    + r"""
 with open(pathlib.Path(os.environ["HOME"], "docker.jsonl"), "a") as file:
     file.write(json.dumps(sys.argv[1:]) + "\n")
-'''
+"""
+)
 _SUDO = '#!/bin/bash\nexec "$@"\n'
 _SLEEP = "#!/bin/bash\nexec /bin/sleep 0.1\n"
 
@@ -82,8 +94,10 @@ def checkout(folder: pathlib.Path) -> pathlib.Path:
     for arguments in (["init"], ["add", "."], ["commit", "-m", "x"]):
         (folder / "code.py").write_text("1\n")
         subprocess.run(
-            ["git", "-c", "user.name=a", "-c", "user.email=a@b.c", *arguments], cwd=folder,
-            check=True, capture_output=True,
+            ["git", "-c", "user.name=a", "-c", "user.email=a@b.c", *arguments],
+            cwd=folder,
+            check=True,
+            capture_output=True,
         )
     return folder / "lamb_tpu" / "launch" / "tpu_vm.py"
 
@@ -108,7 +122,8 @@ class Cloud:
         self.write_program("sudo", _SUDO)
         self.write_program("sleep", _SLEEP)
         self.environment = {
-            "CLOUD": str(folder), "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
+            "CLOUD": str(folder),
+            "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
         }
 
     def write_program(self, name: str, text: str) -> None:

@@ -25,7 +25,9 @@ def checked(text: str) -> None:
         pytest.skip("shellcheck is not installed; it comes with the extra test")
     assert pathlib.Path(program).exists()
     done = subprocess.run(
-        [program, "--shell=bash", f"--exclude={_EXCLUDED}", "-"], input=text, capture_output=True,
+        [program, "--shell=bash", f"--exclude={_EXCLUDED}", "-"],
+        input=text,
+        capture_output=True,
         text=True,
     )
     assert (done.returncode, done.stdout) == (0, ""), done.stdout

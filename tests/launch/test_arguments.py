@@ -6,13 +6,16 @@ from lamb_tpu.errors import UserError
 from lamb_tpu.launch import arguments
 
 
-@pytest.mark.parametrize("given, workdir", [
-    (["--workdir=a", "-workdir=b c"], "b c"),
-    (["--config", "c.py", "--workdir", "gs://x/y", "z"], "gs://x/y"),
-    (["--config.workdir=a"], None),
-    (["--workdir="], None),
-    ([], None),
-])
+@pytest.mark.parametrize(
+    "given, workdir",
+    [
+        (["--workdir=a", "-workdir=b c"], "b c"),
+        (["--config", "c.py", "--workdir", "gs://x/y", "z"], "gs://x/y"),
+        (["--config.workdir=a"], None),
+        (["--workdir="], None),
+        ([], None),
+    ],
+)
 def test_workdir_that_train_would_use(given: list[str], workdir: str | None) -> None:
     assert arguments.workdir(given) == workdir
     if workdir is None:

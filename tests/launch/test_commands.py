@@ -26,8 +26,10 @@ class Case(NamedTuple):
 CASES = {
     "no kind": Case([], "the following arguments are required: KIND; see --help"),
     "unknown kind": Case(["tpu"], "invalid choice: 'tpu' (choose from"),
-    "old spelling": Case(["--local", "--processes=2", "--", "x"],
-                         "--local is now a kind: python -m lamb_tpu.launch local --processes=2"),
+    "old spelling": Case(
+        ["--local", "--processes=2", "--", "x"],
+        "--local is now a kind: python -m lamb_tpu.launch local --processes=2",
+    ),
     "no dashes": Case(VM, "the arguments of lamb_tpu.train are missing: put them after --"),
     "no name": Case([*VM[:2], "--zone=z", *TRAIN], "the following arguments are required: --name"),
     "no zone": Case([*VM[:3], *TRAIN], "the following arguments are required: --zone"),
@@ -36,14 +38,18 @@ CASES = {
     "topology": Case([*VM, "--topology=v4-9", *TRAIN], "no slice of v4 has 9 cores; the nearest"),
     "tpu7x": Case([*VM, "--topology=tpu7x-128", *TRAIN], "use the kind jobset"),
     "slices of a VM": Case([*VM, "--slices=2", *TRAIN], "unrecognized arguments: --slices=2"),
-    "local workdir": Case([*QUEUED, "--slices=2", "--", "--workdir=runs/x"],
-                          "--workdir is 'runs/x', a local folder, and the 2 hosts must share it"),
+    "local workdir": Case(
+        [*QUEUED, "--slices=2", "--", "--workdir=runs/x"],
+        "--workdir is 'runs/x', a local folder, and the 2 hosts must share it",
+    ),
     "no workdir": Case([*VM, "--", "--config=digits"], "--workdir is missing among the arguments"),
     "step": Case([*VM, "--from-step=99", *TRAIN], "--from-step is 99; the steps have the numbers"),
     "no image": Case([*JOBSET[:3], *TRAIN], "the following arguments are required: --image"),
     "pod's workdir": Case([*JOBSET, "--", "--workdir=runs/x"], "which is lost with its pod"),
-    "output": Case([*JOBSET, "--output=/dev/null/x", *TRAIN],
-                   "--output /dev/null/x cannot be written (Not a directory); give another file"),
+    "output": Case(
+        [*JOBSET, "--output=/dev/null/x", *TRAIN],
+        "--output /dev/null/x cannot be written (Not a directory); give another file",
+    ),
     "nodes": Case(["slurm", "--nodes=0", *TRAIN], "argument --nodes: 0 is not at least 1"),
     "restarts": Case([*JOBSET, "--max-restarts=x", *TRAIN], "'x' is no whole number"),
     "time": Case(["slurm", "--time=soon", *TRAIN], "--time is 'soon'; sbatch takes it as"),
@@ -99,12 +105,12 @@ def test_steps_are_printed_and_nothing_is_called(
         assert text.startswith("# 1. check the config on this machine\n")
         assert "\n\n# 2. " in text and " delete pod " in text.rpartition("\n# ")[2]
         assert launch.main([*options, "--from-step=4", *TRAIN]) == 0
-        assert capsys.readouterr().out == text[text.index("# 4. "):]
+        assert capsys.readouterr().out == text[text.index("# 4. ") :]
     assert not cloud.calls()
 
 
 def test_printed_script_pleases_shellcheck(capsys: pytest.CaptureFixture) -> None:
-    launch.main([*QUEUED, "--slices=2", "--project=a b", *TRAIN, "--a=it's \"$(x)\""])
+    launch.main([*QUEUED, "--slices=2", "--project=a b", *TRAIN, '--a=it\'s "$(x)"'])
     shell.checked(capsys.readouterr().out)
 
 

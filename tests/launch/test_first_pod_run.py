@@ -21,7 +21,8 @@ BLOCKS = re.findall(r"```(\w+)\n(.*?)```", PAGE, re.DOTALL)
 def printed_after(command: str) -> tuple[str, str]:
     """A command's block and the block of what it prints."""
     (found,) = (
-        (block, BLOCKS[number + 1][1]) for number, (kind, block) in enumerate(BLOCKS)
+        (block, BLOCKS[number + 1][1])
+        for number, (kind, block) in enumerate(BLOCKS)
         if kind == "sh" and f"python -m {command}" in block and BLOCKS[number + 1][0] == "text"
     )
     return found
@@ -41,8 +42,12 @@ def test_steps_are_those_that_the_command_prints(
     assert capsys.readouterr().out == shown
     titles = dict(re.findall(r"^# (\d+)\. (.*)$", shown, re.MULTILINE))
     # Steps that the prose names by their numbers.
-    for number, title in (("4", "wait until"), ("8", "start the run"), ("9", "show the output"),
-                          ("10", "fetch the workdir")):
+    for number, title in (
+        ("4", "wait until"),
+        ("8", "start the run"),
+        ("9", "show the output"),
+        ("10", "fetch the workdir"),
+    ):
         assert titles[number].startswith(title) and re.search(rf"[Ss]tep[ =]{number}\b", PAGE)
 
 
@@ -60,9 +65,7 @@ def test_cost_follows_from_the_plan() -> None:
     assert plan.startswith(f"{slice_.name}: {slice_.num_devices:,} devices on ")
     assert f"a batch of {config.batch_size:,}, " in plan
     chips = math.prod(slice_.shape)
-    step = re.search(
-        r"a step takes ([\d.e+]+) ms \([\d.e+]+ to ([\d.e+]+)\)", unbroken(plan)
-    )
+    step = re.search(r"a step takes ([\d.e+]+) ms \([\d.e+]+ to ([\d.e+]+)\)", unbroken(plan))
     milliseconds, longest = map(float, step.groups())
     hours = updates * milliseconds / 3.6e6
     chip_hours = re.search(r"([\d,]+) chip-hours", plan)[1]

@@ -31,18 +31,21 @@ def pod_spec(found: dict[str, Any]) -> dict[str, Any]:
     return job(found)["template"]["spec"]
 
 
-@pytest.mark.parametrize("topology, accelerator, shape, hosts, chips", [
-    ("v3-8", "tpu-v3-device", "2x2", 1, 4),
-    ("v3-32", "tpu-v3-slice", "4x4", 4, 4),
-    ("v4-8", "tpu-v4-podslice", "2x2x1", 1, 4),
-    ("v4-512", "tpu-v4-podslice", "4x8x8", 64, 4),
-    ("v5e-1", "tpu-v5-lite-podslice", "1x1", 1, 1),
-    ("v5litepod-8", "tpu-v5-lite-podslice", "2x4", 1, 8),
-    ("v5e-256", "tpu-v5-lite-podslice", "16x16", 64, 4),
-    ("v5p-256", "tpu-v5p-slice", "4x4x8", 32, 4),
-    ("v6e-8", "tpu-v6e-slice", "2x4", 1, 8),
-    ("v6e-16", "tpu-v6e-slice", "4x4", 4, 4),
-])
+@pytest.mark.parametrize(
+    "topology, accelerator, shape, hosts, chips",
+    [
+        ("v3-8", "tpu-v3-device", "2x2", 1, 4),
+        ("v3-32", "tpu-v3-slice", "4x4", 4, 4),
+        ("v4-8", "tpu-v4-podslice", "2x2x1", 1, 4),
+        ("v4-512", "tpu-v4-podslice", "4x8x8", 64, 4),
+        ("v5e-1", "tpu-v5-lite-podslice", "1x1", 1, 1),
+        ("v5litepod-8", "tpu-v5-lite-podslice", "2x4", 1, 8),
+        ("v5e-256", "tpu-v5-lite-podslice", "16x16", 64, 4),
+        ("v5p-256", "tpu-v5p-slice", "4x4x8", 32, 4),
+        ("v6e-8", "tpu-v6e-slice", "2x4", 1, 8),
+        ("v6e-16", "tpu-v6e-slice", "4x4", 4, 4),
+    ],
+)
 def test_every_generation(
     topology: str, accelerator: str, shape: str, hosts: int, chips: int
 ) -> None:
@@ -88,7 +91,7 @@ def test_preemptions_restart_without_a_count() -> None:
 
 def test_arguments_arrive_as_they_are() -> None:
     """After Kubernetes has read $(NAME) as a variable and $$ as a $."""
-    train = ("--a=two words", "--b=$(HOME) $$ $x", "--c=it's \"both\"\n", "--d=yes", "--e: 1")
+    train = ("--a=two words", "--b=$(HOME) $$ $x", '--c=it\'s "both"\n', "--d=yes", "--e: 1")
     command = pod_spec(manifest("v4-8", train=train))["containers"][0]["command"]
     assert command[:4] == ["python", "-u", "-m", "lamb_tpu.train"]
     expanded = [item.replace("$$", "$") for item in command[4:]]
@@ -103,10 +106,21 @@ def test_schema_refuses_what_is_not_in_it() -> None:
         jsonschema.validate(found, SCHEMA)
 
 
-@pytest.mark.parametrize("topology, name, message", [
-    ("v2-8", "bert", "--topology is 'v2-8', and GKE has no TPU v2; it has v3, v4, v5e, v5p, v6e"),
-    ("v5p-256", "b" * 50, "its pods would have names like b{50}-slice-0-31-xxxxx, of more than 63"),
-])
+@pytest.mark.parametrize(
+    "topology, name, message",
+    [
+        (
+            "v2-8",
+            "bert",
+            "--topology is 'v2-8', and GKE has no TPU v2; it has v3, v4, v5e, v5p, v6e",
+        ),
+        (
+            "v5p-256",
+            "b" * 50,
+            "its pods would have names like b{50}-slice-0-31-xxxxx, of more than 63",
+        ),
+    ],
+)
 def test_mistake(topology: str, name: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         manifest(topology, name=name)

@@ -31,8 +31,14 @@ def _temporary_logs(
 def start(*flags: str, mode: str, folder: pathlib.Path, processes: int = 2) -> subprocess.Popen:
     """The launcher with processes that run a mode of tests/worker.py."""
     return tiny.start(
-        "lamb_tpu.launch", "local", f"--processes={processes}", "--module=tests.worker", *flags,
-        "--", mode, str(folder),
+        "lamb_tpu.launch",
+        "local",
+        f"--processes={processes}",
+        "--module=tests.worker",
+        *flags,
+        "--",
+        mode,
+        str(folder),
     )
 
 
@@ -80,9 +86,7 @@ def test_all_reduce_over_two_processes(tmp_path: pathlib.Path) -> None:
 
 
 def test_one_process_alone(tmp_path: pathlib.Path) -> None:
-    done = finish(
-        start("--devices-per-process=3", mode="all_reduce", folder=tmp_path, processes=1)
-    )
+    done = finish(start("--devices-per-process=3", mode="all_reduce", folder=tmp_path, processes=1))
     assert done.status == 0 and "process 0 of 1, 3 devices: 3.0" in done.out, done.err
     assert "output of the others" not in done.err
 
@@ -276,8 +280,13 @@ def test_training_by_two_processes_is_that_of_one(tmp_path: pathlib.Path) -> Non
     ]
     one, two = tmp_path / "one", tmp_path / "two"
     launched = tiny.start(
-        "lamb_tpu.launch", "local", "--processes=2", "--devices-per-process=2",
-        "--", *arguments, f"--workdir={two}",
+        "lamb_tpu.launch",
+        "local",
+        "--processes=2",
+        "--devices-per-process=2",
+        "--",
+        *arguments,
+        f"--workdir={two}",
     )
     done = finish(launched, within=120)
     assert done.status == 0, done.err
@@ -310,8 +319,14 @@ def test_training_by_two_processes_is_that_of_one(tmp_path: pathlib.Path) -> Non
 def test_mistake_in_a_config_is_told_once(tmp_path: pathlib.Path) -> None:
     """Also one that is found when the processes have met: no process waits for the others."""
     done = tiny.command(
-        "lamb_tpu.launch", "local", "--processes=2", "--devices-per-process=2", "--",
-        "--config=configs/digits.py", "--config.batch_size=37", f"--workdir={tmp_path}",
+        "lamb_tpu.launch",
+        "local",
+        "--processes=2",
+        "--devices-per-process=2",
+        "--",
+        "--config=configs/digits.py",
+        "--config.batch_size=37",
+        f"--workdir={tmp_path}",
     )
     assert done.returncode == 2
     assert "error: config.batch_size is 37" in done.stderr

@@ -15,7 +15,7 @@ from lamb_tpu.launch.steps import Step, join
 from tests.launch import shell
 from tests.tiny import ROOT
 
-WORDS = ["ls", "a b", "--key=it's \"$(x)\"", "--note=" + "long " * 20, "--n=1\n2", "", "-", "*"]
+WORDS = ["ls", "a b", '--key=it\'s "$(x)"', "--note=" + "long " * 20, "--n=1\n2", "", "-", "*"]
 
 
 def test_words_arrive_as_they_are() -> None:
@@ -39,8 +39,10 @@ def test_script_is_one_that_bash_runs() -> None:
 @pytest.mark.parametrize("start", [0, 3])
 def test_unknown_step(start: int) -> None:
     steps = [Step("a", "true"), Step("b", "true")]
-    for call in (lambda: steps_lib.script(steps, start),
-                 lambda: steps_lib.run(steps, start, False, [])):
+    for call in (
+        lambda: steps_lib.script(steps, start),
+        lambda: steps_lib.run(steps, start, False, []),
+    ):
         with pytest.raises(UserError, match=f"--from-step is {start}; the steps have the numbers"):
             call()
 
@@ -66,8 +68,12 @@ def test_ctrl_c_stops_at_the_step(tmp_path: pathlib.Path) -> None:
         "sys.exit(run(steps, 1, True, ['x']))"
     )
     process = subprocess.Popen(
-        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        text=True, start_new_session=True,
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
         # Tests that run in the background have inherited that Ctrl-C is ignored.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )

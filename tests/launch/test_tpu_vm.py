@@ -15,9 +15,21 @@ from tests.tiny import ROOT
 
 # Each would change a command that quotes it badly, once or twice.
 HOSTILE = [
-    "--config=digits", "--config.note=two words", "--a=it's \"both\"", "--b=$(touch pwned)",
-    "--c=`touch pwned`", "--d=$HOME;touch pwned", "--e=a\\b", "--f=*", "--g=", "--h=line\nbreak",
-    "--i=''", "--j=!x", "--k=%s #", "-", "plain & word",
+    "--config=digits",
+    "--config.note=two words",
+    '--a=it\'s "both"',
+    "--b=$(touch pwned)",
+    "--c=`touch pwned`",
+    "--d=$HOME;touch pwned",
+    "--e=a\\b",
+    "--f=*",
+    "--g=",
+    "--h=line\nbreak",
+    "--i=''",
+    "--j=!x",
+    "--k=%s #",
+    "-",
+    "plain & word",
 ]
 ZONE, PROJECT = "us-central2-b", "my project"
 WHERE = [f"--zone={ZONE}", f"--project={PROJECT}"]
@@ -48,8 +60,13 @@ def cloud(
 
 
 def planned(
-    kind: str = "tpu-vm", topology: str = "v4-8", train: list[str] | None = None,
-    workdir: str = "runs/it's $(x)", slices: int = 1, spot: bool = False, image: str | None = None,
+    kind: str = "tpu-vm",
+    topology: str = "v4-8",
+    train: list[str] | None = None,
+    workdir: str = "runs/it's $(x)",
+    slices: int = 1,
+    spot: bool = False,
+    image: str | None = None,
     **options: object,
 ) -> list[steps_lib.Step]:
     train = [*(HOSTILE if train is None else train), f"--workdir={workdir}"]
@@ -71,8 +88,15 @@ def test_order_and_quoting_of_all_calls(cloud: Cloud, capfd: pytest.CaptureFixtu
     group = ["compute", "tpus", "tpu-vm"]
     create, copy, install, start, follow, fetch, delete = cloud.calls()
     assert create == [
-        *group, "create", "pod-1", *WHERE, "--accelerator-type=v4-8",
-        "--version=tpu-ubuntu2204-base", "--spot", "--network=my net", "--reserved",
+        *group,
+        "create",
+        "pod-1",
+        *WHERE,
+        "--accelerator-type=v4-8",
+        "--version=tpu-ubuntu2204-base",
+        "--spot",
+        "--network=my net",
+        "--reserved",
     ]
     assert copy == [*group, "scp", "pod-1.tar.gz", "pod-1:", *WHERE, "--worker=all"]
     for call, worker in ((install, "all"), (start, "all"), (follow, "0"), (fetch, "0")):
@@ -101,19 +125,27 @@ def test_all_slices_and_hosts_of_a_queued_resource(
     assert run(steps, delete=True) == 0
     group, calls = ["compute", "tpus", "queued-resources"], cloud.calls()
     assert calls[0] == [
-        *group, "create", "pod-1", *WHERE, "--node-count=2", "--node-prefix=pod-1",
-        "--accelerator-type=v5litepod-16", "--runtime-version=v2-alpha-tpuv5-lite",
+        *group,
+        "create",
+        "pod-1",
+        *WHERE,
+        "--node-count=2",
+        "--node-prefix=pod-1",
+        "--accelerator-type=v5litepod-16",
+        "--runtime-version=v2-alpha-tpuv5-lite",
     ]
-    assert calls[1:5] == [
-        [*group, "describe", "pod-1", *WHERE, "--format=value(state.state)"]
-    ] * 4
+    assert calls[1:5] == [[*group, "describe", "pod-1", *WHERE, "--format=value(state.state)"]] * 4
     assert calls[5] == [
-        *group, "scp", "pod-1.tar.gz", "pod-1:", *WHERE, "--node=all", "--worker=all"
+        *group,
+        "scp",
+        "pod-1.tar.gz",
+        "pod-1:",
+        *WHERE,
+        "--node=all",
+        "--worker=all",
     ]
     for call, which in zip(calls[6:9], ("all", "all", "0"), strict=True):
-        assert call[:-1] == [
-            *group, "ssh", "pod-1", *WHERE, f"--node={which}", f"--worker={which}"
-        ]
+        assert call[:-1] == [*group, "ssh", "pod-1", *WHERE, f"--node={which}", f"--worker={which}"]
     assert calls[9] == ["storage", "rsync", "gs://bucket/my run", "runs/my run", "--recursive"]
     assert calls[10] == [*group, "delete", "pod-1", *WHERE, "--force", "--quiet"]
     assert len(calls) == 11
@@ -171,11 +203,15 @@ def test_run_outlives_the_connection_that_started_it(
     assert len(cloud.trained()) == 1
 
 
-@pytest.mark.parametrize("step, verb", [
-    (3, "create"), (4, "scp"), (5, "ssh"), (6, "ssh"), (7, "ssh"), (8, "rsync"), (9, "delete"),
-])
+@pytest.mark.parametrize(
+    "step, verb",
+    [(3, "create"), (4, "scp"), (5, "ssh"), (6, "ssh"), (7, "ssh"), (8, "rsync"), (9, "delete")],
+)
 def test_failure_stops_at_the_step(
-    cloud: Cloud, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, step: int,
+    cloud: Cloud,
+    capfd: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    step: int,
     verb: str,
 ) -> None:
     monkeypatch.setenv("FAILS", "1")
@@ -220,9 +256,20 @@ def test_image_instead_of_a_copy(cloud: Cloud) -> None:
     pulled, trained = read(cloud.hosts[0] / "docker.jsonl")
     assert pulled == ["pull", "--quiet", image]
     assert trained == [
-        "run", "--rm", "--privileged", "--network=host", f"--volume={folder}:{folder}",
-        f"--workdir={folder}", "--volume=/mnt/disk:/mnt/disk", image, "python", "-u", "-m",
-        "lamb_tpu.train", *HOSTILE, "--workdir=/mnt/disk",
+        "run",
+        "--rm",
+        "--privileged",
+        "--network=host",
+        f"--volume={folder}:{folder}",
+        f"--workdir={folder}",
+        "--volume=/mnt/disk:/mnt/disk",
+        image,
+        "python",
+        "-u",
+        "-m",
+        "lamb_tpu.train",
+        *HOSTILE,
+        "--workdir=/mnt/disk",
     ]
     # Only Google's registries ask gcloud who is there.
     assert ["auth", "configure-docker", "us-docker.pkg.dev", "--quiet"] in cloud.calls()
@@ -235,7 +282,11 @@ def test_data_of_a_bucket(cloud: Cloud) -> None:
     assert steps.index(step) == 5 and "--worker=all" in step.command
     assert steps_lib.run([step], 1, False, []) == 0
     assert cloud.calls()[1] == [
-        "storage", "rsync", "gs://bucket/my text", "lamb_tpu/data", "--recursive"
+        "storage",
+        "rsync",
+        "gs://bucket/my text",
+        "lamb_tpu/data",
+        "--recursive",
     ]
     assert (cloud.hosts[0] / "lamb_tpu" / "data").is_dir()
     with pytest.raises(UserError, match="--data is 'text'; it must be a folder in a bucket"):
@@ -256,14 +307,17 @@ def test_mistake_in_the_config_is_found_before_anything_is_created(
     assert sys.executable in steps[0].command
 
 
-@pytest.mark.parametrize("topology, accelerator, version", [
-    ("v2-8", "v2-8", "tpu-ubuntu2204-base"),
-    ("v3-32", "v3-32", "tpu-ubuntu2204-base"),
-    ("v5p-256", "v5p-256", "v2-alpha-tpuv5"),
-    ("v5e-16", "v5litepod-16", "v2-alpha-tpuv5-lite"),
-    ("v5litepod-16", "v5litepod-16", "v2-alpha-tpuv5-lite"),
-    ("v6e-256", "v6e-256", "v2-alpha-tpuv6e"),
-])
+@pytest.mark.parametrize(
+    "topology, accelerator, version",
+    [
+        ("v2-8", "v2-8", "tpu-ubuntu2204-base"),
+        ("v3-32", "v3-32", "tpu-ubuntu2204-base"),
+        ("v5p-256", "v5p-256", "v2-alpha-tpuv5"),
+        ("v5e-16", "v5litepod-16", "v2-alpha-tpuv5-lite"),
+        ("v5litepod-16", "v5litepod-16", "v2-alpha-tpuv5-lite"),
+        ("v6e-256", "v6e-256", "v2-alpha-tpuv6e"),
+    ],
+)
 def test_software_version_is_that_of_the_generation(
     topology: str, accelerator: str, version: str
 ) -> None:

@@ -40,11 +40,14 @@ def _lstms(layers: int) -> dict[tuple[str, str], tuple[str, str]]:
 def from_published(weights: Arrays, layers: int) -> dict[str, Any]:
     """Our parameters from the published code's."""
     params: dict[str, Any] = {
-        "embedding": weights["encoder.embedder.weight"], "encoder": {}, "decoder": {"attention": {}}
+        "embedding": weights["encoder.embedder.weight"],
+        "encoder": {},
+        "decoder": {"attention": {}},
     }
     for (part, name), (prefix, suffix) in _lstms(layers).items():
         inside = {
-            key.removeprefix(prefix): value for key, value in weights.items()
+            key.removeprefix(prefix): value
+            for key, value in weights.items()
             if key.startswith(prefix)
         }
         params[part][name] = from_torch(inside, suffix)
@@ -88,7 +91,8 @@ def repeat_gnmt(entry: Entry, recorded: Arrays, inputs: Arrays) -> dict[str, np.
     with jax.enable_x64(True):
         found = _gnmt(entry, recorded)
     return {
-        key: np.asarray(found[key], value.dtype) for key, value in recorded.items()
+        key: np.asarray(found[key], value.dtype)
+        for key, value in recorded.items()
         if not key.startswith(_INPUTS)
     }
 
@@ -97,14 +101,16 @@ def _gnmt(entry: Entry, recorded: Arrays) -> dict[str, Any]:
     hyper = entry["hyper"]
     layers, special = hyper["layers"], hyper["special"]
     weights = {
-        key.removeprefix("param/"): value.astype(np.float64) for key, value in recorded.items()
+        key.removeprefix("param/"): value.astype(np.float64)
+        for key, value in recorded.items()
         if key.startswith("param/")
     }
     params = from_published(weights, layers)
     network = gnmt.GNMT(hyper["vocabulary"], hyper["hidden"], layers, 0.0, dtype="float64")
     decode = gnmt.decode(network)
     batch = {
-        "source_ids": recorded["source"].T, "target_ids": recorded["target"].T,
+        "source_ids": recorded["source"].T,
+        "target_ids": recorded["target"].T,
         "source_length": recorded.get("source_lengths", np.array(hyper["lengths"])),
     }
     labels = batch["target_ids"][:, 1:]
@@ -120,7 +126,8 @@ def _gnmt(entry: Entry, recorded: Arrays) -> dict[str, Any]:
     (total, logits), slope = jax.value_and_grad(loss, has_aux=True)(params)
     memory, state = jax.jit(decode.start)({"params": params}, batch)
     found = {
-        "encoder_output": memory.outputs.swapaxes(0, 1), "logits": logits.swapaxes(0, 1),
+        "encoder_output": memory.outputs.swapaxes(0, 1),
+        "logits": logits.swapaxes(0, 1),
         "loss": total,
         **{f"grad32/{k}": v for k, v in gradient_to_published(slope, layers).items()},
     }
@@ -130,8 +137,13 @@ def _gnmt(entry: Entry, recorded: Arrays) -> dict[str, Any]:
 
     for number, options in enumerate(hyper["searches"]):
         settings = beam_search.Search(
-            hyper["max_seq_len"], special["BOS"], special["EOS"], max(options["beam"], 1),
-            options["len_norm_factor"], options["len_norm_const"], options["cov_penalty_factor"],
+            hyper["max_seq_len"],
+            special["BOS"],
+            special["EOS"],
+            max(options["beam"], 1),
+            options["len_norm_factor"],
+            options["len_norm_const"],
+            options["cov_penalty_factor"],
             published=True,
         )
         result = beam_search.search(step, memory, state, settings)
@@ -140,8 +152,11 @@ def _gnmt(entry: Entry, recorded: Arrays) -> dict[str, Any]:
         if options["beam"]:
             tokens = jnp.take_along_axis(result.tokens, chosen[..., None], 1)[:, 0]
             values = {
-                "tokens": tokens, "steps": result.steps, "beam_scores": result.scores,
-                "beam_tokens": result.tokens, "beam_lengths": result.lengths,
+                "tokens": tokens,
+                "steps": result.steps,
+                "beam_scores": result.scores,
+                "beam_tokens": result.tokens,
+                "beam_lengths": result.lengths,
                 "coverage": result.coverage,
             }
         else:  # the published greedy search ends a row with its end sign
@@ -159,7 +174,9 @@ def repeat_smoothing(entry: Entry, recorded: Arrays, inputs: Arrays) -> dict[str
     counts = recorded["targets"] != hyper["padding_index"]
     found = {}
     for name, share in {
-        "gnmt": smoothing, "torch": smoothing, "fairseq": smoothing * classes / (classes - 1),
+        "gnmt": smoothing,
+        "torch": smoothing,
+        "fairseq": smoothing * classes / (classes - 1),
     }.items():
 
         def loss(logits: jax.Array) -> jax.Array:

@@ -63,7 +63,9 @@ def torch_lstm_lm(entry: Entry, recorded: Arrays) -> dict[str, np.ndarray]:
     hyper = entry["hyper"]
     epochs, windows = hyper["epochs"], hyper["windows_per_epoch"]
     model = models.build(
-        "lstm_lm", vocab_size=hyper["vocabulary"], features=hyper["hidden"],
+        "lstm_lm",
+        vocab_size=hyper["vocabulary"],
+        features=hyper["hidden"],
         num_layers=hyper["layers"],
     )
     task = tasks.build("language_model", model, sum_over_time=_LOSSES[hyper["loss"]])
@@ -86,7 +88,8 @@ def torch_lstm_lm(entry: Entry, recorded: Arrays) -> dict[str, np.ndarray]:
 
     params: Any = {
         key.removeprefix("p32/"): jnp.asarray(value[0])
-        for key, value in recorded.items() if key.startswith("p32/")
+        for key, value in recorded.items()
+        if key.startswith("p32/")
     }
     state, carry = tx.init(params), jnp.zeros((hyper["batch"], *model.carry_shape))
     trained, slopes, losses, carries, perplexities = [params], [], [], [], []
@@ -141,8 +144,11 @@ def _ours(params: Any, layers: int) -> dict[str, Any]:
     }
     for layer in range(layers):
         weights = {
-            f"{long}_l{layer}": params[f"{short}{layer}"] for long, short in (
-                ("weight_ih", "w_ih"), ("weight_hh", "w_hh"), ("bias_ih", "b_ih"),
+            f"{long}_l{layer}": params[f"{short}{layer}"]
+            for long, short in (
+                ("weight_ih", "w_ih"),
+                ("weight_hh", "w_hh"),
+                ("bias_ih", "b_ih"),
                 ("bias_hh", "b_hh"),
             )
         }
@@ -158,7 +164,8 @@ def _of(repeat: Callable[[Entry, Arrays], dict[str, np.ndarray]]) -> Callable[..
         found = repeat(entry, recorded)
         return {
             key: value.astype(recorded[key].dtype)
-            for key, value in found.items() if key in recorded
+            for key, value in found.items()
+            if key in recorded
         }
 
     return repeated

@@ -13,7 +13,10 @@ from tests.optim.golden_common import Settings
 
 # PyTorch's names of an LSTM layer's weights, and the recorded ones.
 _LAYER = {
-    "weight_ih_l0": "w_ih", "weight_hh_l0": "w_hh", "bias_ih_l0": "b_ih", "bias_hh_l0": "b_hh",
+    "weight_ih_l0": "w_ih",
+    "weight_hh_l0": "w_hh",
+    "bias_ih_l0": "b_ih",
+    "bias_hh_l0": "b_hh",
 }
 # Our dense layers, and the recorded names' first letters.
 _DENSE = {"output": "out", "transform": "tr"}
@@ -26,7 +29,8 @@ def repeat(
     settings = Settings(entry["hyper"])
     shape = tuple(settings.take(name) for name in ("batch", "rows", "columns"))
     network = RowLSTM(
-        num_classes=settings.take("classes"), features=settings.take("hidden"),
+        num_classes=settings.take("classes"),
+        features=settings.take("hidden"),
         transform=settings.take("transform_layer") or 0,
     )
     settings.legend("arrays")
@@ -59,6 +63,7 @@ def _params(recorded: Mapping[str, np.ndarray]) -> dict[str, Any]:
     for name, short in _DENSE.items():
         if f"param/{short}_w" in recorded:
             params[name] = {
-                "kernel": recorded[f"param/{short}_w"].T, "bias": recorded[f"param/{short}_b"]
+                "kernel": recorded[f"param/{short}_w"].T,
+                "bias": recorded[f"param/{short}_b"],
             }
     return params

@@ -68,7 +68,8 @@ def test_large_scores_overflow_nothing() -> None:
     query, key, value = inputs(jnp.float32)
     for found, right in zip(
         value_and_grads(attend, [100 * query, 100 * key, value], KEEP),
-        value_and_grads(plain, [100 * query, 100 * key, value], KEEP), strict=True,
+        value_and_grads(plain, [100 * query, 100 * key, value], KEEP),
+        strict=True,
     ):
         np.testing.assert_allclose(found, right, rtol=1e-3, atol=2e-3)
 

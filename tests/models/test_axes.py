@@ -18,6 +18,9 @@ def test_of_rows() -> None:
 
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         seen.append(axes.of_rows())
-    jax.jit(jax.shard_map(note, mesh=mesh, in_specs=P("data"), out_specs=P("data"),
-                          axis_names={"data", "model"}))(jax.numpy.ones(4))
+    jax.jit(
+        jax.shard_map(
+            note, mesh=mesh, in_specs=P("data"), out_specs=P("data"), axis_names={"data", "model"}
+        )
+    )(jax.numpy.ones(4))
     assert seen == [("slice", "data"), ("slice",)]

@@ -29,10 +29,14 @@ def step(memory: Any, state: jax.Array, tokens: jax.Array) -> tuple[Any, Any, An
 
 def found(rows: list[int] | None = None, **settings: Any) -> Found:
     chosen = jnp.array(range(ROWS) if rows is None else rows)
-    return jax.jit(lambda logits, weights: search(
-        step, (logits, weights), jnp.zeros(len(chosen), jnp.int32),
-        Search(LENGTH, BEGIN, END, **settings),
-    ))(LOGITS[chosen], WEIGHTS[chosen])
+    return jax.jit(
+        lambda logits, weights: search(
+            step,
+            (logits, weights),
+            jnp.zeros(len(chosen), jnp.int32),
+            Search(LENGTH, BEGIN, END, **settings),
+        )
+    )(LOGITS[chosen], WEIGHTS[chosen])
 
 
 def sentences(row: int, alpha: float, beta: float) -> dict[tuple[int, ...], float]:
@@ -61,7 +65,7 @@ def test_a_beam_as_wide_as_the_language_finds_the_best(alpha: float, beta: float
         scores = sentences(row, alpha, beta)
         expected = max(scores, key=scores.__getitem__)
         assert tuple(int(x) for x in texts[row][: len(expected)]) == expected
-        assert not np.any(texts[row][len(expected):])
+        assert not np.any(texts[row][len(expected) :])
         assert float(result.scores[row].max()) == pytest.approx(scores[expected], abs=1e-5)
 
 

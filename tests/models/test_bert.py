@@ -17,8 +17,14 @@ from tests.quick import jit
 
 KEY = jax.random.key(0)
 CONFIG = BertConfig(
-    num_layers=1, hidden_size=8, num_heads=2, intermediate_size=12, vocab_size=21,
-    max_positions=9, heads=HEADS, dtype="float32",
+    num_layers=1,
+    hidden_size=8,
+    num_heads=2,
+    intermediate_size=12,
+    vocab_size=21,
+    max_positions=9,
+    heads=HEADS,
+    dtype="float32",
 )
 ROWS, LENGTH = 3, 6
 RNG = np.random.default_rng(0)
@@ -52,8 +58,12 @@ def run(inputs: Any = INPUTS, config: BertConfig = CONFIG, **changes: Any) -> di
 
 def test_published_sizes() -> None:
     listed = {
-        "tiny": (2, 128, 2, 512), "mini": (4, 256, 4, 1024), "small": (4, 512, 8, 2048),
-        "medium": (8, 512, 8, 2048), "base": (12, 768, 12, 3072), "large": (24, 1024, 16, 4096),
+        "tiny": (2, 128, 2, 512),
+        "mini": (4, 256, 4, 1024),
+        "small": (4, 512, 8, 2048),
+        "medium": (8, 512, 8, 2048),
+        "base": (12, 768, 12, 3072),
+        "large": (24, 1024, 16, 4096),
     }
     names = ("num_layers", "hidden_size", "num_heads", "intermediate_size")
     assert {name: tuple(size[n] for n in names) for name, size in SIZES.items()} == listed
@@ -61,12 +71,15 @@ def test_published_sizes() -> None:
 
 
 @pytest.mark.parametrize("scan_layers", [False, True])
-@pytest.mark.parametrize("size, published, heads", [
-    # Encoder with pooler as in the papers' 110M and 340M, and the two heads of pre-training.
-    ("base", 109_482_240, 624_188),
-    ("large", 335_141_888, 1_084_220),
-    ("tiny", 4_385_920, 47_548),
-])
+@pytest.mark.parametrize(
+    "size, published, heads",
+    [
+        # Encoder with pooler as in the papers' 110M and 340M, and the two heads of pre-training.
+        ("base", 109_482_240, 624_188),
+        ("large", 335_141_888, 1_084_220),
+        ("tiny", 4_385_920, 47_548),
+    ],
+)
 def test_numbers_of_parameters(size: str, published: int, heads: int, scan_layers: bool) -> None:
     config = BertConfig(**SIZES[size], scan_layers=scan_layers)
     shapes = jax.eval_shape(lambda x: config.module().init(KEY, x, train=False), INPUTS)["params"]
@@ -170,7 +183,10 @@ def test_dtypes() -> None:
 
 def test_heads_bring_their_parameters_and_outputs() -> None:
     for heads, modules in (
-        ((), set()), (("span",), {"span"}), (("mlm",), {"mlm"}), (["nsp"], {"pooler", "nsp"}),
+        ((), set()),
+        (("span",), {"span"}),
+        (("mlm",), {"mlm"}),
+        (["nsp"], {"pooler", "nsp"}),
     ):
         config = dataclasses.replace(CONFIG, heads=heads)
         outputs, variables = jax.eval_shape(
@@ -220,22 +236,31 @@ def test_a_word_that_is_not_in_the_vocabulary() -> None:
     assert np.all(np.isnan(hidden[1])) and np.all(np.isfinite(hidden[0]))
 
 
-@pytest.mark.parametrize("fields, message", [
-    ({"num_layers": 0}, "num_layers is 0; it must be a whole number of at least 1"),
-    ({"vocab_size": 30522.0}, "vocab_size is 30522.0; it must be a whole number"),
-    ({"num_heads": 7}, "hidden_size is 768, which does not divide over config.model.num_heads=7"),
-    ({"dropout_rate": 1}, r"dropout_rate is 1; it must be a number in \[0, 1\)"),
-    ({"attention_dropout_rate": "0.1"}, "attention_dropout_rate is '0.1'; it must be a number"),
-    ({"gelu": "new"}, "gelu is 'new'; known: erf, tanh"),
-    ({"remat": "all"}, "remat is 'all'; known: none, dots, full"),
-    ({"dtype": "float16"}, "dtype is 'float16'; known: float32, bfloat16"),
-    ({"scan_layers": 1}, "scan_layers is 1; it must be True or False"),
-    ({"heads": "mlm"}, "heads is 'mlm'; it must be a list of some of mlm, nsp, span"),
-    ({"heads": ("mlm", "sop")}, "heads is .*'sop'.*; it must be a list of some of mlm, nsp, span"),
-    ({"heads": ("mlm", "mlm")}, "heads is .*; it must be a list of some of"),
-    ({"heads": 5}, "heads is 5; it must be a list of some of"),
-    ({"heads": (["mlm"],)}, r"heads is \(\['mlm'\],\); it must be a list of some of"),
-])
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"num_layers": 0}, "num_layers is 0; it must be a whole number of at least 1"),
+        ({"vocab_size": 30522.0}, "vocab_size is 30522.0; it must be a whole number"),
+        (
+            {"num_heads": 7},
+            "hidden_size is 768, which does not divide over config.model.num_heads=7",
+        ),
+        ({"dropout_rate": 1}, r"dropout_rate is 1; it must be a number in \[0, 1\)"),
+        ({"attention_dropout_rate": "0.1"}, "attention_dropout_rate is '0.1'; it must be a number"),
+        ({"gelu": "new"}, "gelu is 'new'; known: erf, tanh"),
+        ({"remat": "all"}, "remat is 'all'; known: none, dots, full"),
+        ({"dtype": "float16"}, "dtype is 'float16'; known: float32, bfloat16"),
+        ({"scan_layers": 1}, "scan_layers is 1; it must be True or False"),
+        ({"heads": "mlm"}, "heads is 'mlm'; it must be a list of some of mlm, nsp, span"),
+        (
+            {"heads": ("mlm", "sop")},
+            "heads is .*'sop'.*; it must be a list of some of mlm, nsp, span",
+        ),
+        ({"heads": ("mlm", "mlm")}, "heads is .*; it must be a list of some of"),
+        ({"heads": 5}, "heads is 5; it must be a list of some of"),
+        ({"heads": (["mlm"],)}, r"heads is \(\['mlm'\],\); it must be a list of some of"),
+    ],
+)
 def test_mistakes(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match="config.model." + message):
         BertConfig(**fields)

@@ -17,12 +17,24 @@ from lamb_tpu.models.bert_huggingface import from_huggingface, to_huggingface
 from lamb_tpu.models.transformer import stack_layers
 
 CONFIG = BertConfig(
-    num_layers=2, hidden_size=8, num_heads=2, intermediate_size=12, vocab_size=21, max_positions=9,
-    num_token_types=3, dropout_rate=0.2, attention_dropout_rate=0.3, dtype="float32",
+    num_layers=2,
+    hidden_size=8,
+    num_heads=2,
+    intermediate_size=12,
+    vocab_size=21,
+    max_positions=9,
+    num_token_types=3,
+    dropout_rate=0.2,
+    attention_dropout_rate=0.3,
+    dtype="float32",
 )
 DENSE = (
-    "attention.self.query", "attention.self.key", "attention.self.value", "attention.output.dense",
-    "intermediate.dense", "output.dense",
+    "attention.self.query",
+    "attention.self.key",
+    "attention.self.value",
+    "attention.output.dense",
+    "intermediate.dense",
+    "output.dense",
 )
 NAMES = {
     f"bert.encoder.layer.{index}.{module}.{kind}"
@@ -30,12 +42,19 @@ NAMES = {
     for module in (*DENSE, "attention.output.LayerNorm", "output.LayerNorm")
     for kind in ("weight", "bias")
 } | {
-    "bert.embeddings.word_embeddings.weight", "bert.embeddings.position_embeddings.weight",
-    "bert.embeddings.token_type_embeddings.weight", "bert.embeddings.LayerNorm.weight",
-    "bert.embeddings.LayerNorm.bias", "bert.pooler.dense.weight", "bert.pooler.dense.bias",
-    "cls.predictions.bias", "cls.predictions.transform.dense.weight",
-    "cls.predictions.transform.dense.bias", "cls.predictions.transform.LayerNorm.weight",
-    "cls.predictions.transform.LayerNorm.bias", "cls.seq_relationship.weight",
+    "bert.embeddings.word_embeddings.weight",
+    "bert.embeddings.position_embeddings.weight",
+    "bert.embeddings.token_type_embeddings.weight",
+    "bert.embeddings.LayerNorm.weight",
+    "bert.embeddings.LayerNorm.bias",
+    "bert.pooler.dense.weight",
+    "bert.pooler.dense.bias",
+    "cls.predictions.bias",
+    "cls.predictions.transform.dense.weight",
+    "cls.predictions.transform.dense.bias",
+    "cls.predictions.transform.LayerNorm.weight",
+    "cls.predictions.transform.LayerNorm.bias",
+    "cls.seq_relationship.weight",
     "cls.seq_relationship.bias",
 }
 
@@ -119,9 +138,9 @@ def test_names_and_layout(folder: pathlib.Path) -> None:
     assert said["hidden_act"] == "gelu" and said["layer_norm_eps"] == 1e-12
 
 
-@pytest.mark.parametrize("fields", [
-    {}, {"heads": ("span",)}, {"heads": ("mlm",)}, {"heads": ("nsp",)}, {"gelu": "tanh"},
-])
+@pytest.mark.parametrize(
+    "fields", [{}, {"heads": ("span",)}, {"heads": ("mlm",)}, {"heads": ("nsp",)}, {"gelu": "tanh"}]
+)
 def test_there_and_back(fields: dict[str, Any], tmp_path: pathlib.Path) -> None:
     config = dataclasses.replace(CONFIG, **fields)
     params = make(config)
@@ -152,24 +171,36 @@ def test_what_published_files_have_besides(folder: pathlib.Path) -> None:
             old[name] = None
             renamed = name.replace("Norm.weight", "Norm.gamma").replace("Norm.bias", "Norm.beta")
             old[renamed] = held[name]
-    rewrite(folder, **old, **{
-        "bert.embeddings.position_ids": np.arange(9)[None],
-        "cls.predictions.decoder.weight": held["bert.embeddings.word_embeddings.weight"],
-        "cls.predictions.decoder.bias": held["cls.predictions.bias"],
-    })
+    rewrite(
+        folder,
+        **old,
+        **{
+            "bert.embeddings.position_ids": np.arange(9)[None],
+            "cls.predictions.decoder.weight": held["bert.embeddings.word_embeddings.weight"],
+            "cls.predictions.decoder.bias": held["cls.predictions.bias"],
+        },
+    )
     settings(
-        folder, position_embedding_type=..., tie_word_embeddings=..., hidden_act=...,
-        gradient_checkpointing=False, layer_norm_eps=...,
+        folder,
+        position_embedding_type=...,
+        tie_word_embeddings=...,
+        hidden_act=...,
+        gradient_checkpointing=False,
+        layer_norm_eps=...,
     )
     config, params = from_huggingface(folder)
     assert config == CONFIG
     assert_equal(params, PARAMS)
     # For question answering the pooler is left out, which no head needs.
     removed = dict.fromkeys(name for name in tensors(folder) if name.startswith("cls."))
-    rewrite(folder, **removed, **{
-        "qa_outputs.weight": np.zeros((2, 8), np.float32),
-        "qa_outputs.bias": np.zeros(2, np.float32),
-    })
+    rewrite(
+        folder,
+        **removed,
+        **{
+            "qa_outputs.weight": np.zeros((2, 8), np.float32),
+            "qa_outputs.bias": np.zeros(2, np.float32),
+        },
+    )
     config, params = from_huggingface(folder)
     assert config.heads == ("span",) and "pooler" not in params
 
@@ -186,20 +217,32 @@ def test_half_precision_is_read_as_float32(folder: pathlib.Path) -> None:
         )
 
 
-@pytest.mark.parametrize("changes, message", [
-    ({"vocab_size": 22}, r"word_embeddings.weight of shape \(21, 8\); by config.json it must be "
-                         r"\(22, 8\)"),
-    ({"intermediate_size": 16}, r"intermediate.dense.bias of shape \(12,\); .* be \(16,\)"),
-    ({"num_hidden_layers": 3}, "lacks 16 tensor.s.: bert.encoder.layer.2.attention"),
-    ({"num_hidden_layers": 1}, "has 16 tensor.s. too many: bert.encoder.layer.1."),
-    ({"model_type": "roberta"}, "says model_type='roberta'; a BERT that can be read has 'bert'"),
-    ({"model_type": ...}, "says model_type=None"),
-    ({"hidden_act": "relu"}, "says hidden_act='relu'; a BERT that can be read has 'gelu', "),
-    ({"position_embedding_type": "relative_key"}, "says position_embedding_type='relative_key'"),
-    ({"is_decoder": True}, "says is_decoder=True"),
-    ({"tie_word_embeddings": False}, "says tie_word_embeddings=False"),
-    ({"num_attention_heads": 3}, "config.json does not describe a BERT: .*does not divide"),
-])
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (
+            {"vocab_size": 22},
+            r"word_embeddings.weight of shape \(21, 8\); by config.json it must be "
+            r"\(22, 8\)",
+        ),
+        ({"intermediate_size": 16}, r"intermediate.dense.bias of shape \(12,\); .* be \(16,\)"),
+        ({"num_hidden_layers": 3}, "lacks 16 tensor.s.: bert.encoder.layer.2.attention"),
+        ({"num_hidden_layers": 1}, "has 16 tensor.s. too many: bert.encoder.layer.1."),
+        (
+            {"model_type": "roberta"},
+            "says model_type='roberta'; a BERT that can be read has 'bert'",
+        ),
+        ({"model_type": ...}, "says model_type=None"),
+        ({"hidden_act": "relu"}, "says hidden_act='relu'; a BERT that can be read has 'gelu', "),
+        (
+            {"position_embedding_type": "relative_key"},
+            "says position_embedding_type='relative_key'",
+        ),
+        ({"is_decoder": True}, "says is_decoder=True"),
+        ({"tie_word_embeddings": False}, "says tie_word_embeddings=False"),
+        ({"num_attention_heads": 3}, "config.json does not describe a BERT: .*does not divide"),
+    ],
+)
 def test_settings_that_do_not_fit(
     folder: pathlib.Path, changes: dict[str, Any], message: str
 ) -> None:
@@ -219,8 +262,12 @@ def test_shards_with_an_index(folder: pathlib.Path) -> None:
 def test_bert_model_saves_no_prefix_and_no_head(folder: pathlib.Path) -> None:
     _, params = from_huggingface(folder)
     safetensors_numpy.save_file(
-        {name.removeprefix("bert."): tensor for name, tensor in tensors(folder).items()
-         if name.startswith("bert.")}, folder / "model.safetensors",
+        {
+            name.removeprefix("bert."): tensor
+            for name, tensor in tensors(folder).items()
+            if name.startswith("bert.")
+        },
+        folder / "model.safetensors",
     )
     config, found = from_huggingface(folder)
     assert config == dataclasses.replace(CONFIG, heads=())
@@ -242,14 +289,21 @@ def test_another_format_is_named(folder: pathlib.Path) -> None:
         from_huggingface(folder)
 
 
-@pytest.mark.parametrize("changes, message", [
-    ({"cls.predictions.bias": np.full(21, np.nan, np.float32)},
-     "not finite .* in 1 tensor.s.: cls.predictions.bias"),
-    ({"bert.pooler.dense.bias": None}, "lacks 1 tensor.s.: bert.pooler.dense.bias"),
-    ({"classifier.weight": np.zeros(2)}, "has 1 tensor.s. too many: classifier.weight"),
-    ({"cls.predictions.decoder.weight": np.zeros((21, 8), np.float32)},
-     "has a cls.predictions.decoder.weight of its own; it must be equal to bert.embeddings.word"),
-])
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (
+            {"cls.predictions.bias": np.full(21, np.nan, np.float32)},
+            "not finite .* in 1 tensor.s.: cls.predictions.bias",
+        ),
+        ({"bert.pooler.dense.bias": None}, "lacks 1 tensor.s.: bert.pooler.dense.bias"),
+        ({"classifier.weight": np.zeros(2)}, "has 1 tensor.s. too many: classifier.weight"),
+        (
+            {"cls.predictions.decoder.weight": np.zeros((21, 8), np.float32)},
+            "has a cls.predictions.decoder.weight of its own; it must be equal to bert.embeddings.word",
+        ),
+    ],
+)
 def test_tensors_that_do_not_fit(
     folder: pathlib.Path, changes: dict[str, Any], message: str
 ) -> None:

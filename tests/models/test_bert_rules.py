@@ -20,8 +20,15 @@ from tests.quick import jit
 
 KEY = jax.random.key(0)
 CONFIG = BertConfig(
-    num_layers=2, hidden_size=16, num_heads=4, intermediate_size=24, vocab_size=30,
-    max_positions=8, dropout_rate=0.0, attention_dropout_rate=0.0, dtype="float32",
+    num_layers=2,
+    hidden_size=16,
+    num_heads=4,
+    intermediate_size=24,
+    vocab_size=30,
+    max_positions=8,
+    dropout_rate=0.0,
+    attention_dropout_rate=0.0,
+    dtype="float32",
 )
 SCANNED = dataclasses.replace(CONFIG, scan_layers=True)
 FACTS = {False: bert_rules.PARAMETERS, True: bert_rules.PARAMETERS_SCANNED}
@@ -55,8 +62,11 @@ def test_biases_and_layer_norm_neither_decay_nor_adapt(heads: tuple[str, ...]) -
         vector = path.split("/")[-1] in ("bias", "scale")
         assert (facts.decay, facts.adapt, facts.layer_axes) == (not vector, not vector, ()), path
     # One entry for each parameter that is no matrix, and no other.
-    one_axis = {path for path, leaf in zip(found, jax.tree.leaves(shapes(config)), strict=True)
-                if leaf.ndim == 1}
+    one_axis = {
+        path
+        for path, leaf in zip(found, jax.tree.leaves(shapes(config)), strict=True)
+        if leaf.ndim == 1
+    }
     assert one_axis == {path for path, facts in found.items() if not facts.decay}
 
 

@@ -38,10 +38,23 @@ TIMM = {
     "resnet101": "dbc3ca74fffafc72",
     "resnet152": "7d486dbdc941506e",
 }
-BLOCKS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3),
-          152: (3, 8, 36, 3)}
-SCALES = [(1.0, 1.0), (1.0, 1.1), (1.1, 1.2), (1.2, 1.4), (1.4, 1.8), (1.6, 2.2), (1.8, 2.6),
-          (2.0, 3.1)]
+BLOCKS = {
+    18: (2, 2, 2, 2),
+    34: (3, 4, 6, 3),
+    50: (3, 4, 6, 3),
+    101: (3, 4, 23, 3),
+    152: (3, 8, 36, 3),
+}
+SCALES = [
+    (1.0, 1.0),
+    (1.0, 1.1),
+    (1.1, 1.2),
+    (1.2, 1.4),
+    (1.4, 1.8),
+    (1.6, 2.2),
+    (1.8, 2.6),
+    (2.0, 3.1),
+]
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -80,8 +93,15 @@ def efficientnet(width: float, depth: float, classes: int) -> Shapes:
 
     inputs = eights(32)
     found: Shapes = {"conv_stem.weight": (inputs, 3, 3, 3), **dict(norm("bn1", inputs))}
-    table = [(1, 3, 1, 16), (2, 3, 6, 24), (2, 5, 6, 40), (3, 3, 6, 80), (3, 5, 6, 112),
-             (4, 5, 6, 192), (1, 3, 6, 320)]
+    table = [
+        (1, 3, 1, 16),
+        (2, 3, 6, 24),
+        (2, 5, 6, 40),
+        (3, 3, 6, 80),
+        (3, 5, 6, 112),
+        (4, 5, 6, 192),
+        (1, 3, 6, 320),
+    ]
     for stage, (count, kernel, expansion, channels) in enumerate(table):
         outputs = eights(channels)
         for index in range(math.ceil(count * depth)):
@@ -133,10 +153,13 @@ def test_names_and_shapes_are_those_of_timm(name: str) -> None:
     assert hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16] == TIMM[name]
 
 
-@pytest.mark.parametrize("name", some(
-    ["tf_efficientnet_b0", "tf_efficientnet_b3", "resnet34", "resnet50"],
-    ("tf_efficientnet_b0", "resnet50"),
-))
+@pytest.mark.parametrize(
+    "name",
+    some(
+        ["tf_efficientnet_b0", "tf_efficientnet_b3", "resnet34", "resnet50"],
+        ("tf_efficientnet_b0", "resnet50"),
+    ),
+)
 def test_every_tensor_has_its_place(name: str) -> None:
     theirs = {item: shape for item, shape in shapes_of(name).items() if shape}
     # Each tensor is full of its own number, without taking memory.
@@ -153,37 +176,47 @@ def test_every_tensor_has_its_place(name: str) -> None:
     assert found == {float(numbers[item]): math.prod(shape) for item, shape in theirs.items()}
 
 
-@pytest.mark.parametrize("name, pairs", [
-    ("resnet18", {
-        "params/stem_conv/kernel": "conv1.weight",
-        "params/stem_norm/scale": "bn1.weight",
-        "params/stage2_block1/conv1/kernel": "layer2.0.conv1.weight",
-        "params/stage2_block2/norm1/bias": "layer2.1.bn1.bias",
-        "params/stage4_block1/projection/kernel": "layer4.0.downsample.0.weight",
-        "batch_stats/stage4_block1/projection_norm/mean": "layer4.0.downsample.1.running_mean",
-        "batch_stats/stage4_block2/norm2/var": "layer4.1.bn2.running_var",
-        "params/output/kernel": "fc.weight", "params/output/bias": "fc.bias",
-    }),
-    ("tf_efficientnet_b1", {
-        "params/stem_conv/kernel": "conv_stem.weight",
-        "batch_stats/stem_norm/mean": "bn1.running_mean",
-        "params/stage1_block2/depthwise/kernel": "blocks.0.1.conv_dw.weight",
-        "params/stage1_block2/depthwise_norm/scale": "blocks.0.1.bn1.weight",
-        "params/stage1_block2/project/kernel": "blocks.0.1.conv_pw.weight",
-        "batch_stats/stage1_block2/project_norm/var": "blocks.0.1.bn2.running_var",
-        "params/stage6_block1/expand/kernel": "blocks.5.0.conv_pw.weight",
-        "params/stage6_block1/expand_norm/bias": "blocks.5.0.bn1.bias",
-        "params/stage6_block1/depthwise/kernel": "blocks.5.0.conv_dw.weight",
-        "params/stage6_block1/depthwise_norm/bias": "blocks.5.0.bn2.bias",
-        "params/stage6_block1/squeeze_excite/reduce/kernel": "blocks.5.0.se.conv_reduce.weight",
-        "params/stage6_block1/squeeze_excite/expand/bias": "blocks.5.0.se.conv_expand.bias",
-        "params/stage6_block1/project/kernel": "blocks.5.0.conv_pwl.weight",
-        "params/stage6_block1/project_norm/scale": "blocks.5.0.bn3.weight",
-        "params/head_conv/kernel": "conv_head.weight",
-        "batch_stats/head_norm/mean": "bn2.running_mean",
-        "params/output/kernel": "classifier.weight",
-    }),
-])
+@pytest.mark.parametrize(
+    "name, pairs",
+    [
+        (
+            "resnet18",
+            {
+                "params/stem_conv/kernel": "conv1.weight",
+                "params/stem_norm/scale": "bn1.weight",
+                "params/stage2_block1/conv1/kernel": "layer2.0.conv1.weight",
+                "params/stage2_block2/norm1/bias": "layer2.1.bn1.bias",
+                "params/stage4_block1/projection/kernel": "layer4.0.downsample.0.weight",
+                "batch_stats/stage4_block1/projection_norm/mean": "layer4.0.downsample.1.running_mean",
+                "batch_stats/stage4_block2/norm2/var": "layer4.1.bn2.running_var",
+                "params/output/kernel": "fc.weight",
+                "params/output/bias": "fc.bias",
+            },
+        ),
+        (
+            "tf_efficientnet_b1",
+            {
+                "params/stem_conv/kernel": "conv_stem.weight",
+                "batch_stats/stem_norm/mean": "bn1.running_mean",
+                "params/stage1_block2/depthwise/kernel": "blocks.0.1.conv_dw.weight",
+                "params/stage1_block2/depthwise_norm/scale": "blocks.0.1.bn1.weight",
+                "params/stage1_block2/project/kernel": "blocks.0.1.conv_pw.weight",
+                "batch_stats/stage1_block2/project_norm/var": "blocks.0.1.bn2.running_var",
+                "params/stage6_block1/expand/kernel": "blocks.5.0.conv_pw.weight",
+                "params/stage6_block1/expand_norm/bias": "blocks.5.0.bn1.bias",
+                "params/stage6_block1/depthwise/kernel": "blocks.5.0.conv_dw.weight",
+                "params/stage6_block1/depthwise_norm/bias": "blocks.5.0.bn2.bias",
+                "params/stage6_block1/squeeze_excite/reduce/kernel": "blocks.5.0.se.conv_reduce.weight",
+                "params/stage6_block1/squeeze_excite/expand/bias": "blocks.5.0.se.conv_expand.bias",
+                "params/stage6_block1/project/kernel": "blocks.5.0.conv_pwl.weight",
+                "params/stage6_block1/project_norm/scale": "blocks.5.0.bn3.weight",
+                "params/head_conv/kernel": "conv_head.weight",
+                "batch_stats/head_norm/mean": "bn2.running_mean",
+                "params/output/kernel": "classifier.weight",
+            },
+        ),
+    ],
+)
 def test_what_goes_where(name: str, pairs: dict[str, str]) -> None:
     tensors = state(name, 5)
     variables = from_timm(name, tensors)
@@ -200,9 +233,7 @@ def test_what_goes_where(name: str, pairs: dict[str, str]) -> None:
 def test_other_dtypes_and_names_with_a_tag(tmp_path: pathlib.Path) -> None:
     expected = from_timm("resnet18", STATE)
     lists = {**STATE, "fc.bias": STATE["fc.bias"].astype(np.float64).tolist()}
-    jax.tree.map(
-        np.testing.assert_array_equal, from_timm("resnet18.tv_in1k", lists), expected
-    )
+    jax.tree.map(np.testing.assert_array_equal, from_timm("resnet18.tv_in1k", lists), expected)
     for dtype in (np.float16, ml_dtypes.bfloat16):
         half = {item: tensor.astype(dtype) for item, tensor in STATE.items()}
         safetensors_numpy.save_file(half, tmp_path / "half.safetensors")
@@ -214,10 +245,13 @@ def test_other_dtypes_and_names_with_a_tag(tmp_path: pathlib.Path) -> None:
             )
 
 
-@pytest.mark.parametrize("name", some(
-    ["tf_efficientnet_b0", "tf_efficientnet_b1", "resnet18", "resnet50"],
-    ("tf_efficientnet_b0", "resnet18"),
-))
+@pytest.mark.parametrize(
+    "name",
+    some(
+        ["tf_efficientnet_b0", "tf_efficientnet_b1", "resnet18", "resnet50"],
+        ("tf_efficientnet_b0", "resnet18"),
+    ),
+)
 def test_there_and_back_bit_for_bit(name: str) -> None:
     tensors = {item: tensor for item, tensor in state(name, 5).items() if tensor.ndim}
     variables = from_timm(name, tensors)
@@ -231,9 +265,12 @@ def test_there_and_back_bit_for_bit(name: str) -> None:
 
 def test_variables_of_another_network() -> None:
     variables = from_timm("resnet18", STATE)
-    with pytest.raises(UserError, match=(
-        r"not those of resnet34: batch_stats/stage1_block3/norm1/mean is missing, there of shape "
-    )):
+    with pytest.raises(
+        UserError,
+        match=(
+            r"not those of resnet34: batch_stats/stage1_block3/norm1/mean is missing, there of shape "
+        ),
+    ):
         to_timm("resnet34", variables)
     del variables["params"]["stem_conv"]
     with pytest.raises(UserError, match="params/stem_conv/kernel is missing, there of shape"):
@@ -242,23 +279,48 @@ def test_variables_of_another_network() -> None:
         to_timm("vit", variables)
 
 
-@pytest.mark.parametrize("name, changes, message", [
-    ("resnet50d", {}, "weights of 'resnet50d' cannot be read; those of timm that can: tf_e.*152$"),
-    ("efficientnet_b0", {}, "; did you mean tf_efficientnet_b0, which is padded differently.$"),
-    ("resnet18", {"layer1.0.bn1.bias": None, "fc.bias": None},
-     "the state dict lacks 2 tensor.s.: (fc.bias|layer1.0.bn1.bias), "),
-    ("resnet18", {"layer1.2.conv1.weight": np.zeros(1)},
-     "the state dict has 1 tensor.s. too many: layer1.2.conv1.weight"),
-    ("resnet34", {}, "the state dict lacks 80 tensor.s.: "),
-    ("resnet18", {"conv1.weight": np.zeros((64, 3, 3, 3))},
-     r"has conv1.weight of shape \(64, 3, 3, 3\); of resnet18 it must be \(64, 3, 7, 7\)"),
-    ("resnet18", {"fc.bias": np.zeros(6)},
-     r"has fc.weight of shape \(5, 512\); of resnet18 it must be \(6, 512\)"),
-    ("resnet18", {"bn1.running_var": np.full(64, np.inf)},
-     r"not finite \(NaN or infinity\) in 1 tensor\(s\): bn1.running_var"),
-    ("resnet18", {"fc.bias": np.array(3.0)},
-     r"has fc.bias of shape \(\); of resnet18 it must be \(1000,\)"),
-])
+@pytest.mark.parametrize(
+    "name, changes, message",
+    [
+        (
+            "resnet50d",
+            {},
+            "weights of 'resnet50d' cannot be read; those of timm that can: tf_e.*152$",
+        ),
+        ("efficientnet_b0", {}, "; did you mean tf_efficientnet_b0, which is padded differently.$"),
+        (
+            "resnet18",
+            {"layer1.0.bn1.bias": None, "fc.bias": None},
+            "the state dict lacks 2 tensor.s.: (fc.bias|layer1.0.bn1.bias), ",
+        ),
+        (
+            "resnet18",
+            {"layer1.2.conv1.weight": np.zeros(1)},
+            "the state dict has 1 tensor.s. too many: layer1.2.conv1.weight",
+        ),
+        ("resnet34", {}, "the state dict lacks 80 tensor.s.: "),
+        (
+            "resnet18",
+            {"conv1.weight": np.zeros((64, 3, 3, 3))},
+            r"has conv1.weight of shape \(64, 3, 3, 3\); of resnet18 it must be \(64, 3, 7, 7\)",
+        ),
+        (
+            "resnet18",
+            {"fc.bias": np.zeros(6)},
+            r"has fc.weight of shape \(5, 512\); of resnet18 it must be \(6, 512\)",
+        ),
+        (
+            "resnet18",
+            {"bn1.running_var": np.full(64, np.inf)},
+            r"not finite \(NaN or infinity\) in 1 tensor\(s\): bn1.running_var",
+        ),
+        (
+            "resnet18",
+            {"fc.bias": np.array(3.0)},
+            r"has fc.bias of shape \(\); of resnet18 it must be \(1000,\)",
+        ),
+    ],
+)
 def test_what_does_not_fit(name: str, changes: dict[str, Any], message: str) -> None:
     tensors = {item: value for item, value in {**STATE, **changes}.items() if value is not None}
     with pytest.raises(UserError, match=message):

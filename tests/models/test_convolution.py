@@ -58,7 +58,8 @@ def inputs(kernel: tuple[int, ...], dtype: Any = np.float64) -> tuple[np.ndarray
     channels = 3 if kernel[2] == 3 else 4
     rng = np.random.default_rng(0)
     return (
-        rng.normal(size=(3, 9, 8, channels)).astype(dtype), rng.normal(size=kernel).astype(dtype)
+        rng.normal(size=(3, 9, 8, channels)).astype(dtype),
+        rng.normal(size=kernel).astype(dtype),
     )
 
 
@@ -87,8 +88,7 @@ def test_values_and_gradients(kernel: Any, strides: Any, padding: Any, groups: i
 
 
 @pytest.mark.parametrize(
-    "kernel, groups",
-    [((3, 3, 4, 5), 1), ((1, 1, 4, 5), 1), ((3, 3, 1, 4), 4), ((3, 3, 3, 5), 1)],
+    "kernel, groups", [((3, 3, 4, 5), 1), ((1, 1, 4, 5), 1), ((3, 3, 1, 4), 4), ((3, 3, 3, 5), 1)]
 )
 @pytest.mark.parametrize("rows", [16, 12])
 def test_rows_of_eight_devices_stay_where_they_are(
@@ -103,10 +103,14 @@ def test_rows_of_eight_devices_stay_where_they_are(
     expected = gradients(theirs, x, weights, *how)[0][1]
     rows_split = NamedSharding(mesh, P("data" if rows == 16 else None))
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        compiled = jax.jit(
-            lambda x, kernel: gradients(ours, x, kernel, *how)[0][1],
-            in_shardings=(rows_split, NamedSharding(mesh, P())),
-        ).lower(x, weights).compile()
+        compiled = (
+            jax.jit(
+                lambda x, kernel: gradients(ours, x, kernel, *how)[0][1],
+                in_shardings=(rows_split, NamedSharding(mesh, P())),
+            )
+            .lower(x, weights)
+            .compile()
+        )
     assert "all-gather" not in compiled.as_text()
     assert ("all-reduce" in compiled.as_text()) == (rows == 16)
     np.testing.assert_allclose(compiled(x, weights), expected, rtol=2e-5, atol=1e-4)
@@ -125,9 +129,9 @@ def test_sums_of_bfloat16_are_of_float32(kernel: Any) -> None:
     np.testing.assert_allclose(found[1].astype(jnp.float32), exact, rtol=2**-8, atol=1e-6)
 
 
-@pytest.mark.parametrize("kernel, groups", [
-    ((3, 3, 4, 5), 1), ((3, 3, 1, 4), 4), ((3, 3, 3, 5), 1),
-])
+@pytest.mark.parametrize(
+    "kernel, groups", [((3, 3, 4, 5), 1), ((3, 3, 1, 4), 4), ((3, 3, 3, 5), 1)]
+)
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_kernel_that_all_devices_share(check_vma: bool, kernel: Any, groups: int) -> None:
     """Under check_vma its gradient is summed over the devices, otherwise each has its own."""
@@ -142,10 +146,15 @@ def test_kernel_that_all_devices_share(check_vma: bool, kernel: Any, groups: int
             (of_x, of_kernel), _ = gradients(convolution, x, kernel, *how)
             return of_x, of_kernel[None]
 
-        return jax.jit(jax.shard_map(
-            part, mesh=mesh, in_specs=(P("data"), P()),
-            out_specs=(P("data"), P() if check_vma else P("data")), check_vma=check_vma,
-        ))(x, weights)
+        return jax.jit(
+            jax.shard_map(
+                part,
+                mesh=mesh,
+                in_specs=(P("data"), P()),
+                out_specs=(P("data"), P() if check_vma else P("data")),
+                check_vma=check_vma,
+            )
+        )(x, weights)
 
     found, expected = run(ours), run(theirs)
     assert found[1].shape == (1 if check_vma else 2, *kernel)
@@ -154,9 +163,10 @@ def test_kernel_that_all_devices_share(check_vma: bool, kernel: Any, groups: int
     )
 
 
-@pytest.mark.parametrize("kernel, strides, groups", [
-    ((3, 3, 4, 5), (2, 2), 1), ((3, 3, 1, 4), (2, 2), 4), ((3, 3, 3, 5), (1, 1), 1),
-])
+@pytest.mark.parametrize(
+    "kernel, strides, groups",
+    [((3, 3, 4, 5), (2, 2), 1), ((3, 3, 1, 4), (2, 2), 4), ((3, 3, 3, 5), (1, 1), 1)],
+)
 def test_programs_for_tpus_are_those_of_jax(kernel: Any, strides: Any, groups: int) -> None:
     """In the same convolutions, and nothing else that computes."""
 
@@ -168,7 +178,8 @@ def test_programs_for_tpus_are_those_of_jax(kernel: Any, strides: Any, groups: i
         # The order in which they come may differ, and calls of parts.
         return sorted(
             line.split(" = ", 1)[1].split("%")[0] + line[line.find("dim_numbers") :]
-            for line in text.splitlines() if "stablehlo.conv" in line and "convert" not in line
+            for line in text.splitlines()
+            if "stablehlo.conv" in line and "convert" not in line
         )
 
     assert operations(ours, "tpu") == operations(theirs, "tpu")
@@ -187,10 +198,15 @@ def test_in_flax() -> None:
     np.testing.assert_array_equal(found, expected)
 
 
-@pytest.mark.parametrize("change", [
-    {"rhs_dilation": (2, 2)}, {"lhs_dilation": (1, 2)}, {"precision": "highest"},
-    {"dimension_numbers": ("NCHW", "OIHW", "NCHW")},
-])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rhs_dilation": (2, 2)},
+        {"lhs_dilation": (1, 2)},
+        {"precision": "highest"},
+        {"dimension_numbers": ("NCHW", "OIHW", "NCHW")},
+    ],
+)
 def test_what_is_not_made_for_it(change: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="takes NHWC images, no dilation and no precision"):
         convolve(*inputs((3, 3, 4, 5), np.float32), (1, 1), "SAME", **change)

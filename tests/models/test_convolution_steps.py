@@ -19,7 +19,11 @@ from tests.marks import some
 
 ROWS, UPDATES = 32, 2
 PLACEMENTS = [  # devices, backend, microbatches
-    (8, "jit", 1), (8, "jit", 2), (8, "shard_map", 1), (8, "shard_map", 2), (2, "shard_map", 4),
+    (8, "jit", 1),
+    (8, "jit", 2),
+    (8, "shard_map", 1),
+    (8, "shard_map", 2),
+    (2, "shard_map", 4),
     (1, "jit", 4),
 ]
 
@@ -53,8 +57,11 @@ def known(monkeypatch: pytest.MonkeyPatch) -> None:
 def trained(devices: int, backend: str, microbatches: int, dtype: str) -> tuple[Any, Any]:
     """Returns all parameters before and after the updates."""
     settings = tiny.digits(
-        model=ConfigDict({"name": "every_form", "dtype": dtype}), batch_size=ROWS,
-        accumulation_steps=microbatches, schedule__warmup="0 steps", parallel__backend=backend,
+        model=ConfigDict({"name": "every_form", "dtype": dtype}),
+        batch_size=ROWS,
+        accumulation_steps=microbatches,
+        schedule__warmup="0 steps",
+        parallel__backend=backend,
     )
     run = prepare(settings, None, jax.devices()[:devices])
     loader = data.TrainLoader(run.train_set, ROWS, 0, run.local_rows())

@@ -21,7 +21,9 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     listed = json.loads(capsys.readouterr().out)
     assert [item["name"] for item in listed] == list(models.MODULES)
     assert listed[1] == {
-        "name": "davidnet", "parameters": 6_573_120, "multiply_adds": 379_261_952,
+        "name": "davidnet",
+        "parameters": 6_573_120,
+        "multiply_adds": 379_261_952,
         "input_shape": [32, 32, 3],
     }
     with pytest.raises(SystemExit) as caught:

@@ -37,8 +37,11 @@ def forward(tree: Any, x: np.ndarray) -> np.ndarray:
 def test_forward_pass(width: int) -> None:
     module = DavidNet(num_classes=5, width=width)
     tree = numpy_layers.variables(module, IMAGES)
-    channels = {name: leaf["kernel"].shape[-1] // width for name, leaf in tree["params"].items()
-                if name.endswith("_conv")}
+    channels = {
+        name: leaf["kernel"].shape[-1] // width
+        for name, leaf in tree["params"].items()
+        if name.endswith("_conv")
+    }
     assert sorted(channels.values()) == [1, 2, 2, 2, 4, 8, 8, 8]
     found = jit(lambda v, x: module.apply(v, x, train=False))(tree, IMAGES)
     expected = forward(tree, IMAGES)

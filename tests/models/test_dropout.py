@@ -182,9 +182,7 @@ class Block(nn.Module):
 
 def grad_of(block: type[nn.Module] | Any, x: jax.Array, positions: jax.Array) -> jax.Array:
     with example_positions(positions):
-        return jax.grad(
-            lambda x: jnp.sum(block().apply({}, x, rngs={"dropout": KEY})[0] ** 2)
-        )(x)
+        return jax.grad(lambda x: jnp.sum(block().apply({}, x, rngs={"dropout": KEY})[0] ** 2))(x)
 
 
 def stack(block: type[nn.Module]) -> Callable[[], nn.Module]:

@@ -26,8 +26,12 @@ KEY = jax.random.key(0)
 IMAGES = np.random.default_rng(1).normal(size=(2, 27, 20, 3)).astype(np.float32)
 # The network as its authors write it down, in efficientnet_builder.py.
 ORIGINAL = (
-    "r1_k3_s11_e1_i32_o16_se0.25", "r2_k3_s22_e6_i16_o24_se0.25", "r2_k5_s22_e6_i24_o40_se0.25",
-    "r3_k3_s22_e6_i40_o80_se0.25", "r3_k5_s11_e6_i80_o112_se0.25", "r4_k5_s22_e6_i112_o192_se0.25",
+    "r1_k3_s11_e1_i32_o16_se0.25",
+    "r2_k3_s22_e6_i16_o24_se0.25",
+    "r2_k5_s22_e6_i24_o40_se0.25",
+    "r3_k3_s22_e6_i40_o80_se0.25",
+    "r3_k5_s11_e6_i80_o112_se0.25",
+    "r4_k5_s22_e6_i112_o192_se0.25",
     "r1_k3_s11_e6_i192_o320_se0.25",
 )
 
@@ -49,8 +53,15 @@ def swish(x: np.ndarray) -> np.ndarray:
 # Pixels of padding before and after, of (size, kernel), at stride 2: by hand, so that the windows
 # of ceil(size / 2) places fit and the odd pixel comes after.
 PADS = {
-    (27, 3): (1, 1), (20, 3): (0, 1), (14, 3): (0, 1), (10, 3): (0, 1), (7, 5): (2, 2),
-    (5, 5): (2, 2), (4, 3): (0, 1), (3, 3): (1, 1), (2, 5): (1, 2),
+    (27, 3): (1, 1),
+    (20, 3): (0, 1),
+    (14, 3): (0, 1),
+    (10, 3): (0, 1),
+    (7, 5): (2, 2),
+    (5, 5): (2, 2),
+    (4, 3): (0, 1),
+    (3, 3): (1, 1),
+    (2, 5): (1, 2),
 }
 
 
@@ -123,8 +134,12 @@ def blocks(name: str) -> list[tuple[Any, ...]]:
         module = context.module
         if isinstance(module, Block) and context.method_name == "__call__":
             found[module.name] = [
-                int(module.name[5]), module.channels, module.kernel, module.stride,
-                module.expansion, None,
+                int(module.name[5]),
+                module.channels,
+                module.kernel,
+                module.stride,
+                module.expansion,
+                None,
             ]
         if isinstance(module, Dropout) and context.method_name == "__call__":
             if module.whole_examples:
@@ -156,12 +171,15 @@ def test_rates_of_stochastic_depth() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name, counts, channels", [
-    # Tables of published checkpoints: blocks and channels of each stage.
-    ("efficientnet_b2", (2, 3, 3, 4, 4, 5, 2), (16, 24, 48, 88, 120, 208, 352)),
-    ("efficientnet_b5", (3, 5, 5, 7, 7, 9, 3), (24, 40, 64, 128, 176, 304, 512)),
-    ("efficientnet_b7", (4, 7, 7, 10, 10, 13, 4), (32, 48, 80, 160, 224, 384, 640)),
-])
+@pytest.mark.parametrize(
+    "name, counts, channels",
+    [
+        # Tables of published checkpoints: blocks and channels of each stage.
+        ("efficientnet_b2", (2, 3, 3, 4, 4, 5, 2), (16, 24, 48, 88, 120, 208, 352)),
+        ("efficientnet_b5", (3, 5, 5, 7, 7, 9, 3), (24, 40, 64, 128, 176, 304, 512)),
+        ("efficientnet_b7", (4, 7, 7, 10, 10, 13, 4), (32, 48, 80, 160, 224, 384, 640)),
+    ],
+)
 def test_compound_scaling(name: str, counts: tuple[int, ...], channels: tuple[int, ...]) -> None:
     found = blocks(name)
     assert tuple(sum(b[0] == s for b in found) for s in range(1, 8)) == counts
@@ -186,8 +204,12 @@ def test_first_values() -> None:
         block = params["stage6_block2"]
         gates = block["squeeze_excite"]
         layers = (
-            block["expand"], block["depthwise"], block["project"], gates["reduce"],
-            gates["expand"], params["output"],
+            block["expand"],
+            block["depthwise"],
+            block["project"],
+            gates["reduce"],
+            gates["expand"],
+            params["output"],
         )
         return {name: layer["kernel"] for name, layer in zip(names, layers, strict=True)}
 
@@ -235,14 +257,17 @@ def test_training_is_the_same_on_devices_and_in_one() -> None:
     tree = numpy_layers.variables(module, images)
     blocks = {name for name in tree["params"] if "block" in name}
     assert blocks == {"stage1_block1", "stage2_block1", "stage2_block2"}
-    one = jit(lambda v, x: module.apply(
-        v, x, train=True, rngs={"dropout": KEY}, mutable="batch_stats"
-    ))
+    one = jit(
+        lambda v, x: module.apply(v, x, train=True, rngs={"dropout": KEY}, mutable="batch_stats")
+    )
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
 
     @jit
     @functools.partial(
-        jax.shard_map, mesh=mesh, in_specs=(P(), P("data")), out_specs=(P("data"), P()),
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(P(), P("data")),
+        out_specs=(P("data"), P()),
         check_vma=False,
     )
     def several(v: Any, x: jax.Array) -> Any:
@@ -277,7 +302,10 @@ def test_packed_examples_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> 
         def loss(params: Any) -> Any:
             with nn.intercept_methods(record):
                 logits, state = module.apply(
-                    {**tree, "params": params}, images, True, rngs={"dropout": KEY},
+                    {**tree, "params": params},
+                    images,
+                    True,
+                    rngs={"dropout": KEY},
                     mutable="batch_stats",
                 )
             return jnp.sum(weights * logits), (logits, state)
@@ -293,5 +321,7 @@ def test_packed_examples_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> 
     scale = jax.tree.map(lambda a: np.max(np.abs(a)), expected)
     jax.tree.map(
         lambda a, b, most: np.testing.assert_allclose(a, b, 1e-3, 1e-5 + 2e-5 * most),
-        found, expected, scale,
+        found,
+        expected,
+        scale,
     )

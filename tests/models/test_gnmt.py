@@ -71,9 +71,7 @@ def test_steps_are_the_teacher_forced_words() -> None:
 
 @pytest.mark.long
 def test_dropout_belongs_to_rows() -> None:
-    apply = functools.partial(
-        network(0.5).apply, variables(), train=True, key=jax.random.key(1)
-    )
+    apply = functools.partial(network(0.5).apply, variables(), train=True, key=jax.random.key(1))
     whole = apply(batch())[0]["logits"]
     kept = network().apply(variables(), batch(), train=False)[0]["logits"]
     assert np.abs(whole - kept).max() > 0.3
@@ -105,11 +103,17 @@ def test_layers_and_initial_values() -> None:
         assert 0.09 < np.abs(leaf).max() <= 0.1
 
 
-@pytest.mark.parametrize("fields, message", [
-    ({"num_layers": 1}, "config.model.num_layers is 1; it must be a whole number of at least 2"),
-    ({"features": 0}, "config.model.features is 0; it must be a whole number of at least 1"),
-    ({"vocab_size": True}, "config.model.vocab_size is True; it must be a whole number"),
-])
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        (
+            {"num_layers": 1},
+            "config.model.num_layers is 1; it must be a whole number of at least 2",
+        ),
+        ({"features": 0}, "config.model.features is 0; it must be a whole number of at least 1"),
+        ({"vocab_size": True}, "config.model.vocab_size is True; it must be a whole number"),
+    ],
+)
 def test_sizes_out_of_range(fields: dict, message: str) -> None:
     with pytest.raises(UserError, match=message):
         GNMT(**fields).init(jax.random.key(0), batch(), train=False)

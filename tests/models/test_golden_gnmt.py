@@ -9,7 +9,8 @@ from tests.models.golden_gnmt import REPEATS
 from tests.optim import goldens
 
 ENTRIES = [
-    entry for entry in goldens.entries()
+    entry
+    for entry in goldens.entries()
     if entry["family"] == "legw_lstm" and entry["implementation"] in REPEATS
 ]
 # The network with the longest sentences has the parts of the other one.
@@ -20,8 +21,10 @@ QUICK = [entry for entry in ENTRIES if not goldens.label(entry).endswith("_long"
 def test_as_published(entry: dict) -> None:
     recorded = goldens.record(entry)
     found = FAMILIES["legw_lstm"](entry, recorded, {})
-    given = ("param/", "source", "target", "logits") if "gnmt/loss" in recorded else (
-        "param/", "source", "target",
+    given = (
+        ("param/", "source", "target", "logits")
+        if "gnmt/loss" in recorded
+        else ("param/", "source", "target")
     )
     assert set(found) == {key for key in recorded if not key.startswith(given)}
     for key, value in found.items():
@@ -44,7 +47,8 @@ def test_another_implementation_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["label_smoothing", "mlperf_gnmt", "ptb_batching", "torch_lstm_lm"])
+    "name", ["label_smoothing", "mlperf_gnmt", "ptb_batching", "torch_lstm_lm"]
+)
 def test_a_setting_that_is_not_known_is_an_error(name: str) -> None:
     with pytest.raises(ValueError, match="warp_factor"):
         FAMILIES["legw_lstm"]({"implementation": name, "hyper": {"warp_factor": 9}}, {}, {})

@@ -35,8 +35,7 @@ def test_trainings_are_equal(name: str) -> None:
     entry, recorded, found = repeated(name)
     assert recorded.keys() - found.keys() == {"x", "y"}
     # How far a run in NumPy's float64 is from the recorded one: one of them has large weights.
-    noise = max(entry["rederived_gradients_max_abs_diff"],
-                entry["rederived_by_numpy_max_abs_diff"])
+    noise = max(entry["rederived_gradients_max_abs_diff"], entry["rederived_by_numpy_max_abs_diff"])
     for key, value in found.items():
         scale = max(1.0, float(np.abs(recorded[key]).max()))
         within = max(3 * noise, 5e-6 * scale)

@@ -49,9 +49,10 @@ def test_facts_of_every_parameter(name: str, preset: str) -> None:
 
 
 @pytest.mark.parametrize("train", [False, True])
-@pytest.mark.parametrize("name, momentum, epsilon", [
-    ("davidnet", 0.9, 1e-5), ("efficientnet_b0", 0.99, 1e-3), ("resnet50", 0.9, 1e-5),
-])
+@pytest.mark.parametrize(
+    "name, momentum, epsilon",
+    [("davidnet", 0.9, 1e-5), ("efficientnet_b0", 0.99, 1e-3), ("resnet50", 0.9, 1e-5)],
+)
 def test_every_batch_norm_has_the_fields(
     name: str, momentum: float, epsilon: float, train: bool
 ) -> None:
@@ -69,7 +70,8 @@ def test_every_batch_norm_has_the_fields(
             lambda v, x: module.apply(
                 v, x, train=train, rngs={"dropout": KEY}, mutable="batch_stats"
             ),
-            shapes(name), IMAGE,
+            shapes(name),
+            IMAGE,
         )
 
     with nn.intercept_methods(record):

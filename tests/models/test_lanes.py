@@ -32,14 +32,19 @@ def test_where_the_examples_lie() -> None:
     np.testing.assert_allclose(means, x.mean((1, 2)), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("depthwise, size, stride", [
-    (False, 1, 1), (False, 3, 2), (True, 3, 1), (True, 5, 2),
-])
+@pytest.mark.parametrize(
+    "depthwise, size, stride", [(False, 1, 1), (False, 3, 2), (True, 3, 1), (True, 5, 2)]
+)
 def test_convolution_is_that_of_flax(depthwise: bool, size: int, stride: int) -> None:
     channels = 3 if depthwise else 5
     theirs = nn.Conv(
-        channels, (size, size), stride, "SAME", feature_group_count=3 if depthwise else 1,
-        use_bias=False, kernel_init=INIT,
+        channels,
+        (size, size),
+        stride,
+        "SAME",
+        feature_group_count=3 if depthwise else 1,
+        use_bias=False,
+        kernel_init=INIT,
     )
     x = np.random.default_rng(0).normal(size=(4, 6, 7, 3)).astype(np.float32)
     weights = np.random.default_rng(1).normal(size=(4, 7, 7, channels)).astype(np.float32)
@@ -57,10 +62,17 @@ def test_convolution_is_that_of_flax(depthwise: bool, size: int, stride: int) ->
         variables = theirs.init(jax.random.key(0), x)
         layer = Conv(channels, size, stride, "float32", INIT, depthwise, 4)
         drawn = layer.init(jax.random.key(0), pack(x, 4))
-        return variables, drawn, [
-            jax.grad(functools.partial(value, apply), (0, 1), has_aux=True)(variables, x)
-            for apply in (theirs.apply, *(functools.partial(ours, packed) for packed in (1, 2, 4)))
-        ]
+        return (
+            variables,
+            drawn,
+            [
+                jax.grad(functools.partial(value, apply), (0, 1), has_aux=True)(variables, x)
+                for apply in (
+                    theirs.apply,
+                    *(functools.partial(ours, packed) for packed in (1, 2, 4)),
+                )
+            ],
+        )
 
     variables, drawn, (expected, *found) = run(x)
     jax.tree.map(np.testing.assert_array_equal, drawn, variables)
@@ -79,7 +91,10 @@ def test_dtype_is_that_of_the_computation() -> None:
 def test_padding_at_stride_2() -> None:
     """Finds the padding by a convolution of ones: what is missing at an end was padded there."""
     for size, kernel, expected in (
-        (5, 3, [2, 3, 2]), (6, 3, [3, 3, 2]), (7, 5, [3, 5, 5, 3]), (6, 5, [4, 5, 3]),
+        (5, 3, [2, 3, 2]),
+        (6, 3, [3, 3, 2]),
+        (7, 5, [3, 5, 5, 3]),
+        (6, 5, [4, 5, 3]),
     ):
         layer = Conv(1, kernel, 2, "float32", INIT)
         row = np.ones((1, size, size, 1), np.float32)
@@ -91,7 +106,9 @@ def test_padding_at_stride_2() -> None:
 def fitting(kind: AxisType, device: str, rows: int) -> int:
     """Returns the packing of a network that sees `rows` in a program for 2 devices."""
     mesh = AbstractMesh(
-        (2,), ("data",), (AxisType.Auto,),
+        (2,),
+        ("data",),
+        (AxisType.Auto,),
         abstract_device=AbstractDevice(device, 1, platform=device),
     )
     found = []

@@ -34,10 +34,19 @@ PUBLISHED = {
 # Billions of multiply-adds in Table 2 of arXiv:1905.11946 and Table 1 of arXiv:1512.03385, which
 # call them FLOPs; the latter has v1, whose bottlenecks have their stride in the first convolution.
 PAPERS = {
-    "efficientnet_b0": 0.39, "efficientnet_b1": 0.70, "efficientnet_b2": 1.0,
-    "efficientnet_b3": 1.8, "efficientnet_b4": 4.2, "efficientnet_b5": 9.9,
-    "efficientnet_b6": 19, "efficientnet_b7": 37, "resnet18": 1.8, "resnet34": 3.6,
-    "resnet50": 3.8, "resnet101": 7.6, "resnet152": 11.3,
+    "efficientnet_b0": 0.39,
+    "efficientnet_b1": 0.70,
+    "efficientnet_b2": 1.0,
+    "efficientnet_b3": 1.8,
+    "efficientnet_b4": 4.2,
+    "efficientnet_b5": 9.9,
+    "efficientnet_b6": 19,
+    "efficientnet_b7": 37,
+    "resnet18": 1.8,
+    "resnet34": 3.6,
+    "resnet50": 3.8,
+    "resnet101": 7.6,
+    "resnet152": 11.3,
 }
 
 
@@ -57,9 +66,7 @@ def test_other_networks() -> None:
     assert list(KNOWN) == list(models.MODULES)
     described = {name: describe(name) for name in set(models.MODULES) - set(PUBLISHED)}
     assert described == {name: KNOWN[name] for name in described}
-    assert set(described) == {
-        "bert", "gnmt", "lenet", "lenet5", "lstm_lm", "mlp", "row_lstm",
-    }
+    assert set(described) == {"bert", "gnmt", "lenet", "lenet5", "lstm_lm", "mlp", "row_lstm"}
     # BERT Base with both heads of pre-training, and 20 masked words.
     layer = 4 * 768**2 + 2 * 768 * 3072 + 2 * 128 * 768
     heads = 20 * (768**2 + 768 * 30522) + 768**2 + 2 * 768

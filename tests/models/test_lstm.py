@@ -50,14 +50,19 @@ def test_as_flax(reverse: bool) -> None:
     biases = np.split(np.asarray(params["bias"]), 4)
     cell = {
         **{f"i{gate}": {"kernel": kernel} for gate, kernel in zip("ifgo", kernels, strict=True)},
-        **{f"h{gate}": {"kernel": kernel, "bias": bias}
-           for gate, kernel, bias in zip("ifgo", hiddens, biases, strict=True)},
+        **{
+            f"h{gate}": {"kernel": kernel, "bias": bias}
+            for gate, kernel, bias in zip("ifgo", hiddens, biases, strict=True)
+        },
     }
-    peer = nn.RNN(nn.OptimizedLSTMCell(FEATURES), reverse=reverse, keep_order=True,
-                  return_carry=True, time_major=True)
-    (carried, _), expected = peer.apply(
-        {"params": {"cell": cell}}, inputs(), seq_lengths=lengths
+    peer = nn.RNN(
+        nn.OptimizedLSTMCell(FEATURES),
+        reverse=reverse,
+        keep_order=True,
+        return_carry=True,
+        time_major=True,
     )
+    (carried, _), expected = peer.apply({"params": {"cell": cell}}, inputs(), seq_lengths=lengths)
     for row, length in enumerate(lengths):
         np.testing.assert_allclose(outputs[:length, row], expected[:length, row], atol=1e-6)
     np.testing.assert_allclose(last.cell, carried, atol=1e-6)
@@ -77,7 +82,9 @@ def test_initial_values() -> None:
     layer = LSTM(FEATURES, init_scale=0.05, forget_bias=1.0)
     params = layer.init(jax.random.key(1), inputs())["params"]
     assert {name: value.shape for name, value in params.items()} == {
-        "input_kernel": (INPUTS, 16), "hidden_kernel": (FEATURES, 16), "bias": (16,),
+        "input_kernel": (INPUTS, 16),
+        "hidden_kernel": (FEATURES, 16),
+        "bias": (16,),
     }
     assert 0.03 < np.abs(params["hidden_kernel"]).max() <= 0.05
     bias = params["bias"] - np.repeat([0, 1, 0, 0], FEATURES)

@@ -118,9 +118,13 @@ def test_variational_drops_the_hidden_state_too() -> None:
         inputs = {"inputs": words()[:, :2]}
         return model.apply({"params": params}, inputs, train=True, key=key)[0]["logits"]
 
-    slopes = jit(jax.grad(lambda kernel: jnp.sum(jnp.sin(trained(
-        params | {"lstm_0": lstm | {"hidden_kernel": kernel}}
-    ))[:1])))(lstm["hidden_kernel"])
+    slopes = jit(
+        jax.grad(
+            lambda kernel: jnp.sum(
+                jnp.sin(trained(params | {"lstm_0": lstm | {"hidden_kernel": kernel}}))[:1]
+            )
+        )
+    )(lstm["hidden_kernel"])
     rows = np.abs(slopes).max(1) > 0  # rows of the kernel that the first example's mask keeps
     assert 0 < rows.sum() < FEATURES
 
@@ -152,11 +156,14 @@ def test_matrix_products_in_bfloat16_keep_a_float32_carry() -> None:
     assert 0 < difference < 0.02
 
 
-@pytest.mark.parametrize("fields, message", [
-    ({"dropout": "weekly"}, "config.model.dropout is 'weekly'; known: plain, variational"),
-    ({"num_layers": 0}, "config.model.num_layers is 0; it must be at least 1"),
-    ({"dropout_rate": 1.0}, r"the rate of dropout must be in \[0, 1\)"),
-])
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"dropout": "weekly"}, "config.model.dropout is 'weekly'; known: plain, variational"),
+        ({"num_layers": 0}, "config.model.num_layers is 0; it must be at least 1"),
+        ({"dropout_rate": 1.0}, r"the rate of dropout must be in \[0, 1\)"),
+    ],
+)
 def test_mistakes(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         variables(network(**fields))

@@ -56,9 +56,7 @@ def test_batch_norm_comes_before_the_relu_in_groups() -> None:
     plain = models.build("mlp", hidden_sizes=(5, 4))
     no_bias = {name: {**params[name], "bias": 0.0} for name in ("hidden0", "hidden1")}
     no_bias["hidden0"]["bias"], no_bias["hidden1"]["bias"] = np.zeros(5), np.zeros(4)
-    expected, _ = plain.apply(
-        {"params": no_bias | {"output": params["output"]}}, x, train=False
-    )
+    expected, _ = plain.apply({"params": no_bias | {"output": params["output"]}}, x, train=False)
     np.testing.assert_allclose(logits, expected, rtol=1e-4)
 
 
@@ -67,6 +65,7 @@ def test_dropout_comes_after_the_relu() -> None:
     x = jax.random.normal(KEY, (3, 7))
     params = model.init(KEY, x)["params"]
     hidden = np.maximum(x @ params["hidden0"]["kernel"], 0)
+
     # The gradient of the last kernel shows which of its inputs were left, and their factor.
     def total(params: Any) -> jax.Array:
         return jnp.sum(model.apply({"params": params}, x[:1], train=True, key=KEY)[0])
@@ -146,18 +145,23 @@ def test_the_same_outputs_and_gradients_in_every_placement(kind: str) -> None:
             lambda a, b, size: np.testing.assert_allclose(
                 a, b, rtol=1e-6, atol=1e-6 * size, err_msg=placement
             ),
-            found, expected, largest,
+            found,
+            expected,
+            largest,
         )
 
 
-@pytest.mark.parametrize("fields, message", [
-    ({"hidden_sizes": (0,)}, "hidden_sizes must be whole numbers of at least 1, not"),
-    ({"hidden_sizes": (8, -1)}, "hidden_sizes must be whole numbers of at least 1, not"),
-    ({"hidden_sizes": (2.5,)}, "hidden_sizes must be whole numbers of at least 1, not"),
-    ({"hidden_sizes": "abc"}, "hidden_sizes must be whole numbers of at least 1, not"),
-    ({"group_size": 8}, "group_size is 8; it needs batch_norm=True"),
-    ({"dropout_rate": 1.5}, r"rate of dropout must be in \[0, 1\), not 1.5"),
-])
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"hidden_sizes": (0,)}, "hidden_sizes must be whole numbers of at least 1, not"),
+        ({"hidden_sizes": (8, -1)}, "hidden_sizes must be whole numbers of at least 1, not"),
+        ({"hidden_sizes": (2.5,)}, "hidden_sizes must be whole numbers of at least 1, not"),
+        ({"hidden_sizes": "abc"}, "hidden_sizes must be whole numbers of at least 1, not"),
+        ({"group_size": 8}, "group_size is 8; it needs batch_norm=True"),
+        ({"dropout_rate": 1.5}, r"rate of dropout must be in \[0, 1\), not 1.5"),
+    ],
+)
 def test_fields_that_cannot_be(fields: dict[str, Any], message: str) -> None:
     model = models.build("mlp", **fields)
     with pytest.raises(ValueError, match=message):

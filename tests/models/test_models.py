@@ -22,8 +22,12 @@ from tests.quick import jit
 @pytest.mark.parametrize(
     "name, fields, message",
     [
-        ("lennet", {}, "config.model.name is 'lennet'; known models: bert, dav.*row_lstm, and "
-         "'package.module:Name' for your own$"),
+        (
+            "lennet",
+            {},
+            "config.model.name is 'lennet'; known models: bert, dav.*row_lstm, and "
+            "'package.module:Name' for your own$",
+        ),
         ("mlp", {"depth": 3}, "config.model.depth is not a field .*; known: num_classes, "),
         ("mlp", {"parent": None}, "config.model.parent is not a field"),
         ("lenet", {"group_size": 8}, "config.model.group_size is not a field .*: num_classes, "),
@@ -44,9 +48,9 @@ def test_the_mesh_axes_are_no_field_of_a_config() -> None:
     assert "axis_name" not in str(caught.value).partition("known:")[2]
 
 
-@pytest.mark.parametrize("name", [
-    name for name in models.MODULES if not re.search("_b[1-7]|resnet(34|101|152)", name)
-])
+@pytest.mark.parametrize(
+    "name", [name for name in models.MODULES if not re.search("_b[1-7]|resnet(34|101|152)", name)]
+)
 def test_a_model_takes_axes_whether_or_not_it_needs_them(name: str) -> None:
     model = models.build(name, axis_name=("data",))
     inputs = jax.ShapeDtypeStruct((1, 32, 32, 1), jnp.float32)
@@ -96,12 +100,17 @@ def test_batch_norm_inside_shard_map_needs_the_axes() -> None:
         logits(())
 
 
-@pytest.mark.parametrize("config, expected", [
-    ({"name": "lenet"}, (1, "")),
-    ({"name": "mlp"}, (1, "")),
-    ({"name": "mlp", "batch_norm": True, "group_size": 16},
-     (2, "BatchNorm: groups of 16 examples, 4 in a forward pass, 2 device(s) each")),
-])
+@pytest.mark.parametrize(
+    "config, expected",
+    [
+        ({"name": "lenet"}, (1, "")),
+        ({"name": "mlp"}, (1, "")),
+        (
+            {"name": "mlp", "batch_norm": True, "group_size": 16},
+            (2, "BatchNorm: groups of 16 examples, 4 in a forward pass, 2 device(s) each"),
+        ),
+    ],
+)
 def test_groups_of_a_config(config: dict[str, Any], expected: tuple[int, str]) -> None:
     assert models.batch_norm_groups(ConfigDict(config), 64, 8) == expected
     assert models.batch_norm_groups(config, 64, 8) == expected

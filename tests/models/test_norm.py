@@ -142,10 +142,13 @@ PLACEMENTS = [
 ]
 # In `make test` a group of every kind, in one device, over all, and over parts of them.
 MAIN_PLACEMENTS = ("jit, 1 device", "jit, 8", "shard_map, 8")
-everywhere = pytest.mark.parametrize("placement, group_size", [
-    pytest.param(*pair, marks=() if pair[0] in MAIN_PLACEMENTS else pytest.mark.long)
-    for pair in PLACEMENTS
-])
+everywhere = pytest.mark.parametrize(
+    "placement, group_size",
+    [
+        pytest.param(*pair, marks=() if pair[0] in MAIN_PLACEMENTS else pytest.mark.long)
+        for pair in PLACEMENTS
+    ],
+)
 
 
 @functools.cache
@@ -362,9 +365,7 @@ def test_microbatches_over_devices() -> None:
         moments = jax.tree.map(lambda *leaves: jnp.stack(leaves), *steps)
         return combine_moments({"batch_stats": case["batch_stats"]}, moments)
 
-    run = jax.shard_map(
-        run, mesh=make_mesh(8), in_specs=P("data"), out_specs=P(), check_vma=False
-    )
+    run = jax.shard_map(run, mesh=make_mesh(8), in_specs=P("data"), out_specs=P(), check_vma=False)
     expected = {"batch_stats": reference(case, None)["batch_stats"]}
     assert_close(jit(run)(case["x"]), expected, 2e-6, 1e-6)
 
@@ -400,10 +401,14 @@ def test_each_layer_has_its_own_moments_also_in_a_stack() -> None:
 
 
 def test_state_that_cannot_be_combined() -> None:
-    _, moments = moments_of(BatchNorm(use_running_average=False), {
-        "params": {"scale": jnp.ones(2), "bias": jnp.zeros(2)},
-        "batch_stats": {"mean": jnp.zeros(2), "var": jnp.ones(2)},
-    }, jnp.ones((4, 2)))
+    _, moments = moments_of(
+        BatchNorm(use_running_average=False),
+        {
+            "params": {"scale": jnp.ones(2), "bias": jnp.zeros(2)},
+            "batch_stats": {"mean": jnp.zeros(2), "var": jnp.ones(2)},
+        },
+        jnp.ones((4, 2)),
+    )
     moments = {"norm": jax.tree.map(lambda leaf: leaf[None], moments)}
     good = {"batch_stats": {"norm": {"mean": jnp.zeros(2), "var": jnp.ones(2)}}}
     assert_close(combine_moments(good, moments)["batch_stats"]["norm"]["mean"], [0.01, 0.01], 1e-6)
@@ -419,12 +424,15 @@ def test_state_that_cannot_be_combined() -> None:
             combine_moments(state, moments)
 
 
-@pytest.mark.parametrize("fields, x, message", [
-    ({"momentum": 1.5}, jnp.zeros((4, 2)), r"momentum must be in \[0, 1\], not 1.5"),
-    ({"epsilon": -1e-5}, jnp.zeros((4, 2)), "epsilon must be at least 0, not -1e-05"),
-    ({}, jnp.zeros(4), r"floating-point \(batch, ..., channels\), not float32\(4,\)"),
-    ({}, jnp.zeros((4, 2), jnp.uint8), r"floating-point .*, not uint8\(4, 2\)"),
-])
+@pytest.mark.parametrize(
+    "fields, x, message",
+    [
+        ({"momentum": 1.5}, jnp.zeros((4, 2)), r"momentum must be in \[0, 1\], not 1.5"),
+        ({"epsilon": -1e-5}, jnp.zeros((4, 2)), "epsilon must be at least 0, not -1e-05"),
+        ({}, jnp.zeros(4), r"floating-point \(batch, ..., channels\), not float32\(4,\)"),
+        ({}, jnp.zeros((4, 2), jnp.uint8), r"floating-point .*, not uint8\(4, 2\)"),
+    ],
+)
 def test_impossible_arguments(fields: dict[str, Any], x: jax.Array, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         BatchNorm(use_running_average=False, **fields).init(KEY, x)

@@ -62,12 +62,17 @@ def compiled_step(mesh: Mesh, group_size: int | None, dtype: Any, shard_map: boo
 
 
 @pytest.mark.parametrize("shape, shard_map", [((8,), False), ((4, 2), False), ((8,), True)])
-@pytest.mark.parametrize("group_size, dtype", [
-    (8, jnp.float32), (None, jnp.float32), (2, jnp.bfloat16),
-    pytest.param(4, jnp.float32, marks=pytest.mark.long),
-    pytest.param(16, jnp.float32, marks=pytest.mark.long),
-    pytest.param(8, jnp.bfloat16, marks=pytest.mark.long),
-])
+@pytest.mark.parametrize(
+    "group_size, dtype",
+    [
+        (8, jnp.float32),
+        (None, jnp.float32),
+        (2, jnp.bfloat16),
+        pytest.param(4, jnp.float32, marks=pytest.mark.long),
+        pytest.param(16, jnp.float32, marks=pytest.mark.long),
+        pytest.param(8, jnp.bfloat16, marks=pytest.mark.long),
+    ],
+)
 def test_compiled_step_reduces_over_the_groups_and_gathers_nothing(
     group_size: int | None, dtype: Any, shape: Sequence[int], shard_map: bool
 ) -> None:

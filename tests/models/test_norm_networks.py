@@ -26,8 +26,10 @@ DEVICES, ROWS, UPDATES = 8, 4, 3  # rows of a batch on a device
 MOMENTUM = 0.5
 # Devices that share statistics. Each takes seconds to compile, so not every one is here.
 SHARED = {
-    ("efficientnet", "shard_map"): (1, 2, 4, 8), ("efficientnet", "jit"): (4,),
-    ("resnet", "shard_map"): (1, 8), ("resnet", "jit"): (8,),
+    ("efficientnet", "shard_map"): (1, 2, 4, 8),
+    ("efficientnet", "jit"): (4,),
+    ("resnet", "shard_map"): (1, 8),
+    ("resnet", "jit"): (8,),
 }
 CASES = [(*key, shared) for key, several in SHARED.items() for shared in several]
 MAIN_CASES = [("resnet", "jit", 8)]
@@ -40,9 +42,7 @@ class CutResNet(ResNet):
 
 
 NETWORKS = {
-    "efficientnet": {
-        "name": "efficientnet_b0", "stages": ((1, 3, 1, 1, 16), (1, 3, 2, 6, 24)),
-    },
+    "efficientnet": {"name": "efficientnet_b0", "stages": ((1, 3, 1, 1, 16), (1, 3, 2, 6, 24))},
     "resnet": {"name": "cut_resnet", "stem": "cifar", "zero_gamma": False},
 }
 
@@ -60,12 +60,18 @@ class Trained(NamedTuple):
 def trained(network: str, backend: str, shared: int) -> Trained:
     """By the training step, with groups of `shared` devices' rows."""
     fields = {
-        **NETWORKS[network], "num_classes": 10, "group_size": ROWS * shared, "momentum": MOMENTUM,
+        **NETWORKS[network],
+        "num_classes": 10,
+        "group_size": ROWS * shared,
+        "momentum": MOMENTUM,
     }
     optimizer = ConfigDict({"name": "nesterov", "learning_rate": 0.02, "rules": "no_bias_no_norm"})
     settings = tiny.digits(
-        model=ConfigDict(fields), optimizer=optimizer, batch_size=DEVICES * ROWS,
-        schedule__warmup="0 steps", parallel__backend=backend,
+        model=ConfigDict(fields),
+        optimizer=optimizer,
+        batch_size=DEVICES * ROWS,
+        schedule__warmup="0 steps",
+        parallel__backend=backend,
     )
     run = prepare(settings, None)
     assert run.batch_norm.endswith(f" {shared} device(s) each")
@@ -96,16 +102,16 @@ def normalised(
 
     The whole batch's statistics come from the groups' by the law of total variance.
     """
-    params, old = (functools.reduce(lambda tree, key: tree[key], layer, start[collection])
-                   for collection in ("params", "batch_stats"))
+    params, old = (
+        functools.reduce(lambda tree, key: tree[key], layer, start[collection])
+        for collection in ("params", "batch_stats")
+    )
     groups = x.reshape(-1, size, *x.shape[1:])
     mean, var = groups.mean((1, 2, 3)), groups.var((1, 2, 3))
     places = (slice(None), None, None, None)
     y = ((groups - mean[places]) / np.sqrt(var[places] + epsilon)).reshape(x.shape)
     whole = {"mean": mean.mean(0), "var": var.mean(0) + mean.var(0)}
-    moved = {
-        name: MOMENTUM * old[name] + (1 - MOMENTUM) * value for name, value in whole.items()
-    }
+    moved = {name: MOMENTUM * old[name] + (1 - MOMENTUM) * value for name, value in whole.items()}
     return params["scale"] * y + params["bias"], moved
 
 

@@ -21,14 +21,17 @@ def windows_3x3(x: jax.Array) -> jax.Array:
     return nn.max_pool(x, (3, 3), (2, 2), ((1, 1), (1, 1)))
 
 
-@pytest.mark.parametrize("ours, theirs, height, width", [
-    (max_pool_2x2, windows_2x2, 4, 6),
-    (max_pool_3x3, windows_3x3, 8, 6),
-    (max_pool_3x3, windows_3x3, 7, 6),
-    (max_pool_3x3, windows_3x3, 2, 3),
-    (max_pool_3x3, windows_3x3, 1, 2),
-    (max_pool_3x3, windows_3x3, 1, 1),
-])
+@pytest.mark.parametrize(
+    "ours, theirs, height, width",
+    [
+        (max_pool_2x2, windows_2x2, 4, 6),
+        (max_pool_3x3, windows_3x3, 8, 6),
+        (max_pool_3x3, windows_3x3, 7, 6),
+        (max_pool_3x3, windows_3x3, 2, 3),
+        (max_pool_3x3, windows_3x3, 1, 2),
+        (max_pool_3x3, windows_3x3, 1, 1),
+    ],
+)
 def test_values_and_gradients(ours: Pool, theirs: Pool, height: int, width: int) -> None:
     size = 3 * height * width * 2
     # No two are equal.
@@ -41,9 +44,7 @@ def test_values_and_gradients(ours: Pool, theirs: Pool, height: int, width: int)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("ours, theirs", [
-    (max_pool_2x2, windows_2x2), (max_pool_3x3, windows_3x3)
-])
+@pytest.mark.parametrize("ours, theirs", [(max_pool_2x2, windows_2x2), (max_pool_3x3, windows_3x3)])
 def test_zeros_of_a_relu_pass_no_gradient(ours: Pool, theirs: Pool) -> None:
     x = jax.random.normal(jax.random.key(0), (2, 8, 8, 16)) - 1  # most windows are of zeros only
     found, expected = (
@@ -77,7 +78,5 @@ def test_nan_stays() -> None:
 
 
 def test_programs_for_tpus_have_windows() -> None:
-    lowered = jax.jit(max_pool_3x3).trace(jnp.ones((1, 4, 4, 1))).lower(
-        lowering_platforms=("tpu",)
-    )
+    lowered = jax.jit(max_pool_3x3).trace(jnp.ones((1, 4, 4, 1))).lower(lowering_platforms=("tpu",))
     assert "reduce_window" in lowered.as_text() and "concatenate" not in lowered.as_text()

@@ -18,8 +18,9 @@ SHAPES = [(5,), (3, 5), (4, 3, 5), (2, 4, 3, 5)]
 
 
 def theirs(x: Any, kernel: Any, dtype: Any = None) -> jax.Array:
-    return lax.dot_general(x, kernel, (((x.ndim - 1,), (0,)), ((), ())),
-                           preferred_element_type=dtype)
+    return lax.dot_general(
+        x, kernel, (((x.ndim - 1,), (0,)), ((), ())), preferred_element_type=dtype
+    )
 
 
 def ours(x: Any, kernel: Any, dtype: Any = None) -> jax.Array:
@@ -54,8 +55,9 @@ def test_second_derivatives() -> None:
     found, expected = (
         jax.jvp(functools.partial(gradients, f), given, direction)[1] for f in (ours, theirs)
     )
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
-                 found, expected)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, expected
+    )
 
 
 def test_sums_of_bfloat16_are_of_float32() -> None:
@@ -75,7 +77,8 @@ def test_products_of_bfloat16_are_of_what_a_cpu_multiplies_fast() -> None:
     for dtype, forward in ((jnp.float32, "f32"), (None, "bf16")):
         traced = jax.jit(functools.partial(gradients, ours, dtype=dtype)).trace(*given)
         lines = [
-            line for line in traced.lower(lowering_platforms=("cpu",)).as_text().splitlines()
+            line
+            for line in traced.lower(lowering_platforms=("cpu",)).as_text().splitlines()
             if "dot_general" in line and "contracting_dims = []" not in line
         ]
         assert len(lines) == 3
@@ -95,15 +98,21 @@ def test_kernel_that_all_devices_share(check_vma: bool) -> None:
             of_x, of_kernel = gradients(product, x, kernel)
             return of_x, of_kernel[None]
 
-        return jax.jit(jax.shard_map(
-            part, mesh=Mesh(jax.devices()[:2], "data"), in_specs=(P("data"), P()),
-            out_specs=(P("data"), P() if check_vma else P("data")), check_vma=check_vma,
-        ))(x, kernel)
+        return jax.jit(
+            jax.shard_map(
+                part,
+                mesh=Mesh(jax.devices()[:2], "data"),
+                in_specs=(P("data"), P()),
+                out_specs=(P("data"), P() if check_vma else P("data")),
+                check_vma=check_vma,
+            )
+        )(x, kernel)
 
     found, expected = run(ours), run(theirs)
     assert found[1].shape == (1 if check_vma else 2, *kernel.shape)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
-                 found, expected)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, expected
+    )
 
 
 def test_programs_for_tpus_are_those_of_jax() -> None:
@@ -114,7 +123,8 @@ def test_programs_for_tpus_are_those_of_jax() -> None:
         text = traced.lower(lowering_platforms=(platform,)).as_text()
         return sorted(
             line.split(" = ", 1)[1].split("%")[0] + line[line.find("contracting") :]
-            for line in text.splitlines() if "dot_general" in line or "transpose" in line
+            for line in text.splitlines()
+            if "dot_general" in line or "transpose" in line
         )
 
     assert operations(ours, "tpu") == operations(theirs, "tpu")

@@ -28,21 +28,31 @@ def _images(side: int, channels: int = 3) -> Fields:
 WORDS = _array(LENGTH)
 TEXT = dict.fromkeys(("input_ids", "token_type_ids", "attention_mask"), WORDS)
 MASKED = {
-    **TEXT, "masked_positions": _array(3), "masked_ids": _array(3),
-    "masked_weights": _array(3, dtype=jnp.float32), "next_sentence_label": _array(),
+    **TEXT,
+    "masked_positions": _array(3),
+    "masked_ids": _array(3),
+    "masked_weights": _array(3, dtype=jnp.float32),
+    "next_sentence_label": _array(),
 }
 SPANS = {
-    **TEXT, "start_position": _array(), "end_position": _array(),
+    **TEXT,
+    "start_position": _array(),
+    "end_position": _array(),
     "token_mask": _array(LENGTH, dtype=jnp.bool_),
 }
-STREAM = {
-    "inputs": WORDS, "targets": WORDS, "start": _array(dtype=jnp.bool_), "length": _array(),
-}
+STREAM = {"inputs": WORDS, "targets": WORDS, "start": _array(dtype=jnp.bool_), "length": _array()}
 PAIRS = {
-    "source_ids": WORDS, "source_length": _array(), "target_ids": WORDS, "target_length": _array(),
+    "source_ids": WORDS,
+    "source_length": _array(),
+    "target_ids": WORDS,
+    "target_length": _array(),
 }
 BERT = {
-    "num_layers": 1, "hidden_size": 8, "num_heads": 2, "intermediate_size": 8, "vocab_size": 11,
+    "num_layers": 1,
+    "hidden_size": 8,
+    "num_heads": 2,
+    "intermediate_size": 8,
+    "vocab_size": 11,
     "max_positions": LENGTH,
 }
 LSTM = {"vocab_size": 11, "features": 8, "num_layers": 2, "dropout_rate": 0.1}
@@ -51,8 +61,13 @@ SMOOTHED = {"label_smoothing": 0.1}
 
 # network, its fields, task, its fields, batch
 CASES: dict[str, tuple[str, Fields, str, Fields, Fields]] = {
-    "mlp": ("mlp", {"batch_norm": True, "dropout_rate": 0.1}, "classification",
-            {**SMOOTHED, "mixup_alpha": 0.2}, _images(8)),
+    "mlp": (
+        "mlp",
+        {"batch_norm": True, "dropout_rate": 0.1},
+        "classification",
+        {**SMOOTHED, "mixup_alpha": 0.2},
+        _images(8),
+    ),
     "lenet": ("lenet", {}, "classification", SMOOTHED, _images(28, 1)),
     "lenet5": ("lenet5", {}, "classification", {}, _images(28, 1)),
     "row_lstm": ("row_lstm", {}, "classification", {}, _images(8, 1)),
@@ -60,12 +75,22 @@ CASES: dict[str, tuple[str, Fields, str, Fields, Fields]] = {
     "davidnet": ("davidnet", {"width": 8}, "classification", {}, _images(32)),
     "efficientnet": ("efficientnet_b0", {"stages": STAGES}, "classification", {}, _images(16)),
     "bert": ("bert", BERT, "masked_lm", {}, MASKED),
-    "bert-scanned": ("bert", {**BERT, "scan_layers": True, "remat": "full"}, "masked_lm", {},
-                     MASKED),
+    "bert-scanned": (
+        "bert",
+        {**BERT, "scan_layers": True, "remat": "full"},
+        "masked_lm",
+        {},
+        MASKED,
+    ),
     "bert-spans": ("bert", {**BERT, "heads": ("span",)}, "question_answering", {}, SPANS),
     "lstm_lm": ("lstm_lm", LSTM, "language_model", {}, STREAM),
-    "lstm_lm-tied": ("lstm_lm", {**LSTM, "tied": True, "dropout": "variational"},
-                     "language_model", {}, STREAM),
+    "lstm_lm-tied": (
+        "lstm_lm",
+        {**LSTM, "tied": True, "dropout": "variational"},
+        "language_model",
+        {},
+        STREAM,
+    ),
     "gnmt": ("gnmt", {"vocab_size": 11, "features": 8, "num_layers": 3}, "translation", {}, PAIRS),
 }
 
@@ -74,10 +99,14 @@ def _has_dtype(network: str) -> bool:
     return "dtype" in inspect.signature(models.MODULES[network]).parameters
 
 
-@pytest.mark.parametrize("name, dtype", [
-    (name, dtype) for name, case in CASES.items()
-    for dtype in (("float32", "bfloat16") if _has_dtype(case[0]) else ("float32",))
-])
+@pytest.mark.parametrize(
+    "name, dtype",
+    [
+        (name, dtype)
+        for name, case in CASES.items()
+        for dtype in (("float32", "bfloat16") if _has_dtype(case[0]) else ("float32",))
+    ],
+)
 def test_strict_promotion(name: str, dtype: str) -> None:
     network, fields, problem, options, batch = CASES[name]
     if _has_dtype(network):
@@ -118,16 +147,19 @@ def test_every_family_of_networks_has_a_case() -> None:
     assert {case[0].partition("_b")[0].rstrip("0123456789") for case in CASES.values()} == families
 
 
-@pytest.mark.parametrize("ours, flax, fields", [
-    (Dense, nn.Dense, {"features": 3, "dtype": jnp.bfloat16}),
-    (LayerNorm, nn.LayerNorm, {"dtype": jnp.bfloat16, "use_fast_variance": False}),
-])
+@pytest.mark.parametrize(
+    "ours, flax, fields",
+    [
+        (Dense, nn.Dense, {"features": 3, "dtype": jnp.bfloat16}),
+        (LayerNorm, nn.LayerNorm, {"dtype": jnp.bfloat16, "use_fast_variance": False}),
+    ],
+)
 def test_layers_have_flaxs_values_and_names(ours: Any, flax: Any, fields: Fields) -> None:
     x = jax.random.normal(jax.random.key(1), (4, 5), jnp.bfloat16)
     variables = flax(**fields).init(jax.random.key(0), x)
     expected = flax(**fields).apply(variables, x)
     with jax.numpy_dtype_promotion("strict"):
-        assert jax.tree.all(jax.tree.map(
-            np.array_equal, ours(**fields).init(jax.random.key(0), x), variables
-        ))
+        assert jax.tree.all(
+            jax.tree.map(np.array_equal, ours(**fields).init(jax.random.key(0), x), variables)
+        )
         np.testing.assert_array_equal(ours(**fields).apply(variables, x), expected)

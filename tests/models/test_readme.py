@@ -16,7 +16,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     root = tmp_path_factory.mktemp("own")
     lines = own_pages.run_page("models", root)
     assert [line[0] for line in lines] == [
-        *["lamb_tpu.train"] * 3, "lamb_tpu.evaluate", "lamb_tpu.export",
+        *["lamb_tpu.train"] * 3,
+        "lamb_tpu.evaluate",
+        "lamb_tpu.export",
     ]
     return root
 
@@ -42,10 +44,17 @@ def test_exported_arrays_are_those_of_the_run(folder: pathlib.Path) -> None:
     assert set(tensors) == {
         f"params/{layer}/{leaf}" for layer in ("hidden", "output") for leaf in ("kernel", "bias")
     }
-    (outcome,) = own_pages.run([[
-        "lamb_tpu.evaluate", "--config=digits", "--config.init_from=runs/jax_weights",
-        "--config.model={'name': 'my_jax:two_layers'}",
-    ]], folder)
+    (outcome,) = own_pages.run(
+        [
+            [
+                "lamb_tpu.evaluate",
+                "--config=digits",
+                "--config.init_from=runs/jax_weights",
+                "--config.model={'name': 'my_jax:two_layers'}",
+            ]
+        ],
+        folder,
+    )
     assert outcome["status"] == 0, outcome["stderr"]
     lines = (folder / "runs" / "jax" / "metrics.jsonl").read_text().splitlines()
     (last,) = [json.loads(line) for line in lines if '"eval"' in line]

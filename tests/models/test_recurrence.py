@@ -56,8 +56,9 @@ def plain(inputs: jax.Array, kernels: Kernels, carry: Carry, valid: jax.Array) -
 def test_values_and_gradients() -> None:
     expected = jax.jit(jax.value_and_grad(plain, (0, 1, 2)))(*arguments())
     found = jax.jit(jax.value_and_grad(ours, (0, 1, 2)))(*arguments())
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6),
-                 found, expected)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6), found, expected
+    )
 
 
 @pytest.mark.long
@@ -76,7 +77,8 @@ def test_a_product_of_the_hessian() -> None:
 
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5),
-        product(ours), product(plain),
+        product(ours),
+        product(plain),
     )
 
 
@@ -105,14 +107,17 @@ def test_split_over_devices(check_vma: bool) -> None:
         slope = jax.grad(mine)(kernels)
         return slope if check_vma else jax.lax.psum(slope, "data")
 
-    split = jax.jit(jax.shard_map(
-        step, mesh=mesh, in_specs=(rows, specs, rows), out_specs=specs, check_vma=check_vma
-    ))
+    split = jax.jit(
+        jax.shard_map(
+            step, mesh=mesh, in_specs=(rows, specs, rows), out_specs=specs, check_vma=check_vma
+        )
+    )
     zero = Carry(*map(jnp.zeros_like, carry))
     expected = jax.grad(plain, 1)(inputs, kernels, zero, valid)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6),
-        split(inputs, kernels, valid), expected,
+        split(inputs, kernels, valid),
+        expected,
     )
 
 

@@ -55,9 +55,9 @@ def forward(module: ResNet, tree: Any, x: np.ndarray) -> np.ndarray:
     return x.mean((1, 2)) @ params["output"]["kernel"] + params["output"]["bias"]
 
 
-@pytest.mark.parametrize("network, stem", [
-    (Basic, "imagenet"), (Bottleneck, "imagenet"), (Basic, "cifar"),
-])
+@pytest.mark.parametrize(
+    "network, stem", [(Basic, "imagenet"), (Bottleneck, "imagenet"), (Basic, "cifar")]
+)
 def test_forward_pass(network: type[ResNet], stem: str) -> None:
     module = network(num_classes=5, stem=stem)
     tree = numpy_layers.variables(module, IMAGES)
@@ -70,7 +70,8 @@ def test_forward_pass(network: type[ResNet], stem: str) -> None:
 def test_shortcuts() -> None:
     """A projection exactly where the shape changes: not in a basic network's first stage."""
     for network, expected in (
-        (Basic, {"stage2_block1"}), (Bottleneck, {"stage1_block1", "stage2_block1"}),
+        (Basic, {"stage2_block1"}),
+        (Bottleneck, {"stage1_block1", "stage2_block1"}),
     ):
         params = numpy_layers.variables(network(), IMAGES)["params"]
         assert {name for name in params if "projection" in params[name]} == expected
@@ -84,7 +85,10 @@ def test_first_values(zero_gamma: bool) -> None:
         kernels = params["stage2_block2"]["conv2"], params["stem_conv"], params["output"]
         scales = {
             f"{name}/{norm}": params[name][norm]["scale"]
-            for name in params if "block" in name for norm in params[name] if "norm" in norm
+            for name in params
+            if "block" in name
+            for norm in params[name]
+            if "norm" in norm
         }
         return [layer["kernel"] for layer in kernels], scales
 
@@ -93,18 +97,22 @@ def test_first_values(zero_gamma: bool) -> None:
     for name, scale in scales.items():
         assert np.all(scale == (0 if zero_gamma and name.endswith("/norm3") else 1)), name
     for kernel, deviation in zip(
-        map(np.asarray, kernels), (np.sqrt(2 / (9 * 128)), np.sqrt(2 / (49 * 64)), 0.01),
+        map(np.asarray, kernels),
+        (np.sqrt(2 / (9 * 128)), np.sqrt(2 / (49 * 64)), 0.01),
         strict=True,
     ):
         assert abs(np.std(kernel) / deviation - 1) < 0.03
         assert np.abs(kernel).max() > 3 * deviation  # not cut
 
 
-@pytest.mark.parametrize("fields, message", [
-    ({"stem": "mnist"}, "stem is 'mnist'; known: imagenet, cifar"),
-    ({"zero_gamma": 1}, "zero_gamma must be True or False, not 1"),
-    ({"momentum": 1.5}, "momentum must be in .0, 1., not 1.5"),
-])
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"stem": "mnist"}, "stem is 'mnist'; known: imagenet, cifar"),
+        ({"zero_gamma": 1}, "zero_gamma must be True or False, not 1"),
+        ({"momentum": 1.5}, "momentum must be in .0, 1., not 1.5"),
+    ],
+)
 def test_mistakes(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         numpy_layers.variables(Basic(**fields), IMAGES)

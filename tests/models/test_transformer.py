@@ -27,8 +27,12 @@ from tests.quick import jit
 
 KEY = jax.random.key(0)
 CONFIG = LayerConfig(
-    hidden_size=16, num_heads=4, intermediate_size=24, dropout_rate=0.0,
-    attention_dropout_rate=0.0, dtype="float32",
+    hidden_size=16,
+    num_heads=4,
+    intermediate_size=24,
+    dropout_rate=0.0,
+    attention_dropout_rate=0.0,
+    dtype="float32",
 )
 DROPPING = dataclasses.replace(CONFIG, dropout_rate=0.3, attention_dropout_rate=0.3)
 ROWS, LENGTH, LAYERS = 5, 7, 3
@@ -206,10 +210,13 @@ def test_padding_says_nothing_to_the_tokens() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("sizes, fields", [
-    ({"data": 2, "sequence": 4}, {}),
-    ({"data": 2, "model": 2, "sequence": 2}, {"scan_layers": True, "num_layers": 2}),
-])
+@pytest.mark.parametrize(
+    "sizes, fields",
+    [
+        ({"data": 2, "sequence": 4}, {}),
+        ({"data": 2, "model": 2, "sequence": 2}, {"scan_layers": True, "num_layers": 2}),
+    ],
+)
 def test_split_sequences_give_the_numbers_of_one_device(
     sizes: dict[str, int], fields: dict[str, Any]
 ) -> None:
@@ -230,9 +237,11 @@ def test_split_sequences_give_the_numbers_of_one_device(
     )
     rows, whole = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
     with jax.set_mesh(mesh):
-        compiled = jit(
-            lambda *args: run(*args), in_shardings=(whole, rows, rows), out_shardings=whole
-        ).lower(variables, x, mask).compile()
+        compiled = (
+            jit(lambda *args: run(*args), in_shardings=(whole, rows, rows), out_shardings=whole)
+            .lower(variables, x, mask)
+            .compile()
+        )
     found = compiled(*jax.device_put((variables, x, mask), (whole, rows, rows)))
     assert_close(found, expected, 2e-5)
     # Queries, keys, values there and the result back, and their gradients.
@@ -278,7 +287,8 @@ def test_bfloat16_keeps_softmax_and_statistics_in_float32(config: LayerConfig) -
         assert set(dtypes(name)) == {"float32"}, name
     assert set(dtypes("dot_general")) == {"bfloat16"} and len(dtypes("dot_general")) == 8
     scores = [
-        e.outvars[0].aval.dtype.name for e in traced
+        e.outvars[0].aval.dtype.name
+        for e in traced
         if e.primitive.name == "dot_general" and e.outvars[0].aval.size == ROWS * 4 * LENGTH**2
     ]
     assert scores == ["float32"]

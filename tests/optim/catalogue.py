@@ -22,31 +22,38 @@ def _trust_ratio_chain(learning_rate, rules="all", axis_name=None, collect=False
 
 
 def _lamb_of_links(learning_rate, rules="all", axis_name=None, collect=False):
-    return optim.in_float32(optax.chain(
-        optim.scale_by_lamb(rules=rules, axis_name=axis_name),
-        optim.add_decayed_weights(0.01, rules),
-        optim.scale_by_trust_ratio(rules, axis_name=axis_name, collect=collect),
-        optax.scale_by_learning_rate(learning_rate),
-    ))
+    return optim.in_float32(
+        optax.chain(
+            optim.scale_by_lamb(rules=rules, axis_name=axis_name),
+            optim.add_decayed_weights(0.01, rules),
+            optim.scale_by_trust_ratio(rules, axis_name=axis_name, collect=collect),
+            optax.scale_by_learning_rate(learning_rate),
+        )
+    )
 
 
 def _lars_of_links(learning_rate, rules="all", axis_name=None, collect=False):
-    return optim.in_float32(optax.chain(
-        optim.add_decayed_weights(1e-4, rules),
-        optim.scale_by_trust_ratio(
-            rules, coefficient=0.001, axis_name=axis_name, collect=collect),
-        optim.scale_by_lars(0.9),
-        optax.scale_by_learning_rate(learning_rate),
-    ))
+    return optim.in_float32(
+        optax.chain(
+            optim.add_decayed_weights(1e-4, rules),
+            optim.scale_by_trust_ratio(
+                rules, coefficient=0.001, axis_name=axis_name, collect=collect
+            ),
+            optim.scale_by_lars(0.9),
+            optax.scale_by_learning_rate(learning_rate),
+        )
+    )
 
 
 def _ratio_on_adam(learning_rate, rules="all", axis_name=None, collect=False):
-    return optim.in_float32(optax.chain(
-        optax.scale_by_adam(),
-        optim.scale_by_trust_ratio(rules, axis_name=axis_name, collect=collect),
-        optax.scale_by_learning_rate(learning_rate),
-        optim.scale_by_rate_factors(rules),
-    ))
+    return optim.in_float32(
+        optax.chain(
+            optax.scale_by_adam(),
+            optim.scale_by_trust_ratio(rules, axis_name=axis_name, collect=collect),
+            optax.scale_by_learning_rate(learning_rate),
+            optim.scale_by_rate_factors(rules),
+        )
+    )
 
 
 def _clipped_lamb(learning_rate, rules="all", axis_name=None):
@@ -58,12 +65,14 @@ def _clipped_lamb(learning_rate, rules="all", axis_name=None):
 
 def _rounded_lamb(learning_rate, rules="all", axis_name=None):
     return rounding.stochastic_rounding(
-        optim.lamb(learning_rate, rules=rules, axis_name=axis_name), seed=1, axis_name=axis_name)
+        optim.lamb(learning_rate, rules=rules, axis_name=axis_name), seed=1, axis_name=axis_name
+    )
 
 
 def _lamb_under_agvm(learning_rate, rules="all", axis_name=None):
     return optim.agvm(
-        optim.lamb(learning_rate, rules=rules, axis_name=axis_name), [""], axis_name=axis_name)
+        optim.lamb(learning_rate, rules=rules, axis_name=axis_name), [""], axis_name=axis_name
+    )
 
 
 # Each algorithm once, and what is built around one.
@@ -100,9 +109,15 @@ TRANSFORMS: dict[str, Build] = {
         if takes(name, "collect")
     },
     **{
-        f"{name} {preset}": functools.partial(OPTIMIZERS[name], **{
-            # A first update that is thrown away shows nothing.
-            key: value for key, value in arguments.items() if key != "discard_first"})
+        f"{name} {preset}": functools.partial(
+            OPTIMIZERS[name],
+            **{
+                # A first update that is thrown away shows nothing.
+                key: value
+                for key, value in arguments.items()
+                if key != "discard_first"
+            },
+        )
         for name, presets in PRESETS.items()
         for preset, arguments in presets.items()
     },

@@ -31,8 +31,15 @@ def repeat(entry: Mapping[str, Any], recorded: Arrays, inputs: Arrays) -> dict[s
     use_adam, static = hook.take("use_adam", False), hook.take("static_lr", False)
     clip, clip_range = hook.take("grad_clip"), hook.take("grad_clip_iter_range")
     tx = optim.agvm(
-        inner, modules, interval, start, stop, hook.take("momentum", 0.97),
-        second_moment=second_moment if use_adam else None, b2=b2, eps_root=eps,
+        inner,
+        modules,
+        interval,
+        start,
+        stop,
+        hook.take("momentum", 0.97),
+        second_moment=second_moment if use_adam else None,
+        b2=b2,
+        eps_root=eps,
     )
     hook.same_numbers("debug_mode")  # a print
     if hook.take("warmup_iters", 0) > start:
@@ -43,7 +50,8 @@ def repeat(entry: Mapping[str, Any], recorded: Arrays, inputs: Arrays) -> dict[s
 
     params = {
         key.removeprefix("p32/"): jnp.asarray(value[0])
-        for key, value in recorded.items() if key.startswith("p32/")
+        for key, value in recorded.items()
+        if key.startswith("p32/")
     }
     grads = {name: jnp.asarray(recorded["grad/" + name]) for name in params}
 
@@ -54,8 +62,7 @@ def repeat(entry: Mapping[str, Any], recorded: Arrays, inputs: Arrays) -> dict[s
         if clip is not None:
             low, high = clip_range or (0, steps)
             gradient = _clipped(gradient, clip, (low <= step) & (step <= high))
-        updates, state = tx.update(
-            gradient, state, params, halves=None if static else halves)
+        updates, state = tx.update(gradient, state, params, halves=None if static else halves)
         return optax.apply_updates(params, updates), state
 
     state, trajectory, rows = tx.init(params), [params], []
@@ -105,16 +112,19 @@ def _inner(settings: Settings) -> tuple[optax.GradientTransformation, Any, float
         momentum = arguments.take("momentum", 0.0)
         tx = optax.chain(
             optax.add_decayed_weights(arguments.take("weight_decay", 0.0)),
-            optax.trace(momentum, arguments.take("nesterov", False)), optax.scale(-rate),
+            optax.trace(momentum, arguments.take("nesterov", False)),
+            optax.scale(-rate),
         )
     elif kind == "AdamW":
         # LAMB without its ratio, with the start of its averages corrected in full precision.
         tx = optim.lamb(
-            rate, b1, b2, eps, arguments.take("weight_decay", 1e-2), rules=[("", {"adapt": False})])
+            rate, b1, b2, eps, arguments.take("weight_decay", 1e-2), rules=[("", {"adapt": False})]
+        )
     elif kind == "Adam":
         tx = optim.add_l2(
             optim.lamb(rate, b1, b2, eps, 0.0, rules=[("", {"adapt": False})]),
-            arguments.take("weight_decay", 0.0))
+            arguments.take("weight_decay", 0.0),
+        )
     else:
         raise ValueError(f"the optimizer {kind!r} is unknown")
     arguments.check_empty(kind)

@@ -59,17 +59,24 @@ def _muon(settings: Settings, params: Any) -> optax.GradientTransformation:
         raise NotImplementedError("adaptive is no option of muon here")
     # Adam's decay is an argument of its own in Optax, 0 where it is not given.
     matrices = {name for name, leaf in params.items() if leaf.ndim == 2}
-    return optim.make_optimizer({
-        "name": "muon", "beta": settings.take("beta", 0.95),
-        "nesterov": settings.take("nesterov", True), "ns_steps": settings.take("ns_steps", 5),
-        "eps": settings.take("eps", 1e-8), "consistent_rms": settings.take("consistent_rms"),
-        "weight_decay": settings.take("weight_decay", 0.0),
-        # Optax takes every leaf with two axes for a matrix, tables too.
-        "rules": leaf_rules(
-            params, decay=matrices.__contains__,
-            matrix_axes=lambda name: ((0,), (1,)) if name in matrices else (),
-        ),
-    }, rate(settings))
+    return optim.make_optimizer(
+        {
+            "name": "muon",
+            "beta": settings.take("beta", 0.95),
+            "nesterov": settings.take("nesterov", True),
+            "ns_steps": settings.take("ns_steps", 5),
+            "eps": settings.take("eps", 1e-8),
+            "consistent_rms": settings.take("consistent_rms"),
+            "weight_decay": settings.take("weight_decay", 0.0),
+            # Optax takes every leaf with two axes for a matrix, tables too.
+            "rules": leaf_rules(
+                params,
+                decay=matrices.__contains__,
+                matrix_axes=lambda name: ((0,), (1,)) if name in matrices else (),
+            ),
+        },
+        rate(settings),
+    )
 
 
 def _schedule_free(settings: Settings, params: Any) -> optax.GradientTransformation:
@@ -78,12 +85,18 @@ def _schedule_free(settings: Settings, params: Any) -> optax.GradientTransformat
     table = settings.take("lr") * np.minimum((np.arange(20) + 1) / warmup_steps, 1.0)
     b1, b2 = settings.take("betas", (0.9, 0.999))
     settings.same_numbers("foreach")
-    return optim.make_optimizer({
-        "name": "schedule_free_adamw", "b1": b1, "b2": b2, "eps": settings.take("eps", 1e-8),
-        "weight_decay": settings.take("weight_decay", 0.0),
-        "weight_step_power": settings.take("r", 0.0),
-        "weight_lr_power": settings.take("weight_lr_power", 2.0),
-    }, lambda count: jnp.asarray(table)[count])
+    return optim.make_optimizer(
+        {
+            "name": "schedule_free_adamw",
+            "b1": b1,
+            "b2": b2,
+            "eps": settings.take("eps", 1e-8),
+            "weight_decay": settings.take("weight_decay", 0.0),
+            "weight_step_power": settings.take("r", 0.0),
+            "weight_lr_power": settings.take("weight_lr_power", 2.0),
+        },
+        lambda count: jnp.asarray(table)[count],
+    )
 
 
 FAMILIES: dict[str, Callable[[Settings, Any], optax.GradientTransformation]] = {

@@ -109,9 +109,7 @@ def grouped(
     return leaf_rules(
         params,
         decay=lambda path: decays[excluded(path)] != 0,
-        adapt=lambda path: adapt and bool(
-            adapts[excluded(path)] or decays[excluded(path)] != 0
-        ),
+        adapt=lambda path: adapt and bool(adapts[excluded(path)] or decays[excluded(path)] != 0),
     )
 
 

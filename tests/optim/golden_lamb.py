@@ -115,15 +115,20 @@ def _keras_clipping(settings: Settings, arguments: dict[str, Any], rules: Rules)
     if value is not None:
         tx = optax.chain(optax.clip(value), tx)
     if each is not None:
+
         def clip(grad, _):
             return grad * each / jnp.maximum(jnp.linalg.norm(grad.ravel()), each)
+
         tx = optax.chain(optax.stateless_with_tree_map(clip), tx)
     return tx
 
 
 def _optax(settings, params):
     arguments = _arguments(
-        settings, "paper", weight_decay=0.0, eps_root=settings.take("eps_root", 0.0),
+        settings,
+        "paper",
+        weight_decay=0.0,
+        eps_root=settings.take("eps_root", 0.0),
         clip_global_norm=settings.take("global_clipnorm"),
     )
     rules = leaf_rules(params, decay=mask(settings.take("decay_mask")))
@@ -142,7 +147,8 @@ def _flax_optim(settings, params):
 def _mlperf_jax(settings, params):
     num_layers = settings.take("num_layers", 24)
     stacks = {
-        path for path, leaf in paths(params).items()
+        path
+        for path, leaf in paths(params).items()
         if leaf.ndim > 1 and leaf.shape[0] == num_layers
     }
     rules = leaf_rules(params, layer_axes=lambda path: (0,) if path in stacks else ())
@@ -157,7 +163,10 @@ def _timm(settings, params):
     settings.setdefault("weight_decay", 0.01)
     rules = grouped(settings, params, 0.01, tied=True)
     arguments = _arguments(
-        settings, "timm", **timm_decay(settings), bias_correction=_moments(settings),
+        settings,
+        "timm",
+        **timm_decay(settings),
+        bias_correction=_moments(settings),
         grad_averaging=settings.take("grad_averaging", True),
         cautious=settings.take("caution", False),
         clip_global_norm=settings.take("max_grad_norm", 1.0),
@@ -176,9 +185,12 @@ def _apex(settings, params):
     if isinstance(norm, str) and norm.startswith("off"):
         norm = None
     arguments = _arguments(
-        settings, "apex", bias_correction=_moments(settings),
+        settings,
+        "apex",
+        bias_correction=_moments(settings),
         decay="direction" if settings.take("adam_w_mode", True) else "gradient",
-        grad_averaging=settings.take("grad_averaging", True), clip_global_norm=norm,
+        grad_averaging=settings.take("grad_averaging", True),
+        clip_global_norm=norm,
     )
     return _lamb(settings, arguments, rules)
 
@@ -200,7 +212,8 @@ def _deepspeed(settings, params):
     settings.assume("amsgrad", False, why="DeepSpeed's FusedLamb rejects it")
     rules = grouped(settings, params, 0.0)
     arguments = _arguments(
-        settings, "deepspeed",
+        settings,
+        "deepspeed",
         bias_correction="step" if settings.take("bias_correction", True) else "none",
         ratio_bounds=(settings.take("min_coeff", 0.01), settings.take("max_coeff", 10.0)),
         # A list of the norm of all gradients, once for each parameter.
@@ -222,7 +235,10 @@ def _torch_optimizer(settings, params):
     adapt = not settings.take("adam", False) and largest > 0
     rules = grouped(settings, params, 0.0, adapt=adapt)
     arguments = _arguments(
-        settings, "transformer_xl", ratio_eps=0.0, phi_bounds=(0.0, largest),
+        settings,
+        "transformer_xl",
+        ratio_eps=0.0,
+        phi_bounds=(0.0, largest),
         bias_correction="step" if settings.take("debias", False) else "none",
     )
     return _lamb(settings, arguments, rules)

@@ -25,9 +25,7 @@ NAMES = {
 MOST = ("momentum", "weight_decay", "coefficient", "nesterov", "eps")
 
 
-def transform(
-    implementation: str, settings: Settings, params: Any
-) -> optax.GradientTransformation:
+def transform(implementation: str, settings: Settings, params: Any) -> optax.GradientTransformation:
     """The optimizer of an entry of the family 'lars'."""
     return IMPLEMENTATIONS[implementation](settings, params)
 
@@ -48,7 +46,8 @@ def learning_rate(settings: Settings) -> optax.ScalarOrSchedule:
     """The learning rate, also where it is a multiple of the polynomial of MLPerf's train.py."""
     match = re.fullmatch(
         r"train\.py polynomial_learning_rate_fn\((\d+), (\d+) steps?/epoch, (\d+) epochs\)"
-        r" \* ([\d.]+)", settings.get("lr_schedule", ""),
+        r" \* ([\d.]+)",
+        settings.get("lr_schedule", ""),
     )
     if match is None:
         return rate(settings)
@@ -56,14 +55,21 @@ def learning_rate(settings: Settings) -> optax.ScalarOrSchedule:
     settings.take("lr")  # the peak of the multiple, which the schedule gives by itself
     batch_size, steps_per_epoch, epochs = (int(number) for number in match.groups()[:3])
     base, warmup_epochs = next(
-        (peak, warmup) for limit, peak, warmup in (
-            (16384, 10.0, 5), (32768, 25.0, 5), (65536, 29.0, 18),
+        (peak, warmup)
+        for limit, peak, warmup in (
+            (16384, 10.0, 5),
+            (32768, 25.0, 5),
+            (65536, 29.0, 18),
             (float("inf"), 23.080977304670448, 33),
-        ) if batch_size < limit
+        )
+        if batch_size < limit
     )
     schedule = optim.warmup(
-        base, total_steps=epochs * steps_per_epoch + 1,
-        warmup_steps=warmup_epochs * steps_per_epoch, power=2.0, end_value=1e-4,
+        base,
+        total_steps=epochs * steps_per_epoch + 1,
+        warmup_steps=warmup_epochs * steps_per_epoch,
+        power=2.0,
+        end_value=1e-4,
     )
     factor = float(match.group(4))
     return lambda count: factor * schedule(count)

@@ -23,22 +23,25 @@ NAMES = {
 MOST = ("b1", "b2", "eps", "weight_decay")
 
 
-def transform(
-    implementation: str, settings: Settings, params: Any
-) -> optax.GradientTransformation:
+def transform(implementation: str, settings: Settings, params: Any) -> optax.GradientTransformation:
     """The optimizer of an entry of the family 'novograd'."""
     del params
     return IMPLEMENTATIONS[implementation](settings)
 
 
 def _novograd(
-    settings: Settings, known: tuple[str, ...], preset_name: str, rules: Rules = "all",
+    settings: Settings,
+    known: tuple[str, ...],
+    preset_name: str,
+    rules: Rules = "all",
     **arguments: Any,
 ) -> optax.GradientTransformation:
     """`optim.novograd` with a preset, over it the `known` settings, and over these `arguments`."""
     taken = {
         ours: settings.take(theirs)
-        for ours in known for theirs in NAMES[ours] if theirs in settings
+        for ours in known
+        for theirs in NAMES[ours]
+        if theirs in settings
     }
     return optim.novograd(
         rate(settings), rules=rules, **preset("novograd", preset_name) | taken | arguments
@@ -59,8 +62,13 @@ def _torch(settings, preset_name, **arguments):
     known = (*MOST, "amsgrad")
     excluded = group_without_decay(settings)
     return _novograd(
-        settings, known, preset_name, excluded,
-        grad_averaging=averaging, nu_dtype="float32", **arguments,
+        settings,
+        known,
+        preset_name,
+        excluded,
+        grad_averaging=averaging,
+        nu_dtype="float32",
+        **arguments,
     )
 
 
@@ -72,7 +80,10 @@ def _tfa(settings):
     averaging = "after_first" if settings.take("grad_averaging", False) else "none"
     known = (*MOST, "amsgrad")
     return _novograd(
-        settings, known, "tfa", grad_averaging=averaging,
+        settings,
+        known,
+        "tfa",
+        grad_averaging=averaging,
         clip_global_norm=settings.take("global_clipnorm"),
     )
 
@@ -99,8 +110,13 @@ def _openseq2seq(settings):
         raise NotImplementedError("beta2, which has no effect there, must still be a number")
     settings.same_numbers("use_locking")  # of variables, between threads
     return _novograd(
-        settings, ("b1", "weight_decay"), "paper",
-        b2=0.0, eps=0.0, eps_root=eps_root, grad_averaging=averaging,
+        settings,
+        ("b1", "weight_decay"),
+        "paper",
+        b2=0.0,
+        eps=0.0,
+        eps_root=eps_root,
+        grad_averaging=averaging,
     )
 
 

@@ -28,8 +28,11 @@ Arrays = Mapping[str, np.ndarray]
 FED = "wgrad/<name>[:world]; averaged over ranks while local_gradients is False"
 # Our field of a state -> its name in the records.
 FIELDS = {
-    "mu": "exp_avg", "nu": "exp_avg_sq", "coefficient": "lamb_coeff_freeze",
-    "scaling": "scaling_coeff", "factor": "last_factor",
+    "mu": "exp_avg",
+    "nu": "exp_avg_sq",
+    "coefficient": "lamb_coeff_freeze",
+    "scaling": "scaling_coeff",
+    "factor": "last_factor",
 }
 
 
@@ -66,8 +69,13 @@ def repeat(entry: Entry, recorded: Arrays, inputs: Arrays) -> dict[str, np.ndarr
 
 
 def _trajectory(
-    tx: Staged, exchange: OneBit | None, world: int, names: list[str],
-    recorded: Arrays, inputs: Arrays, schedule: optax.ScalarOrSchedule,
+    tx: Staged,
+    exchange: OneBit | None,
+    world: int,
+    names: list[str],
+    recorded: Arrays,
+    inputs: Arrays,
+    schedule: optax.ScalarOrSchedule,
 ) -> dict[str, np.ndarray]:
     # JAX sorts the keys of a dict. The order of an OrderedDict is that of the reference's buffer,
     # which says whose chunk a value is in.
@@ -91,7 +99,11 @@ def _trajectory(
         if not stage.local:
             share = jax.lax.psum(share, "workers")
         steps, state = tx.update(
-            share, state, params, stage=stage, num_devices=world,
+            share,
+            state,
+            params,
+            stage=stage,
+            num_devices=world,
             reduce=reduce if stage.reduces and exchange else None,
         )
         return optax.apply_updates(params, steps), state, held[0]
@@ -113,19 +125,20 @@ def _trajectory(
 
     found: dict[str, Callable[[str], Any]] = {
         "p32/": lambda name: np.stack([np.asarray(p[name][0]) for p in trajectory]),
-        "trust/": lambda name: np.float32([
-            math.nan if r is None else r[name][0] for r in ratios]),
+        "trust/": lambda name: np.float32([math.nan if r is None else r[name][0] for r in ratios]),
         **{
             f"rank{rank}_final/": lambda name, rank=rank: np.asarray(params[name][rank])
             for rank in range(world)
         },
         **{
             f"state/{theirs}/": lambda name, ours=ours, theirs=theirs: np.asarray(
-                getattr(state, ours)[name][0]).reshape(recorded[f"state/{theirs}/{name}"].shape)
+                getattr(state, ours)[name][0]
+            ).reshape(recorded[f"state/{theirs}/{name}"].shape)
             for ours, theirs in FIELDS.items()
         },
-        "lr": lambda name: np.float64([
-            schedule(step) if callable(schedule) else schedule for step in range(updates)]),
+        "lr": lambda name: np.float64(
+            [schedule(step) if callable(schedule) else schedule for step in range(updates)]
+        ),
         "local_gradients": lambda name: np.asarray(local),
     }
     values = {}
@@ -142,7 +155,8 @@ def _all_reduces(entry: Entry, recorded: Arrays, inputs: Arrays) -> dict[str, np
     # Of OnebitLamb, which is not called.
     settings.assume("zero_div_with_zero_momentum", "ZeroDivisionError")
     described = re.fullmatch(
-        r"(\S+)\[rank, t\], t=0\.\.(\d+), error buffers carried over", settings.take("input"))
+        r"(\S+)\[rank, t\], t=0\.\.(\d+), error buffers carried over", settings.take("input")
+    )
     if described is None:
         raise ValueError(f"the input {entry['hyper']['input']!r} is unknown")
     settings.check_empty("compressed_allreduce")
@@ -181,10 +195,14 @@ def _common(name: str, settings: Settings) -> dict[str, Any]:
     # DeepSpeed's constructors take the flag and use it nowhere: no run corrects the bias.
     settings.take("bias_correction", True)
     return {
-        "learning_rate": rate(settings), "b1": settings.take("beta1", 0.9),
-        "b2": settings.take("beta2", 0.999), "eps": settings.take("eps", 1e-8),
+        "learning_rate": rate(settings),
+        "b1": settings.take("beta1", 0.9),
+        "b2": settings.take("beta2", 0.999),
+        "eps": settings.take("eps", 1e-8),
         "weight_decay": settings.take("weight_decay", 0.0),
-        "masked_rows": rows, "collect": True, **preset(name, "deepspeed"),
+        "masked_rows": rows,
+        "collect": True,
+        **preset(name, "deepspeed"),
     }
 
 
@@ -226,5 +244,7 @@ def _zero_one(settings: Settings) -> Staged:
 
 
 OPTIMIZERS: dict[str, Callable[[Settings], Staged]] = {
-    "onebit_adam": _adam, "onebit_lamb": _lamb, "zero_one_adam": _zero_one,
+    "onebit_adam": _adam,
+    "onebit_lamb": _lamb,
+    "zero_one_adam": _zero_one,
 }

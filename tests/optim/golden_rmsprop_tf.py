@@ -32,9 +32,7 @@ NAMES = {
 MOST = ("b2", "eps", "momentum", "centered")
 
 
-def transform(
-    implementation: str, settings: Settings, params: Any
-) -> optax.GradientTransformation:
+def transform(implementation: str, settings: Settings, params: Any) -> optax.GradientTransformation:
     """The optimizer of an entry of the family 'rmsprop_tf'."""
     return IMPLEMENTATIONS[implementation](settings, params)
 
@@ -78,7 +76,12 @@ def _keras_legacy(settings, params):
     # The fused kernels, which it calls where there is a momentum, have the eps inside the root.
     eps_in_root = settings.get("momentum", 0.0) > 0
     return _rmsprop(
-        settings, MOST, momentum=0.0, eps=1e-7, initial_scale=0.0, eps_in_root=eps_in_root,
+        settings,
+        MOST,
+        momentum=0.0,
+        eps=1e-7,
+        initial_scale=0.0,
+        eps_in_root=eps_in_root,
         clip_global_norm=settings.take("global_clipnorm"),
     )
 

@@ -52,8 +52,12 @@ def _init2winit(settings: Settings, record: Record) -> list[Curve]:
     base, total = settings.take("base_lr"), settings.take("max_training_updates")
     decay_end = settings.take("decay_end", 0)
     rate = warmup(
-        base, total + 1, settings.take("warmup_steps"), power=settings.take("power"),
-        end_value=settings.take("end_lr"), start_value=settings.take("start_lr"),
+        base,
+        total + 1,
+        settings.take("warmup_steps"),
+        power=settings.take("power"),
+        end_value=settings.take("end_lr"),
+        start_value=settings.take("start_lr"),
         warmup_power=settings.take("warmup_power"),
     )
     frozen = (lambda t: rate(jnp.minimum(t, decay_end))) if decay_end > 0 else rate
@@ -75,16 +79,23 @@ def _legw(settings: Settings, record: Record) -> list[Curve]:
             np.testing.assert_allclose(record[key], [batch, *scaled, warmup_steps, total], 1e-15)
             for label, options in {"const": {"decay": "constant"}, "poly2": {"power": 2}}.items():
                 rate = warmup(scaled.learning_rate, total, warmup_steps, **options)
-                curves.append(Curve(
-                    f"{name}lr_warm_then_{label}", rate, record[name + "step"],
-                    scaled.learning_rate,
-                ))
+                curves.append(
+                    Curve(
+                        f"{name}lr_warm_then_{label}",
+                        rate,
+                        record[name + "step"],
+                        scaled.learning_rate,
+                    )
+                )
     return curves
 
 
 def _mlperf(settings: Settings, record: Record) -> list[Curve]:
     table = {  # batch size: peak, warm-up epochs; the code's own table
-        8192: (10.0, 5), 16384: (25.0, 5), 32768: (29.0, 18), 65536: (23.080977304670448, 33),
+        8192: (10.0, 5),
+        16384: (25.0, 5),
+        32768: (29.0, 18),
+        65536: (23.080977304670448, 33),
     }
     epochs, num_examples = settings.take("epochs"), settings.take("n")
     curves = []
@@ -104,14 +115,20 @@ def _nvidia_bert(settings: Settings, record: Record) -> list[Curve]:
     for name in ("poly05", "poly1", "linear", "constant"):
         text = settings.take(name)
         if text != "same":
-            last = {key: float(value) for key, value in
-                    (part.strip().rsplit(" ", 1) for part in text.split(","))}
+            last = {
+                key: float(value)
+                for key, value in (part.strip().rsplit(" ", 1) for part in text.split(","))
+            }
         values = dict(last)
         base, total = values.pop("base"), int(values.pop("total"))
         warmup_steps = values.pop("warmup") * total
         if name.startswith("poly"):
             rate = warmup(
-                base, total, warmup_steps, power=values.pop("degree"), decay_from="zero",
+                base,
+                total,
+                warmup_steps,
+                power=values.pop("degree"),
+                decay_from="zero",
                 first_step=1,
             )
         else:
@@ -128,8 +145,10 @@ def _nvidia_jasper(settings: Settings, record: Record) -> list[Curve]:
     total = settings.take("num_epochs") * per_epoch
     options = {
         # One update longer than there: at the clock's first_step the rate is 1 / (W + 1).
-        "warmup_steps": warmup_steps + 1, "hold_steps": settings.take("hold_epochs") * per_epoch,
-        "first_step": 1, "min_value": settings.take("min_lr"),
+        "warmup_steps": warmup_steps + 1,
+        "hold_steps": settings.take("hold_epochs") * per_epoch,
+        "first_step": 1,
+        "min_value": settings.take("min_lr"),
     }
     gamma = exponential_decay(settings.take("exp_gamma"), per_epoch)
     legacy = warmup(base, total + 1, power=2, **options)
@@ -158,7 +177,8 @@ def _tpu_efficientnet(settings: Settings, record: Record) -> list[Curve]:
 
     steps = np.arange(total + 1)
     return [
-        Curve("exponential", exponential, steps, peak), Curve("cosine", cosine, steps, peak),
+        Curve("exponential", exponential, steps, peak),
+        Curve("cosine", cosine, steps, peak),
         Curve("poly", poly_without_its_peak, steps, poly_peak),
         Curve("constant_nowarm", constant, steps, 0.1),
     ]

@@ -18,8 +18,14 @@ def case(steps: int = 5, seed: int = 0) -> tuple[Tree, list[Tree]]:
     'zero' starts at 0, 'still' has no gradient, and 'late' none at the first two updates.
     """
     rng = np.random.default_rng(seed)
-    shapes = {"kernel": (4, 3), "scale": (5,), "bias": (3,), "zero": (2, 2), "still": (3,),
-              "late": (6,)}
+    shapes = {
+        "kernel": (4, 3),
+        "scale": (5,),
+        "bias": (3,),
+        "zero": (2, 2),
+        "still": (3,),
+        "late": (6,),
+    }
     params = {name: rng.standard_normal(shape) for name, shape in shapes.items()}
     params["zero"][:] = 0.0
     grads = [
@@ -33,9 +39,7 @@ def case(steps: int = 5, seed: int = 0) -> tuple[Tree, list[Tree]]:
     return params, grads
 
 
-def after(
-    tx: optax.GradientTransformation, params: Any, grads: Sequence[Any]
-) -> tuple[Any, Any]:
+def after(tx: optax.GradientTransformation, params: Any, grads: Sequence[Any]) -> tuple[Any, Any]:
     """The parameters after all updates, and the state."""
     params = jax.tree.map(jnp.asarray, params)
     state, update = tx.init(params), jax.jit(tx.update)
@@ -63,12 +67,12 @@ def stacked_and_split(
     with jax.enable_x64(True):
         together, _ = after(build(rules=[("", {"layer_axes": (0,)})]), params, grads)
         apart, _ = after(
-            build(rules="all"),
-            *(jax.tree.map(list, trees) for trees in (params, grads)),
+            build(rules="all"), *(jax.tree.map(list, trees) for trees in (params, grads))
         )
         for name in params:
             np.testing.assert_allclose(
-                together[name], np.stack(apart[name]), rtol=1e-11, atol=1e-11)
+                together[name], np.stack(apart[name]), rtol=1e-11, atol=1e-11
+            )
 
         whole, _ = after(build(rules="all"), params, grads)
         mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
@@ -78,7 +82,9 @@ def stacked_and_split(
             tx = build(rules="all", axis_name=axis_name)
             run = jax.shard_map(
                 lambda params, grads: after(tx, params, grads)[0],
-                mesh=mesh, in_specs=(spec, spec), out_specs=spec,
+                mesh=mesh,
+                in_specs=(spec, spec),
+                out_specs=spec,
             )
             return jax.jit(run)(params, grads)
 

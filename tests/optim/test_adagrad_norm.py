@@ -22,9 +22,7 @@ def reference(params, grads, initial_norm=0.1, weight_decay=0.0):
     params, total = {name: w.copy() for name, w in params.items()}, initial_norm**2
     for t, grad in enumerate(grads):
         wd = weight_decay(t) if callable(weight_decay) else weight_decay
-        grad = {
-            name: g + wd * params[name] if name != "bias" else g for name, g in grad.items()
-        }
+        grad = {name: g + wd * params[name] if name != "bias" else g for name, g in grad.items()}
         total += sum((g**2).sum() for g in grad.values())
         for name, g in grad.items():
             if total > 0:
@@ -33,7 +31,10 @@ def reference(params, grads, initial_norm=0.1, weight_decay=0.0):
 
 
 ARGUMENTS = [
-    {}, {"initial_norm": 3.0}, {"initial_norm": 0.0}, {"weight_decay": 0.3},
+    {},
+    {"initial_norm": 3.0},
+    {"initial_norm": 0.0},
+    {"weight_decay": 0.3},
     {"weight_decay": lambda t: 0.1 * (t + 1)},
 ]
 
@@ -57,8 +58,7 @@ def test_one_number_for_each_layer(arguments):
     with jax.enable_x64(True), jax.debug_nans(True):
         found, state = after(tx, params, grads)
     for leaf, w in params.items():
-        expected, total = reference(
-            {leaf: w}, [{leaf: grad[leaf]} for grad in grads], **arguments)
+        expected, total = reference({leaf: w}, [{leaf: grad[leaf]} for grad in grads], **arguments)
         np.testing.assert_allclose(found[leaf], expected[leaf], rtol=1e-12, atol=1e-13)
         np.testing.assert_allclose(np.asarray(state.accumulator[leaf]).sum(), total, rtol=1e-12)
 
@@ -87,8 +87,11 @@ def test_the_step_does_not_depend_on_the_scale_of_the_loss():
 
 @pytest.mark.parametrize("per_layer", [False, True])
 def test_stacks_and_shards(per_layer):
-    stacked_and_split(functools.partial(
-        optim.adagrad_norm, 1.0, per_layer=per_layer, weight_decay=0.1, collect=True))
+    stacked_and_split(
+        functools.partial(
+            optim.adagrad_norm, 1.0, per_layer=per_layer, weight_decay=0.1, collect=True
+        )
+    )
 
 
 def test_narrow_parameters_keep_a_float32_accumulator():
@@ -103,13 +106,16 @@ def test_narrow_parameters_keep_a_float32_accumulator():
             assert total.dtype == jnp.float32 and total.sum() == 90001.0
 
 
-@pytest.mark.parametrize("arguments, message", [
-    ({"initial_norm": -0.1}, "initial_norm must be at least 0, not -0.1"),
-    ({"per_layer": "yes"}, "per_layer must be True or False, not 'yes'"),
-    ({"weight_decay": -0.1}, "weight_decay .* not -0.1"),
-    ({"learning_rate": -0.1}, "learning_rate .* not -0.1"),
-    ({"rules": "none"}, "rules 'none' are unknown"),
-])
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"initial_norm": -0.1}, "initial_norm must be at least 0, not -0.1"),
+        ({"per_layer": "yes"}, "per_layer must be True or False, not 'yes'"),
+        ({"weight_decay": -0.1}, "weight_decay .* not -0.1"),
+        ({"learning_rate": -0.1}, "learning_rate .* not -0.1"),
+        ({"rules": "none"}, "rules 'none' are unknown"),
+    ],
+)
 def test_bad_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
         optim.adagrad_norm(**{"learning_rate": 0.1} | arguments)

@@ -55,14 +55,16 @@ def test_factors_are_measured_at_intervals_and_hold_in_between() -> None:
         applied = expected if 2 <= step <= 5 else np.ones(3)
         for factor, name in zip(applied, params, strict=True):
             np.testing.assert_allclose(
-                updates[name]["w"], -factor * _mean(halves)[name]["w"], rtol=1e-5)
+                updates[name]["w"], -factor * _mean(halves)[name]["w"], rtol=1e-5
+            )
     assert expected[0] == 1.0 and expected[1] < 0.95 and expected[2] > 1.5
 
 
 def test_another_anchor() -> None:
     params, halves = _tree(0), _halves(0)
-    tx = optim.agvm(optax.sgd(1.0), RULES, anchor=1, interval=1, start=0, momentum=0.0,
-                    bounds=(0.0, 100.0))
+    tx = optim.agvm(
+        optax.sgd(1.0), RULES, anchor=1, interval=1, start=0, momentum=0.0, bounds=(0.0, 100.0)
+    )
     _, state = tx.update(_mean(halves), tx.init(params), params, halves=halves)
     first = _target(halves, (0.0, 100.0))
     np.testing.assert_allclose(state.factors, first / first[1], rtol=1e-4)
@@ -75,25 +77,33 @@ def test_without_halves_factors_stay() -> None:
     updates, after = tx.update(_mean(halves), state, params)
     np.testing.assert_array_equal(after.factors, state.factors)
     np.testing.assert_allclose(
-        updates["neck"]["w"], -state.factors[1] * _mean(halves)["neck"]["w"], rtol=1e-6)
+        updates["neck"]["w"], -state.factors[1] * _mean(halves)["neck"]["w"], rtol=1e-6
+    )
     assert int(after.count) == 2
 
 
 def test_decoupled_decay_is_scaled_too() -> None:
     params, halves = _tree(0), _halves(0)
     none = jax.tree.map(jnp.zeros_like, params)
-    tx = optim.agvm(
-        optax.adamw(0.1, weight_decay=0.5), RULES, interval=1, start=0, momentum=0.0)
+    tx = optim.agvm(optax.adamw(0.1, weight_decay=0.5), RULES, interval=1, start=0, momentum=0.0)
     updates, state = tx.update(none, tx.init(params), params, halves=halves)
     np.testing.assert_allclose(
-        updates["head"]["w"], -0.05 * state.factors[2] * params["head"]["w"], rtol=1e-5)
+        updates["head"]["w"], -0.05 * state.factors[2] * params["head"]["w"], rtol=1e-5
+    )
 
 
 def test_preconditioning_by_the_second_moments_before_the_update() -> None:
     params, b2 = _tree(0), 0.9
     tx = optim.agvm(
-        optax.adam(0.1, b2=b2), RULES, interval=1, start=1, momentum=0.0,
-        second_moment=lambda state: state[0].nu, b2=b2, eps_root=1e-8)
+        optax.adam(0.1, b2=b2),
+        RULES,
+        interval=1,
+        start=1,
+        momentum=0.0,
+        second_moment=lambda state: state[0].nu,
+        b2=b2,
+        eps_root=1e-8,
+    )
     state = tx.init(params)
     for step in range(2):
         halves, moments = _halves(step), state.inner_state[0].nu
@@ -110,28 +120,41 @@ def test_tensors_that_are_split() -> None:
     """Inside shard_map factors are those of whole tensors, and equal on all devices."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     params, halves = _tree(0), _halves(0)
-    specs = {name: {"w": PartitionSpec("data") if name != "neck" else PartitionSpec()}
-             for name in params}
+    specs = {
+        name: {"w": PartitionSpec("data") if name != "neck" else PartitionSpec()} for name in params
+    }
     factors = {}
     for axis_name in (lambda path: None if "neck" in path else "data", None):
         tx = optim.agvm(
-            optim.lamb(0.1, axis_name=axis_name), RULES, interval=1, start=0, momentum=0.0,
-            axis_name=axis_name)
+            optim.lamb(0.1, axis_name=axis_name),
+            RULES,
+            interval=1,
+            start=0,
+            momentum=0.0,
+            axis_name=axis_name,
+        )
         shapes = optim.state_sharding(tx, params, specs)
 
         def step(params, state, halves, tx=tx):
             return tx.update(_mean(halves), state, params, halves=halves)
 
-        split = jax.jit(jax.shard_map(
-            step, mesh=mesh, in_specs=(specs, shapes, (specs, specs)),
-            out_specs=(specs, shapes), check_vma=False))
+        split = jax.jit(
+            jax.shard_map(
+                step,
+                mesh=mesh,
+                in_specs=(specs, shapes, (specs, specs)),
+                out_specs=(specs, shapes),
+                check_vma=False,
+            )
+        )
         updates, state = split(params, tx.init(params), halves)
         factors[axis_name is None] = np.asarray(state.factors)
         if axis_name is not None:
             whole = optim.agvm(optim.lamb(0.1), RULES, interval=1, start=0, momentum=0.0)
             expected, _ = step(params, whole.init(params), halves, whole)
-            jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5), updates,
-                         expected)
+            jax.tree.map(
+                lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5), updates, expected
+            )
     np.testing.assert_allclose(factors[False], _target(halves), rtol=1e-5)
     assert not np.allclose(factors[True], factors[False], rtol=1e-2)  # so the psum is needed
 

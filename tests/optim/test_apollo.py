@@ -23,8 +23,23 @@ def _gaussian(seed, index, refreshed, short, rank):
     return np.asarray(jax.random.normal(key, (short, rank), jnp.float64)) / np.sqrt(rank)
 
 
-def _loop(weights, grads, draw, *, rate=0.01, rank=2, scale=1.0, scaling="channel", gap=200,
-          b1=0.9, b2=0.999, eps=1e-6, decay=0.0, limit=1.01, front=False):
+def _loop(
+    weights,
+    grads,
+    draw,
+    *,
+    rate=0.01,
+    rank=2,
+    scale=1.0,
+    scaling="channel",
+    gap=200,
+    b1=0.9,
+    b2=0.999,
+    eps=1e-6,
+    decay=0.0,
+    limit=1.01,
+    front=False,
+):
     """The weights after each update of one matrix; draw(t) is P, None for AdamW."""
     transposed = weights.ndim == 2 and weights.shape[0] > weights.shape[1]
     weights = (weights.T if transposed else weights).copy()
@@ -39,8 +54,12 @@ def _loop(weights, grads, draw, *, rate=0.01, rank=2, scale=1.0, scaling="channe
         step = m / (np.sqrt(v) + eps)
         if matrix is not None:
             if scaling == "channel":
-                s = np.array([np.linalg.norm(step[:, j]) / (np.linalg.norm(low[:, j]) + 1e-8)
-                              for j in range(low.shape[1])])
+                s = np.array(
+                    [
+                        np.linalg.norm(step[:, j]) / (np.linalg.norm(low[:, j]) + 1e-8)
+                        for j in range(low.shape[1])
+                    ]
+                )
             else:
                 s = np.linalg.norm(step) / (np.linalg.norm(low) + 1e-8)
             step = grad * s
@@ -77,42 +96,64 @@ def _normal(shape, num_steps, seed=0):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("options", [
-    {},
-    {"decay": 0.1, "gap": 2},
-    {"rank": 1, "scaling": "tensor", "scale": 128.0, "decay": 0.1},
-    {"rank": 1, "scaling": "tensor", "scale": 128.0, "front": True, "gap": 1},
-    {"limit": None, "b1": 0.5, "b2": 0.9, "eps": 0.1, "scale": 3.0},
-    {"limit": 1.5, "rate": 0.3},
-])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"decay": 0.1, "gap": 2},
+        {"rank": 1, "scaling": "tensor", "scale": 128.0, "decay": 0.1},
+        {"rank": 1, "scaling": "tensor", "scale": 128.0, "front": True, "gap": 1},
+        {"limit": None, "b1": 0.5, "b2": 0.9, "eps": 0.1, "scale": 3.0},
+        {"limit": 1.5, "rate": 0.3},
+    ],
+)
 @pytest.mark.parametrize("dtype", some(["float32", "float64"], ("float32",)))
 def test_equals_a_loop_in_numpy(options, dtype, monkeypatch):
-    names = {"decay": "weight_decay", "gap": "update_gap", "limit": "growth_limit",
-             "front": "scale_front"}
+    names = {
+        "decay": "weight_decay",
+        "gap": "update_gap",
+        "limit": "growth_limit",
+        "front": "scale_front",
+    }
     arguments = {"rank": 2} | {names.get(k, k): v for k, v in options.items() if k != "rate"}
     rank = arguments["rank"]
-    shapes = {"bias": (5,), "flat": (4, 7), "small": (rank, 6), "square": (4, 4),
-              "tall": (9, 4), "temperature": ()}
+    shapes = {
+        "bias": (5,),
+        "flat": (4, 7),
+        "small": (rank, 6),
+        "square": (4, 4),
+        "tall": (9, 4),
+        "temperature": (),
+    }
     data = {name: _normal(shape, 6, seed) for seed, (name, shape) in enumerate(shapes.items())}
     with jax.enable_x64(True):
         draws = {"flat": 1, "square": 3, "tall": 4}  # the place among the sorted names
         expected = {
-            name: _loop(weights, grads, (
-                lambda k, name=name: _gaussian(7, draws[name], k, 4, rank)
-                if name in draws else None
-            ), **options)
+            name: _loop(
+                weights,
+                grads,
+                (
+                    lambda k, name=name: (
+                        _gaussian(7, draws[name], k, 4, rank) if name in draws else None
+                    )
+                ),
+                **options,
+            )
             for name, (weights, grads) in data.items()
         }
         drawn = module.projection  # in float64 here: in float32 other numbers are drawn
         monkeypatch.setattr(
-            module, "projection",
+            module,
+            "projection",
             lambda key, shape, dtype: drawn(key, shape, jnp.float64).astype(dtype),
         )
         path, _ = _run(
             apollo(options.get("rate", 0.01), seed=7, **arguments),
             {name: jnp.asarray(weights, dtype) for name, (weights, _) in data.items()},
-            [{name: jnp.asarray(grads[t], dtype) for name, (_, grads) in data.items()}
-             for t in range(6)],
+            [
+                {name: jnp.asarray(grads[t], dtype) for name, (_, grads) in data.items()}
+                for t in range(6)
+            ],
         )
     tolerance = {"float32": 5e-6, "float64": 1e-13}[dtype]
     for t in range(6):
@@ -125,7 +166,8 @@ def test_leaves_that_the_rules_leave_out_take_adamw():
     rules = [("embedding", {"adapt": False, "decay": False}), ("", {})]
     params = {"embedding": jnp.asarray(weights), "kernel": jnp.asarray(weights)}
     path, state = _run(
-        apollo(0.01, rank=2, weight_decay=0.1, rules=rules), params,
+        apollo(0.01, rank=2, weight_decay=0.1, rules=rules),
+        params,
         [{"embedding": jnp.asarray(g), "kernel": jnp.asarray(g)} for g in grads],
     )
     expected = _loop(weights, grads, lambda _: None)
@@ -173,13 +215,16 @@ def test_stacked_layers_equal_separate_ones(axis, arguments, monkeypatch):
 
     monkeypatch.setattr(module, "projection", lambda *_: matrices)
     tx = apollo(0.1, weight_decay=0.1, rules=[("", {"layer_axes": (axis,)})], **arguments)
-    path, _ = _run(tx, stack([w for w, _ in layers]),
-                   [stack([g[t] for _, g in layers]) for t in range(4)])
+    path, _ = _run(
+        tx, stack([w for w, _ in layers]), [stack([g[t] for _, g in layers]) for t in range(4)]
+    )
     for index, (weights, grads) in enumerate(layers):
         monkeypatch.setattr(module, "projection", lambda *_, index=index: matrices[index])
-        alone, _ = _run(apollo(0.1, weight_decay=0.1, **arguments),
-                        jnp.asarray(weights, jnp.float32),
-                        [jnp.asarray(g, jnp.float32) for g in grads])
+        alone, _ = _run(
+            apollo(0.1, weight_decay=0.1, **arguments),
+            jnp.asarray(weights, jnp.float32),
+            [jnp.asarray(g, jnp.float32) for g in grads],
+        )
         for stacked, separate in zip(path, alone, strict=True):
             np.testing.assert_allclose(jnp.take(stacked, index, axis), separate, rtol=0, atol=1e-6)
 
@@ -255,8 +300,11 @@ def test_learns_least_squares(arguments):
 def test_sharded_equals_whole(axis_type, spec, arguments):
     mesh = jax.make_mesh((8,), ("x",), axis_types=(axis_type,))
     weights, grads = _normal((16, 24), 3)
-    whole, state = _run(apollo(0.1, update_gap=2, **arguments), jnp.asarray(weights, jnp.float32),
-                        [jnp.asarray(g, jnp.float32) for g in grads])
+    whole, state = _run(
+        apollo(0.1, update_gap=2, **arguments),
+        jnp.asarray(weights, jnp.float32),
+        [jnp.asarray(g, jnp.float32) for g in grads],
+    )
     tx = apollo(0.1, update_gap=2, **arguments)
     with jax.set_mesh(mesh):
         split = NamedSharding(mesh, spec)
@@ -285,9 +333,14 @@ def test_replicas_inside_shard_map_move_alike():
         return tx.update(jax.lax.pmean(grads[0], "x"), tx.init(params), params)[0]
 
     whole, _ = tx.update(jnp.mean(grads, 0), tx.init(params), params)
-    inside = jax.jit(jax.shard_map(
-        body, mesh=mesh, in_specs=(PartitionSpec(), PartitionSpec("x")), out_specs=PartitionSpec(),
-    ))(params, grads)
+    inside = jax.jit(
+        jax.shard_map(
+            body,
+            mesh=mesh,
+            in_specs=(PartitionSpec(), PartitionSpec("x")),
+            out_specs=PartitionSpec(),
+        )
+    )(params, grads)
     np.testing.assert_allclose(inside, whole, rtol=0, atol=1e-6)
 
 
@@ -299,7 +352,8 @@ def test_narrow_parameters_have_wide_state():
     assert {leaf.dtype.name for leaf in jax.tree.leaves(state)} == {"float32", "int32"}
     assert state.readings.ratios["kernel"] == 1.0
     np.testing.assert_allclose(
-        state.readings.update_norms["kernel"], np.linalg.norm(np.float32(updates["kernel"])),
+        state.readings.update_norms["kernel"],
+        np.linalg.norm(np.float32(updates["kernel"])),
         rtol=1e-2,
     )
 
@@ -315,21 +369,24 @@ def test_inject_hyperparams():
         optax.inject_hyperparams(apollo)(0.1, rank=2).init(params)
 
 
-@pytest.mark.parametrize("arguments, message", [
-    ({"rank": 0}, "rank must be a whole number of at least 1, not 0"),
-    ({"rank": 2.0}, "rank must be a whole number of at least 1, not 2.0"),
-    ({"scaling": "row"}, "scaling must be one of channel, tensor, not 'row'"),
-    ({"scale": -1.0}, "scale must be at least 0, not -1.0"),
-    ({"update_gap": 0}, "update_gap must be a whole number of at least 1, not 0"),
-    ({"b1": 1.0}, "b1 must be at least 0 and below 1, not 1.0"),
-    ({"b2": -0.1}, "b2 must be at least 0 and below 1, not -0.1"),
-    ({"eps": -1e-6}, "eps must be at least 0"),
-    ({"weight_decay": -0.1}, "weight_decay must be at least 0, not -0.1"),
-    ({"growth_limit": 0.9}, "growth_limit must be at least 1, or None, not 0.9"),
-    ({"seed": -1}, "seed must be a whole number of at least 0, not -1"),
-    ({"learning_rate": -1.0}, "learning_rate must be at least 0, not -1.0"),
-    ({"rules": "none"}, "rules 'none' are unknown"),
-])
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"rank": 0}, "rank must be a whole number of at least 1, not 0"),
+        ({"rank": 2.0}, "rank must be a whole number of at least 1, not 2.0"),
+        ({"scaling": "row"}, "scaling must be one of channel, tensor, not 'row'"),
+        ({"scale": -1.0}, "scale must be at least 0, not -1.0"),
+        ({"update_gap": 0}, "update_gap must be a whole number of at least 1, not 0"),
+        ({"b1": 1.0}, "b1 must be at least 0 and below 1, not 1.0"),
+        ({"b2": -0.1}, "b2 must be at least 0 and below 1, not -0.1"),
+        ({"eps": -1e-6}, "eps must be at least 0"),
+        ({"weight_decay": -0.1}, "weight_decay must be at least 0, not -0.1"),
+        ({"growth_limit": 0.9}, "growth_limit must be at least 1, or None, not 0.9"),
+        ({"seed": -1}, "seed must be a whole number of at least 0, not -1"),
+        ({"learning_rate": -1.0}, "learning_rate must be at least 0, not -1.0"),
+        ({"rules": "none"}, "rules 'none' are unknown"),
+    ],
+)
 def test_bad_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
         apollo(**{"learning_rate": 0.1, **arguments})
@@ -343,12 +400,16 @@ def test_from_a_config():
 
 
 @pytest.mark.parametrize("arguments", some([{"rank": 2}, MINI], ({"rank": 2},)))
-@pytest.mark.parametrize("shape, sides", [
-    ((3, 2, 4, 5), ((0, 1, 2), (3,))),  # a convolution's kernel
-    ((12, 3, 4), ((0,), (1, 2))), ((3, 4, 20), ((0, 1), (2,))),  # of attention: into heads, and out
-    ((6, 5), ((1,), (0,))),
-    ((2, 20, 3), ((2, 0), (1,))),
-])
+@pytest.mark.parametrize(
+    "shape, sides",
+    [
+        ((3, 2, 4, 5), ((0, 1, 2), (3,))),  # a convolution's kernel
+        ((12, 3, 4), ((0,), (1, 2))),
+        ((3, 4, 20), ((0, 1), (2,))),  # of attention: into heads, and out
+        ((6, 5), ((1,), (0,))),
+        ((2, 20, 3), ((2, 0), (1,))),
+    ],
+)
 def test_rows_and_columns_of_several_axes_are_a_matrix(shape, sides, arguments, monkeypatch):
     """Steps are those of the matrix that the axes make, its projection shaped likewise."""
     rng = np.random.default_rng(3)
@@ -366,14 +427,16 @@ def test_rows_and_columns_of_several_axes_are_a_matrix(shape, sides, arguments, 
         order = sorted(short, key=lambda axis: shape[axis] != rank)
         value = drawn.reshape(*(shape[axis] for axis in short), rank)
         return jnp.asarray(
-            value.transpose(*(short.index(axis) for axis in order), len(short)), dtype)
+            value.transpose(*(short.index(axis) for axis in order), len(short)), dtype
+        )
 
     rules = [("", {"matrix_axes": sides})]
     monkeypatch.setattr(module, "projection", leaf_projection)
     path, state = _run(apollo(0.1, weight_decay=0.1, rules=rules, **arguments), weights, grads)
     monkeypatch.setattr(module, "projection", lambda *_: jnp.asarray(drawn, jnp.float32))
     expected, matrix_state = _run(
-        apollo(0.1, weight_decay=0.1, **arguments), as_matrix(weights), list(map(as_matrix, grads)))
+        apollo(0.1, weight_decay=0.1, **arguments), as_matrix(weights), list(map(as_matrix, grads))
+    )
     for found, wanted in zip(path, expected, strict=True):
         np.testing.assert_allclose(as_matrix(found), wanted, rtol=0, atol=3e-6)
     assert state.mu.size == matrix_state.mu.size and state.mu.ndim == len(shape)
@@ -383,8 +446,11 @@ def test_no_matrix_takes_adamw():
     weights, grads = _normal((4, 7), 3)
     rules = [("table", {"matrix_axes": ()}), ("", {})]
     params = {"table": jnp.asarray(weights), "kernel": jnp.asarray(weights)}
-    path, state = _run(apollo(0.01, rank=2, rules=rules), params, [
-        {"table": jnp.asarray(g), "kernel": jnp.asarray(g)} for g in grads])
+    path, state = _run(
+        apollo(0.01, rank=2, rules=rules),
+        params,
+        [{"table": jnp.asarray(g), "kernel": jnp.asarray(g)} for g in grads],
+    )
     expected = _loop(weights, grads, lambda _: None)
     np.testing.assert_allclose(path[-1]["table"], expected[-1], rtol=0, atol=2e-6)
     assert state.mu["table"].shape == (4, 7) and state.mu["kernel"].shape == (2, 7)
@@ -392,14 +458,17 @@ def test_no_matrix_takes_adamw():
 
 @pytest.mark.long
 @pytest.mark.parametrize("arguments", [{"rank": 2}, MINI])
-@pytest.mark.parametrize("shape, spec, facts", [
-    ((16, 24), PartitionSpec("x"), {}),  # the side that is projected
-    ((16, 24), PartitionSpec(None, "x"), {}),
-    ((24, 8), PartitionSpec("x"), {}),
-    ((8, 5, 6), PartitionSpec("x"), {"layer_axes": (0,)}),
-    ((3, 8, 2, 5), PartitionSpec(None, "x"), {"matrix_axes": ((0, 1, 2), (3,))}),
-    ((3, 1, 2, 48), PartitionSpec(None, None, None, "x"), {"matrix_axes": ((0, 1, 2), (3,))}),
-])
+@pytest.mark.parametrize(
+    "shape, spec, facts",
+    [
+        ((16, 24), PartitionSpec("x"), {}),  # the side that is projected
+        ((16, 24), PartitionSpec(None, "x"), {}),
+        ((24, 8), PartitionSpec("x"), {}),
+        ((8, 5, 6), PartitionSpec("x"), {"layer_axes": (0,)}),
+        ((3, 8, 2, 5), PartitionSpec(None, "x"), {"matrix_axes": ((0, 1, 2), (3,))}),
+        ((3, 1, 2, 48), PartitionSpec(None, None, None, "x"), {"matrix_axes": ((0, 1, 2), (3,))}),
+    ],
+)
 def test_parts_inside_shard_map_equal_the_whole(shape, spec, facts, arguments):
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
     weights, grads = _normal(shape, 4)
@@ -417,8 +486,11 @@ def test_parts_inside_shard_map_equal_the_whole(shape, spec, facts, arguments):
             params = optax.apply_updates(params, updates)
         return params, state
 
-    found, state = jax.jit(jax.shard_map(  # with check_vma: what is replicated is seen to be
-        train, mesh=mesh, in_specs=(spec, spec), out_specs=(spec, specs)))(params, grads)
+    found, state = jax.jit(
+        jax.shard_map(  # with check_vma: what is replicated is seen to be
+            train, mesh=mesh, in_specs=(spec, spec), out_specs=(spec, specs)
+        )
+    )(params, grads)
     np.testing.assert_allclose(found, expected[-1], rtol=0, atol=3e-6)
     for name in ("mu", "nu", "norms"):
         np.testing.assert_allclose(getattr(state, name), getattr(whole, name), rtol=2e-5, atol=2e-6)
@@ -430,8 +502,9 @@ def test_a_rank_that_hides_the_axis_that_is_split_is_refused():
     spec, params = PartitionSpec(None, "x"), jnp.ones((8, 8, 70))
     tx = apollo(0.1, rank=8, axis_name=spec, rules=[("", {"matrix_axes": ((0, 1), (2,))})])
     with pytest.raises(ValueError, match="split along an axis as long as its rank 8: give another"):
-        jax.shard_map(lambda p: tx.update(p, tx.init(p), p)[0], mesh=mesh, in_specs=spec,
-                      out_specs=spec)(params)
+        jax.shard_map(
+            lambda p: tx.update(p, tx.init(p), p)[0], mesh=mesh, in_specs=spec, out_specs=spec
+        )(params)
 
 
 def test_matrices_that_are_split_over_a_name_alone_are_refused():
@@ -443,15 +516,20 @@ def test_matrices_that_are_split_over_a_name_alone_are_refused():
     def update(params, axis_name):
         config = {"name": "apollo", "rank": 4, "rules": rules, "axis_name": axis_name}
         tx = factory.make_optimizer(config, 0.1)
-        return jax.jit(jax.shard_map(
-            lambda p: tx.update(p, tx.init(p), p)[0], mesh=mesh, in_specs=split, out_specs=split,
-        ))(params)
+        return jax.jit(
+            jax.shard_map(
+                lambda p: tx.update(p, tx.init(p), p)[0], mesh=mesh, in_specs=split, out_specs=split
+            )
+        )(params)
 
     others = {"left": jnp.ones((16, 16)), "layers": jnp.ones((8, 16)), "bias": jnp.ones(16)}
     updates = update(others | {"w": {}}, "x")  # elementwise, so nothing needs to be whole
     np.testing.assert_allclose(updates["bias"], -0.1, rtol=1e-4)
     for shape in ((16, 16), (64, 8)):
-        with pytest.raises(ValueError, match=(
-            "apollo must know along which axis the matrix 'w' is split: .*PartitionSpec .* not 'x'"
-        )):
+        with pytest.raises(
+            ValueError,
+            match=(
+                "apollo must know along which axis the matrix 'w' is split: .*PartitionSpec .* not 'x'"
+            ),
+        ):
             update(others | {"w": jnp.ones(shape)}, lambda path: "x")

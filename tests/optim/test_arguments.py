@@ -23,23 +23,50 @@ from lamb_tpu.optim.factory import OPTIMIZERS
 from tests.optim.catalogue import PLAIN
 
 WRONG = {
-    "none": None, "string": "banana", "list": [1.5], "true": True, "nan": float("nan"),
-    "inf": float("inf"), "negative": -1, "callable": lambda count: 0.1,
+    "none": None,
+    "string": "banana",
+    "list": [1.5],
+    "true": True,
+    "nan": float("nan"),
+    "inf": float("inf"),
+    "negative": -1,
+    "callable": lambda count: 0.1,
     "array": np.array([0.25, 0.5]),
 }
 PARAMS = {"kernel": jnp.ones((4, 3)), "bias": jnp.ones(3)}
 
 # Modules, and functions of arrays inside an update, that serve the package itself.
 INNER = {
-    "checks", "leafwise", "matrices", "modules", "reducing", "splits", "staged",
+    "checks",
+    "leafwise",
+    "matrices",
+    "modules",
+    "reducing",
+    "splits",
+    "staged",
     "leaves.difference",
-    "chains.check_numbers", "chains.refuse_leaves", "chains.under_rules",
-    "directions.AdamDirection", "directions.Momentum", "onebit_adam.direction",
-    "parameters.leaf_paths", "parameters.matches", "sharding.owner_of", "clipping.check_max_norm",
-    "clipping.global_norm", "clipping.global_scale", "rounding.round_to_bfloat16",
-    "apollo.project", "apollo.projected_side", "apollo.projection", "apollo.projection_shape",
-    *(f"trust_ratio.{name}" for name, value in vars(trust_ratio).items()
-      if inspect.isfunction(value) and name != "scale_by_trust_ratio"),
+    "chains.check_numbers",
+    "chains.refuse_leaves",
+    "chains.under_rules",
+    "directions.AdamDirection",
+    "directions.Momentum",
+    "onebit_adam.direction",
+    "parameters.leaf_paths",
+    "parameters.matches",
+    "sharding.owner_of",
+    "clipping.check_max_norm",
+    "clipping.global_norm",
+    "clipping.global_scale",
+    "rounding.round_to_bfloat16",
+    "apollo.project",
+    "apollo.projected_side",
+    "apollo.projection",
+    "apollo.projection_shape",
+    *(
+        f"trust_ratio.{name}"
+        for name, value in vars(trust_ratio).items()
+        if inspect.isfunction(value) and name != "scale_by_trust_ratio"
+    ),
 }
 
 
@@ -54,7 +81,8 @@ def public_functions() -> dict[str, Callable]:
             if own and (inspect.isfunction(value) or inspect.isclass(value)) and not state:
                 found[f"{info.name}.{name}"] = value
     return {
-        name: value for name, value in found.items()
+        name: value
+        for name, value in found.items()
         if name not in INNER and name.split(".")[0] not in INNER
     }
 
@@ -72,7 +100,8 @@ def one_phase(part: tuple[optax.Schedule, int]) -> optax.Schedule:
 
 
 FUNCTIONS = public_functions() | {
-    "durations.Duration.steps": epochs, "durations.Duration.whole_steps": whole_percent,
+    "durations.Duration.steps": epochs,
+    "durations.Duration.whole_steps": whole_percent,
     "schedules.phases": one_phase,
 }
 # What a call needs beside the learning rate and what has a default.
@@ -102,14 +131,14 @@ NEEDED = {
     "random_matrix_rule": dict(optimizer="lamb"),
     "read": dict(opt_state=optax.EmptyState()),
     "refined_schedule": dict(gradient_norms=[2.0, 1.0], peak=0.1),
-    "report": dict(
-        optimizer="sgd", opt_state=optax.EmptyState(), params=PARAMS, rules="all"),
+    "report": dict(optimizer="sgd", opt_state=optax.EmptyState(), params=PARAMS, rules="all"),
     "resolve": dict(params=PARAMS, rules="all"),
     "scalars": dict(opt_state=optax.EmptyState()),
     "second_moments": dict(opt_state=optax.EmptyState()),
     "scale_by_rate_factors": dict(rules="all"),
     "scale_learning_rate": dict(
-        rule="sqrt", base_learning_rate=0.1, base_batch_size=8, batch_size=16),
+        rule="sqrt", base_learning_rate=0.1, base_batch_size=8, batch_size=16
+    ),
     "state_sharding": dict(tx=optax.sgd(0.1), params=PARAMS, params_sharding=PartitionSpec()),
     "step_decay": dict(boundaries=[1.0], factor=0.5),
     "stochastic_rounding": dict(inner=optax.sgd(0.1)),
@@ -139,8 +168,11 @@ def right_kinds(name: str, parameter: inspect.Parameter) -> set[str]:
     """The kinds of `WRONG` that a parameter takes, by its annotation and its default."""
     annotation = parameter.annotation
     kinds = set(RIGHT.get((name, parameter.name), ())) | set(RIGHT.get(("*", parameter.name), ()))
-    members = typing.get_args(annotation) if isinstance(
-        annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union else ()
+    members = (
+        typing.get_args(annotation)
+        if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union
+        else ()
+    )
     if parameter.default is None or type(None) in members:
         kinds.add("none")
     if annotation is bool:
@@ -188,19 +220,26 @@ def test_a_wrong_argument_is_named_with_its_value(function, argument, kind):
     assert_refused(lambda: function(**call(function) | {argument: value}), argument, value, said)
 
 
-@pytest.mark.parametrize("function, arguments, said", [
-    (optim.lamb, {"ratio_bounds": (float("inf"), float("inf"))}, "ratio_bounds must be"),
-    (optim.lamb, {"phi_bounds": (0.0, True)}, "phi_bounds must be"),
-    (optim.lamb, {"phi_bounds": (0.0, "1")}, "phi_bounds must be"),
-    (optim.lars, {"phi_bounds": np.array([0.0, 1.0])}, "phi_bounds must be"),
-    (optim.lamb, {"axis_name": ("data", 1)}, "axis_name must be"),
-    (optim.lamb, {"rules": [("bias", {"layer_axes": (True,)}), ("", {})]}, "layer_axes must be"),
-    (optim.lamb, {"mu_dtype": np.zeros(2)}, "mu_dtype must be"),
-    (optim.lamb, {"b1": 0.5 + 0j}, "b1 must be"),
-    (optim.lamb, {"b1": jnp.array([0.5, 0.6])}, "b1 must be"),
-    (optim.lamb, {"b1": np.bool_(False)}, "b1 must be"),
-    (optim.apollo, {"rank": 1.0}, "rank must be a whole number"),
-])
+@pytest.mark.parametrize(
+    "function, arguments, said",
+    [
+        (optim.lamb, {"ratio_bounds": (float("inf"), float("inf"))}, "ratio_bounds must be"),
+        (optim.lamb, {"phi_bounds": (0.0, True)}, "phi_bounds must be"),
+        (optim.lamb, {"phi_bounds": (0.0, "1")}, "phi_bounds must be"),
+        (optim.lars, {"phi_bounds": np.array([0.0, 1.0])}, "phi_bounds must be"),
+        (optim.lamb, {"axis_name": ("data", 1)}, "axis_name must be"),
+        (
+            optim.lamb,
+            {"rules": [("bias", {"layer_axes": (True,)}), ("", {})]},
+            "layer_axes must be",
+        ),
+        (optim.lamb, {"mu_dtype": np.zeros(2)}, "mu_dtype must be"),
+        (optim.lamb, {"b1": 0.5 + 0j}, "b1 must be"),
+        (optim.lamb, {"b1": jnp.array([0.5, 0.6])}, "b1 must be"),
+        (optim.lamb, {"b1": np.bool_(False)}, "b1 must be"),
+        (optim.apollo, {"rank": 1.0}, "rank must be a whole number"),
+    ],
+)
 def test_wrong_values_of_other_kinds(function, arguments, said):
     with pytest.raises(ValueError, match=said):
         function(0.1, **arguments)
@@ -213,8 +252,9 @@ def test_a_hold_beyond_the_end():
     optim.warmup(0.1, 10, 10)  # reaches its peak at its end
 
 
-@pytest.mark.parametrize("good", [
-    0, 0.5, np.float32(0.5), np.int64(0), np.array(0.5), jnp.float32(0.5)])
+@pytest.mark.parametrize(
+    "good", [0, 0.5, np.float32(0.5), np.int64(0), np.array(0.5), jnp.float32(0.5)]
+)
 def test_numbers_of_every_kind_are_numbers(good):
     optim.lamb(good, b1=good, weight_decay=good)
 

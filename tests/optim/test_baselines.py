@@ -27,28 +27,45 @@ def trained(tx, params=FLOAT32):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("config, reference", [
-    ({"name": "lion", "b2": 0.98, "weight_decay": 0.3},
-     optax.lion(RATE, b2=0.98, weight_decay=0.3, mask=MASK)),
-    ({"name": "adafactor", "weight_decay": 0.01, "momentum": 0.9},
-     optax.adafactor(RATE, weight_decay_rate=0.01, weight_decay_mask=MASK, momentum=0.9)),
-    ({"name": "adafactor", "multiply_by_parameter_scale": False, "clipping_threshold": None},
-     optax.adafactor(RATE, multiply_by_parameter_scale=False, clipping_threshold=None)),
-    ({"name": "muon", "weight_decay": 0.1}, optax.contrib.muon(RATE, weight_decay=0.1)),
-    ({"name": "muon", "ns_steps": 3, "consistent_rms": 0.2, "nesterov": False},
-     optax.contrib.muon(RATE, ns_steps=3, consistent_rms=0.2, nesterov=False)),
-    ({"name": "schedule_free_adamw", "b1": 0.95}, optax.contrib.schedule_free_adamw(0.1, b1=0.95)),
-])
+@pytest.mark.parametrize(
+    "config, reference",
+    [
+        (
+            {"name": "lion", "b2": 0.98, "weight_decay": 0.3},
+            optax.lion(RATE, b2=0.98, weight_decay=0.3, mask=MASK),
+        ),
+        (
+            {"name": "adafactor", "weight_decay": 0.01, "momentum": 0.9},
+            optax.adafactor(RATE, weight_decay_rate=0.01, weight_decay_mask=MASK, momentum=0.9),
+        ),
+        (
+            {"name": "adafactor", "multiply_by_parameter_scale": False, "clipping_threshold": None},
+            optax.adafactor(RATE, multiply_by_parameter_scale=False, clipping_threshold=None),
+        ),
+        ({"name": "muon", "weight_decay": 0.1}, optax.contrib.muon(RATE, weight_decay=0.1)),
+        (
+            {"name": "muon", "ns_steps": 3, "consistent_rms": 0.2, "nesterov": False},
+            optax.contrib.muon(RATE, ns_steps=3, consistent_rms=0.2, nesterov=False),
+        ),
+        (
+            {"name": "schedule_free_adamw", "b1": 0.95},
+            optax.contrib.schedule_free_adamw(0.1, b1=0.95),
+        ),
+    ],
+)
 def test_they_are_those_of_optax(config, reference):
     rules = RULES
     if config["name"] == "muon":  # Optax's decays matrices alone
-        rules = [(f"^({'|'.join(n for n in PARAMS if PARAMS[n].ndim < 2)})$", {"decay": False}),
-                 ("", {})]
+        rules = [
+            (f"^({'|'.join(n for n in PARAMS if PARAMS[n].ndim < 2)})$", {"decay": False}),
+            ("", {}),
+        ]
     rate = 0.1 if config["name"] == "schedule_free_adamw" else RATE
     found, _ = trained(make_optimizer({**config, "rules": rules}, rate))
     expected, _ = trained(reference)
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=2e-6), found, expected)
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=2e-6), found, expected
+    )
 
 
 @pytest.mark.parametrize("name", ["lion", "adafactor", "muon", "schedule_free_adamw"])
@@ -66,9 +83,11 @@ def test_muon_orthogonalises_each_matrix_of_a_stack():
     rules = [("", {"layer_axes": (0,)})]
     with jax.enable_x64(True):
         together, _ = runs.after(
-            make_optimizer({"name": "muon", "rules": rules}, 0.1), stack, grads)
+            make_optimizer({"name": "muon", "rules": rules}, 0.1), stack, grads
+        )
         apart, _ = runs.after(
-            make_optimizer({"name": "muon"}, 0.1), list(stack), [list(grad) for grad in grads])
+            make_optimizer({"name": "muon"}, 0.1), list(stack), [list(grad) for grad in grads]
+        )
         np.testing.assert_allclose(together, np.stack(apart), atol=1e-11)
 
 
@@ -80,14 +99,26 @@ def test_muon_leaves_to_adam_what_does_not_adapt():
     assert not np.allclose(found["kernel"], expected["kernel"], atol=1e-2)
 
 
-@pytest.mark.parametrize("config, call, message", [
-    ({"name": "adafactor", "rules": [("", {"layer_axes": (0,)})]}, "init",
-     "adafactor takes a stack of layers for one tensor: the parameter 'w' must have no layer_axes"),
-    ({"name": "adafactor", "axis_name": "data"}, "update",
-     "adafactor needs whole tensors: axis_name must be None for 'w'"),
-    ({"name": "muon", "axis_name": "data"}, "update",
-     "muon needs whole matrices: axis_name must be None for 'w'"),
-])
+@pytest.mark.parametrize(
+    "config, call, message",
+    [
+        (
+            {"name": "adafactor", "rules": [("", {"layer_axes": (0,)})]},
+            "init",
+            "adafactor takes a stack of layers for one tensor: the parameter 'w' must have no layer_axes",
+        ),
+        (
+            {"name": "adafactor", "axis_name": "data"},
+            "update",
+            "adafactor needs whole tensors: axis_name must be None for 'w'",
+        ),
+        (
+            {"name": "muon", "axis_name": "data"},
+            "update",
+            "muon needs whole matrices: axis_name must be None for 'w'",
+        ),
+    ],
+)
 def test_what_they_cannot_do_is_refused(config, call, message):
     params = {"w": jnp.ones((4, 4))}
     tx = make_optimizer(config, 0.1)
@@ -101,24 +132,29 @@ def test_muon_on_an_explicit_mesh():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
     with jax.set_mesh(mesh):
         tx = make_optimizer({"name": "muon"}, 0.1)
-        params = {"w": jax.device_put(
-            jnp.ones((8, 8)), NamedSharding(mesh, PartitionSpec("data")))}
+        params = {"w": jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, PartitionSpec("data")))}
         with pytest.raises(ValueError, match="whole matrices on an Explicit mesh: 'w' is split"):
             tx.update(params, tx.init(params), params)
         whole = {"w": jnp.ones((8, 8))}
         tx.update(whole, tx.init(whole), whole)
 
 
-@pytest.mark.parametrize("config, message", [
-    ({"name": "adafactor", "clipping_threshold": 0.0}, "clipping_threshold must be above 0"),
-    ({"name": "adafactor", "momentum": 1.0}, "momentum must be at least 0 and below 1, not 1.0"),
-    ({"name": "adafactor", "min_dim_size_to_factor": 1.5}, "min_dim_size_to_factor .* not 1.5"),
-    ({"name": "adafactor", "factored": 1}, "factored must be True or False, not 1"),
-    ({"name": "muon", "ns_steps": 0}, "ns_steps must be a whole number of at least 1, not 0"),
-    ({"name": "muon", "beta": 1.0}, "beta must be at least 0 and below 1, not 1.0"),
-    ({"name": "muon", "consistent_rms": -1.0}, "consistent_rms must be at least 0, not -1.0"),
-    ({"name": "schedule_free_adamw", "b1": 0.0}, "b1 must be above 0, or the average is lost"),
-])
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        ({"name": "adafactor", "clipping_threshold": 0.0}, "clipping_threshold must be above 0"),
+        (
+            {"name": "adafactor", "momentum": 1.0},
+            "momentum must be at least 0 and below 1, not 1.0",
+        ),
+        ({"name": "adafactor", "min_dim_size_to_factor": 1.5}, "min_dim_size_to_factor .* not 1.5"),
+        ({"name": "adafactor", "factored": 1}, "factored must be True or False, not 1"),
+        ({"name": "muon", "ns_steps": 0}, "ns_steps must be a whole number of at least 1, not 0"),
+        ({"name": "muon", "beta": 1.0}, "beta must be at least 0 and below 1, not 1.0"),
+        ({"name": "muon", "consistent_rms": -1.0}, "consistent_rms must be at least 0, not -1.0"),
+        ({"name": "schedule_free_adamw", "b1": 0.0}, "b1 must be above 0, or the average is lost"),
+    ],
+)
 def test_bad_arguments(config, message):
     with pytest.raises(ValueError, match=message):
         make_optimizer(config, 0.1)
@@ -134,8 +170,7 @@ def test_the_average_counts_each_update_by_its_own_rate():
         params = optax.apply_updates(params, updates)
         points.append(float(state.z["w"][0]))
     expected = (0.01 * points[0] + 0.09 * points[1]) / 0.1
-    np.testing.assert_allclose(
-        optim.evaluation_params(state, params)["w"][0], expected, rtol=1e-5)
+    np.testing.assert_allclose(optim.evaluation_params(state, params)["w"][0], expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("powers", [(1.0, 2.0), (2.0, 0.0), (0.5, 1.0)])
@@ -144,8 +179,13 @@ def test_the_average_counts_each_update_by_its_number_to_a_power(powers):
     rates = [0.1, 0.5, 0.3]  # of a rate that falls, the largest so far counts
     params = {"w": jnp.zeros(1)}
     tx = make_optimizer(
-        {"name": "schedule_free_adamw", "weight_step_power": step_power,
-         "weight_lr_power": rate_power}, lambda t: jnp.array(rates)[t])
+        {
+            "name": "schedule_free_adamw",
+            "weight_step_power": step_power,
+            "weight_lr_power": rate_power,
+        },
+        lambda t: jnp.array(rates)[t],
+    )
     state, points = tx.init(params), []
     for _ in range(3):
         updates, state = jax.jit(tx.update)({"w": jnp.ones(1)}, state, params)
@@ -153,17 +193,24 @@ def test_the_average_counts_each_update_by_its_number_to_a_power(powers):
         points.append(float(state.z["w"][0]))
     weights = np.arange(1, 4) ** step_power * np.maximum.accumulate(rates) ** rate_power
     np.testing.assert_allclose(
-        optim.evaluation_params(state, params)["w"][0], np.average(points, weights=weights),
-        rtol=1e-5)
+        optim.evaluation_params(state, params)["w"][0],
+        np.average(points, weights=weights),
+        rtol=1e-5,
+    )
     np.testing.assert_allclose(state.max_lr, 0.5)
 
 
-@pytest.mark.parametrize("wrap", [
-    lambda tx: optax.chain(optim.clip_global_norm(1e6), tx),
-    lambda tx: optax.partition({"a": tx, "b": optax.sgd(0.1)},
-                               {name: "b" if name == "bias" else "a" for name in PARAMS}),
-    lambda tx: optim.stochastic_rounding(tx),
-])
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda tx: optax.chain(optim.clip_global_norm(1e6), tx),
+        lambda tx: optax.partition(
+            {"a": tx, "b": optax.sgd(0.1)},
+            {name: "b" if name == "bias" else "a" for name in PARAMS},
+        ),
+        lambda tx: optim.stochastic_rounding(tx),
+    ],
+)
 def test_evaluation_params_wherever_the_state_lies(wrap):
     tx = make_optimizer({"name": "schedule_free_adamw"}, 0.1)
     params, state = trained(wrap(tx))
@@ -185,7 +232,8 @@ def test_evaluation_params_of_what_a_checkpoint_gives_back():
     assert schedule_free.keeps_evaluation_params(restored)
     np.testing.assert_array_equal(
         optim.evaluation_params(restored, some)["kernel"],
-        optim.evaluation_params(state, params)["kernel"])
+        optim.evaluation_params(state, params)["kernel"],
+    )
     adam = optax.adam(0.1).init(params)
     assert not schedule_free.keeps_evaluation_params(adam)
     assert optim.evaluation_params(adam, params) == params
@@ -197,11 +245,15 @@ def test_muon_takes_a_kernel_for_the_matrix_that_its_rows_and_columns_make():
     kernel, *grads = (jnp.float32(rng.standard_normal((3, 2, 4, 7))) for _ in range(3))
     rules = [("kernel", {"matrix_axes": ((0, 1, 2), (3,))}), ("", {"matrix_axes": ()})]
     found, _ = runs.after(
-        make_optimizer({"name": "muon", "rules": rules}, 0.1), {"kernel": kernel, "table": table},
-        [{"kernel": grad, "table": table} for grad in grads])
+        make_optimizer({"name": "muon", "rules": rules}, 0.1),
+        {"kernel": kernel, "table": table},
+        [{"kernel": grad, "table": table} for grad in grads],
+    )
     expected, _ = runs.after(
-        make_optimizer({"name": "muon"}, 0.1), kernel.reshape(24, 7),
-        [grad.reshape(24, 7) for grad in grads])
+        make_optimizer({"name": "muon"}, 0.1),
+        kernel.reshape(24, 7),
+        [grad.reshape(24, 7) for grad in grads],
+    )
     np.testing.assert_allclose(found["kernel"].reshape(24, 7), expected, rtol=1e-5, atol=1e-5)
     adam, _ = runs.after(optax.nadam(0.1), table, [table] * 2)
     np.testing.assert_allclose(found["table"], adam, rtol=1e-5, atol=1e-6)

@@ -12,7 +12,9 @@ from lamb_tpu.optim import chains
 PARAMS = {"kernel": jnp.array([1.0, -2.0]), "bias": jnp.array([4.0]), "other": jnp.array([8.0])}
 ZEROS = jax.tree.map(jnp.zeros_like, PARAMS)
 RULES = [
-    ("bias", {"decay": False, "rate_factor": 0.5}), ("other", {"decay_factor": 0.25}), ("", {}),
+    ("bias", {"decay": False, "rate_factor": 0.5}),
+    ("other", {"decay_factor": 0.25}),
+    ("", {}),
 ]
 
 
@@ -73,5 +75,6 @@ def test_a_mistake_inside_keeps_its_own_words():
 def test_the_first_refused_leaf_is_named():
     with pytest.raises(ValueError, match="no 'other' here"):
         chains.refuse_leaves(
-            PARAMS, RULES, lambda path, leaf, facts: facts.decay_factor < 1, "no {path!r} here")
+            PARAMS, RULES, lambda path, leaf, facts: facts.decay_factor < 1, "no {path!r} here"
+        )
     chains.refuse_leaves(PARAMS, RULES, lambda *_: False, "no {path!r} here")

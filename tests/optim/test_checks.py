@@ -32,17 +32,36 @@ def test_injected_hyperparameters_are_checked(argument, value):
         tx.init({"w": jnp.ones(2)})
 
 
-@pytest.mark.parametrize("check, good, bad, said", [
-    (checks.check_flag, (True, False), (1, "yes", None), "flag must be True or False, not "),
-    (functools.partial(checks.check_choice, choices=("a", "b")), ("a", "b"), ("c", 1),
-     "flag must be one of a, b, not "),
-    (checks.check_bounds, ((0.0, 1.0), (1, 1)), ((2.0, 1.0), (-1.0, 1.0), 3.0, (1.0,)),
-     r"flag must be \(lower, upper\), 0 <= lower <= upper, not "),
-    (checks.check_dtype, (None, "bfloat16", jnp.float16), ("int32", "bflt"),
-     "flag must be a floating-point dtype or None, not "),
-    (functools.partial(checks.check_dtype, squares=True), ("bfloat16", "float32", jnp.float64),
-     ("float16", jnp.float8_e4m3fn), "flag must have the range of float32, .* in "),
-])
+@pytest.mark.parametrize(
+    "check, good, bad, said",
+    [
+        (checks.check_flag, (True, False), (1, "yes", None), "flag must be True or False, not "),
+        (
+            functools.partial(checks.check_choice, choices=("a", "b")),
+            ("a", "b"),
+            ("c", 1),
+            "flag must be one of a, b, not ",
+        ),
+        (
+            checks.check_bounds,
+            ((0.0, 1.0), (1, 1)),
+            ((2.0, 1.0), (-1.0, 1.0), 3.0, (1.0,)),
+            r"flag must be \(lower, upper\), 0 <= lower <= upper, not ",
+        ),
+        (
+            checks.check_dtype,
+            (None, "bfloat16", jnp.float16),
+            ("int32", "bflt"),
+            "flag must be a floating-point dtype or None, not ",
+        ),
+        (
+            functools.partial(checks.check_dtype, squares=True),
+            ("bfloat16", "float32", jnp.float64),
+            ("float16", jnp.float8_e4m3fn),
+            "flag must have the range of float32, .* in ",
+        ),
+    ],
+)
 def test_others(check, good, bad, said):
     for value in good:
         check("flag", value)

@@ -19,9 +19,9 @@ def _clip(grads, max_norm, **arguments):
     return tx.update(grads, tx.init(grads))[0]
 
 
-@pytest.mark.parametrize("max_norm, scale", [
-    (1.0, 0.2), (4.999, 0.9998), (5.0, 1.0), (5.001, 1.0), (math.inf, 1.0),
-])
+@pytest.mark.parametrize(
+    "max_norm, scale", [(1.0, 0.2), (4.999, 0.9998), (5.0, 1.0), (5.001, 1.0), (math.inf, 1.0)]
+)
 def test_scale(max_norm, scale):
     clipped = jax.jit(lambda grads: _clip(grads, max_norm))(GRADS)
     for name, grad in GRADS.items():
@@ -64,25 +64,33 @@ def test_inside_shard_map_the_norm_is_that_of_whole_tensors(transform):
     rng = np.random.default_rng(0)
     shapes = {"a": (16, 3), "b": (8,)}
     grads, params = (
-        {name: jnp.asarray(rng.standard_normal(shape), jnp.float32)
-         for name, shape in shapes.items()} for _ in range(2)
+        {
+            name: jnp.asarray(rng.standard_normal(shape), jnp.float32)
+            for name, shape in shapes.items()
+        }
+        for _ in range(2)
     )
 
     def update(grads, params, axis_name=None):
         if transform == "lamb":
             # With decay in the gradient the scale of the gradients shows in the update.
             tx = optim.lamb(
-                0.1, decay="gradient", weight_decay=1.0, clip_global_norm=0.5, axis_name=axis_name)
+                0.1, decay="gradient", weight_decay=1.0, clip_global_norm=0.5, axis_name=axis_name
+            )
         else:
             tx = clipping.clip_global_norm(0.5, axis_name)
         return tx.update(grads, tx.init(params), params)[0]
 
     def mapped(axis_name):
         spec = PartitionSpec("data")
-        return jax.jit(jax.shard_map(
-            lambda grads, params: update(grads, params, axis_name),
-            mesh=mesh, in_specs=spec, out_specs=spec,
-        ))(grads, params)
+        return jax.jit(
+            jax.shard_map(
+                lambda grads, params: update(grads, params, axis_name),
+                mesh=mesh,
+                in_specs=spec,
+                out_specs=spec,
+            )
+        )(grads, params)
 
     expected = update(grads, params)
     for name in shapes:

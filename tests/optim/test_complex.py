@@ -34,8 +34,10 @@ def case(steps=3, dtype="complex128"):
 
     def tree():
         shapes = {"kernel": (4, 3), "stack": (2, 3, 4), "scalar": ()}
-        leaves = {name: rng.standard_normal(shape) + 1j * rng.standard_normal(shape)
-                  for name, shape in shapes.items()}
+        leaves = {
+            name: rng.standard_normal(shape) + 1j * rng.standard_normal(shape)
+            for name, shape in shapes.items()
+        }
         real = rng.standard_normal(5).astype(np.zeros(0, dtype).real.dtype)
         return {name: np.asarray(leaf, dtype) for name, leaf in leaves.items()} | {"real": real}
 
@@ -59,31 +61,59 @@ def test_norms_are_numpys(norm, order):
         found = trust_ratio.leaf_norm(stack, ParameterFacts(layer_axes=(0,)), norm)
         assert found.dtype == jnp.float64
         np.testing.assert_allclose(
-            found.ravel(), [np.linalg.norm(layer.ravel(), order) for layer in stack], rtol=1e-14)
+            found.ravel(), [np.linalg.norm(layer.ravel(), order) for layer in stack], rtol=1e-14
+        )
         leaves = [np.ravel(leaf) for leaf in case()[0].values()]
         np.testing.assert_allclose(
-            clipping.global_norm(case()[0]), np.linalg.norm(np.concatenate(leaves)), rtol=1e-14)
+            clipping.global_norm(case()[0]), np.linalg.norm(np.concatenate(leaves)), rtol=1e-14
+        )
 
 
-@pytest.mark.parametrize("ours, theirs", [
-    (lambda: optim.lamb(0.1, weight_decay=0.1), lambda: optax.lamb(0.1, weight_decay=0.1)),
-    (lambda: optim.lars(0.1, **optim.preset("lars", "optax")), lambda: optax.lars(0.1)),
-    (lambda: optim.rmsprop_tf(0.1, b2=0.8, momentum=0.7, eps=0.01, lr_in_momentum=False),
-     lambda: optax.rmsprop(0.1, 0.8, eps=0.01, initial_scale=1.0, momentum=0.7)),
-    (lambda: optim.rmsprop_tf(0.1, b2=0.8, momentum=0.0, eps=0.01, centered=True),
-     lambda: optax.rmsprop(0.1, 0.8, eps=0.01, initial_scale=1.0, centered=True)),
-    (lambda: optim.clip_global_norm(1.5), lambda: optax.clip_by_global_norm(1.5)),
-    (lambda: optim.scale_by_trust_ratio(coefficient=0.1),
-     lambda: optax.scale_by_trust_ratio(trust_coefficient=0.1)),
-    (lambda: optim.make_optimizer({"name": "adam", "weight_decay": 0.1}, 0.1),
-     lambda: optax.chain(optax.add_decayed_weights(0.1), optax.adam(0.1))),
-    (lambda: optim.make_optimizer({"name": "adamw", "weight_decay": 0.1}, 0.1),
-     lambda: optax.adamw(0.1, weight_decay=0.1)),
-    (lambda: optim.make_optimizer({"name": "nesterov"}, 0.1),
-     lambda: optax.sgd(0.1, 0.9, nesterov=True)),
-    (lambda: optim.make_optimizer({"name": "adagrad"}, 0.1), lambda: optax.adagrad(0.1)),
-], ids=["lamb", "lars", "rmsprop", "rmsprop centered", "clip", "trust_ratio", "adam", "adamw",
-        "nesterov", "adagrad"])
+@pytest.mark.parametrize(
+    "ours, theirs",
+    [
+        (lambda: optim.lamb(0.1, weight_decay=0.1), lambda: optax.lamb(0.1, weight_decay=0.1)),
+        (lambda: optim.lars(0.1, **optim.preset("lars", "optax")), lambda: optax.lars(0.1)),
+        (
+            lambda: optim.rmsprop_tf(0.1, b2=0.8, momentum=0.7, eps=0.01, lr_in_momentum=False),
+            lambda: optax.rmsprop(0.1, 0.8, eps=0.01, initial_scale=1.0, momentum=0.7),
+        ),
+        (
+            lambda: optim.rmsprop_tf(0.1, b2=0.8, momentum=0.0, eps=0.01, centered=True),
+            lambda: optax.rmsprop(0.1, 0.8, eps=0.01, initial_scale=1.0, centered=True),
+        ),
+        (lambda: optim.clip_global_norm(1.5), lambda: optax.clip_by_global_norm(1.5)),
+        (
+            lambda: optim.scale_by_trust_ratio(coefficient=0.1),
+            lambda: optax.scale_by_trust_ratio(trust_coefficient=0.1),
+        ),
+        (
+            lambda: optim.make_optimizer({"name": "adam", "weight_decay": 0.1}, 0.1),
+            lambda: optax.chain(optax.add_decayed_weights(0.1), optax.adam(0.1)),
+        ),
+        (
+            lambda: optim.make_optimizer({"name": "adamw", "weight_decay": 0.1}, 0.1),
+            lambda: optax.adamw(0.1, weight_decay=0.1),
+        ),
+        (
+            lambda: optim.make_optimizer({"name": "nesterov"}, 0.1),
+            lambda: optax.sgd(0.1, 0.9, nesterov=True),
+        ),
+        (lambda: optim.make_optimizer({"name": "adagrad"}, 0.1), lambda: optax.adagrad(0.1)),
+    ],
+    ids=[
+        "lamb",
+        "lars",
+        "rmsprop",
+        "rmsprop centered",
+        "clip",
+        "trust_ratio",
+        "adam",
+        "adamw",
+        "nesterov",
+        "adagrad",
+    ],
+)
 def test_updates_are_those_of_optax(ours, theirs):
     with jax.enable_x64(True):
         params, grads = case()
@@ -151,7 +181,8 @@ def test_dtypes_and_jit(name, dtype):
         if collect:
             norm = np.linalg.norm(after(tx, params, grads[:1])[0]["kernel"].ravel())
             np.testing.assert_allclose(
-                readings.read(state)["weight_norms"]["kernel"], norm, rtol=1e-5)
+                readings.read(state)["weight_norms"]["kernel"], norm, rtol=1e-5
+            )
 
 
 def test_momentum_in_bfloat16_is_complex64_for_a_complex_leaf():

@@ -31,10 +31,16 @@ OURS = {
     "lamb, l1": functools.partial(optim.lamb, norm="l1", phi_bounds=(0.1, 2.0), cautious=True),
     "novograd, linf": functools.partial(optim.novograd, norm="linf", amsgrad=True),
     "rmsprop_tf, centered": functools.partial(
-        optim.rmsprop_tf, centered=True, initial_scale=0.0, eps_in_root=False, cautious=True,
-        weight_decay=0.1),
+        optim.rmsprop_tf,
+        centered=True,
+        initial_scale=0.0,
+        eps_in_root=False,
+        cautious=True,
+        weight_decay=0.1,
+    ),
     "adagrad_norm, layers": functools.partial(
-        optim.adagrad_norm, per_layer=True, initial_norm=0.0, weight_decay=0.1),
+        optim.adagrad_norm, per_layer=True, initial_norm=0.0, weight_decay=0.1
+    ),
     "apollo, projecting": functools.partial(optim.apollo, rank=2, weight_decay=0.1),
 }
 CURVATURE = {"kernel": 0.5, "zero": 1.0, "still": 0.0, "dead": 0.0, "large": 1.0}
@@ -44,8 +50,10 @@ def weights(dtype=jnp.float32):
     """'zero' and 'large' start at 0, 'still' has no gradient, and 'dead' is 0 without one."""
     rng = np.random.default_rng(0)
     return {
-        "kernel": jnp.asarray(rng.standard_normal((4, 3)), dtype), "zero": jnp.zeros((4, 3), dtype),
-        "still": jnp.ones(3, dtype), "dead": jnp.zeros((4, 3), dtype),
+        "kernel": jnp.asarray(rng.standard_normal((4, 3)), dtype),
+        "zero": jnp.zeros((4, 3), dtype),
+        "still": jnp.ones(3, dtype),
+        "dead": jnp.zeros((4, 3), dtype),
         "large": jnp.zeros((4, 1024), dtype),
     }
 
@@ -107,8 +115,9 @@ def test_inside_shard_map_are_those_of_one_device(name):
         return jax.grad(value)(params)
 
     params = {"w": jnp.arange(1.0, 65.0).reshape(4, 16), "zero": jnp.zeros((4, 8))}
-    split = jax.jit(jax.shard_map(
-        functools.partial(slopes, "data"), mesh=mesh, in_specs=spec, out_specs=spec))(params)
+    split = jax.jit(
+        jax.shard_map(functools.partial(slopes, "data"), mesh=mesh, in_specs=spec, out_specs=spec)
+    )(params)
     whole = slopes(None, params)
     for leaf, expected in whole.items():
         assert np.isfinite(expected).all()

@@ -33,17 +33,25 @@ def reference(w, grads, decays=True, b1=0.9, b2=0.999, eps=1e-8, weight_decay=0.
     return w
 
 
-@pytest.mark.parametrize("arguments", [
-    {}, {"b1": 0.5, "b2": 0.9}, {"b1": 0.0}, {"eps": 0.1}, {"weight_decay": 0.3},
-    {"weight_decay": lambda t: 0.1 * (t + 1)},
-])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"b1": 0.5, "b2": 0.9},
+        {"b1": 0.0},
+        {"eps": 0.1},
+        {"weight_decay": 0.3},
+        {"weight_decay": lambda t: 0.1 * (t + 1)},
+    ],
+)
 def test_every_choice_against_a_loop(arguments):
     params, grads = case()
     with jax.enable_x64(True), jax.debug_nans(True):
         found, _ = after(optim.diffgrad(rate, rules=RULES, **arguments), params, grads)
     for leaf, weights in params.items():
         expected = reference(
-            weights, [grad[leaf] for grad in grads], decays=leaf != "bias", **arguments)
+            weights, [grad[leaf] for grad in grads], decays=leaf != "bias", **arguments
+        )
         np.testing.assert_allclose(found[leaf], expected, rtol=1e-11, atol=1e-13, err_msg=leaf)
 
 
@@ -64,7 +72,8 @@ def test_zeros():
     updates, state = tx.update(grads, tx.init(params), params)
     # Adam's first step is the sign; the coefficient compares with a gradient of 0.
     np.testing.assert_allclose(
-        updates["zero"], [-0.1 / (1 + np.exp(-0.3)), 0.1 / (1 + np.exp(-0.4))], rtol=1e-5)
+        updates["zero"], [-0.1 / (1 + np.exp(-0.3)), 0.1 / (1 + np.exp(-0.4))], rtol=1e-5
+    )
     assert not updates["still"].any()
     assert state.readings.ratios == {"zero": 1.0, "still": 1.0}
 
@@ -92,24 +101,31 @@ def test_bfloat16_parameters_keep_float32_state():
 
 
 def test_the_first_version_is_repeated_unless_its_gradient_is_overwritten():
-    entry = {"family": "diffgrad", "implementation": "author_diffgrad_v1", "setting": "nowd",
-             "hyper": {"lr": 0.01, "lr_schedule": "const"}}
+    entry = {
+        "family": "diffgrad",
+        "implementation": "author_diffgrad_v1",
+        "setting": "nowd",
+        "hyper": {"lr": 0.01, "lr_schedule": "const"},
+    }
     assert golden.transform_for(entry, goldens.params()) is not None
     buggy = entry | {"setting": "nowd_reusedgrad"}
     assert golden.transform_for(buggy, goldens.params()) is None
     assert golden.BUGS["author_diffgrad_v1"]
 
 
-@pytest.mark.parametrize("arguments, message", [
-    ({"b1": 1.0}, "b1 must be at least 0 and below 1, not 1.0"),
-    ({"b2": -0.1}, "b2 .* not -0.1"),
-    ({"eps": -1e-8}, "eps .* not -1e-08"),
-    ({"weight_decay": -0.1}, "weight_decay .* not -0.1"),
-    ({"learning_rate": -0.1}, "learning_rate .* not -0.1"),
-    ({"mu_dtype": "int8"}, "mu_dtype must be .* not 'int8'"),
-    ({"nu_dtype": "int8"}, "nu_dtype must be .* not 'int8'"),
-    ({"clip_global_norm": 0.0}, "clip_global_norm must be above 0.* not 0.0"),
-])
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"b1": 1.0}, "b1 must be at least 0 and below 1, not 1.0"),
+        ({"b2": -0.1}, "b2 .* not -0.1"),
+        ({"eps": -1e-8}, "eps .* not -1e-08"),
+        ({"weight_decay": -0.1}, "weight_decay .* not -0.1"),
+        ({"learning_rate": -0.1}, "learning_rate .* not -0.1"),
+        ({"mu_dtype": "int8"}, "mu_dtype must be .* not 'int8'"),
+        ({"nu_dtype": "int8"}, "nu_dtype must be .* not 'int8'"),
+        ({"clip_global_norm": 0.0}, "clip_global_norm must be above 0.* not 0.0"),
+    ],
+)
 def test_bad_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
         optim.diffgrad(**{"learning_rate": 0.1} | arguments)

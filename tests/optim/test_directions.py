@@ -15,16 +15,22 @@ from tests.optim import runs
 P = PartitionSpec
 RATE = optim.warmup(0.1, 10, 2)
 RULES = [
-    ("stack", {"layer_axes": (0,)}), ("bias|scale", {"decay": False, "adapt": False}),
-    ("zero", {"decay": False}), ("", {}),
+    ("stack", {"layer_axes": (0,)}),
+    ("bias|scale", {"decay": False, "adapt": False}),
+    ("zero", {"decay": False}),
+    ("", {}),
 ]
 PARAMS, GRADS = runs.case(steps=4)
 PARAMS["stack"] = np.random.default_rng(2).standard_normal((3, 4, 5))
 for step, grad in enumerate(GRADS):
     grad["stack"] = np.random.default_rng(3 + step).standard_normal((3, 4, 5))
 LAMB = [
-    {}, {"bias_correction": "none"}, {"nesterov": "first"}, {"nesterov": "both", "b1": 0.5},
-    {"cautious": True}, {"grad_averaging": False, "eps_root": 1e-4, "mu_dtype": "bfloat16"},
+    {},
+    {"bias_correction": "none"},
+    {"nesterov": "first"},
+    {"nesterov": "both", "b1": 0.5},
+    {"cautious": True},
+    {"grad_averaging": False, "eps_root": 1e-4, "mu_dtype": "bfloat16"},
 ]
 
 
@@ -52,7 +58,8 @@ def lars_of_links(order, weight_decay=0.1, coefficient=0.01, **momentum):
 def trained(tx, dtype="float32", compiled=True):
     """The weights after four updates, each compiled or run one operation at a time."""
     params, *grads = (
-        jax.tree.map(lambda x: jnp.asarray(x, dtype), tree) for tree in (PARAMS, *GRADS))
+        jax.tree.map(lambda x: jnp.asarray(x, dtype), tree) for tree in (PARAMS, *GRADS)
+    )
     state, update = tx.init(params), jax.jit(tx.update) if compiled else tx.update
     for grad in grads:
         updates, state = update(grad, state, params)
@@ -97,8 +104,11 @@ def test_the_links_of_lamb_with_a_schedule_of_decay_and_bounds():
 
 def test_decay_before_the_moments_is_a_link_in_front():
     tx = optax.chain(
-        optim.add_decayed_weights(0.1, RULES), optim.scale_by_lamb(rules=RULES),
-        optim.scale_by_trust_ratio(RULES), optax.scale_by_learning_rate(RATE))
+        optim.add_decayed_weights(0.1, RULES),
+        optim.scale_by_lamb(rules=RULES),
+        optim.scale_by_trust_ratio(RULES),
+        optax.scale_by_learning_rate(RATE),
+    )
     expected = trained(optim.lamb(RATE, weight_decay=0.1, decay="gradient", rules=RULES))
     assert_same(trained(tx), expected)
 
@@ -114,7 +124,8 @@ def test_the_links_of_lamb_on_parts_inside_shard_map(arguments):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     rng = np.random.default_rng(0)
     tree = {
-        "kernel": rng.standard_normal((16, 3)), "stack": rng.standard_normal((16, 2, 5)),
+        "kernel": rng.standard_normal((16, 3)),
+        "stack": rng.standard_normal((16, 2, 5)),
         "bias": rng.standard_normal(3),
     }
     rules = [("stack", {"layer_axes": (1,)}), ("bias", {"adapt": False}), ("", {})]
@@ -124,10 +135,14 @@ def test_the_links_of_lamb_on_parts_inside_shard_map(arguments):
     axis_name = {"kernel": "data", "stack": "data", "bias": None}.__getitem__
 
     def split(tx):
-        return jax.jit(jax.shard_map(
-            lambda p, g: runs.after(tx, p, [g, g, g])[0], mesh=mesh, in_specs=(specs, specs),
-            out_specs=specs,
-        ))(params, grads)
+        return jax.jit(
+            jax.shard_map(
+                lambda p, g: runs.after(tx, p, [g, g, g])[0],
+                mesh=mesh,
+                in_specs=(specs, specs),
+                out_specs=specs,
+            )
+        )(params, grads)
 
     found = split(lamb_of_links(rules=rules, axis_name=axis_name, **arguments))
     assert_same(found, split(optim.lamb(RATE, rules=rules, axis_name=axis_name, **arguments)))
@@ -148,37 +163,62 @@ def test_the_ratios_of_the_links_are_those_of_lamb():
     assert found["stack"].shape == (3,) and len(set(found["stack"].tolist())) == 3
 
 
-@pytest.mark.parametrize("momentum", some([
-    {}, {"nesterov": True}, {"dampening": 0.5, "dampen_first": False},
-    {"momentum": 0.5, "momentum_dtype": "bfloat16"},
-], ({}, {"nesterov": True})), ids=str)
-@pytest.mark.parametrize("order, denominator, accumulate", [
-    ("ratio momentum rate", "decayed", "adapted"),
-    ("ratio rate momentum", "decayed", "steps"),
-    ("momentum ratio rate", "momentum", "gradients"),
-])
+@pytest.mark.parametrize(
+    "momentum",
+    some(
+        [
+            {},
+            {"nesterov": True},
+            {"dampening": 0.5, "dampen_first": False},
+            {"momentum": 0.5, "momentum_dtype": "bfloat16"},
+        ],
+        ({}, {"nesterov": True}),
+    ),
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "order, denominator, accumulate",
+    [
+        ("ratio momentum rate", "decayed", "adapted"),
+        ("ratio rate momentum", "decayed", "steps"),
+        ("momentum ratio rate", "momentum", "gradients"),
+    ],
+)
 def test_the_links_of_lars_are_lars(order, denominator, accumulate, momentum):
     found = trained(lars_of_links(order, **momentum))
-    expected = trained(optim.lars(
-        RATE, weight_decay=0.1, coefficient=0.01, denominator=denominator, accumulate=accumulate,
-        rules=RULES, **momentum))
+    expected = trained(
+        optim.lars(
+            RATE,
+            weight_decay=0.1,
+            coefficient=0.01,
+            denominator=denominator,
+            accumulate=accumulate,
+            rules=RULES,
+            **momentum,
+        )
+    )
     if accumulate == "adapted":
         assert_same(found, expected)
     else:  # `lars` multiplies ratio and rate first
         jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-7), found, expected)
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-7), found, expected
+        )
 
 
 def test_the_orders_of_the_links_of_lars_differ():
-    found = [trained(lars_of_links(order)) for order in (
-        "ratio momentum rate", "ratio rate momentum", "momentum ratio rate")]
+    found = [
+        trained(lars_of_links(order))
+        for order in ("ratio momentum rate", "ratio rate momentum", "momentum ratio rate")
+    ]
     for one, other in ((0, 1), (0, 2), (1, 2)):
         assert not np.allclose(found[one]["kernel"], found[other]["kernel"], rtol=1e-5)
 
 
-@pytest.mark.parametrize("base", [
-    optax.scale_by_adam(), optax.scale_by_lion(), optax.scale_by_rms(), optax.trace(0.9),
-], ids=["adam", "lion", "rms", "trace"])
+@pytest.mark.parametrize(
+    "base",
+    [optax.scale_by_adam(), optax.scale_by_lion(), optax.scale_by_rms(), optax.trace(0.9)],
+    ids=["adam", "lion", "rms", "trace"],
+)
 def test_a_trust_ratio_on_any_base_makes_each_layers_step_as_long_as_its_weights(base):
     params = jax.tree.map(jnp.float32, PARAMS)
     tx = optax.chain(base, optim.scale_by_trust_ratio(RULES), optax.scale_by_learning_rate(0.5))
@@ -194,11 +234,17 @@ def test_cautious_has_no_meaning_for_complex_leaves():
         optim.scale_by_lamb(cautious=True).init({"w": jnp.ones(2, jnp.complex64)})
 
 
-@pytest.mark.parametrize("build, message", [
-    (lambda: optim.scale_by_lamb(bias_correction="step"), "one of moments, none, not 'step'"),
-    (lambda: optim.scale_by_lamb(nu_dtype="float16"), "nu_dtype must have the range of float32"),
-    (lambda: optim.scale_by_lars(1.0), "momentum must be at least 0 and below 1, not 1.0"),
-])
+@pytest.mark.parametrize(
+    "build, message",
+    [
+        (lambda: optim.scale_by_lamb(bias_correction="step"), "one of moments, none, not 'step'"),
+        (
+            lambda: optim.scale_by_lamb(nu_dtype="float16"),
+            "nu_dtype must have the range of float32",
+        ),
+        (lambda: optim.scale_by_lars(1.0), "momentum must be at least 0 and below 1, not 1.0"),
+    ],
+)
 def test_bad_arguments(build, message):
     with pytest.raises(ValueError, match=message):
         build()

@@ -33,7 +33,9 @@ def test_every_transform_takes_them_and_steps_as_without(name):
     plain = tx.update(GRADS, state, PARAMS)
     jax.tree.map(
         np.testing.assert_array_equal,
-        tx.update(GRADS, state, PARAMS, value=jnp.float32(3.0), grad=GRADS), plain)
+        tx.update(GRADS, state, PARAMS, value=jnp.float32(3.0), grad=GRADS),
+        plain,
+    )
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -47,24 +49,37 @@ def test_nnx_passes_them(name):
     jax.tree.map(np.testing.assert_array_equal, updated(value=jnp.float32(3.0)), updated())
 
 
-@pytest.mark.parametrize("wrapped", [
-    rounding.stochastic_rounding(by_value()),
-    chains.in_float32(by_value()),
-    chains.under_rules(by_value(), "all"),
-    optax.chain(chains.add_decayed_weights(0.1, "all"), by_value()),
-    optim.add_l2(by_value(), 0.1, "all"),
-    optax.chain(optim.clip_global_norm(1.0), optim.scale_by_trust_ratio(), by_value()),
-], ids=[
-    "stochastic_rounding", "in_float32", "under_rules", "add_decayed_weights", "add_l2", "chain"])
+@pytest.mark.parametrize(
+    "wrapped",
+    [
+        rounding.stochastic_rounding(by_value()),
+        chains.in_float32(by_value()),
+        chains.under_rules(by_value(), "all"),
+        optax.chain(chains.add_decayed_weights(0.1, "all"), by_value()),
+        optim.add_l2(by_value(), 0.1, "all"),
+        optax.chain(optim.clip_global_norm(1.0), optim.scale_by_trust_ratio(), by_value()),
+    ],
+    ids=[
+        "stochastic_rounding",
+        "in_float32",
+        "under_rules",
+        "add_decayed_weights",
+        "add_l2",
+        "chain",
+    ],
+)
 def test_what_wraps_a_transform_passes_them_on(wrapped):
     updates, _ = wrapped.update(GRADS, wrapped.init(PARAMS), PARAMS, value=jnp.float32(3.0))
     jax.tree.map(lambda u: np.testing.assert_array_equal(u, -3.0), updates)
 
 
-@pytest.mark.parametrize("config", [
-    {"name": "momentum", "clip_global_norm": 1.0},
-    {"name": "adam", "clip_global_norm": 1.0, "stochastic_rounding": True},
-])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"name": "momentum", "clip_global_norm": 1.0},
+        {"name": "adam", "clip_global_norm": 1.0, "stochastic_rounding": True},
+    ],
+)
 def test_a_config_passes_them_to_the_innermost(config, monkeypatch):
     inner = by_value()
     monkeypatch.setattr(optax, "sgd", lambda *args, **kwargs: inner)

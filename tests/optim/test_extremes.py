@@ -10,7 +10,9 @@ from lamb_tpu.optim.factory import OPTIMIZERS
 SHAPES = {"empty": (0, 4), "empty vector": (0,), "kernel": (4, 3), "narrow": (2, 3), "number": ()}
 # The second update of those that send momentum is one of one bit.
 ARGUMENTS = {
-    "apollo": {"rank": 1}, "onebit_adam": {"freeze_step": 1}, "onebit_lamb": {"freeze_step": 1},
+    "apollo": {"rank": 1},
+    "onebit_adam": {"freeze_step": 1},
+    "onebit_lamb": {"freeze_step": 1},
     "zero_one_adam": {"var_freeze_step": 1},
 }
 
@@ -23,7 +25,8 @@ def test_updates_are_finite_and_fit(name):
     def tree(factor):
         return {
             key: jnp.asarray(
-                factor * rng.uniform(0.5, 1.0, shape) * rng.choice([-1.0, 1.0], shape), dtypes[key])
+                factor * rng.uniform(0.5, 1.0, shape) * rng.choice([-1.0, 1.0], shape), dtypes[key]
+            )
             for key, shape in SHAPES.items()
         }
 

@@ -22,8 +22,13 @@ PARAMS, *GRADS = (
 ARGUMENTS = {"adagrad_norm": {"per_layer": True}, "apollo": {"rank": 1}}
 # Every optimizer, and the presets in which the rate stands elsewhere.
 FORMS = [(name, None) for name in OPTIMIZERS] + [
-    ("lamb", "keras"), ("lamb", "deepspeed"), ("lars", "larc"), ("lars", "timm"),
-    ("lars", "simclr_popular"), ("novograd", "tfa"), ("novograd", "apex"),
+    ("lamb", "keras"),
+    ("lamb", "deepspeed"),
+    ("lars", "larc"),
+    ("lars", "timm"),
+    ("lars", "simclr_popular"),
+    ("novograd", "tfa"),
+    ("novograd", "apex"),
 ]
 
 
@@ -35,8 +40,10 @@ def build(name, rate=RATE, preset=None, **arguments):
 def assert_close(found, expected, rtol=2e-6):
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(
-            a, b, rtol=rtol, atol=rtol * float(np.abs(b).max())),
-        found, expected,
+            a, b, rtol=rtol, atol=rtol * float(np.abs(b).max())
+        ),
+        found,
+        expected,
     )
 
 
@@ -65,7 +72,8 @@ def test_a_rate_factor_is_another_rate(form):
     arguments = {"preset": preset, "clip_global_norm": None, "weight_decay": 0.1}
     found = trained(build(name, rules=rules_of("rate_factor", factors), **arguments))
     expected = in_parts(
-        name, lambda factor: build(name, lambda t: factor * RATE(t), **arguments), factors)
+        name, lambda factor: build(name, lambda t: factor * RATE(t), **arguments), factors
+    )
     assert_close(found, expected)
     plain = trained(build(name, **arguments))
     assert not np.allclose(found["kernel"], plain["kernel"], rtol=1e-4)
@@ -134,5 +142,6 @@ def test_layerwise_rate_decay_in_one_table():
     rules = [(f"layer_{i}", {"rate_factor": 0.5 ** (2 - i)}) for i in range(3)]
     tx = make_optimizer({"name": "adamw", "weight_decay": 0.0, "rules": rules}, 0.1)
     updates, _ = tx.update(params, tx.init(params), params)
-    np.testing.assert_allclose([updates[f"layer_{i}"][0] for i in range(3)],
-                               [-0.025, -0.05, -0.1], rtol=1e-5)
+    np.testing.assert_allclose(
+        [updates[f"layer_{i}"][0] for i in range(3)], [-0.025, -0.05, -0.1], rtol=1e-5
+    )

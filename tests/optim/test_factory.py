@@ -26,27 +26,40 @@ def assert_same(tx, reference, params=PARAMS, grads=GRADS):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), updates, wanted)
 
 
-@pytest.mark.parametrize("config, reference", [
-    ({"name": "sgd"}, optax.sgd(0.1)),
-    ({"name": "sgd", "weight_decay": 0.5},
-     optax.chain(optax.add_decayed_weights(0.5), optax.sgd(0.1))),
-    ({"name": "momentum", "momentum": 0.8}, optax.sgd(0.1, 0.8)),
-    ({"name": "nesterov"}, optax.sgd(0.1, 0.9, nesterov=True)),
-    ({"name": "adam", "eps": 1e-3}, optax.adam(0.1, eps=1e-3)),
-    ({"name": "adam", "clip_global_norm": 1.0},
-     optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1))),
-    ({"name": "sgd", "clip_global_norm": None}, optax.sgd(0.1)),
-    ({"name": "adamw", "weight_decay": 0.3, "rules": "no_bias_no_norm"},
-     optax.adamw(0.1, weight_decay=0.3, mask={"kernel": True, "bias": False})),
-    ({"name": "adagrad", "initial_accumulator_value": 0.2}, optax.adagrad(0.1, 0.2)),
-    ({"name": "lamb", "b1": 0.8}, optim.lamb(0.1, b1=0.8)),
-    ({"name": "lars", "denominator": "decayed"}, optim.lars(0.1, denominator="decayed")),
-    ({"name": "lamb", "preset": "author", "weight_decay": 0.5},
-     optim.lamb(0.1, bias_correction="none", weight_decay=0.5, clip_global_norm=1.0)),
-    ({"name": "lamb", "preset": "author", "clip_global_norm": None},
-     optim.lamb(0.1, bias_correction="none", weight_decay=0.01)),
-    ({"name": "lars", "preset": None}, optim.lars(0.1)),
-])
+@pytest.mark.parametrize(
+    "config, reference",
+    [
+        ({"name": "sgd"}, optax.sgd(0.1)),
+        (
+            {"name": "sgd", "weight_decay": 0.5},
+            optax.chain(optax.add_decayed_weights(0.5), optax.sgd(0.1)),
+        ),
+        ({"name": "momentum", "momentum": 0.8}, optax.sgd(0.1, 0.8)),
+        ({"name": "nesterov"}, optax.sgd(0.1, 0.9, nesterov=True)),
+        ({"name": "adam", "eps": 1e-3}, optax.adam(0.1, eps=1e-3)),
+        (
+            {"name": "adam", "clip_global_norm": 1.0},
+            optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)),
+        ),
+        ({"name": "sgd", "clip_global_norm": None}, optax.sgd(0.1)),
+        (
+            {"name": "adamw", "weight_decay": 0.3, "rules": "no_bias_no_norm"},
+            optax.adamw(0.1, weight_decay=0.3, mask={"kernel": True, "bias": False}),
+        ),
+        ({"name": "adagrad", "initial_accumulator_value": 0.2}, optax.adagrad(0.1, 0.2)),
+        ({"name": "lamb", "b1": 0.8}, optim.lamb(0.1, b1=0.8)),
+        ({"name": "lars", "denominator": "decayed"}, optim.lars(0.1, denominator="decayed")),
+        (
+            {"name": "lamb", "preset": "author", "weight_decay": 0.5},
+            optim.lamb(0.1, bias_correction="none", weight_decay=0.5, clip_global_norm=1.0),
+        ),
+        (
+            {"name": "lamb", "preset": "author", "clip_global_norm": None},
+            optim.lamb(0.1, bias_correction="none", weight_decay=0.01),
+        ),
+        ({"name": "lars", "preset": None}, optim.lars(0.1)),
+    ],
+)
 def test_by_name(config, reference):
     assert_same(make_optimizer(config, 0.1), reference)
 
@@ -61,8 +74,12 @@ def test_every_name_is_a_function_of_the_package(name):
 
 STATIC = {
     "apollo": ("rank",),
-    "zero_one_adam": ("var_freeze_step", "var_update_scaler", "local_step_scaler",
-                      "local_step_clipper"),
+    "zero_one_adam": (
+        "var_freeze_step",
+        "var_update_scaler",
+        "local_step_scaler",
+        "local_step_clipper",
+    ),
 }
 
 
@@ -119,7 +136,9 @@ def test_clipping_takes_the_norm_over_a_mesh_axis(name):
     expected = first_update(make_optimizer(config, 0.1), params, grads)
     split = jax.shard_map(
         lambda p, g: first_update(make_optimizer({**config, "axis_name": "data"}, 0.1), p, g),
-        mesh=mesh, in_specs=PartitionSpec("data"), out_specs=PartitionSpec("data"),
+        mesh=mesh,
+        in_specs=PartitionSpec("data"),
+        out_specs=PartitionSpec("data"),
     )
     np.testing.assert_allclose(split(params, grads)["w"], expected["w"], rtol=1e-6)
 
@@ -151,7 +170,8 @@ def test_rules_are_resolved_at_once_where_parameters_are_given():
     make_optimizer({"name": "sgd"}, 0.1, shapes)
     with pytest.raises(ValueError, match="^agvm: no module matches the parameter 'bias': add a"):
         make_optimizer(
-            {"name": "sgd", "agvm": {"modules": [("a", "kern"), ("b", "el$")]}}, 0.1, shapes)
+            {"name": "sgd", "agvm": {"modules": [("a", "kern"), ("b", "el$")]}}, 0.1, shapes
+        )
     with pytest.raises(ValueError, match="^agvm: second_moment gives no second moment of each"):
         make_optimizer({"name": "lion", "agvm": {**AGVM, "second_moment": True}}, 0.1, shapes)
     with pytest.raises(ValueError, match="^agvm: agvm scales updates, and the weights that schedu"):
@@ -165,8 +185,14 @@ def test_agvm():
     fields = {**AGVM, "interval": 1, "start": 0, "second_moment": True, "eps_root": 1e-6}
     tx = make_optimizer({"name": "adam", "b2": 0.9, "l2": 0.1, "agvm": fields}, 0.1, PARAMS)
     reference = optim.agvm(
-        optim.add_l2(optax.adam(0.1, b2=0.9), 0.1, "all"), ["bias", ""], anchor=1, interval=1,
-        start=0, second_moment=lambda state: state[0].nu, b2=0.9, eps_root=1e-6,
+        optim.add_l2(optax.adam(0.1, b2=0.9), 0.1, "all"),
+        ["bias", ""],
+        anchor=1,
+        interval=1,
+        start=0,
+        second_moment=lambda state: state[0].nu,
+        b2=0.9,
+        eps_root=1e-6,
     )
     state, expected = tx.init(PARAMS), reference.init(PARAMS)
     for sign in (1.0, -1.0):
@@ -179,41 +205,66 @@ def test_agvm():
     assert state.factors[1] == 1 and abs(state.factors[0] - 1) > 1e-3
 
 
-@pytest.mark.parametrize("config, message", [
-    ({"name": "lambs"}, "name 'lambs' is unknown; known: lamb, lars"),
-    ({}, "name None is unknown"),
-    ({"name": "lamb", "beta1": 0.9}, "lamb has no argument 'beta1'; known: b1, b2, eps"),
-    ({"name": "sgd", "learning_rate": 0.9},
-     "sgd has no argument 'learning_rate'; known: weight_decay, rules, clip_global_norm, "
-     "axis_name, l2, l2_rules, agvm, stochastic_rounding, preset"),
-    ({"name": "sgd", "preset": "paper"}, "'sgd' has no presets; known: .*lamb"),
-    ({"name": "lamb", "preset": "papers"},
-     "the preset name 'papers' is unknown; lamb has: paper, author"),
-    ({"name": "adam", "clip_global_norm": -1.0}, "clip_global_norm must be above 0.*not -1.0"),
-    ({"name": "adam", "stochastic_rounding": -1}, "stochastic_rounding must be .* not -1"),
-    ({"name": "momentum", "rules": "none"}, "'none' are unknown"),
-    ({"name": "momentum", "rules": [("a", {}), ("a", {})]}, "the rule 'a' is given twice"),
-    ({"name": "lamb", "agvm": 3}, "agvm must be a mapping with the key 'modules', not 3"),
-    ({"name": "lamb", "agvm": {**AGVM, "every": 5}},
-     "^agvm.every is unknown; agvm has: modules, anchor, second_moment, interval, start"),
-    ({"name": "lamb", "agvm": {}}, r"^agvm.modules is \(\); agvm compares modules"),
-    ({"name": "lamb", "agvm": {"modules": ["body"]}}, r"^agvm.modules is \['body'\]; it must be"),
-    ({"name": "lamb", "agvm": {**AGVM, "anchor": "neck"}},
-     "^agvm.anchor is 'neck'; the modules are: rest, body"),
-    ({"name": "lamb", "agvm": {"modules": [("a", "("), ("b", "")]}},
-     r"agvm.modules must be valid regular expressions; '\(' is none"),
-    ({"name": "lamb", "agvm": {**AGVM, "momentum": 1.0}}, "^agvm: momentum must be at least 0 and"),
-    ({"name": "lars", "agvm": {**AGVM, "second_moment": True}},
-     "^agvm.second_moment is True, and the optimizer has no argument b2, .*; it must be False"),
-    ({"name": "lamb", "agvm": {**AGVM, "second_moment": 1}}, "^agvm.second_moment must be True or"),
-])
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        ({"name": "lambs"}, "name 'lambs' is unknown; known: lamb, lars"),
+        ({}, "name None is unknown"),
+        ({"name": "lamb", "beta1": 0.9}, "lamb has no argument 'beta1'; known: b1, b2, eps"),
+        (
+            {"name": "sgd", "learning_rate": 0.9},
+            "sgd has no argument 'learning_rate'; known: weight_decay, rules, clip_global_norm, "
+            "axis_name, l2, l2_rules, agvm, stochastic_rounding, preset",
+        ),
+        ({"name": "sgd", "preset": "paper"}, "'sgd' has no presets; known: .*lamb"),
+        (
+            {"name": "lamb", "preset": "papers"},
+            "the preset name 'papers' is unknown; lamb has: paper, author",
+        ),
+        ({"name": "adam", "clip_global_norm": -1.0}, "clip_global_norm must be above 0.*not -1.0"),
+        ({"name": "adam", "stochastic_rounding": -1}, "stochastic_rounding must be .* not -1"),
+        ({"name": "momentum", "rules": "none"}, "'none' are unknown"),
+        ({"name": "momentum", "rules": [("a", {}), ("a", {})]}, "the rule 'a' is given twice"),
+        ({"name": "lamb", "agvm": 3}, "agvm must be a mapping with the key 'modules', not 3"),
+        (
+            {"name": "lamb", "agvm": {**AGVM, "every": 5}},
+            "^agvm.every is unknown; agvm has: modules, anchor, second_moment, interval, start",
+        ),
+        ({"name": "lamb", "agvm": {}}, r"^agvm.modules is \(\); agvm compares modules"),
+        (
+            {"name": "lamb", "agvm": {"modules": ["body"]}},
+            r"^agvm.modules is \['body'\]; it must be",
+        ),
+        (
+            {"name": "lamb", "agvm": {**AGVM, "anchor": "neck"}},
+            "^agvm.anchor is 'neck'; the modules are: rest, body",
+        ),
+        (
+            {"name": "lamb", "agvm": {"modules": [("a", "("), ("b", "")]}},
+            r"agvm.modules must be valid regular expressions; '\(' is none",
+        ),
+        (
+            {"name": "lamb", "agvm": {**AGVM, "momentum": 1.0}},
+            "^agvm: momentum must be at least 0 and",
+        ),
+        (
+            {"name": "lars", "agvm": {**AGVM, "second_moment": True}},
+            "^agvm.second_moment is True, and the optimizer has no argument b2, .*; it must be False",
+        ),
+        (
+            {"name": "lamb", "agvm": {**AGVM, "second_moment": 1}},
+            "^agvm.second_moment must be True or",
+        ),
+    ],
+)
 def test_bad_configs(config, message):
     with pytest.raises(ValueError, match=message):
         make_optimizer(config, 0.1)
 
 
 NUMBERS = [
-    (name, argument.name) for name, build in OPTIMIZERS.items()
+    (name, argument.name)
+    for name, build in OPTIMIZERS.items()
     for argument in inspect.signature(build).parameters.values()
     if isinstance(argument.default, float) or argument.name == "learning_rate"
 ]

@@ -63,18 +63,23 @@ def test_few_implementations_are_excluded():
     assert len(golden.BUGS) <= 5 and all(golden.BUGS.values())
 
 
-@pytest.mark.parametrize("family, implementation, setting, hyper", [
-    ("lamb", "deepspeed_fusedlamb", "clip1", {"max_grad_norm": 1.0, "grad_norms": "scalar"}),
-    ("lamb", "nvidia_dle_tf_bert_lamb", "wd_step0", {"first_global_step": 0}),
-    ("lamb", "flax_optim_lamb", "nowd", {"weight_decay": 0.0}),
-    ("diffgrad", "author_diffgrad_v1", "nowd_reusedgrad", {}),
-])
+@pytest.mark.parametrize(
+    "family, implementation, setting, hyper",
+    [
+        ("lamb", "deepspeed_fusedlamb", "clip1", {"max_grad_norm": 1.0, "grad_norms": "scalar"}),
+        ("lamb", "nvidia_dle_tf_bert_lamb", "wd_step0", {"first_global_step": 0}),
+        ("lamb", "flax_optim_lamb", "nowd", {"weight_decay": 0.0}),
+        ("diffgrad", "author_diffgrad_v1", "nowd_reusedgrad", {}),
+    ],
+)
 def test_bugs_and_nothing_else_of_an_implementation_are_excluded(
     family, implementation, setting, hyper
 ):
     params = goldens.params()
     entry = {
-        "family": family, "implementation": implementation, "setting": "wd",
+        "family": family,
+        "implementation": implementation,
+        "setting": "wd",
         "hyper": {"lr": 0.01, "lr_schedule": "const", "weight_decay": 0.01},
     }
     assert golden.transform_for(entry, params) is not None
@@ -88,19 +93,29 @@ def test_bugs_and_nothing_else_of_an_implementation_are_excluded(
 def test_a_group_of_timm_may_adapt_without_decay(family, always):
     """`always_adapt` is an option of a parameter group too, in its LARS as in its LAMB."""
     params = {"kernel": jnp.full((4, 4), 3.0), "bias": jnp.full(4, 2.0)}
-    entry = {"family": family, "implementation": f"timm_{family}", "setting": "group", "hyper": {
-        "lr": 0.1, "lr_schedule": "const", "weight_decay": 0.01, "momentum": 0.9,
-        "excluded_group": {"patterns": ["bias"], "weight_decay": 0.0, "always_adapt": always},
-    }}
+    entry = {
+        "family": family,
+        "implementation": f"timm_{family}",
+        "setting": "group",
+        "hyper": {
+            "lr": 0.1,
+            "lr_schedule": "const",
+            "weight_decay": 0.01,
+            "momentum": 0.9,
+            "excluded_group": {"patterns": ["bias"], "weight_decay": 0.0, "always_adapt": always},
+        },
+    }
     if family == "lamb":
         del entry["hyper"]["momentum"]
     tx = golden.transform_for(entry, params)
     rules = [("bias", {"decay": False, "adapt": always}), ("", {})]
     reference = optim.make_optimizer(
-        {"name": family, "preset": "timm", "weight_decay": 0.01, "rules": rules}, 0.1)
-    for found, expected in zip(*(
-        jax.tree.leaves(tx.update(params, tx.init(params), params)[0]) for tx in (tx, reference)
-    ), strict=True):
+        {"name": family, "preset": "timm", "weight_decay": 0.01, "rules": rules}, 0.1
+    )
+    for found, expected in zip(
+        *(jax.tree.leaves(tx.update(params, tx.init(params), params)[0]) for tx in (tx, reference)),
+        strict=True,
+    ):
         assert jnp.array_equal(found, expected)
 
 
@@ -119,6 +134,7 @@ def test_what_is_not_known_is_an_error():
     hyper = {"lr": 0.01, "lr_schedule": "cosine"}
     with pytest.raises(ValueError, match="lr_schedule 'cosine' is unknown"):
         golden.transform_for(
-            {"family": "lamb", "implementation": "tfa_lamb", "hyper": hyper}, {"w": 1.0})
+            {"family": "lamb", "implementation": "tfa_lamb", "hyper": hyper}, {"w": 1.0}
+        )
     with pytest.raises(ValueError, match="the implementation 'my_lamb' of lamb is unknown"):
         golden.transform_for({"family": "lamb", "implementation": "my_lamb", "hyper": hyper}, {})

@@ -7,9 +7,7 @@ import pytest
 
 from tests.optim import golden_baselines, goldens
 
-ENTRIES = [
-    entry for entry in goldens.entries() if entry["family"] in golden_baselines.FAMILIES
-]
+ENTRIES = [entry for entry in goldens.entries() if entry["family"] in golden_baselines.FAMILIES]
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=goldens.label)
@@ -29,8 +27,12 @@ def test_counts():
 
 
 def test_averages_are_compared_where_an_optimizer_is_evaluated_at_them():
-    averaged = [e for e in ENTRIES if e["family"] == "schedule_free" and
-                golden_baselines.transform(e, goldens.params()) is not None]
+    averaged = [
+        e
+        for e in ENTRIES
+        if e["family"] == "schedule_free"
+        and golden_baselines.transform(e, goldens.params()) is not None
+    ]
     goldens.need(1, averaged, "schedule-free AdamW")
     for entry in averaged:
         recorded = goldens.record(entry)

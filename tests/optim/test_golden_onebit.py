@@ -9,8 +9,11 @@ from tests.optim import goldens
 
 ENTRIES = [entry for entry in goldens.entries() if entry["family"] == "onebit"]
 # One of each implementation with several workers, and the only one with a single one.
-MAIN = [entry for entry in ENTRIES if entry["setting"] in ("w2", "warm_w2", "mask_w2", "single_w1",
-                                                           "dense_w2")]
+MAIN = [
+    entry
+    for entry in ENTRIES
+    if entry["setting"] in ("w2", "warm_w2", "mask_w2", "single_w1", "dense_w2")
+]
 
 
 @pytest.mark.parametrize("entry", some(ENTRIES, MAIN), ids=goldens.label)

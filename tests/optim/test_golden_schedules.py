@@ -28,8 +28,11 @@ def test_every_point(implementation, x64):
             values = np.asarray(jax.jit(jax.vmap(curve.schedule))(jnp.asarray(curve.steps)))
             assert values.dtype == (np.float64 if x64 else np.float32)
             np.testing.assert_allclose(
-                values.astype(np.float64), record[curve.name], rtol=relative,
-                atol=of_the_peak * curve.peak, err_msg=curve.name,
+                values.astype(np.float64),
+                record[curve.name],
+                rtol=relative,
+                atol=of_the_peak * curve.peak,
+                err_msg=curve.name,
             )
 
 

@@ -42,8 +42,9 @@ def test_is_the_gradient_of_the_term(name: str) -> None:
     plain = make_optimizer(config, 0.1)
     found = steps(make_optimizer(config | {"l2": 0.3, "l2_rules": "resnet"}, 0.1), 0.0)
     expected = steps(plain, 0.3)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), found,
-                 expected)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), found, expected
+    )
     without = steps(plain, 0.0)
     if name != "lion":  # a term so small turns no sign
         assert np.abs(without["conv"]["kernel"] - expected["conv"]["kernel"]).max() > 1e-5
@@ -58,8 +59,7 @@ def test_lars_of_tensorflow_tpus_efficientnet() -> None:
     """By hand, from lars_optimizer.py and the loss of main.py, in float64."""
     rate, decay, l2, momentum = 5.0, 0.02, 0.3, 0.9
     tx = optim.add_l2(
-        optim.lars(rate, weight_decay=decay, rules="efficientnet", momentum=momentum), l2,
-        "resnet",
+        optim.lars(rate, weight_decay=decay, rules="efficientnet", momentum=momentum), l2, "resnet"
     )
     params, state = PARAMS, tx.init(PARAMS)
     weights = {
@@ -107,13 +107,16 @@ def test_state_is_that_of_the_optimizer() -> None:
     )
 
 
-@pytest.mark.parametrize(("config", "message"), [
-    ({"l2": -0.1}, "l2 must be at least 0, not -0.1"),
-    ({"l2": "much"}, "l2 must be at least 0, not 'much'"),
-    ({"l2_rules": "resnet"}, "l2_rules say which leaves are in the term l2, which is missing"),
-    ({"l2": 0.1, "l2_rules": "resnets"}, "resnets"),
-    ({"l2": 0.1, "l2_rules": [["nothing", {}]]}, "no rule matches the parameter 'conv/kernel'"),
-])
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"l2": -0.1}, "l2 must be at least 0, not -0.1"),
+        ({"l2": "much"}, "l2 must be at least 0, not 'much'"),
+        ({"l2_rules": "resnet"}, "l2_rules say which leaves are in the term l2, which is missing"),
+        ({"l2": 0.1, "l2_rules": "resnets"}, "resnets"),
+        ({"l2": 0.1, "l2_rules": [["nothing", {}]]}, "no rule matches the parameter 'conv/kernel'"),
+    ],
+)
 def test_mistakes(config: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_optimizer({"name": "lars", **config}, 0.1, PARAMS)

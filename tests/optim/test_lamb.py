@@ -17,10 +17,27 @@ RULES = [("bias", {"decay": False}), ("scale", {"adapt": False}), ("", {})]
 
 
 def reference(
-    weights, grads, rate=0.1, *, decays=True, adapts=True, b1=0.9, b2=0.999, eps=1e-6,
-    weight_decay=0.01, bias_correction="moments", decay="direction", norm="l2",
-    phi_bounds=(0, math.inf), ratio_bounds=(0, math.inf), ratio_eps=0.0, zero_ratio=1.0,
-    eps_root=0.0, grad_averaging=True, nesterov="none", cautious=False,
+    weights,
+    grads,
+    rate=0.1,
+    *,
+    decays=True,
+    adapts=True,
+    b1=0.9,
+    b2=0.999,
+    eps=1e-6,
+    weight_decay=0.01,
+    bias_correction="moments",
+    decay="direction",
+    norm="l2",
+    phi_bounds=(0, math.inf),
+    ratio_bounds=(0, math.inf),
+    ratio_eps=0.0,
+    zero_ratio=1.0,
+    eps_root=0.0,
+    grad_averaging=True,
+    nesterov="none",
+    cautious=False,
 ):
     """The weights of one layer after all gradients, in NumPy and float64."""
     order = {"l2": 2, "l1": 1, "linf": np.inf}[norm]
@@ -113,7 +130,10 @@ CHOICES = {
     "NN-LAMB without correction": {"nesterov": "both", "bias_correction": "none"},
     "cautious": {"cautious": True},
     "cautious, decoupled, corrected step": {
-        "cautious": True, "decay": "decoupled", "bias_correction": "step", "weight_decay": 0.5,
+        "cautious": True,
+        "decay": "decoupled",
+        "bias_correction": "step",
+        "weight_decay": 0.5,
     },
 }
 
@@ -131,9 +151,14 @@ def test_every_choice_against_a_loop(name):
         for leaf, weights in params.items():
             expected, plain = (
                 reference(
-                    weights, [grad[leaf] for grad in grads], rate, decays=leaf != "bias",
-                    adapts=leaf != "scale", **keywords,
-                ) for keywords in (arguments, {})
+                    weights,
+                    [grad[leaf] for grad in grads],
+                    rate,
+                    decays=leaf != "bias",
+                    adapts=leaf != "scale",
+                    **keywords,
+                )
+                for keywords in (arguments, {})
             )
             np.testing.assert_allclose(found[leaf], expected, rtol=1e-11, atol=1e-13, err_msg=leaf)
             if arguments and leaf == ("zero" if name == "zero_ratio" else "kernel"):
@@ -155,9 +180,11 @@ def test_clipping_comes_before_the_moments_and_before_decay_in_the_gradient():
         np.testing.assert_allclose(found[leaf], expected, rtol=1e-11, atol=1e-13, err_msg=leaf)
 
 
-@pytest.mark.parametrize("arguments", [
-    {"cautious": True}, {"nesterov": "both", "decay": "decoupled"}, {"bias_correction": "step"},
-], ids=str)
+@pytest.mark.parametrize(
+    "arguments",
+    [{"cautious": True}, {"nesterov": "both", "decay": "decoupled"}, {"bias_correction": "step"}],
+    ids=str,
+)
 def test_stacks_and_shards_of_every_choice(arguments):
     """Stacked layers equal layers on their own; a tensor split over devices equals a whole one."""
     rng = np.random.default_rng(1)
@@ -166,7 +193,8 @@ def test_stacks_and_shards_of_every_choice(arguments):
     with jax.enable_x64(True):
         stacked = _run(
             optim.lamb(0.1, rules=[("", {"layer_axes": (0,)})], **arguments),
-            {"w": stack}, [{"w": g} for g in grads],
+            {"w": stack},
+            [{"w": g} for g in grads],
         )["w"]
         for i in range(4):
             expected = reference(stack[i], [g[i] for g in grads], **arguments)
@@ -177,10 +205,14 @@ def test_stacks_and_shards_of_every_choice(arguments):
         def step(axis_name):
             tx = optim.lamb(0.1, axis_name=axis_name, **arguments)
             spec = PartitionSpec(None, "data")
-            return jax.jit(jax.shard_map(
-                lambda w, gs: _run(tx, {"w": w}, [{"w": gs[i]} for i in range(3)])["w"],
-                mesh=mesh, in_specs=(spec, PartitionSpec(None, None, "data")), out_specs=spec,
-            ))(jnp.asarray(stack), jnp.asarray(np.stack(grads)))
+            return jax.jit(
+                jax.shard_map(
+                    lambda w, gs: _run(tx, {"w": w}, [{"w": gs[i]} for i in range(3)])["w"],
+                    mesh=mesh,
+                    in_specs=(spec, PartitionSpec(None, None, "data")),
+                    out_specs=spec,
+                )
+            )(jnp.asarray(stack), jnp.asarray(np.stack(grads)))
 
         expected = reference(stack, grads, **arguments)
         np.testing.assert_allclose(step("data"), expected, rtol=1e-11, atol=1e-12)
@@ -297,31 +329,34 @@ def test_the_direction_is_computed_again_and_not_stored():
     assert compiled.memory_analysis().temp_size_in_bytes < 0.3 * num_bytes
 
 
-@pytest.mark.parametrize("arguments, message", [
-    ({"b1": 1.0}, "b1 must be at least 0 and below 1, not 1.0"),
-    ({"b2": -0.1}, "b2 .* not -0.1"),
-    ({"eps": -1e-6}, "eps .* not -1e-06"),
-    ({"eps": "1e-6"}, "eps must be at least 0, not '1e-6'"),
-    ({"eps_root": -1e-6}, "eps_root .* not -1e-06"),
-    ({"weight_decay": -1}, "weight_decay .* not -1"),
-    ({"learning_rate": -1.0}, "learning_rate .* not -1.0"),
-    ({"learning_rate": float("nan")}, "learning_rate .* not nan"),
-    ({"norm": "l3"}, "norm must be one of l2, l1, linf, not 'l3'"),
-    ({"phi_bounds": (2.0, 1.0)}, r"phi_bounds .* \(2.0, 1.0\)"),
-    ({"ratio_bounds": (2.0, 1.0)}, r"ratio_bounds must be \(lower, upper\).* \(2.0, 1.0\)"),
-    ({"ratio_bounds": 10.0}, "ratio_bounds .* not 10.0"),
-    ({"ratio_eps": -1.0}, "ratio_eps .* not -1.0"),
-    ({"zero_ratio": -1.0}, "zero_ratio .* not -1.0"),
-    ({"bias_correction": True}, "bias_correction must be one of moments, none, step, not True"),
-    ({"decay": "l2"}, "decay must be one of direction, decoupled, gradient, not 'l2'"),
-    ({"nesterov": True}, "nesterov must be one of none, first, both, not True"),
-    ({"cautious": "yes"}, "cautious must be True or False, not 'yes'"),
-    ({"grad_averaging": None}, "grad_averaging must be True or False, not None"),
-    ({"clip_global_norm": 0.0}, "clip_global_norm must be above 0, .* not 0.0"),
-    ({"mu_dtype": jnp.int8}, "mu_dtype must be a floating-point dtype or None, not .*int8"),
-    ({"nu_dtype": "float23"}, "nu_dtype .* not 'float23'"),
-    ({"rules": "none"}, "'none' are unknown; the named rules are all, "),
-])
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"b1": 1.0}, "b1 must be at least 0 and below 1, not 1.0"),
+        ({"b2": -0.1}, "b2 .* not -0.1"),
+        ({"eps": -1e-6}, "eps .* not -1e-06"),
+        ({"eps": "1e-6"}, "eps must be at least 0, not '1e-6'"),
+        ({"eps_root": -1e-6}, "eps_root .* not -1e-06"),
+        ({"weight_decay": -1}, "weight_decay .* not -1"),
+        ({"learning_rate": -1.0}, "learning_rate .* not -1.0"),
+        ({"learning_rate": float("nan")}, "learning_rate .* not nan"),
+        ({"norm": "l3"}, "norm must be one of l2, l1, linf, not 'l3'"),
+        ({"phi_bounds": (2.0, 1.0)}, r"phi_bounds .* \(2.0, 1.0\)"),
+        ({"ratio_bounds": (2.0, 1.0)}, r"ratio_bounds must be \(lower, upper\).* \(2.0, 1.0\)"),
+        ({"ratio_bounds": 10.0}, "ratio_bounds .* not 10.0"),
+        ({"ratio_eps": -1.0}, "ratio_eps .* not -1.0"),
+        ({"zero_ratio": -1.0}, "zero_ratio .* not -1.0"),
+        ({"bias_correction": True}, "bias_correction must be one of moments, none, step, not True"),
+        ({"decay": "l2"}, "decay must be one of direction, decoupled, gradient, not 'l2'"),
+        ({"nesterov": True}, "nesterov must be one of none, first, both, not True"),
+        ({"cautious": "yes"}, "cautious must be True or False, not 'yes'"),
+        ({"grad_averaging": None}, "grad_averaging must be True or False, not None"),
+        ({"clip_global_norm": 0.0}, "clip_global_norm must be above 0, .* not 0.0"),
+        ({"mu_dtype": jnp.int8}, "mu_dtype must be a floating-point dtype or None, not .*int8"),
+        ({"nu_dtype": "float23"}, "nu_dtype .* not 'float23'"),
+        ({"rules": "none"}, "'none' are unknown; the named rules are all, "),
+    ],
+)
 def test_bad_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
         optim.lamb(**{"learning_rate": 0.1, **arguments})

@@ -83,8 +83,13 @@ def _clipped_unscaled(g, w, b, rate, t):
     return min(C * norm(w) / (norm(g) + WD * norm(w) + EPS), rate) * b, b
 
 
-ALGORITHM_1 = {"denominator": "momentum", "accumulate": "gradients", "dampening": MU,
-               "coefficient": 1.0, "eps": 0.0}
+ALGORITHM_1 = {
+    "denominator": "momentum",
+    "accumulate": "gradients",
+    "dampening": MU,
+    "coefficient": 1.0,
+    "eps": 0.0,
+}
 CASES = {
     "2017": ({}, _of_2017),
     "2017, l1": ({"norm": "l1"}, functools.partial(_of_2017, length=lambda x: np.abs(x).sum())),
@@ -94,24 +99,37 @@ CASES = {
     "optax": ({"denominator": "decayed"}, _optax),
     "simclr popular, nesterov": (
         {"denominator": "momentum", "accumulate": "gradients", "nesterov": True},
-        _simclr_popular_nesterov),
-    "unscaled": ({"accumulate": "gradients", "l2_in_loss": True},
-                 functools.partial(_unscaled, nesterov=False)),
-    "unscaled, nesterov": ({"accumulate": "gradients", "l2_in_loss": True, "nesterov": True},
-                           functools.partial(_unscaled, nesterov=True)),
+        _simclr_popular_nesterov,
+    ),
+    "unscaled": (
+        {"accumulate": "gradients", "l2_in_loss": True},
+        functools.partial(_unscaled, nesterov=False),
+    ),
+    "unscaled, nesterov": (
+        {"accumulate": "gradients", "l2_in_loss": True, "nesterov": True},
+        functools.partial(_unscaled, nesterov=True),
+    ),
     "unscaled, decay in the gradient, clip": (
-        {"accumulate": "gradients", "trust_clip": True}, _clipped_unscaled),
+        {"accumulate": "gradients", "trust_clip": True},
+        _clipped_unscaled,
+    ),
     "algorithm 1": (ALGORITHM_1, _algorithm_1),
-    "algorithm 1, phi": (ALGORITHM_1 | {"phi_bounds": (0.5, 2.0)},
-                         functools.partial(_algorithm_1, bounds=(0.5, 2.0))),
-    "barlow twins": ({"denominator": "decayed", "accumulate": "adapted", "eps": 0.0},
-                     _barlow_twins),
+    "algorithm 1, phi": (
+        ALGORITHM_1 | {"phi_bounds": (0.5, 2.0)},
+        functools.partial(_algorithm_1, bounds=(0.5, 2.0)),
+    ),
+    "barlow twins": (
+        {"denominator": "decayed", "accumulate": "adapted", "eps": 0.0},
+        _barlow_twins,
+    ),
     "timm, dampening": (
         {"accumulate": "adapted", "dampening": 0.3, "dampen_first": False},
-        functools.partial(_timm, dampening=0.3)),
+        functools.partial(_timm, dampening=0.3),
+    ),
     "timm, clip, nesterov": (
         {"accumulate": "adapted", "trust_clip": True, "nesterov": True},
-        functools.partial(_timm, clip=True, nesterov=True)),
+        functools.partial(_timm, clip=True, nesterov=True),
+    ),
 }
 
 
@@ -152,8 +170,14 @@ def test_the_clip_takes_the_smaller_of_rate_and_ratio():
     params, grads = {"w": jnp.array([30.0, 40.0])}, {"w": jnp.array([3.0, 4.0])}
     for rate, local, ratio in ((0.25, 0.25, 1.0), (4.0, 1.0, 0.25), (0.0, 0.0, 1.0)):
         for accumulate in ("steps", "adapted", "gradients"):
-            tx = optim.lars(rate, weight_decay=0.0, coefficient=0.1, trust_clip=True,
-                            accumulate=accumulate, collect=True)
+            tx = optim.lars(
+                rate,
+                weight_decay=0.0,
+                coefficient=0.1,
+                trust_clip=True,
+                accumulate=accumulate,
+                collect=True,
+            )
             with jax.debug_infs(True):  # nothing is divided by the rate 0
                 updates, state = tx.update(grads, tx.init(params), params)
             np.testing.assert_allclose(updates["w"], -local * grads["w"], rtol=1e-6)
@@ -164,17 +188,20 @@ ZEROS = {"zero": jnp.zeros(2), "still": jnp.array([3.0, 4.0])}
 ZERO_GRADS = {"zero": jnp.array([1.0, 2.0]), "still": jnp.zeros(2)}
 
 
-@pytest.mark.parametrize("arguments, zero, still", [
-    ({}, 4.0, 4.0 * 0.5),  # rate 4, ratio 1, and the decay of 0.5 is added
-    ({"zero_ratio": 0.25}, 1.0, 0.5),
-    ({"skip_zero": True}, 4.0, 0.0),
-    ({"trust_clip": True}, 1.0, 0.5),  # min(1, 4)
-    ({"trust_clip": True, "skip_zero": True}, 4.0, 0.0),
-    ({"l2_in_loss": True}, 4.0, 0.0),
-    # The decay makes what the ratio divides by nonzero: 0.1 * 5 / (0.5 * 5).
-    ({"denominator": "decayed"}, 4.0, 4.0 * 0.2 * 0.5),
-    ({"denominator": "momentum", "accumulate": "gradients"}, 4.0, 4.0 * 0.2 * 0.5),
-])
+@pytest.mark.parametrize(
+    "arguments, zero, still",
+    [
+        ({}, 4.0, 4.0 * 0.5),  # rate 4, ratio 1, and the decay of 0.5 is added
+        ({"zero_ratio": 0.25}, 1.0, 0.5),
+        ({"skip_zero": True}, 4.0, 0.0),
+        ({"trust_clip": True}, 1.0, 0.5),  # min(1, 4)
+        ({"trust_clip": True, "skip_zero": True}, 4.0, 0.0),
+        ({"l2_in_loss": True}, 4.0, 0.0),
+        # The decay makes what the ratio divides by nonzero: 0.1 * 5 / (0.5 * 5).
+        ({"denominator": "decayed"}, 4.0, 4.0 * 0.2 * 0.5),
+        ({"denominator": "momentum", "accumulate": "gradients"}, 4.0, 4.0 * 0.2 * 0.5),
+    ],
+)
 def test_norms_of_zero(arguments, zero, still):
     tx = optim.lars(4.0, weight_decay=0.5, coefficient=0.1, **arguments)
     with jax.debug_nans(True):
@@ -208,13 +235,22 @@ def test_stacked_layers_are_layers_on_their_own(name):
     assert not np.allclose(stacked, _after(build(), stack, grads)[0], rtol=1e-4)
 
 
-@pytest.mark.parametrize("arguments", [
-    {"eps": 0.5},
-    {"eps": 0.5, "trust_clip": True, "skip_zero": True, "accumulate": "adapted"},
-    {"eps": 0.5, "denominator": "decayed"},
-    {"eps": 0.5, "denominator": "momentum", "accumulate": "gradients", "phi_bounds": (0.0, 2.0)},
-    {"clip_global_norm": 0.5},
-], ids=str)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"eps": 0.5},
+        {"eps": 0.5, "trust_clip": True, "skip_zero": True, "accumulate": "adapted"},
+        {"eps": 0.5, "denominator": "decayed"},
+        {
+            "eps": 0.5,
+            "denominator": "momentum",
+            "accumulate": "gradients",
+            "phi_bounds": (0.0, 2.0),
+        },
+        {"clip_global_norm": 0.5},
+    ],
+    ids=str,
+)
 def test_shards_in_shard_map(arguments):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     build = functools.partial(optim.lars, 0.5, weight_decay=0.1, coefficient=0.3, **arguments)
@@ -228,7 +264,9 @@ def test_shards_in_shard_map(arguments):
         spec = PartitionSpec("data")
         run = jax.shard_map(
             lambda params, grads: _after(build(axis_name=axis_name), params, grads)[0],
-            mesh=mesh, in_specs=spec, out_specs=spec,
+            mesh=mesh,
+            in_specs=spec,
+            out_specs=spec,
         )
         return np.abs(jax.jit(run)(params, grads) - expected).max() / np.abs(expected).max()
 
@@ -255,8 +293,13 @@ def test_bfloat16_parameters_take_steps_computed_in_float32():
 def test_a_narrow_momentum_is_rounded_between_updates_only():
     params = {"w": jnp.array([3.0, 4.0])}
     grads = {"w": jnp.array([1.0, 1 / 3])}
-    tx = optim.lars(1.0, momentum=0.5, weight_decay=0.0, rules=[("", {"adapt": False})],
-                    momentum_dtype=jnp.bfloat16)
+    tx = optim.lars(
+        1.0,
+        momentum=0.5,
+        weight_decay=0.0,
+        rules=[("", {"adapt": False})],
+        momentum_dtype=jnp.bfloat16,
+    )
     updates, state = tx.update(grads, tx.init(params), params)
     np.testing.assert_array_equal(updates["w"], -grads["w"])  # not a bfloat16 third
     rounded = grads["w"].astype(jnp.bfloat16)
@@ -284,25 +327,34 @@ def test_mlperfs_polynomial_is_the_recorded_one():
     np.testing.assert_allclose(found, goldens.record(entry)["lr"], rtol=1e-6)
 
 
-@pytest.mark.parametrize("arguments, message", [
-    ({"learning_rate": -0.1}, "learning_rate must be at least 0, not -0.1"),
-    ({"momentum": 1.0}, "momentum must be at least 0 and below 1, not 1.0"),
-    ({"dampening": 1.0}, "dampening must be at least 0 and below 1, not 1.0"),
-    ({"coefficient": -0.1}, "coefficient .* not -0.1"),
-    ({"weight_decay": -0.1}, "weight_decay .* not -0.1"),
-    ({"eps": -0.1}, "eps .* not -0.1"),
-    ({"zero_ratio": -1.0}, "zero_ratio .* not -1.0"),
-    ({"norm": 2}, "norm must be one of .* not 2"),
-    ({"phi_bounds": (2.0, 1.0)}, r"phi_bounds .*\(2.0, 1.0\)"),
-    ({"clip_global_norm": 0.0}, "clip_global_norm must be above 0.* not 0.0"),
-    ({"momentum_dtype": "int32"}, "momentum_dtype .* not 'int32'"),
-    ({"denominator": "update"}, "denominator must be one of gradient, decayed, mom.* not 'update'"),
-    ({"accumulate": "rates"}, "accumulate must be one of steps, adapted, gradients, not 'rates'"),
-    ({"nesterov": "first"}, "nesterov must be True or False, not 'first'"),
-    ({"denominator": "momentum"}, "'momentum' needs accumulate 'gradients'.* not 'steps'"),
-    ({"denominator": "decayed", "l2_in_loss": True}, "l2_in_loss needs denominator 'gradient'"),
-    ({"denominator": "decayed", "skip_zero": True}, "skip_zero needs .* not 'decayed'"),
-])
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"learning_rate": -0.1}, "learning_rate must be at least 0, not -0.1"),
+        ({"momentum": 1.0}, "momentum must be at least 0 and below 1, not 1.0"),
+        ({"dampening": 1.0}, "dampening must be at least 0 and below 1, not 1.0"),
+        ({"coefficient": -0.1}, "coefficient .* not -0.1"),
+        ({"weight_decay": -0.1}, "weight_decay .* not -0.1"),
+        ({"eps": -0.1}, "eps .* not -0.1"),
+        ({"zero_ratio": -1.0}, "zero_ratio .* not -1.0"),
+        ({"norm": 2}, "norm must be one of .* not 2"),
+        ({"phi_bounds": (2.0, 1.0)}, r"phi_bounds .*\(2.0, 1.0\)"),
+        ({"clip_global_norm": 0.0}, "clip_global_norm must be above 0.* not 0.0"),
+        ({"momentum_dtype": "int32"}, "momentum_dtype .* not 'int32'"),
+        (
+            {"denominator": "update"},
+            "denominator must be one of gradient, decayed, mom.* not 'update'",
+        ),
+        (
+            {"accumulate": "rates"},
+            "accumulate must be one of steps, adapted, gradients, not 'rates'",
+        ),
+        ({"nesterov": "first"}, "nesterov must be True or False, not 'first'"),
+        ({"denominator": "momentum"}, "'momentum' needs accumulate 'gradients'.* not 'steps'"),
+        ({"denominator": "decayed", "l2_in_loss": True}, "l2_in_loss needs denominator 'gradient'"),
+        ({"denominator": "decayed", "skip_zero": True}, "skip_zero needs .* not 'decayed'"),
+    ],
+)
 def test_bad_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
         optim.lars(**{"learning_rate": 0.1} | arguments)

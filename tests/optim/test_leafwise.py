@@ -44,10 +44,15 @@ def test_schedules_get_the_number_of_completed_updates():
     assert state.count == 3 and state.readings is None
 
 
-@pytest.mark.parametrize("dtype, inner", [
-    ("bfloat16", "float32"), ("float16", "float32"), ("float32", "float32"),
-    ("float64", "float64"),
-])
+@pytest.mark.parametrize(
+    "dtype, inner",
+    [
+        ("bfloat16", "float32"),
+        ("float16", "float32"),
+        ("float32", "float32"),
+        ("float64", "float64"),
+    ],
+)
 def test_a_step_sees_wide_dtypes_and_updates_are_narrow_again(dtype, inner):
     with jax.enable_x64(dtype == "float64"):
         seen = []
@@ -61,7 +66,9 @@ def test_a_step_sees_wide_dtypes_and_updates_are_narrow_again(dtype, inner):
 def test_what_a_step_is_told_of_its_leaf():
     seen = []
     tx = sums(
-        0.5, [("^a", {"decay": False}), ("", {"layer_axes": (0,)})], seen=seen,
+        0.5,
+        [("^a", {"decay": False}), ("", {"layer_axes": (0,)})],
+        seen=seen,
         axis_name=lambda path: {"a": None, "b/kernel": ("x", "y")}[path],
     )
     params = {"b": {"kernel": jnp.ones((2, 1))}, "a": jnp.zeros(3)}
@@ -72,8 +79,7 @@ def test_what_a_step_is_told_of_its_leaf():
     assert [leaf.facts.layer_axes for leaf in seen] == [(), (0,)]
     assert [(int(leaf.completed), int(leaf.count)) for leaf in seen] == [(6, 7)] * 2
     assert all(leaf.rate == 0.5 for leaf in seen)
-    assert [(leaf.path, leaf.axis_name) for leaf in seen] == [
-        ("a", None), ("b/kernel", ("x", "y"))]
+    assert [(leaf.path, leaf.axis_name) for leaf in seen] == [("a", None), ("b/kernel", ("x", "y"))]
     np.testing.assert_array_equal(seen[1].weights, np.ones((2, 1)))
 
 
@@ -114,8 +120,12 @@ def test_readings():
     assert {leaf.dtype for leaf in jax.tree.leaves(readings)} == {jnp.dtype("float32")}
 
     tx = leafwise.transform(  # without a ratio
-        SumState, lambda param, facts, axes: (leafwise.zeros_like(param),),
-        lambda leaf, total: (-leaf.rate * leaf.grad, (total,), None), 0.5, rules, collect=True,
+        SumState,
+        lambda param, facts, axes: (leafwise.zeros_like(param),),
+        lambda leaf, total: (-leaf.rate * leaf.grad, (total,), None),
+        0.5,
+        rules,
+        collect=True,
     )
     _, state = tx.update(grads, tx.init(params), params)
     np.testing.assert_array_equal(state.readings.ratios["stack"], [1.0, 1.0])
@@ -138,11 +148,14 @@ def test_a_tree_without_leaves():
     assert updates == {} and state.count == 1 and state.readings.ratios == {}
 
 
-@pytest.mark.parametrize("arguments, message", [
-    ({"learning_rate": -1.0}, "learning_rate must be at least 0, not -1.0"),
-    ({"rules": "some"}, "rules 'some' are unknown"),
-    ({"clip_global_norm": -2.0}, "clip_global_norm must be above 0, .* not -2.0"),
-])
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"learning_rate": -1.0}, "learning_rate must be at least 0, not -1.0"),
+        ({"rules": "some"}, "rules 'some' are unknown"),
+        ({"clip_global_norm": -2.0}, "clip_global_norm must be above 0, .* not -2.0"),
+    ],
+)
 def test_bad_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
         sums(**arguments)
@@ -160,8 +173,11 @@ def test_one_minus_power_does_not_cancel(base):
         exact = -np.expm1(count * np.log(base or 1e-300))
         for given in (base, jnp.float32(base)):
             # A float32 base is the nearest number to 0.999999, and that is another base.
-            exact_here = exact if isinstance(given, float) else -np.expm1(
-                count * np.log(np.float64(given) or 1e-300))
+            exact_here = (
+                exact
+                if isinstance(given, float)
+                else -np.expm1(count * np.log(np.float64(given) or 1e-300))
+            )
             value = float(one_minus_power(given, jnp.int32(count), jnp.float32))
             assert abs(value - exact_here) <= 3e-6 * exact_here
         value = float(one_minus_power(base, jnp.int32(count), jnp.float32))

@@ -20,35 +20,62 @@ SIZE = 288 + 256 * 512 + 8
 def report(config, params=PARAMS, wrap=lambda tx: tx):
     config = {"rules": "no_bias_no_norm"} | config
     state = jax.eval_shape(wrap(make_optimizer(config, 0.1)).init, params)
-    return leaves.report(
-        config["name"], state, params, config["rules"], arguments_of(config))
+    return leaves.report(config["name"], state, params, config["rules"], arguments_of(config))
 
 
-@pytest.mark.parametrize(("config", "updates", "line"), [
-    ({"name": "lamb"}, ["LAMB", "LAMB", "Adam"],
-     f"LAMB adapts {SIZE - 8:,} of {SIZE:,} values; Adam: the rest; decay: {SIZE - 8:,}; "
-     f"state: mu,nu float32; {8 * SIZE:,} bytes"),
-    ({"name": "lamb", "mu_dtype": "bfloat16", "rules": "all"}, ["LAMB"] * 3,
-     f"LAMB adapts {SIZE:,} of {SIZE:,} values; decay: {SIZE:,}; "
-     f"state: mu bfloat16, nu float32; {6 * SIZE:,} bytes"),
-    ({"name": "lars", "momentum_dtype": "bfloat16"}, ["LARS", "LARS", "momentum"],
-     f"LARS adapts {SIZE - 8:,} of {SIZE:,} values; momentum: the rest; decay: {SIZE - 8:,}; "
-     f"state: momentum bfloat16; {2 * SIZE:,} bytes"),
-    ({"name": "muon"}, ["Muon", "Muon", "Adam"],
-     f"Muon: {SIZE - 8:,} of {SIZE:,} values; Adam: the rest; no decay; "
-     f"state: mu,nu float32; {4 * SIZE + 32:,} bytes"),
-    ({"name": "apollo", "rank": 8}, ["AdamW", "APOLLO", "AdamW"],
-     f"APOLLO: 131,072 of {SIZE:,} values; AdamW: the rest; no decay; "
-     f"state: mu,nu,norms float32; {8 * (296 + 8 * 512) + 12:,} bytes"),
-    ({"name": "adafactor"}, ["full moments", "factored moments", "full moments"],
-     f"factored moments: 131,072 of {SIZE:,} values; full moments: the rest; no decay; "
-     f"state: v_row,v_col,v float32; {4 * (296 + 768 + 5):,} bytes"),
-    ({"name": "sgd"}, ["sgd"] * 3, f"sgd: all {SIZE:,} values; no decay; state: none"),
-    ({"name": "onebit_lamb", "masked_rows": ()}, ["1-bit LAMB", "1-bit LAMB", "1-bit Adam"], None),
-    ({"name": "schedule_free_adamw"}, ["schedule_free_adamw"] * 3,
-     f"schedule_free_adamw: all {SIZE:,} values; no decay; state: nu,z float32; "
-     f"{8 * SIZE:,} bytes"),
-])
+@pytest.mark.parametrize(
+    ("config", "updates", "line"),
+    [
+        (
+            {"name": "lamb"},
+            ["LAMB", "LAMB", "Adam"],
+            f"LAMB adapts {SIZE - 8:,} of {SIZE:,} values; Adam: the rest; decay: {SIZE - 8:,}; "
+            f"state: mu,nu float32; {8 * SIZE:,} bytes",
+        ),
+        (
+            {"name": "lamb", "mu_dtype": "bfloat16", "rules": "all"},
+            ["LAMB"] * 3,
+            f"LAMB adapts {SIZE:,} of {SIZE:,} values; decay: {SIZE:,}; "
+            f"state: mu bfloat16, nu float32; {6 * SIZE:,} bytes",
+        ),
+        (
+            {"name": "lars", "momentum_dtype": "bfloat16"},
+            ["LARS", "LARS", "momentum"],
+            f"LARS adapts {SIZE - 8:,} of {SIZE:,} values; momentum: the rest; decay: {SIZE - 8:,}; "
+            f"state: momentum bfloat16; {2 * SIZE:,} bytes",
+        ),
+        (
+            {"name": "muon"},
+            ["Muon", "Muon", "Adam"],
+            f"Muon: {SIZE - 8:,} of {SIZE:,} values; Adam: the rest; no decay; "
+            f"state: mu,nu float32; {4 * SIZE + 32:,} bytes",
+        ),
+        (
+            {"name": "apollo", "rank": 8},
+            ["AdamW", "APOLLO", "AdamW"],
+            f"APOLLO: 131,072 of {SIZE:,} values; AdamW: the rest; no decay; "
+            f"state: mu,nu,norms float32; {8 * (296 + 8 * 512) + 12:,} bytes",
+        ),
+        (
+            {"name": "adafactor"},
+            ["full moments", "factored moments", "full moments"],
+            f"factored moments: 131,072 of {SIZE:,} values; full moments: the rest; no decay; "
+            f"state: v_row,v_col,v float32; {4 * (296 + 768 + 5):,} bytes",
+        ),
+        ({"name": "sgd"}, ["sgd"] * 3, f"sgd: all {SIZE:,} values; no decay; state: none"),
+        (
+            {"name": "onebit_lamb", "masked_rows": ()},
+            ["1-bit LAMB", "1-bit LAMB", "1-bit Adam"],
+            None,
+        ),
+        (
+            {"name": "schedule_free_adamw"},
+            ["schedule_free_adamw"] * 3,
+            f"schedule_free_adamw: all {SIZE:,} values; no decay; state: nu,z float32; "
+            f"{8 * SIZE:,} bytes",
+        ),
+    ],
+)
 def test_what_leaves_get(config, updates, line):
     found = report(config)
     assert [found.update_of(leaf) for leaf in found.leaves] == updates
@@ -76,13 +103,19 @@ def test_bytes_are_those_of_the_state(name):
     assert counted == expected + 4 * scalars
 
 
-@pytest.mark.parametrize(("wrap", "names"), [
-    (lambda tx: optax.chain(optax.clip(1.0), tx), "mu,nu"),
-    (lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(), "mu,nu,acc_grads"),
-    (lambda tx: optax.partition(
-        {"a": tx, "b": optax.sgd(0.1, 0.9)}, {"conv": "a", "dense": "b", "norm": "a"},
-    ), "mu,nu,trace"),
-])
+@pytest.mark.parametrize(
+    ("wrap", "names"),
+    [
+        (lambda tx: optax.chain(optax.clip(1.0), tx), "mu,nu"),
+        (lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(), "mu,nu,acc_grads"),
+        (
+            lambda tx: optax.partition(
+                {"a": tx, "b": optax.sgd(0.1, 0.9)}, {"conv": "a", "dense": "b", "norm": "a"}
+            ),
+            "mu,nu,trace",
+        ),
+    ],
+)
 def test_inside_other_transforms(wrap, names):
     assert f"state: {names} float32" in report({"name": "adamw"}, wrap=wrap).line()
 
@@ -113,15 +146,19 @@ def test_a_table_of_an_older_version_is_equal():
     assert old != new and leaves.difference(old, new) is None
     assert leaves.difference(new, report({"name": "lars"}).table()) is None  # the config differs
     factors = [("conv", {"rate_factor": 0.25}), ("", {})]
-    assert leaves.difference(
-        parameters.table(PARAMS, "all"), report({"name": "adamw", "rules": factors}).table()
-    ) == "'conv/kernel' has rate factor 1 there and 0.25 here"
+    assert (
+        leaves.difference(
+            parameters.table(PARAMS, "all"), report({"name": "adamw", "rules": factors}).table()
+        )
+        == "'conv/kernel' has rate factor 1 there and 0.25 here"
+    )
 
 
 def test_an_older_table_of_muon_differs_where_its_matrices_do():
     old = parameters.table(PARAMS, "no_bias_no_norm")
     assert leaves.difference(old, report({"name": "muon"}).table()) == (
-        "'conv/kernel' has matrix axes - there and (0,1,2) x (3) here")
+        "'conv/kernel' has matrix axes - there and (0,1,2) x (3) here"
+    )
     # As the old docstring advised: the output does not adapt. Its run goes on.
     params = {"dense": {"kernel": jnp.ones((4, 4))}, "output": {"kernel": jnp.ones((4, 2))}}
     rules = [("output", {"adapt": False}), ("", {})]
@@ -129,14 +166,20 @@ def test_an_older_table_of_muon_differs_where_its_matrices_do():
     assert leaves.difference(parameters.table(params, rules), now) is None
 
 
-@pytest.mark.parametrize(("changed", "found"), [
-    (lambda text: text.replace("yes", "no ", 1), "'conv/kernel' has decay no there and yes here"),
-    (lambda text: text.replace("dense", "dance"), "'dance/kernel' is only in the file"),
-    (lambda text: text + "?", "the last lines differ"),
-    (lambda text: "another", "it is no table of parameters"),
-    (lambda text: "", "it is no table of parameters"),
-    (lambda text: "path  shape  dtype\na\ntotal", "it is no table of parameters"),
-])
+@pytest.mark.parametrize(
+    ("changed", "found"),
+    [
+        (
+            lambda text: text.replace("yes", "no ", 1),
+            "'conv/kernel' has decay no there and yes here",
+        ),
+        (lambda text: text.replace("dense", "dance"), "'dance/kernel' is only in the file"),
+        (lambda text: text + "?", "the last lines differ"),
+        (lambda text: "another", "it is no table of parameters"),
+        (lambda text: "", "it is no table of parameters"),
+        (lambda text: "path  shape  dtype\na\ntotal", "it is no table of parameters"),
+    ],
+)
 def test_what_differs_is_named(changed, found):
     table = report({"name": "adamw"}).table()
     assert leaves.difference(changed(table), table) == found
@@ -148,4 +191,5 @@ def test_a_path_with_spaces():
     now = report({"name": "adam", "rules": "all"}, params).table()
     assert leaves.difference(old, now) is None
     assert leaves.difference(old.replace("(2)", "(9)"), now) == (
-        "'a  b' has shape (9) there and (2) here")
+        "'a  b' has shape (9) there and (2) here"
+    )

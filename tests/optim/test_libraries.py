@@ -34,9 +34,14 @@ class EquinoxNet(eqx.Module):
 
 def equinox_net():
     net, _ = eqx.nn.make_with_state(EquinoxNet)(
-        eqx.nn.Conv2d(3, 4, 3, key=KEY), eqx.nn.BatchNorm(4, "batch", mode="batch"),
-        eqx.nn.LayerNorm(4), eqx.nn.LayerNorm(4), eqx.nn.GroupNorm(2, 4), eqx.nn.RMSNorm(4),
-        eqx.nn.MLP(4, 4, 4, 1, key=KEY), eqx.nn.LSTMCell(4, 4, key=KEY),
+        eqx.nn.Conv2d(3, 4, 3, key=KEY),
+        eqx.nn.BatchNorm(4, "batch", mode="batch"),
+        eqx.nn.LayerNorm(4),
+        eqx.nn.LayerNorm(4),
+        eqx.nn.GroupNorm(2, 4),
+        eqx.nn.RMSNorm(4),
+        eqx.nn.MLP(4, 4, 4, 1, key=KEY),
+        eqx.nn.LSTMCell(4, 4, key=KEY),
         eqx.nn.GRUCell(4, 4, key=KEY),
         eqx.nn.MultiheadAttention(2, 4, use_query_bias=True, key=KEY),
         eqx.nn.Embedding(5, 4, key=KEY),
@@ -56,8 +61,12 @@ def haiku_net():
         lstm, gru = hk.LSTM(4), hk.GRU(4)
         image = jnp.ones((2, 32, 32, 3))
         small = hk.nets.ResNet([1, 1, 1, 1], 3, bottleneck=False, channels_per_group=[4] * 4)
-        return (tokens, lstm(x, lstm.initial_state(2)), gru(x, gru.initial_state(2)),
-                small(image, is_training=True))
+        return (
+            tokens,
+            lstm(x, lstm.initial_state(2)),
+            gru(x, gru.initial_state(2)),
+            small(image, is_training=True),
+        )
 
     net = hk.transform_with_state(forward)
     return jax.eval_shape(net.init, KEY, jnp.ones((2, 8, 8, 3)), jnp.zeros((2, 3), int))[0]
@@ -84,18 +93,33 @@ def gpt2():
     """The names in the code that was published with GPT-2, openai/gpt-2 src/model.py."""
     matrix, vector = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((4, 4), (4,)))
     norm, conv = {"g": vector, "b": vector}, {"w": matrix, "b": vector}
-    return {"model": {
-        "wpe": matrix, "wte": matrix, "ln_f": norm,
-        "h0": {"ln_1": norm, "ln_2": norm, "attn": {"c_attn": conv, "c_proj": conv},
-               "mlp": {"c_fc": conv, "c_proj": conv}},
-    }}
+    return {
+        "model": {
+            "wpe": matrix,
+            "wte": matrix,
+            "ln_f": norm,
+            "h0": {
+                "ln_1": norm,
+                "ln_2": norm,
+                "attn": {"c_attn": conv, "c_proj": conv},
+                "mlp": {"c_fc": conv, "c_proj": conv},
+            },
+        }
+    }
 
 
 NETS = {"equinox": equinox_net, "haiku": haiku_net, "nnx": nnx_net, "gpt2": gpt2}
 # Leaves that are matrices, filters or embeddings: all others here are biases and norms.
 MATRICES = {
-    "equinox": ("conv/weight", "layers/0/weight", "layers/1/weight", "_ih", "_hh", "proj/weight",
-                "embedding/weight"),
+    "equinox": (
+        "conv/weight",
+        "layers/0/weight",
+        "layers/1/weight",
+        "_ih",
+        "_hh",
+        "proj/weight",
+        "embedding/weight",
+    ),
     "haiku": ("/w", "/w_h", "/w_i", "/embeddings"),
     "nnx": ("/kernel/value", "/embedding/value"),
     "gpt2": ("/w", "wpe", "wte"),
@@ -112,13 +136,21 @@ def test_biases_and_norms_of_each_library_are_found(library, rules):
     paths = parameters.leaf_paths(params)
     facts = dict(zip(paths, jax.tree.leaves(parameters.resolve(params, rules)), strict=True))
     others = {path for path in paths if not path.endswith(MATRICES[library])}
-    norms = {path for path in others
-             if any(name in part for name in NORMS for part in path.split("/")[:-1])}
+    norms = {
+        path
+        for path in others
+        if any(name in part for name in NORMS for part in path.split("/")[:-1])
+    }
     assert others - norms and norms and set(paths) - others
-    exempt = {"all": set(), "resnet": norms, "lstm": {
-        path for path in others
-        if path.removesuffix("/value").rsplit("/")[-1] in ("bias", "bias_n", "b")
-    }}.get(rules, others)
+    exempt = {
+        "all": set(),
+        "resnet": norms,
+        "lstm": {
+            path
+            for path in others
+            if path.removesuffix("/value").rsplit("/")[-1] in ("bias", "bias_n", "b")
+        },
+    }.get(rules, others)
     assert {path for path in paths if not facts[path].decay} == exempt
 
 
@@ -194,7 +226,8 @@ def test_a_rule_of_a_bias_under_nnx(rule):
     kernel = jnp.array([[0.3, -0.2], [0.5, 0.1], [-0.4, 0.6]])
     tx = optim.lamb(0.1, weight_decay=0.5, rules=[(rule, {"adapt": False}), ("", {})])
     expected = linen_updates(
-        optim.lamb(0.1, weight_decay=0.5, rules=[("bias", {"adapt": False}), ("", {})]), kernel)
+        optim.lamb(0.1, weight_decay=0.5, rules=[("bias", {"adapt": False}), ("", {})]), kernel
+    )
     for name, value in nnx_updates(tx, kernel).items():
         np.testing.assert_allclose(value, expected[name], rtol=1e-5, atol=1e-7)
 

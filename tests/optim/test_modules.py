@@ -15,14 +15,18 @@ def test_docstrings() -> None:
     assert result.failed == 0 and result.attempted >= 1
 
 
-@pytest.mark.parametrize("patterns, message", [
-    ("body", "modules must be a list of regular expressions over paths, not 'body'"),
-    ([], "modules must be a list"),
-    (["("], "modules must be valid regular expressions; '\\(' is none"),
-    ([3], "modules must be valid regular expressions; 3 is none"), (["a", "a"], "has 'a' twice"),
-    (["^body"], "no module matches the parameter 'head'"),
-    (["", "^head"], "the module '\\^head' has no parameter that those before it leave"),
-])
+@pytest.mark.parametrize(
+    "patterns, message",
+    [
+        ("body", "modules must be a list of regular expressions over paths, not 'body'"),
+        ([], "modules must be a list"),
+        (["("], "modules must be valid regular expressions; '\\(' is none"),
+        ([3], "modules must be valid regular expressions; 3 is none"),
+        (["a", "a"], "has 'a' twice"),
+        (["^body"], "no module matches the parameter 'head'"),
+        (["", "^head"], "the module '\\^head' has no parameter that those before it leave"),
+    ],
+)
 def test_mistakes(patterns, message) -> None:
     with pytest.raises(ValueError, match=message):
         modules.assign({"body": jnp.ones(2), "head": jnp.ones(2)}, patterns)

@@ -20,9 +20,23 @@ def rate(t):
 
 
 def reference(
-    w, grads, decays=True, adapts=True, b1=0.95, b2=0.98, eps=1e-8, weight_decay=0.0,
-    grad_averaging="none", normalise="gradient", decay="momentum", lr_in_momentum=False,
-    bias_correction=False, init_zero=False, amsgrad=False, eps_root=0.0, norm="l2",
+    w,
+    grads,
+    decays=True,
+    adapts=True,
+    b1=0.95,
+    b2=0.98,
+    eps=1e-8,
+    weight_decay=0.0,
+    grad_averaging="none",
+    normalise="gradient",
+    decay="momentum",
+    lr_in_momentum=False,
+    bias_correction=False,
+    init_zero=False,
+    amsgrad=False,
+    eps_root=0.0,
+    norm="l2",
 ):
     """The weights of one layer after all updates."""
     m, v, largest, w = np.zeros_like(w), 0.0, 0.0, w.copy()
@@ -66,7 +80,10 @@ CHOICES = {
     "averaging after the first": {"grad_averaging": "after_first", "weight_decay": 0.3},
     "lr in the momentum": {"lr_in_momentum": True, "weight_decay": 0.3},
     "lr in the momentum, decoupled": {
-        "lr_in_momentum": True, "weight_decay": 0.3, "decay": "decoupled"},
+        "lr_in_momentum": True,
+        "weight_decay": 0.3,
+        "decay": "decoupled",
+    },
     "bias correction": {"bias_correction": True},
     "init_zero": {"init_zero": True},
     "init_zero, bias correction": {"init_zero": True, "bias_correction": True},
@@ -76,8 +93,12 @@ CHOICES = {
     "linf, init_zero, amsgrad": {"norm": "linf", "init_zero": True, "amsgrad": True, "b2": 0.5},
     "momentum divided": {"normalise": "momentum", "decay": "decoupled", "weight_decay": 0.3},
     "momentum divided, lr inside": {
-        "normalise": "momentum", "decay": "decoupled", "lr_in_momentum": True,
-        "bias_correction": True, "grad_averaging": "all"},
+        "normalise": "momentum",
+        "decay": "decoupled",
+        "lr_in_momentum": True,
+        "bias_correction": True,
+        "grad_averaging": "all",
+    },
     **{name: preset("novograd", name) for name in PRESETS["novograd"]},
 }
 
@@ -91,9 +112,13 @@ def test_every_choice_against_a_loop(name):
     for leaf, weights in params.items():
         expected, plain = (
             reference(
-                weights, [grad[leaf] for grad in grads], decays=leaf != "bias",
-                adapts=leaf != "scale", **keywords,
-            ) for keywords in (arguments, {})
+                weights,
+                [grad[leaf] for grad in grads],
+                decays=leaf != "bias",
+                adapts=leaf != "scale",
+                **keywords,
+            )
+            for keywords in (arguments, {})
         )
         np.testing.assert_allclose(found[leaf], expected, rtol=1e-12, atol=1e-13, err_msg=leaf)
         if leaf == "kernel" and name not in ("defaults", "paper"):
@@ -134,13 +159,18 @@ def test_leaves_that_do_not_adapt_take_momentum_sgd():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("arguments", [
-    {"amsgrad": True}, {"norm": "linf"}, preset("novograd", "apex"),
-], ids=str)
+@pytest.mark.parametrize(
+    "arguments", [{"amsgrad": True}, {"norm": "linf"}, preset("novograd", "apex")], ids=str
+)
 def test_stacks_and_shards(arguments):
-    stacked_and_split(functools.partial(optim.novograd, 0.1, weight_decay=0.1, **{
-        key: value for key, value in arguments.items() if key != "weight_decay"
-    }))
+    stacked_and_split(
+        functools.partial(
+            optim.novograd,
+            0.1,
+            weight_decay=0.1,
+            **{key: value for key, value in arguments.items() if key != "weight_decay"},
+        )
+    )
 
 
 def test_clipping_comes_first():
@@ -182,23 +212,32 @@ def test_an_axis_that_is_not_bound_is_an_error():
         tx.update(params, tx.init(params), params)
 
 
-@pytest.mark.parametrize("arguments, message", [
-    ({"b1": 1.0}, "b1 must be at least 0 and below 1, not 1.0"),
-    ({"b2": -0.1}, "b2 .* not -0.1"),
-    ({"eps": -1e-8}, "eps .* not -1e-08"),
-    ({"eps_root": -1.0}, "eps_root .* not -1.0"),
-    ({"weight_decay": -0.1}, "weight_decay .* not -0.1"),
-    ({"learning_rate": -0.1}, "learning_rate .* not -0.1"),
-    ({"grad_averaging": True}, "grad_averaging must be one of none, all, after_first, not True"),
-    ({"normalise": "both"}, "normalise must be one of gradient, momentum, not 'both'"),
-    ({"decay": "gradient"}, "decay must be one of momentum, decoupled, not 'gradient'"),
-    ({"norm": "l1"}, "norm must be one of l2, linf, not 'l1'"),
-    ({"amsgrad": "yes"}, "amsgrad must be True or False, not 'yes'"),
-    ({"normalise": "momentum"}, "normalise 'momentum' needs decay 'decoupled'.* not 'momentum'"),
-    ({"mu_dtype": "int8"}, "mu_dtype must be .* not 'int8'"),
-    ({"nu_dtype": "int8"}, "nu_dtype must be .* not 'int8'"),
-    ({"rules": "none"}, "rules 'none' are unknown"),
-])
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"b1": 1.0}, "b1 must be at least 0 and below 1, not 1.0"),
+        ({"b2": -0.1}, "b2 .* not -0.1"),
+        ({"eps": -1e-8}, "eps .* not -1e-08"),
+        ({"eps_root": -1.0}, "eps_root .* not -1.0"),
+        ({"weight_decay": -0.1}, "weight_decay .* not -0.1"),
+        ({"learning_rate": -0.1}, "learning_rate .* not -0.1"),
+        (
+            {"grad_averaging": True},
+            "grad_averaging must be one of none, all, after_first, not True",
+        ),
+        ({"normalise": "both"}, "normalise must be one of gradient, momentum, not 'both'"),
+        ({"decay": "gradient"}, "decay must be one of momentum, decoupled, not 'gradient'"),
+        ({"norm": "l1"}, "norm must be one of l2, linf, not 'l1'"),
+        ({"amsgrad": "yes"}, "amsgrad must be True or False, not 'yes'"),
+        (
+            {"normalise": "momentum"},
+            "normalise 'momentum' needs decay 'decoupled'.* not 'momentum'",
+        ),
+        ({"mu_dtype": "int8"}, "mu_dtype must be .* not 'int8'"),
+        ({"nu_dtype": "int8"}, "nu_dtype must be .* not 'int8'"),
+        ({"rules": "none"}, "rules 'none' are unknown"),
+    ],
+)
 def test_bad_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
         optim.novograd(**{"learning_rate": 0.1} | arguments)

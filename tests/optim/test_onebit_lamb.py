@@ -39,6 +39,7 @@ def test_the_warm_up_is_lamb():
 
 def test_a_stack_is_its_layers():
     """One coefficient, factor and scaling for each, as if the layers were leaves."""
+
     def unstacked(tree):
         return {"bias": tree["bias"], **{f"stack{i}": leaf for i, leaf in enumerate(tree["stack"])}}
 
@@ -47,8 +48,10 @@ def test_a_stack_is_its_layers():
     found, state = trained(optim.onebit_lamb(0.01, **arguments), case(0), grads)
     rules = [("bias", {"adapt": False, "decay": False}), ("", {})]
     expected, other = trained(
-        optim.onebit_lamb(0.01, **arguments | {"rules": rules}), unstacked(case(0)),
-        [unstacked(grad) for grad in grads])
+        optim.onebit_lamb(0.01, **arguments | {"rules": rules}),
+        unstacked(case(0)),
+        [unstacked(grad) for grad in grads],
+    )
     for key, leaf in unstacked(found).items():
         np.testing.assert_allclose(leaf, expected[key], rtol=1e-5, atol=1e-6)
     for field in ("coefficient", "factor", "scaling"):
@@ -56,7 +59,8 @@ def test_a_stack_is_its_layers():
         assert stack.shape == (3, 1, 1) and len(np.unique(stack)) == 3
         for i in range(3):
             np.testing.assert_allclose(
-                stack[i].ravel(), getattr(other, field)[f"stack{i}"].ravel(), rtol=1e-5)
+                stack[i].ravel(), getattr(other, field)[f"stack{i}"].ravel(), rtol=1e-5
+            )
     assert state.readings.ratios["bias"] == 1.0
 
 

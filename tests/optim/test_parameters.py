@@ -13,14 +13,7 @@ from flax import nnx
 from flax.core import freeze
 
 from lamb_tpu import optim
-from lamb_tpu.optim.parameters import (
-    RULES,
-    ParameterFacts,
-    check_rules,
-    leaf_paths,
-    resolve,
-    table,
-)
+from lamb_tpu.optim.parameters import RULES, ParameterFacts, check_rules, leaf_paths, resolve, table
 
 NONE = ParameterFacts(decay=False, adapt=False)
 Pair = collections.namedtuple("Pair", ["kernel", "bias"])
@@ -36,19 +29,23 @@ def test_the_first_match_decides():
     }
 
 
-@pytest.mark.parametrize("tree", [
-    {"kernel": SHAPE, "bias": SHAPE},
-    freeze({"kernel": SHAPE, "bias": SHAPE}),
-    {"a": Pair(SHAPE, SHAPE)},
-    [{"kernel": jnp.ones(2)}, ({"bias": jnp.ones(2)},)],
-    {"kernel": 1.0, "bias": 2.0, "absent": None},
-])
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"kernel": SHAPE, "bias": SHAPE},
+        freeze({"kernel": SHAPE, "bias": SHAPE}),
+        {"a": Pair(SHAPE, SHAPE)},
+        [{"kernel": jnp.ones(2)}, ({"bias": jnp.ones(2)},)],
+        {"kernel": 1.0, "bias": 2.0, "absent": None},
+    ],
+)
 def test_trees_of_every_kind(tree):
     facts = resolve(tree, "no_bias_no_norm")
     assert jax.tree.structure(facts) == jax.tree.structure(tree)
     names = [path.split("/")[-1] for path in leaf_paths(tree)]
     assert dict(zip(names, jax.tree.leaves(facts), strict=True)) == {
-        "kernel": ParameterFacts(), "bias": NONE
+        "kernel": ParameterFacts(),
+        "bias": NONE,
     }
 
 
@@ -76,14 +73,21 @@ def test_a_bare_leaf_and_an_empty_tree():
     assert resolve({}, []) == {}
 
 
-@pytest.mark.parametrize("rules, message", [
-    ([("bias", NONE)], "no rule matches the parameter 'dense/kernel'"),
-    ([], "no rule matches the parameter 'dense/bias'"),
-    ([("beta", NONE), ("", NONE)],
-     "the rule 'beta' matches no parameter; the paths are dense/bias, dense/kernel"),
-    ([("", {"layer_axes": (0, 2)})],
-     r"layer_axes \(0, 2\) do not exist in the parameter 'dense/bias', which has 2 axes"),
-])
+@pytest.mark.parametrize(
+    "rules, message",
+    [
+        ([("bias", NONE)], "no rule matches the parameter 'dense/kernel'"),
+        ([], "no rule matches the parameter 'dense/bias'"),
+        (
+            [("beta", NONE), ("", NONE)],
+            "the rule 'beta' matches no parameter; the paths are dense/bias, dense/kernel",
+        ),
+        (
+            [("", {"layer_axes": (0, 2)})],
+            r"layer_axes \(0, 2\) do not exist in the parameter 'dense/bias', which has 2 axes",
+        ),
+    ],
+)
 def test_rules_that_do_not_fit_the_parameters(rules, message):
     with pytest.raises(ValueError, match=message):
         resolve({"dense": {"kernel": SHAPE, "bias": SHAPE}}, rules)
@@ -92,9 +96,12 @@ def test_rules_that_do_not_fit_the_parameters(rules, message):
 def test_a_rule_that_never_decides():
     tree = {"dense": {"kernel": SHAPE, "bias": SHAPE}, "norm": {"scale": SHAPE}}
     rules = [("bias$|scale$", NONE), ("^dense/bias", {}), ("", {})]
-    with pytest.raises(ValueError, match=(
-        r"the rule '\^dense/bias' decides nothing: .* as 'bias\$\|scale\$' takes 'dense/bias'"
-    )):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"the rule '\^dense/bias' decides nothing: .* as 'bias\$\|scale\$' takes 'dense/bias'"
+        ),
+    ):
         resolve(tree, rules)
     with pytest.raises(ValueError, match="the rule '.' decides nothing"):
         resolve(tree, [("", {}), (".", NONE), ("kernel", {})])
@@ -103,10 +110,13 @@ def test_a_rule_that_never_decides():
     assert resolve(tree, [("dense|norm", NONE), (".*", {})])["norm"]["scale"] == NONE
 
 
-@pytest.mark.parametrize("params, rules", [
-    ({"0": SHAPE, "beta": SHAPE}, [("", {}), ("", NONE)]),
-    ({}, [("bias", NONE), ("kernel", {}), ("bias", {})]),
-])
+@pytest.mark.parametrize(
+    "params, rules",
+    [
+        ({"0": SHAPE, "beta": SHAPE}, [("", {}), ("", NONE)]),
+        ({}, [("bias", NONE), ("kernel", {}), ("bias", {})]),
+    ],
+)
 def test_a_rule_given_twice(params, rules):
     with pytest.raises(ValueError, match=f"the rule '{rules[0][0]}' is given twice"):
         resolve(params, rules)
@@ -114,11 +124,24 @@ def test_a_rule_given_twice(params, rules):
 
 # Paths as Flax's modules have them, in ResNet, EfficientNet, BERT and LSTM code.
 NAMES = [
-    "conv_init/kernel", "bn_init/scale", "bn_init/bias", "ResNetBlock_0/BatchNorm_1/bias",
-    "ResNetBlock_0/norm_proj/scale", "ResNetBlock_0/bn3/bias", "se/Dense_0/bias", "head/bias",
-    "batch_normalization/gamma", "batch_normalization/beta", "embeddings/LayerNorm/bias",
-    "layer_0/attention/query/bias", "layer_0/layer_norm/scale", "layer_0/attention/query/kernel",
-    "word_embeddings/embedding", "LSTMCell_0/hf/bias", "LSTMCell_0/hf/kernel", "subnet/kernel",
+    "conv_init/kernel",
+    "bn_init/scale",
+    "bn_init/bias",
+    "ResNetBlock_0/BatchNorm_1/bias",
+    "ResNetBlock_0/norm_proj/scale",
+    "ResNetBlock_0/bn3/bias",
+    "se/Dense_0/bias",
+    "head/bias",
+    "batch_normalization/gamma",
+    "batch_normalization/beta",
+    "embeddings/LayerNorm/bias",
+    "layer_0/attention/query/bias",
+    "layer_0/layer_norm/scale",
+    "layer_0/attention/query/kernel",
+    "word_embeddings/embedding",
+    "LSTMCell_0/hf/bias",
+    "LSTMCell_0/hf/kernel",
+    "subnet/kernel",
 ]
 NORMS = {name for name in NAMES if "orm" in name or "/bn" in name or name.startswith("bn")}
 BIASES = {name for name in NAMES if name.endswith("/bias")}
@@ -143,41 +166,64 @@ def test_named_rules(name, suffix):
     facts = resolve({path + suffix: SHAPE for path in NAMES}, name)
     assert {path for path in NAMES if not facts[path + suffix].decay} == exempt
     assert {path for path in NAMES if not facts[path + suffix].adapt} == (
-        set() if adapt else exempt)
+        set() if adapt else exempt
+    )
 
 
 def test_named_rules_may_match_nothing():
     assert resolve({"kernel": SHAPE}, "no_bias_no_norm") == {"kernel": ParameterFacts()}
 
 
-@pytest.mark.parametrize("rules, message", [
-    ("default", "'default' are unknown; the named rules are all, no_bias_no_norm"),
-    ({"bias": NONE}, "rules must be a name of rules or a list"),
-    (None, "rules must be a name of rules or a list"),
-    ([("bias",)], r"a rule must be a pair \(regex, facts\), not \('bias',\)"),
-    (["bias"], "a rule must be a pair"),
-    ([("(", NONE)], r"the rule '\(' is not a valid regular expression"),
-    ([("bias", {"decays": False})], "unknown fact 'decays'; known: decay, adapt, layer_axes, rate"),
-    ([("bias", False)], "the facts of the rule 'bias' must be a mapping"),
-    ([("bias", {"decay": 0.1})], "decay must be True or False, not 0.1"),
-    ([("bias", {"layer_axes": (-1,)})], r"layer_axes must be distinct axes counted from 0"),
-    ([("bias", {"layer_axes": (1, 1)})], r"layer_axes must be distinct axes counted from 0"),
-    ([("bias", {"layer_axes": 0})], "layer_axes must be distinct axes counted from 0, not 0"),
-    ([("bias", {"rate_factor": -0.5})], "rate_factor must be a finite number .* not -0.5"),
-    ([("bias", {"rate_factor": True})], "rate_factor must be a finite number .* not True"),
-    ([("bias", {"rate_factor": "0.5"})], "rate_factor must be a finite number .* not '0.5'"),
-    ([("bias", {"decay_factor": float("inf")})], "decay_factor must be a finite number .* not inf"),
-    ([("bias", {"decay_factor": float("nan")})], "decay_factor must be a finite number .* not nan"),
-    ([("bias", {"matrix_axes": (0, 1)})], r"matrix_axes must be the axes of .* not \(0, 1\)"),
-    ([("bias", {"matrix_axes": ((0,), ())})], r"matrix_axes must be the axes of a matrix's rows"),
-    ([("bias", {"matrix_axes": ((0,), (-1,))})], r"or \(\) for no matrix, not \(\(0,\), \(-1,\)"),
-    ([("bias", {"matrix_axes": "rows"})], "or \\(\\) for no matrix, not 'rows'"),
-    ([("bias", {"matrix_axes": ((0,), (0, 1))})], "must name no axis twice"),
-    ([("bias", {"matrix_axes": ((0,), (1,)), "layer_axes": (1,)})],
-     r"matrix_axes \(\(0,\), \(1,\)\) and layer_axes \(1,\) must name no axis twice"),
-    ([("bias", {"decay": False, "decay_factor": 0.5})],
-     "decay_factor 0.5 has no meaning for what does not decay"),
-])
+@pytest.mark.parametrize(
+    "rules, message",
+    [
+        ("default", "'default' are unknown; the named rules are all, no_bias_no_norm"),
+        ({"bias": NONE}, "rules must be a name of rules or a list"),
+        (None, "rules must be a name of rules or a list"),
+        ([("bias",)], r"a rule must be a pair \(regex, facts\), not \('bias',\)"),
+        (["bias"], "a rule must be a pair"),
+        ([("(", NONE)], r"the rule '\(' is not a valid regular expression"),
+        (
+            [("bias", {"decays": False})],
+            "unknown fact 'decays'; known: decay, adapt, layer_axes, rate",
+        ),
+        ([("bias", False)], "the facts of the rule 'bias' must be a mapping"),
+        ([("bias", {"decay": 0.1})], "decay must be True or False, not 0.1"),
+        ([("bias", {"layer_axes": (-1,)})], r"layer_axes must be distinct axes counted from 0"),
+        ([("bias", {"layer_axes": (1, 1)})], r"layer_axes must be distinct axes counted from 0"),
+        ([("bias", {"layer_axes": 0})], "layer_axes must be distinct axes counted from 0, not 0"),
+        ([("bias", {"rate_factor": -0.5})], "rate_factor must be a finite number .* not -0.5"),
+        ([("bias", {"rate_factor": True})], "rate_factor must be a finite number .* not True"),
+        ([("bias", {"rate_factor": "0.5"})], "rate_factor must be a finite number .* not '0.5'"),
+        (
+            [("bias", {"decay_factor": float("inf")})],
+            "decay_factor must be a finite number .* not inf",
+        ),
+        (
+            [("bias", {"decay_factor": float("nan")})],
+            "decay_factor must be a finite number .* not nan",
+        ),
+        ([("bias", {"matrix_axes": (0, 1)})], r"matrix_axes must be the axes of .* not \(0, 1\)"),
+        (
+            [("bias", {"matrix_axes": ((0,), ())})],
+            r"matrix_axes must be the axes of a matrix's rows",
+        ),
+        (
+            [("bias", {"matrix_axes": ((0,), (-1,))})],
+            r"or \(\) for no matrix, not \(\(0,\), \(-1,\)",
+        ),
+        ([("bias", {"matrix_axes": "rows"})], "or \\(\\) for no matrix, not 'rows'"),
+        ([("bias", {"matrix_axes": ((0,), (0, 1))})], "must name no axis twice"),
+        (
+            [("bias", {"matrix_axes": ((0,), (1,)), "layer_axes": (1,)})],
+            r"matrix_axes \(\(0,\), \(1,\)\) and layer_axes \(1,\) must name no axis twice",
+        ),
+        (
+            [("bias", {"decay": False, "decay_factor": 0.5})],
+            "decay_factor 0.5 has no meaning for what does not decay",
+        ),
+    ],
+)
 def test_rules_that_are_no_rules(rules, message):
     with pytest.raises(ValueError, match=message):
         check_rules(rules)
@@ -186,47 +232,72 @@ def test_rules_that_are_no_rules(rules, message):
 def test_the_table_is_the_same_for_arrays_and_shapes_in_any_order():
     rules = [("bias", NONE), ("", {"layer_axes": [0]})]
     arrays = {"b": {"bias": jnp.ones(3)}, "a": jnp.ones((2, 3), jnp.bfloat16)}
-    shapes = {"a": jax.ShapeDtypeStruct((2, 3), jnp.bfloat16),
-              "b": {"bias": jax.ShapeDtypeStruct((3,), jnp.float32)}}
-    assert table(arrays, rules) == table(shapes, rules) == "\n".join([
-        "path    shape  dtype     count  decay  adapt  layer axes",
-        "a       (2,3)  bfloat16      6  yes    yes    (0)",
-        "b/bias  (3)    float32       3  no     no     -",
-        "total: 2 leaves, 9 values; decay: 1 leaf, 6 values; adapt: 1 leaf, 6 values",
-    ])
+    shapes = {
+        "a": jax.ShapeDtypeStruct((2, 3), jnp.bfloat16),
+        "b": {"bias": jax.ShapeDtypeStruct((3,), jnp.float32)},
+    }
+    assert (
+        table(arrays, rules)
+        == table(shapes, rules)
+        == "\n".join(
+            [
+                "path    shape  dtype     count  decay  adapt  layer axes",
+                "a       (2,3)  bfloat16      6  yes    yes    (0)",
+                "b/bias  (3)    float32       3  no     no     -",
+                "total: 2 leaves, 9 values; decay: 1 leaf, 6 values; adapt: 1 leaf, 6 values",
+            ]
+        )
+    )
 
 
 def test_factors_are_shown_where_not_all_are_one():
     params = {"a": jnp.ones(3), "b": jnp.ones(3), "c": jnp.ones(3)}
     plain = table(params, [("a", {"rate_factor": 1}), ("", {"decay_factor": 1.0})])
     assert plain == table(params, "all")
-    shown = table(params, [("a", {"rate_factor": 0.8**3}), ("b", {"decay": False}),
-                           ("", {"rate_factor": 0, "decay_factor": 2})])
+    shown = table(
+        params,
+        [
+            ("a", {"rate_factor": 0.8**3}),
+            ("b", {"decay": False}),
+            ("", {"rate_factor": 0, "decay_factor": 2}),
+        ],
+    )
     assert shown.splitlines()[0].endswith("layer axes  rate factor  decay factor")
     assert [line.split()[-2:] for line in shown.splitlines()[1:4]] == [
-        ["0.512", "1"], ["1", "1"], ["0", "2"]]
+        ["0.512", "1"],
+        ["1", "1"],
+        ["0", "2"],
+    ]
     only = table(params, [("a", {"decay_factor": 0.5}), ("", {})])
     assert "decay factor" in only and "rate factor" not in only
 
 
-@pytest.mark.parametrize("facts, num_axes, expected", [
-    ({}, 2, ((0,), (1,))),
-    ({"layer_axes": (0,)}, 3, ((1,), (2,))),
-    ({"layer_axes": (1,)}, 3, ((0,), (2,))),
-    ({}, 3, None), ({}, 1, None), ({"layer_axes": (0,)}, 2, None),
-    ({"matrix_axes": ()}, 2, None),
-    ({"matrix_axes": [[1], [0]]}, 2, ((1,), (0,))),  # as a config may have them
-    ({"matrix_axes": ((1, 2, 3), (4,)), "layer_axes": (0,)}, 5, ((1, 2, 3), (4,))),
-])
+@pytest.mark.parametrize(
+    "facts, num_axes, expected",
+    [
+        ({}, 2, ((0,), (1,))),
+        ({"layer_axes": (0,)}, 3, ((1,), (2,))),
+        ({"layer_axes": (1,)}, 3, ((0,), (2,))),
+        ({}, 3, None),
+        ({}, 1, None),
+        ({"layer_axes": (0,)}, 2, None),
+        ({"matrix_axes": ()}, 2, None),
+        ({"matrix_axes": [[1], [0]]}, 2, ((1,), (0,))),  # as a config may have them
+        ({"matrix_axes": ((1, 2, 3), (4,)), "layer_axes": (0,)}, 5, ((1, 2, 3), (4,))),
+    ],
+)
 def test_rows_and_columns(facts, num_axes, expected):
     assert ParameterFacts(**facts).matrix(num_axes) == expected
 
 
 def test_matrix_axes_have_to_be_all_that_stack_no_layers():
     for facts in ({"matrix_axes": ((0,), (1,))}, {"matrix_axes": ((0, 1), (2, 3))}):
-        with pytest.raises(ValueError, match=(
-            r"matrix_axes .* and layer_axes \(\) are not all axes of the parameter 'w', .* has 3"
-        )):
+        with pytest.raises(
+            ValueError,
+            match=(
+                r"matrix_axes .* and layer_axes \(\) are not all axes of the parameter 'w', .* has 3"
+            ),
+        ):
             resolve({"w": jnp.ones((2, 3, 4))}, [("", facts)])
 
 
@@ -252,7 +323,8 @@ def test_rows_and_columns_of_linens_kernels():
         for name in names:
             leaf, fact = leaf[name], fact[name]
         return tuple(
-            int(np.prod([leaf.shape[axis] for axis in side])) for side in fact.matrix(leaf.ndim))
+            int(np.prod([leaf.shape[axis] for axis in side])) for side in fact.matrix(leaf.ndim)
+        )
 
     assert shape_of("conv", "kernel") == (3 * 2 * 7, 5)
     assert shape_of("attention", "query", "kernel") == (8, 8)
@@ -260,9 +332,9 @@ def test_rows_and_columns_of_linens_kernels():
     # One window: the convolution is the product with that matrix.
     kernel = params["conv"]["kernel"]
     found = nn.Conv(5, (3, 2), use_bias=False, padding="VALID").apply(
-        {"params": {"kernel": kernel}}, image * jnp.arange(42.0).reshape(1, 3, 2, 7))
-    np.testing.assert_allclose(
-        found.ravel(), jnp.arange(42.0) @ kernel.reshape(42, 5), rtol=1e-5)
+        {"params": {"kernel": kernel}}, image * jnp.arange(42.0).reshape(1, 3, 2, 7)
+    )
+    np.testing.assert_allclose(found.ravel(), jnp.arange(42.0) @ kernel.reshape(42, 5), rtol=1e-5)
 
 
 def test_matrix_axes_are_shown_where_a_rule_says_them():
@@ -279,18 +351,24 @@ TREE = {"dense": {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}, "head": jnp.
 
 def in_parts(labels, rules):
     """An update of `TREE` in two parts, which one list of rules serves."""
-    tx = optax.partition({
-        "slow": optim.lamb(0.1, rules=rules),
-        "fast": optim.make_optimizer({"name": "adamw", "rules": rules}, 0.1),
-    }, labels)
+    tx = optax.partition(
+        {
+            "slow": optim.lamb(0.1, rules=rules),
+            "fast": optim.make_optimizer({"name": "adamw", "rules": rules}, 0.1),
+        },
+        labels,
+    )
     return jax.jit(tx.update)(TREE, tx.init(TREE), TREE)
 
 
-@pytest.mark.parametrize("labels", [
-    {"dense": {"kernel": "slow", "bias": "slow"}, "head": "fast"},
-    {"dense": {"kernel": "slow", "bias": "fast"}, "head": "fast"},
-    {"dense": "slow", "head": "fast"},
-])
+@pytest.mark.parametrize(
+    "labels",
+    [
+        {"dense": {"kernel": "slow", "bias": "slow"}, "head": "fast"},
+        {"dense": {"kernel": "slow", "bias": "fast"}, "head": "fast"},
+        {"dense": "slow", "head": "fast"},
+    ],
+)
 def test_a_rule_for_nothing_is_told_inside_a_partition(labels):
     typo = [("baas$", NONE), ("head", NONE), ("", {})]
     with pytest.warns(UserWarning, match="the rule 'baas\\$' matches no parameter; .* hidden here"):
@@ -301,14 +379,20 @@ def test_a_rule_for_nothing_is_told_inside_a_partition(labels):
         optim.lamb(0.1, rules=typo).init(TREE)
 
 
-@pytest.mark.parametrize("labels", [
-    {"dense": {"kernel": "slow", "bias": "slow"}, "head": "fast"},
-    {"dense": {"kernel": "slow", "bias": "fast"}, "head": "fast"},
-])
-@pytest.mark.parametrize("rules", [
-    [("bias$", NONE), ("kernel$", {"rate_factor": 0.5}), ("head", NONE)],
-    [("^head", NONE), ("dense/", {})],
-])
+@pytest.mark.parametrize(
+    "labels",
+    [
+        {"dense": {"kernel": "slow", "bias": "slow"}, "head": "fast"},
+        {"dense": {"kernel": "slow", "bias": "fast"}, "head": "fast"},
+    ],
+)
+@pytest.mark.parametrize(
+    "rules",
+    [
+        [("bias$", NONE), ("kernel$", {"rate_factor": 0.5}), ("head", NONE)],
+        [("^head", NONE), ("dense/", {})],
+    ],
+)
 def test_a_rule_for_the_other_part_is_no_mistake(labels, rules):
     with warnings.catch_warnings():
         warnings.simplefilter("error")

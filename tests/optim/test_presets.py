@@ -88,7 +88,8 @@ def test_the_trajectories_are_repeated_by_way_of_presets(monkeypatch):
     for implementation in golden_lamb.IMPLEMENTATIONS:
         used.clear()
         golden_lamb.transform(
-            implementation, golden_lamb.Settings(hyper), {"kernel": jnp.ones((2, 2))})
+            implementation, golden_lamb.Settings(hyper), {"kernel": jnp.ones((2, 2))}
+        )
         assert used, implementation
 
 
@@ -97,10 +98,13 @@ def test_a_preset_is_a_copy():
     assert preset("lamb", "timm")["weight_decay"] == 0.01
 
 
-@pytest.mark.parametrize("optimizer, name, message", [
-    ("lamb", "torch", "the preset name 'torch' is unknown; lamb has: paper, author, tfa, "),
-    ("adam", "paper", "'adam' has no presets; known: .*lamb, lars"),
-])
+@pytest.mark.parametrize(
+    "optimizer, name, message",
+    [
+        ("lamb", "torch", "the preset name 'torch' is unknown; lamb has: paper, author, tfa, "),
+        ("adam", "paper", "'adam' has no presets; known: .*lamb, lars"),
+    ],
+)
 def test_unknown_presets(optimizer, name, message):
     with pytest.raises(ValueError, match=message):
         preset(optimizer, name)

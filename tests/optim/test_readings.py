@@ -29,9 +29,11 @@ def test_norms_are_those_of_weights_and_updates(optimizer):
     assert set(found) == {"ratios", "update_norms", "weight_norms"}
     for name, tree in (("weight_norms", PARAMS), ("update_norms", updates)):
         np.testing.assert_allclose(
-            found[name]["dense/kernel"], np.linalg.norm(tree["dense"]["kernel"]), rtol=1e-6)
+            found[name]["dense/kernel"], np.linalg.norm(tree["dense"]["kernel"]), rtol=1e-6
+        )
         np.testing.assert_allclose(
-            found[name]["layers"], np.linalg.norm(tree["layers"], axis=1), rtol=1e-6)
+            found[name]["layers"], np.linalg.norm(tree["layers"], axis=1), rtol=1e-6
+        )
     assert found["ratios"]["dense/bias"] == 1.0 and found["ratios"]["layers"].shape == (3,)
 
 
@@ -42,14 +44,19 @@ def test_a_lamb_update_is_as_long_as_rate_times_ratio_times_direction():
     np.testing.assert_allclose(found["ratios"]["dense/kernel"], 5.0 / 2.0, rtol=1e-5)
     np.testing.assert_allclose(found["update_norms"]["dense/kernel"], 0.5, rtol=1e-5)
     np.testing.assert_allclose(
-        found["update_norms"]["layers"], [0.5, 0.2, 0.1 * np.sqrt(2)], rtol=1e-5)
+        found["update_norms"]["layers"], [0.5, 0.2, 0.1 * np.sqrt(2)], rtol=1e-5
+    )
 
 
-@pytest.mark.parametrize("wrap", [
-    lambda tx: optax.chain(optax.clip(1.0), tx),
-    lambda tx: optax.MultiSteps(tx, 1),
-    lambda tx: optax.chain(optax.identity(), optax.chain(tx, optax.scale(1.0))),
-], ids=["chain", "MultiSteps", "chain in chain"])
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda tx: optax.chain(optax.clip(1.0), tx),
+        lambda tx: optax.MultiSteps(tx, 1),
+        lambda tx: optax.chain(optax.identity(), optax.chain(tx, optax.scale(1.0))),
+    ],
+    ids=["chain", "MultiSteps", "chain in chain"],
+)
 def test_found_in_wrappers(wrap):
     tx = optim.lamb(0.1, rules=RULES, collect=True)
     _, plain = _after_one_update(tx)

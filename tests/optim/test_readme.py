@@ -39,7 +39,7 @@ def test_calls_run(call):
 
 
 def test_the_chain_on_the_page_is_lamb():
-    block, = (block for block in BLOCKS if "with_trust_ratio" in block)
+    (block,) = (block for block in BLOCKS if "with_trust_ratio" in block)
     names = {}
     exec(compile(block, "README.md", "exec"), names)
     lamb = optim.lamb(names["rate"], nesterov="first", rules=names["rules"])
@@ -65,8 +65,11 @@ def test_every_name_of_an_optimizer_stands_on_the_page():
 
 def test_fairseq_without_a_weight_decay_is_adam():
     """The page's claim: apex's LAMB for leaves that do not adapt, a clip and no ratio."""
-    tx = optim.lamb(0.1, **optim.preset("lamb", "apex") | {"eps": 1e-8, "weight_decay": 0.0},
-                    rules=[("", {"adapt": False})])
+    tx = optim.lamb(
+        0.1,
+        **optim.preset("lamb", "apex") | {"eps": 1e-8, "weight_decay": 0.0},
+        rules=[("", {"adapt": False})],
+    )
     adam = optim.make_optimizer({"name": "adam", "clip_global_norm": 1.0}, 0.1)
     for found, expected in zip(
         jax.tree.leaves(updates(tx)), jax.tree.leaves(updates(adam)), strict=True

@@ -15,7 +15,7 @@ def _values(schedule, count):
 
 def _by_the_formula(norms, power):
     weights = [norm**power for norm in norms]
-    rates = [weights[t] * sum(weights[t + 1:]) / sum(weights) for t in range(len(norms))]
+    rates = [weights[t] * sum(weights[t + 1 :]) / sum(weights) for t in range(len(norms))]
     return np.array(rates) / max(rates)
 
 
@@ -55,15 +55,14 @@ def test_the_scale_of_the_norms_does_not_matter():
     for scale in (1e-30, 1e30):
         np.testing.assert_allclose(
             _values(refined_schedule(scale * norms, 1.0, smoothing=0.0), 4),
-            _values(refined_schedule(norms, 1.0, smoothing=0.0), 4), rtol=1e-6,
+            _values(refined_schedule(norms, 1.0, smoothing=0.0), 4),
+            rtol=1e-6,
         )
 
 
 def test_readings_are_stretched_over_a_run():
     few = refined_schedule(np.full(11, 1.0), peak=1.0, total_steps=1001, smoothing=0.0)
-    np.testing.assert_allclose(
-        _values(few, 1001), np.linspace(1, 0, 1001), rtol=1e-5, atol=1e-6
-    )
+    np.testing.assert_allclose(_values(few, 1001), np.linspace(1, 0, 1001), rtol=1e-5, atol=1e-6)
     norms = [8.0, 4.0, 1.0, 1.0, 2.0]
     own = _values(refined_schedule(norms, 1.0, smoothing=0.0), 5)
     longer = _values(refined_schedule(norms, 1.0, total_steps=9, smoothing=0.0), 9)
@@ -75,7 +74,7 @@ def test_readings_are_stretched_over_a_run():
 def test_median_filter_is_the_authors(size, width):
     values = np.random.default_rng(size).integers(0, 9, size).astype(float)  # with ties
     padded = np.pad(values, (0, 2 * width), mode="reflect")
-    expected = scipy.ndimage.median_filter(padded, size=width, mode="nearest")[:-2 * width]
+    expected = scipy.ndimage.median_filter(padded, size=width, mode="nearest")[: -2 * width]
     np.testing.assert_array_equal(_median_filter(values, width), expected)
 
 
@@ -87,17 +86,20 @@ def test_spikes_are_filtered_out():
     )
 
 
-@pytest.mark.parametrize("arguments, message", [
-    (([1.0], 1), r"gradient_norms must be a row of at least 2, not of shape \(1,\)"),
-    ((np.ones((2, 2)), 1), r"a row of at least 2, not of shape \(2, 2\)"),
-    (([1.0, 0.0], 1), "finite and above 0; number 1 is 0.0"),
-    (([1.0, 2.0, np.nan], 1), "number 2 is nan"),
-    (([np.inf, 2.0], 1), "number 0 is inf"),
-    (([1.0, 2.0], 0), "peak must be above 0, not 0"),
-    (([1.0, 2.0], 1, 1), "total_steps must be a whole number of at least 2, not 1"),
-    (([1.0, 2.0], 1, None, "linf"), "norm must be one of l2, l1, not 'linf'"),
-    (([1.0, 2.0], 1, None, "l2", 1.5), r"smoothing must lie in 0\.\.1, not 1\.5"),
-])
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (([1.0], 1), r"gradient_norms must be a row of at least 2, not of shape \(1,\)"),
+        ((np.ones((2, 2)), 1), r"a row of at least 2, not of shape \(2, 2\)"),
+        (([1.0, 0.0], 1), "finite and above 0; number 1 is 0.0"),
+        (([1.0, 2.0, np.nan], 1), "number 2 is nan"),
+        (([np.inf, 2.0], 1), "number 0 is inf"),
+        (([1.0, 2.0], 0), "peak must be above 0, not 0"),
+        (([1.0, 2.0], 1, 1), "total_steps must be a whole number of at least 2, not 1"),
+        (([1.0, 2.0], 1, None, "linf"), "norm must be one of l2, l1, not 'linf'"),
+        (([1.0, 2.0], 1, None, "l2", 1.5), r"smoothing must lie in 0\.\.1, not 1\.5"),
+    ],
+)
 def test_bad_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
         refined_schedule(*arguments)

@@ -18,9 +18,21 @@ def rate(t):
 
 
 def reference(
-    w, grads, decays=True, b2=0.9, momentum=0.9, eps=1e-3, initial_scale=1.0, eps_in_root=True,
-    centered=False, bias_correction=False, lr_in_momentum=True, nesterov=False, cautious=False,
-    weight_decay=0.0, decay="gradient",
+    w,
+    grads,
+    decays=True,
+    b2=0.9,
+    momentum=0.9,
+    eps=1e-3,
+    initial_scale=1.0,
+    eps_in_root=True,
+    centered=False,
+    bias_correction=False,
+    lr_in_momentum=True,
+    nesterov=False,
+    cautious=False,
+    weight_decay=0.0,
+    decay="gradient",
 ):
     v, mean, b = np.full_like(w, initial_scale), np.zeros_like(w), np.zeros_like(w)
     w = w.copy()
@@ -65,15 +77,24 @@ CHOICES = {
     "nesterov, lr outside": {"nesterov": True, "lr_in_momentum": False},
     "cautious": {"cautious": True},
     "cautious, nesterov, lr outside": {
-        "cautious": True, "nesterov": True, "lr_in_momentum": False, "weight_decay": 0.3},
+        "cautious": True,
+        "nesterov": True,
+        "lr_in_momentum": False,
+        "weight_decay": 0.3,
+    },
     "cautious, no momentum": {"cautious": True, "momentum": 0.0, "decay": "decoupled"},
     "weight decay": {"weight_decay": 0.3},
     "scheduled weight decay": {"weight_decay": lambda t: 0.1 * (t + 1)},
     "decoupled": {"weight_decay": 0.3, "decay": "decoupled"},
-    "decoupled, lr outside": {
-        "weight_decay": 0.3, "decay": "decoupled", "lr_in_momentum": False},
-    "pytorch": {"b2": 0.99, "momentum": 0.9, "eps": 1e-8, "initial_scale": 0.0,
-                "eps_in_root": False, "lr_in_momentum": False},
+    "decoupled, lr outside": {"weight_decay": 0.3, "decay": "decoupled", "lr_in_momentum": False},
+    "pytorch": {
+        "b2": 0.99,
+        "momentum": 0.9,
+        "eps": 1e-8,
+        "initial_scale": 0.0,
+        "eps_in_root": False,
+        "lr_in_momentum": False,
+    },
 }
 
 
@@ -136,9 +157,9 @@ def test_zeros():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("arguments", [
-    {"cautious": True}, {"clip_global_norm": 1.0}, {"centered": True},
-], ids=str)
+@pytest.mark.parametrize(
+    "arguments", [{"cautious": True}, {"clip_global_norm": 1.0}, {"centered": True}], ids=str
+)
 def test_stacks_and_shards(arguments):
     stacked_and_split(
         functools.partial(optim.rmsprop_tf, 0.1, weight_decay=0.1, **arguments),
@@ -157,19 +178,22 @@ def test_bfloat16_parameters_keep_float32_state():
     assert narrow.nu["w"].dtype == narrow.momentum["w"].dtype == jnp.bfloat16
 
 
-@pytest.mark.parametrize("arguments, message", [
-    ({"b2": 1.0}, "b2 must be at least 0 and below 1, not 1.0"),
-    ({"momentum": -0.1}, "momentum .* not -0.1"),
-    ({"momentum": None}, "momentum .* not None"),
-    ({"eps": -1e-8}, "eps .* not -1e-08"),
-    ({"initial_scale": -1.0}, "initial_scale .* not -1.0"),
-    ({"weight_decay": -0.1}, "weight_decay .* not -0.1"),
-    ({"learning_rate": -0.1}, "learning_rate .* not -0.1"),
-    ({"decay": "momentum"}, "decay must be one of gradient, decoupled, not 'momentum'"),
-    ({"centered": "yes"}, "centered must be True or False, not 'yes'"),
-    ({"momentum_dtype": "int8"}, "momentum_dtype must be .* not 'int8'"),
-    ({"nu_dtype": "int8"}, "nu_dtype must be .* not 'int8'"),
-])
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"b2": 1.0}, "b2 must be at least 0 and below 1, not 1.0"),
+        ({"momentum": -0.1}, "momentum .* not -0.1"),
+        ({"momentum": None}, "momentum .* not None"),
+        ({"eps": -1e-8}, "eps .* not -1e-08"),
+        ({"initial_scale": -1.0}, "initial_scale .* not -1.0"),
+        ({"weight_decay": -0.1}, "weight_decay .* not -0.1"),
+        ({"learning_rate": -0.1}, "learning_rate .* not -0.1"),
+        ({"decay": "momentum"}, "decay must be one of gradient, decoupled, not 'momentum'"),
+        ({"centered": "yes"}, "centered must be True or False, not 'yes'"),
+        ({"momentum_dtype": "int8"}, "momentum_dtype must be .* not 'int8'"),
+        ({"nu_dtype": "int8"}, "nu_dtype must be .* not 'int8'"),
+    ],
+)
 def test_bad_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
         optim.rmsprop_tf(**{"learning_rate": 0.1} | arguments)

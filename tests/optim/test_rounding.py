@@ -41,8 +41,9 @@ def _pairs(num):
 
     weights = draw().astype(BF16)
     update = draw()
-    near = weights.astype(np.float64) * -(1 + rng.choice([-1, 0, 1], num) * 2.0 ** -rng.integers(
-        0, 25, num))
+    near = weights.astype(np.float64) * -(
+        1 + rng.choice([-1, 0, 1], num) * 2.0 ** -rng.integers(0, 25, num)
+    )
     some = weights.astype(np.float64) * 2.0 ** -rng.integers(-12, 25, num) * rng.uniform(-2, 2, num)
     kind = rng.integers(0, 3, num)
     return weights, np.select([kind == 0, kind == 1], [update, near], some).astype(np.float32)
@@ -92,9 +93,9 @@ def test_infinities_nan_and_underflow():
     assert np.all(np.isnan(round_to_bfloat16(jax.random.key(0), jnp.asarray(full))))
 
 
-@pytest.mark.parametrize("weight, update", [
-    (1.0, 1e-3), (-3.0, 1e-3), (1.0, -1e-4), (1e-20, 3e-23),
-])
+@pytest.mark.parametrize(
+    "weight, update", [(1.0, 1e-3), (-3.0, 1e-3), (1.0, -1e-4), (1e-20, 3e-23)]
+)
 def test_the_mean_is_exact(weight, update):
     num = 200_000
     params = jnp.full(num, weight, jnp.bfloat16)
@@ -150,8 +151,10 @@ def test_leaves_and_updates_have_bits_of_their_own():
 def _tree(dtype=jnp.bfloat16):
     rng = np.random.default_rng(1)
     shapes = {"kernel": (16, 8), "bias": (8,), "temperature": ()}
-    return ({name: jnp.asarray(rng.standard_normal(shape), dtype) for name, shape in shapes.items()}
-            for _ in range(2))
+    return (
+        {name: jnp.asarray(rng.standard_normal(shape), dtype) for name, shape in shapes.items()}
+        for _ in range(2)
+    )
 
 
 def _train(tx, params, grads, steps=4, compilations=1):
@@ -178,11 +181,14 @@ def test_wide_leaves_pass_through(dtype):
         jax.tree.map(np.testing.assert_array_equal, wrapped, plain)
 
 
-@pytest.mark.parametrize("wrap", [
-    lambda tx: tx,
-    lambda tx: optax.chain(optax.clip_by_global_norm(1e6), tx),
-    lambda tx: optax.MultiSteps(tx, every_k_schedule=1),
-])
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda tx: tx,
+        lambda tx: optax.chain(optax.clip_by_global_norm(1e6), tx),
+        lambda tx: optax.MultiSteps(tx, every_k_schedule=1),
+    ],
+)
 def test_follows_the_float32_weights(wrap):
     params, grads = _tree()
     wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), (params, grads))
@@ -191,8 +197,11 @@ def test_follows_the_float32_weights(wrap):
     assert {leaf.dtype.name for leaf in jax.tree.leaves(updates)} == {"float32"}
     assert {leaf.dtype.name for leaf in jax.tree.leaves(found)} == {"bfloat16"}
     # Each of four updates is off by less than a digit: 2^-7 of the weight.
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(
-        np.float32(a), b, rtol=4 * 2**-7, atol=1e-3), found, expected)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(np.float32(a), b, rtol=4 * 2**-7, atol=1e-3),
+        found,
+        expected,
+    )
 
 
 def test_moments_are_float32_and_inner_sees_float32():
@@ -219,9 +228,11 @@ def test_between_the_updates_of_multi_steps_nothing_moves():
 
 
 def test_extra_arguments_reach_the_inner_transform():
-    tx = stochastic_rounding(optax.GradientTransformationExtraArgs(
-        lambda params: (), lambda g, state, params=None, *, value: (g * value, state)
-    ))
+    tx = stochastic_rounding(
+        optax.GradientTransformationExtraArgs(
+            lambda params: (), lambda g, state, params=None, *, value: (g * value, state)
+        )
+    )
     params = jnp.ones(2, jnp.bfloat16)
     updates, _ = tx.update(jnp.ones(2), tx.init(params), params, value=2.0)
     np.testing.assert_array_equal(updates, 2.0)
@@ -233,9 +244,13 @@ def test_sharded_weights_round_as_whole_ones(axis_type):
     expected, _ = _train(stochastic_rounding(optax.sgd(1e-3)), params, grads)
     mesh = jax.make_mesh((8,), ("x",), axis_types=(axis_type,))
     with jax.set_mesh(mesh):
+
         def place(tree):
-            specs = {"kernel": PartitionSpec("x", None), "bias": PartitionSpec("x"),
-                     "temperature": PartitionSpec()}
+            specs = {
+                "kernel": PartitionSpec("x", None),
+                "bias": PartitionSpec("x"),
+                "temperature": PartitionSpec(),
+            }
             return jax.tree.map(lambda p, s: jax.device_put(p, NamedSharding(mesh, s)), tree, specs)
 
         # The first call finds the count on one device, the others on all.
@@ -256,27 +271,43 @@ def test_replicas_round_alike():
     def update(params, grads):
         return tx.update(grads, tx.init(params), params)[0]
 
-    inside = jax.jit(jax.shard_map(
-        lambda p, g: jax.tree.map(lambda leaf: leaf[None], update(p, g)),
-        mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec("x"), check_vma=False,
-    ))(params, grads)
+    inside = jax.jit(
+        jax.shard_map(
+            lambda p, g: jax.tree.map(lambda leaf: leaf[None], update(p, g)),
+            mesh=mesh,
+            in_specs=PartitionSpec(),
+            out_specs=PartitionSpec("x"),
+            check_vma=False,
+        )
+    )(params, grads)
     mapped = jax.pmap(lambda _, p, g: update(p, g), in_axes=(0, None, None))(
         jnp.arange(8), params, grads
     )
     for replicas in (inside, mapped):
-        jax.tree.map(lambda one, every: np.testing.assert_array_equal(
-            every, np.broadcast_to(one, (8, *one.shape))), expected, replicas)
+        jax.tree.map(
+            lambda one, every: np.testing.assert_array_equal(
+                every, np.broadcast_to(one, (8, *one.shape))
+            ),
+            expected,
+            replicas,
+        )
 
 
 @pytest.mark.long
 def test_shards_round_on_their_own_and_whole_leaves_alike():
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
     axes = {"both": ("x", "y"), "rows": "x", "whole": None}
-    specs = {"both": PartitionSpec(("x", "y")), "rows": PartitionSpec("x"),
-             "whole": PartitionSpec()}
+    specs = {
+        "both": PartitionSpec(("x", "y")),
+        "rows": PartitionSpec("x"),
+        "whole": PartitionSpec(),
+    }
     # Every row is the same, so that only random bits tell shards apart.
-    params = {"both": jnp.ones((8, 256), jnp.bfloat16), "rows": jnp.ones((4, 256), jnp.bfloat16),
-              "whole": jnp.ones((1, 256), jnp.bfloat16)}
+    params = {
+        "both": jnp.ones((8, 256), jnp.bfloat16),
+        "rows": jnp.ones((4, 256), jnp.bfloat16),
+        "whole": jnp.ones((1, 256), jnp.bfloat16),
+    }
     grads = jax.tree.map(lambda p: jnp.full(p.shape, -1e-3), params)
 
     def update(params, grads, axis_name=None):
@@ -284,10 +315,15 @@ def test_shards_round_on_their_own_and_whole_leaves_alike():
         return tx.update(grads, tx.init(params), params)[0]
 
     every = PartitionSpec(("x", "y"))  # what each of the devices has
-    found = jax.jit(jax.shard_map(
-        lambda p, g: update(p, g, axes.get), mesh=mesh, in_specs=(specs, specs), out_specs=every,
-        check_vma=False,
-    ))(params, grads)
+    found = jax.jit(
+        jax.shard_map(
+            lambda p, g: update(p, g, axes.get),
+            mesh=mesh,
+            in_specs=(specs, specs),
+            out_specs=every,
+            check_vma=False,
+        )
+    )(params, grads)
     assert {len(np.unique(found[name], axis=0)) for name in found} == {8, 4, 1}
     np.testing.assert_array_equal(found["rows"][::2], found["rows"][1::2])  # replicas along y
     np.testing.assert_array_equal(found["whole"][:1], update(params, grads)["whole"])

@@ -22,12 +22,15 @@ def test_scaling_rules(rule, expected):
     assert scale_learning_rate(rule, 0.1, 256, 4096) == pytest.approx(expected, rel=1e-15)
 
 
-@pytest.mark.parametrize("batch_size, rate, epochs", [
-    (512, 4 / (2**3 * 100), 0.3125),
-    (1024, 4 / (2**2.5 * 100), 0.625),
-    (8192, 0.02, 5.0),
-    (32768, 0.04, 20.0),
-])
+@pytest.mark.parametrize(
+    "batch_size, rate, epochs",
+    [
+        (512, 4 / (2**3 * 100), 0.3125),
+        (1024, 4 / (2**2.5 * 100), 0.625),
+        (8192, 0.02, 5.0),
+        (32768, 0.04, 20.0),
+    ],
+)
 def test_legw_gives_the_row_of_resnet_50(batch_size, rate, epochs):
     scaled = legw(4 / (2**3 * 100), 0.3125, 512, batch_size)
     assert isinstance(scaled, ScaledWarmup)
@@ -35,18 +38,36 @@ def test_legw_gives_the_row_of_resnet_50(batch_size, rate, epochs):
     assert scaled.warmup_epochs == epochs
 
 
-@pytest.mark.parametrize("optimizer, at_sixteen_times", [
-    ("sgd", 16.0), ("momentum", 16.0), ("nesterov", 16.0),
-    ("adam", 4.0), ("adamw", 4.0), ("adagrad", 4.0), ("lamb", 4.0),
-])
+@pytest.mark.parametrize(
+    "optimizer, at_sixteen_times",
+    [
+        ("sgd", 16.0),
+        ("momentum", 16.0),
+        ("nesterov", 16.0),
+        ("adam", 4.0),
+        ("adamw", 4.0),
+        ("adagrad", 4.0),
+        ("lamb", 4.0),
+    ],
+)
 def test_random_matrix_rule(optimizer, at_sixteen_times):
     rule = random_matrix_rule(optimizer)
     assert scale_learning_rate(rule, 1.0, 32, 512) == at_sixteen_times
 
 
 def test_every_optimizer_is_either_in_the_random_matrix_rule_or_known_not_to_be():
-    outside = {"lars", "novograd", "adagrad_norm", "apollo", "lion", "adafactor", "muon",
-               "onebit_adam", "onebit_lamb", "zero_one_adam"}
+    outside = {
+        "lars",
+        "novograd",
+        "adagrad_norm",
+        "apollo",
+        "lion",
+        "adafactor",
+        "muon",
+        "onebit_adam",
+        "onebit_lamb",
+        "zero_one_adam",
+    }
     assert set(RANDOM_MATRIX_RULES) | outside == set(factory.OPTIMIZERS)
     assert not set(RANDOM_MATRIX_RULES) & outside
 
@@ -61,12 +82,15 @@ def test_timescale_is_the_memory_of_the_average():
     assert (1 - rate * decay) ** steps == pytest.approx(math.exp(-1), rel=1e-3)
 
 
-@pytest.mark.parametrize("batch_size, rate, data_size, decay", [
-    (4096, 0.001, 1e9, 0.4),  # linear in the batch
-    (4096, 0.002, 1e9, 0.2),  # square-root scaling of the rate: so does the decay
-    (4096, 0.004, 1e9, 0.1),  # linear scaling: the decay stays
-    (1024, 0.001, 4e9, 0.025),  # a run of four times the data
-])
+@pytest.mark.parametrize(
+    "batch_size, rate, data_size, decay",
+    [
+        (4096, 0.001, 1e9, 0.4),  # linear in the batch
+        (4096, 0.002, 1e9, 0.2),  # square-root scaling of the rate: so does the decay
+        (4096, 0.004, 1e9, 0.1),  # linear scaling: the decay stays
+        (1024, 0.001, 4e9, 0.025),  # a run of four times the data
+    ],
+)
 def test_weight_decay_that_keeps_a_timescale(batch_size, rate, data_size, decay):
     tau = adamw_timescale(0.001, 0.1, 1024, 1e9)
     assert adamw_weight_decay(tau, rate, batch_size, data_size) == pytest.approx(decay)
@@ -78,20 +102,23 @@ def test_optimal_timescale_is_a_power_law():
     assert ratio == pytest.approx(10**-0.5)
 
 
-@pytest.mark.parametrize("call, message", [
-    (lambda: scale_learning_rate("cubic", 1, 1, 1), "'cubic' is unknown; known: identity, lin"),
-    (lambda: scale_learning_rate("sqrt", 1, 0, 1), "base_batch_size must be above 0, not 0"),
-    (lambda: legw(1, 1, 1, -1), "batch_size must be above 0, not -1"),
-    (lambda: legw(1, -1, 1, 1), "base_warmup_epochs must be at least 0, not -1"),
-    (lambda: random_matrix_rule("lars"), "says nothing of the optimizer 'lars', only of sgd, "),
-    (lambda: adamw_timescale(0, 1, 1, 1), "learning_rate must be above 0, not 0"),
-    (lambda: adamw_timescale(1, 0.0, 1, 1), "weight_decay must be above 0, not 0.0"),
-    (lambda: adamw_timescale(1, 1, -1, 1), "batch_size must be above 0, not -1"),
-    (lambda: adamw_weight_decay(0, 1, 1, 1), "timescale must be above 0, not 0"),
-    (lambda: adamw_weight_decay(1, 1, 1, math.inf), "data_size must be above 0, not inf"),
-    (lambda: optimal_timescale(0, 1, 1), "tokens_per_parameter must be above 0, not 0"),
-    (lambda: optimal_timescale(1, math.nan, 1), "coefficient must be above 0, not nan"),
-])
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: scale_learning_rate("cubic", 1, 1, 1), "'cubic' is unknown; known: identity, lin"),
+        (lambda: scale_learning_rate("sqrt", 1, 0, 1), "base_batch_size must be above 0, not 0"),
+        (lambda: legw(1, 1, 1, -1), "batch_size must be above 0, not -1"),
+        (lambda: legw(1, -1, 1, 1), "base_warmup_epochs must be at least 0, not -1"),
+        (lambda: random_matrix_rule("lars"), "says nothing of the optimizer 'lars', only of sgd, "),
+        (lambda: adamw_timescale(0, 1, 1, 1), "learning_rate must be above 0, not 0"),
+        (lambda: adamw_timescale(1, 0.0, 1, 1), "weight_decay must be above 0, not 0.0"),
+        (lambda: adamw_timescale(1, 1, -1, 1), "batch_size must be above 0, not -1"),
+        (lambda: adamw_weight_decay(0, 1, 1, 1), "timescale must be above 0, not 0"),
+        (lambda: adamw_weight_decay(1, 1, 1, math.inf), "data_size must be above 0, not inf"),
+        (lambda: optimal_timescale(0, 1, 1), "tokens_per_parameter must be above 0, not 0"),
+        (lambda: optimal_timescale(1, math.nan, 1), "coefficient must be above 0, not nan"),
+    ],
+)
 def test_bad_arguments(call, message):
     with pytest.raises(ValueError, match=message):
         call()

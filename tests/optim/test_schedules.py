@@ -23,11 +23,14 @@ def _values(schedule, steps):
     return np.asarray(jax.jit(jax.vmap(schedule))(jnp.asarray(steps)))
 
 
-@pytest.mark.parametrize("decay_from, first, before, end, last", [
-    # Peak 1, W = 10, T = 100, power 2: updates 0, 9, 10 and 99.
-    ("warmup", 0.0, 0.9, 1.0, (1 / 90) ** 2),
-    ("zero", 0.0, 0.9, 0.9**2, (1 / 100) ** 2),
-])
+@pytest.mark.parametrize(
+    "decay_from, first, before, end, last",
+    [
+        # Peak 1, W = 10, T = 100, power 2: updates 0, 9, 10 and 99.
+        ("warmup", 0.0, 0.9, 1.0, (1 / 90) ** 2),
+        ("zero", 0.0, 0.9, 0.9**2, (1 / 100) ** 2),
+    ],
+)
 def test_rates_of_the_first_and_last_updates(decay_from, first, before, end, last):
     schedule = warmup(1.0, 100, 10, power=2.0, decay_from=decay_from)
     values = _values(schedule, [0, 9, 10, 99, 100, 1000])
@@ -110,9 +113,10 @@ def test_a_clock_that_starts_at_one_loses_no_update():
     np.testing.assert_allclose(values, [0.5, 1.0, 0.5, 0.0])
 
 
-@pytest.mark.parametrize("staircase, expected", [
-    (True, [1, 1, 0.5, 0.5, 0.25]), (False, [1, 0.5**0.75, 0.5, 0.5**1.75, 0.25]),
-])
+@pytest.mark.parametrize(
+    "staircase, expected",
+    [(True, [1, 1, 0.5, 0.5, 0.25]), (False, [1, 0.5**0.75, 0.5, 0.5**1.75, 0.25])],
+)
 def test_exponential_decay(staircase, expected):
     schedule = exponential_decay(0.5, 4, staircase)
     np.testing.assert_allclose(_values(schedule, [0, 3, 4, 7, 8]), expected, rtol=1e-6)
@@ -121,10 +125,13 @@ def test_exponential_decay(staircase, expected):
 @pytest.mark.parametrize("every", [1, 3, 7, 10, 24, 49, 100, 1251, 1251.3])
 def test_stairs_lie_where_they_should(every):
     # 12513 / 1251.3 is below 10 in float32, for one: that drop must not come an update late.
-    steps = np.unique([
-        step for k in (*range(1, 60), 500, 1000) for step in
-        (math.ceil(k * every) - 1, math.ceil(k * every))
-    ])
+    steps = np.unique(
+        [
+            step
+            for k in (*range(1, 60), 500, 1000)
+            for step in (math.ceil(k * every) - 1, math.ceil(k * every))
+        ]
+    )
     values = _values(exponential_decay(0.999, every), steps)
     expected = [0.999 ** math.floor(round(step / every, 9)) for step in steps]
     np.testing.assert_allclose(values, expected, rtol=1e-4)
@@ -181,13 +188,19 @@ def test_by_examples_follows_a_batch_that_grows():
     assert float(jax.jit(late)(10_001)) == 1e10
 
 
-@pytest.mark.parametrize("options", [
-    {"warmup_steps": 0}, {"warmup_steps": 10}, {"warmup_steps": 5, "hold_steps": 5},
-    {"hold_steps": 10}, {"decay": "cosine", "warmup_steps": 10},
-    {"power": 0.5, "warmup_steps": 10, "warmup_power": 0.5, "first_step": 1},
-    {"decay": exponential_decay(0.5, 1e-3), "decay_from": "zero"},
-    {"decay": exponential_decay(1e-30, 1.0, staircase=False), "warmup_steps": 10},
-])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"warmup_steps": 0},
+        {"warmup_steps": 10},
+        {"warmup_steps": 5, "hold_steps": 5},
+        {"hold_steps": 10},
+        {"decay": "cosine", "warmup_steps": 10},
+        {"power": 0.5, "warmup_steps": 10, "warmup_power": 0.5, "first_step": 1},
+        {"decay": exponential_decay(0.5, 1e-3), "decay_from": "zero"},
+        {"decay": exponential_decay(1e-30, 1.0, staircase=False), "warmup_steps": 10},
+    ],
+)
 def test_no_length_of_zero_gives_nan(options):
     values = _values(warmup(1.0, 10, **options), range(30))
     assert np.isfinite(values).all() and (values >= 0).all() and (values <= 1).all()
@@ -195,10 +208,14 @@ def test_no_length_of_zero_gives_nan(options):
 
 def test_rates_are_float32_scalars_and_float64_where_enabled():
     schedules = [
-        warmup(1, 10, 2), warmup(1, 10, 2, decay="cosine"), warmup(1, 10, 2, decay="constant"),
+        warmup(1, 10, 2),
+        warmup(1, 10, 2, decay="cosine"),
+        warmup(1, 10, 2, decay="constant"),
         warmup(1, 10, 2, decay=exponential_decay(1, 2), hold_steps=1, min_value=1, first_step=1),
-        warmup(1, 10, 2, decay=step_decay([1], 1), start_value=1), exponential_decay(1, 2),
-        step_decay([1, 2], 1), phases((warmup(1, 2), 2), (warmup(2, 2), 2)),
+        warmup(1, 10, 2, decay=step_decay([1], 1), start_value=1),
+        exponential_decay(1, 2),
+        step_decay([1, 2], 1),
+        phases((warmup(1, 2), 2), (warmup(2, 2), 2)),
         by_examples(warmup(1, 10, 2), [(1, 2), (2, 2)]),
     ]
     for schedule in schedules:
@@ -210,59 +227,88 @@ def test_rates_are_float32_scalars_and_float64_where_enabled():
             assert schedule(jnp.int32(3)).dtype == jnp.float64
 
 
-@pytest.mark.parametrize("schedule", [
-    *(warmup(1.0, 10, 2, decay=decay, hold_steps=1, min_value=0.1, warmup_power=2)
-      for decay in DECAYS),
-    warmup(1.0, 10, 2, decay=exponential_decay(0.5, 2)),
-    warmup(1.0, 10, 2, decay=exponential_decay(0.5, 2, staircase=False)),
-    warmup(1.0, 10, 2, decay=step_decay([3, 5], 0.1)),
-    phases((warmup(1.0, 10, 2), 10), (warmup(1.0, 5, first_step=1), 5)),
-    by_examples(warmup(1.0, 100, 20), [(8, 3), (16, 5)]), refined_schedule([4.0, 2.0, 1.0], 0.1),
-])
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        *(
+            warmup(1.0, 10, 2, decay=decay, hold_steps=1, min_value=0.1, warmup_power=2)
+            for decay in DECAYS
+        ),
+        warmup(1.0, 10, 2, decay=exponential_decay(0.5, 2)),
+        warmup(1.0, 10, 2, decay=exponential_decay(0.5, 2, staircase=False)),
+        warmup(1.0, 10, 2, decay=step_decay([3, 5], 0.1)),
+        phases((warmup(1.0, 10, 2), 10), (warmup(1.0, 5, first_step=1), 5)),
+        by_examples(warmup(1.0, 100, 20), [(8, 3), (16, 5)]),
+        refined_schedule([4.0, 2.0, 1.0], 0.1),
+    ],
+)
 def test_strict_promotion(schedule):
     with jax.numpy_dtype_promotion("strict"):
         assert jax.eval_shape(schedule, jnp.int32(3)).dtype == jnp.float32
         assert jnp.isfinite(schedule(3))
 
 
-@pytest.mark.parametrize("call, message", [
-    (lambda: warmup(1, 0), "total_steps must be above 0, not 0"),
-    (lambda: warmup(-1, 1), "peak must be at least 0, not -1"),
-    (lambda: warmup(1, 1, -1), "warmup_steps must be at least 0, not -1"),
-    (lambda: warmup(0.1, total_steps=10, warmup_steps=20),
-     "warmup_steps 20 is longer than total_steps 10, so the rate would never reach its peak; give"),
-    (lambda: warmup(1, 10, 10.5, hold_steps=1), "warmup_steps 10.5 is longer than total_steps 10"),
-    (lambda: warmup(1, 1, power=0), "power must be above 0, not 0"),
-    (lambda: warmup(1, 1, decay="linear"), "'linear' is unknown; known: polynomial, cosine, c"),
-    (lambda: warmup(1, 1, decay=0.1), "decay 0.1 is unknown; known: .* or a function such as"),
-    (lambda: warmup(1, 1, decay="cosine", power=2), "power 2 has no meaning for decay 'cosine'"),
-    (lambda: warmup(1, 1, decay="constant", end_value=1), "end_value 1 has no meaning"),
-    (lambda: warmup(1, 1, decay=lambda t: t, power=2), "power 2 has no meaning for decay that is"),
-    (lambda: warmup(1, 1, decay_from="end"), "decay_from must be 'warmup' or 'zero', not 'end'"),
-    (lambda: warmup(1, float("nan")), "total_steps must be above 0, not nan"),
-    (lambda: warmup(1, 1, start_value=-1), "start_value must be at least 0, not -1"),
-    (lambda: warmup(1, 1, warmup_power=0), "warmup_power must be above 0, not 0"),
-    (lambda: warmup(1, 1, hold_steps=-1), "hold_steps must be at least 0, not -1"),
-    (lambda: warmup(1, 1, min_value=float("nan")), "min_value must be at least 0, not nan"),
-    (lambda: warmup(1, 1, first_step=-1), "first_step must be at least 0, not -1"),
-    (lambda: exponential_decay(0, 1), "factor must be above 0 and at most 1, not 0"),
-    (lambda: exponential_decay(1.1, 1), "factor must be above 0 and at most 1, not 1.1"),
-    (lambda: exponential_decay(0.5, 0), "every_steps must be above 0, not 0"),
-    (lambda: step_decay([], 0.1), r"boundaries must be above 0 and rise, not \[\]"),
-    (lambda: step_decay([0, 1], 0.1), r"boundaries must be above 0 and rise, not \[0, 1\]"),
-    (lambda: step_decay([2, 2], 0.1), r"boundaries must be above 0 and rise, not \[2, 2\]"),
-    (lambda: step_decay([1, float("nan")], 0.1), "boundaries must be above 0 and rise, not"),
-    (lambda: step_decay([1], 2), "factor must be above 0 and at most 1, not 2"),
-    (lambda: phases(), "phases needs at least one"),
-    (lambda: phases((0.1, 3)), "the schedule of phase 0 is not a function: 0.1"),
-    (lambda: phases((warmup(1, 1), 1), (warmup(1, 1), 0)), "the steps of phase 1 .* not 0"),
-    (lambda: by_examples(0.1, 8), "schedule must be a function of the examples seen, not 0.1"),
-    (lambda: by_examples(warmup(1, 1), 0), "batch_size must be a whole .* at least 1, not 0"),
-    (lambda: by_examples(warmup(1, 1), []), r"batch_size must be a number, or pairs .* not \[\]"),
-    (lambda: by_examples(warmup(1, 1), [8]), r"has pairs \(batch size, updates\), and not 8"),
-    (lambda: by_examples(warmup(1, 1), [(8, 1.5)]), "in the pairs of batch_size must .* not 1.5"),
-    (lambda: phases((warmup(1, 1), 1.5)), "the steps of phase 0 must be a whole .* not 1.5"),
-])
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: warmup(1, 0), "total_steps must be above 0, not 0"),
+        (lambda: warmup(-1, 1), "peak must be at least 0, not -1"),
+        (lambda: warmup(1, 1, -1), "warmup_steps must be at least 0, not -1"),
+        (
+            lambda: warmup(0.1, total_steps=10, warmup_steps=20),
+            "warmup_steps 20 is longer than total_steps 10, so the rate would never reach its peak; give",
+        ),
+        (
+            lambda: warmup(1, 10, 10.5, hold_steps=1),
+            "warmup_steps 10.5 is longer than total_steps 10",
+        ),
+        (lambda: warmup(1, 1, power=0), "power must be above 0, not 0"),
+        (lambda: warmup(1, 1, decay="linear"), "'linear' is unknown; known: polynomial, cosine, c"),
+        (lambda: warmup(1, 1, decay=0.1), "decay 0.1 is unknown; known: .* or a function such as"),
+        (
+            lambda: warmup(1, 1, decay="cosine", power=2),
+            "power 2 has no meaning for decay 'cosine'",
+        ),
+        (lambda: warmup(1, 1, decay="constant", end_value=1), "end_value 1 has no meaning"),
+        (
+            lambda: warmup(1, 1, decay=lambda t: t, power=2),
+            "power 2 has no meaning for decay that is",
+        ),
+        (
+            lambda: warmup(1, 1, decay_from="end"),
+            "decay_from must be 'warmup' or 'zero', not 'end'",
+        ),
+        (lambda: warmup(1, float("nan")), "total_steps must be above 0, not nan"),
+        (lambda: warmup(1, 1, start_value=-1), "start_value must be at least 0, not -1"),
+        (lambda: warmup(1, 1, warmup_power=0), "warmup_power must be above 0, not 0"),
+        (lambda: warmup(1, 1, hold_steps=-1), "hold_steps must be at least 0, not -1"),
+        (lambda: warmup(1, 1, min_value=float("nan")), "min_value must be at least 0, not nan"),
+        (lambda: warmup(1, 1, first_step=-1), "first_step must be at least 0, not -1"),
+        (lambda: exponential_decay(0, 1), "factor must be above 0 and at most 1, not 0"),
+        (lambda: exponential_decay(1.1, 1), "factor must be above 0 and at most 1, not 1.1"),
+        (lambda: exponential_decay(0.5, 0), "every_steps must be above 0, not 0"),
+        (lambda: step_decay([], 0.1), r"boundaries must be above 0 and rise, not \[\]"),
+        (lambda: step_decay([0, 1], 0.1), r"boundaries must be above 0 and rise, not \[0, 1\]"),
+        (lambda: step_decay([2, 2], 0.1), r"boundaries must be above 0 and rise, not \[2, 2\]"),
+        (lambda: step_decay([1, float("nan")], 0.1), "boundaries must be above 0 and rise, not"),
+        (lambda: step_decay([1], 2), "factor must be above 0 and at most 1, not 2"),
+        (lambda: phases(), "phases needs at least one"),
+        (lambda: phases((0.1, 3)), "the schedule of phase 0 is not a function: 0.1"),
+        (lambda: phases((warmup(1, 1), 1), (warmup(1, 1), 0)), "the steps of phase 1 .* not 0"),
+        (lambda: by_examples(0.1, 8), "schedule must be a function of the examples seen, not 0.1"),
+        (lambda: by_examples(warmup(1, 1), 0), "batch_size must be a whole .* at least 1, not 0"),
+        (
+            lambda: by_examples(warmup(1, 1), []),
+            r"batch_size must be a number, or pairs .* not \[\]",
+        ),
+        (lambda: by_examples(warmup(1, 1), [8]), r"has pairs \(batch size, updates\), and not 8"),
+        (
+            lambda: by_examples(warmup(1, 1), [(8, 1.5)]),
+            "in the pairs of batch_size must .* not 1.5",
+        ),
+        (lambda: phases((warmup(1, 1), 1.5)), "the steps of phase 0 must be a whole .* not 1.5"),
+    ],
+)
 def test_bad_arguments(call, message):
     with pytest.raises(ValueError, match=message):
         call()

@@ -11,13 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import (
-    AbstractMesh,
-    AxisType,
-    NamedSharding,
-    PartitionSpec,
-    SingleDeviceSharding,
-)
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from lamb_tpu import optim
 from lamb_tpu.optim.sharding import state_sharding
@@ -41,14 +35,17 @@ SPECS = {
 }
 # Inside shard_map every leaf is split over the axis of the norms, and none along stacked layers.
 SPLIT_SHAPES = {"dense": {"kernel": (16, 8), "bias": (8,)}, "layers": {"kernel": (4, 16, 8)}}
-SPLIT_SPECS = {"dense": {"kernel": P(None, "data"), "bias": P("data")},
-               "layers": {"kernel": P(None, "data")}}
+SPLIT_SPECS = {
+    "dense": {"kernel": P(None, "data"), "bias": P("data")},
+    "layers": {"kernel": P(None, "data")},
+}
 
 
 def draw(shapes, seed):
     rng = np.random.default_rng(seed)
     return jax.tree.map(
-        lambda shape: jnp.asarray(rng.standard_normal(shape), jnp.float32), shapes,
+        lambda shape: jnp.asarray(rng.standard_normal(shape), jnp.float32),
+        shapes,
         is_leaf=lambda x: isinstance(x, tuple),
     )
 
@@ -84,8 +81,10 @@ def unsharded(name, split=False):
 def assert_close(found, expected, rtol=1e-5):
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(
-            a, b, rtol=rtol, atol=rtol * float(jnp.max(jnp.abs(b), initial=0.0))),
-        found, expected,
+            a, b, rtol=rtol, atol=rtol * float(jnp.max(jnp.abs(b), initial=0.0))
+        ),
+        found,
+        expected,
     )
 
 
@@ -124,11 +123,16 @@ def test_inside_shard_map(name):
     def run(axis_name):
         tx, params = build(name, axis_name=axis_name), draw(SPLIT_SHAPES, 0)
         specs = (SPLIT_SPECS, state_sharding(tx, params, SPLIT_SPECS))
-        step = jax.jit(jax.shard_map(
-            step_of(tx), mesh=mesh, in_specs=(*specs, SPLIT_SPECS), out_specs=specs,
-            # Without the axis each shard has norms of its own, which are then not replicated.
-            check_vma=axis_name is not None,
-        ))
+        step = jax.jit(
+            jax.shard_map(
+                step_of(tx),
+                mesh=mesh,
+                in_specs=(*specs, SPLIT_SPECS),
+                out_specs=specs,
+                # Without the axis each shard has norms of its own, which are then not replicated.
+                check_vma=axis_name is not None,
+            )
+        )
         return train(step, params, tx.init(params), SPLIT_SHAPES)
 
     expected = unsharded(name, split=True)
@@ -154,7 +158,8 @@ def test_inside_pmap_with_averaged_gradients(name):
     def spread(grads):  # eight gradients whose mean is the given one
         offsets = np.linspace(-1.0, 1.0, 8, dtype=np.float32)
         return jax.tree.map(
-            lambda g: g + offsets.reshape(-1, *(1,) * g.ndim) * jnp.ones_like(g), grads)
+            lambda g: g + offsets.reshape(-1, *(1,) * g.ndim) * jnp.ones_like(g), grads
+        )
 
     step = jax.pmap(step, "data", in_axes=(None, None, 0), out_axes=None)
     found = train(step, params, tx.init(params), SHAPES, place=spread)
@@ -174,7 +179,8 @@ def test_on_an_explicit_mesh(name):
         jax.tree.map(lambda x, s: _equivalent(x, s), state, state_sharding(tx, params, shardings))
         step = jax.jit(step_of(tx))
         params, state = train(
-            step, params, state, SHAPES, place=lambda g: jax.device_put(g, shardings))
+            step, params, state, SHAPES, place=lambda g: jax.device_put(g, shardings)
+        )
         assert jax.tree.map(jax.typeof, state) == types
         assert step._cache_size() == 1
     assert_close((params, state), unsharded(name))
@@ -198,15 +204,18 @@ def test_stacked_layers_equal_the_unrolled_model(name):
 
     def scaled(seed):
         factor = 10.0 ** np.arange(4, dtype=np.float32)
-        return jax.tree.map(
-            lambda x: x * factor.reshape(-1, *(1,) * (x.ndim - 1)), draw(shapes, seed)
-        ) if seed == 0 else draw(shapes, seed)
+        return (
+            jax.tree.map(lambda x: x * factor.reshape(-1, *(1,) * (x.ndim - 1)), draw(shapes, seed))
+            if seed == 0
+            else draw(shapes, seed)
+        )
 
     def unstacked(tree):
         return {f"layer_{i}": jax.tree.map(lambda x, i=i: x[i], tree) for i in range(4)}
 
-    stacked, unrolled = (PLAIN[name](RATE, rules=rules)
-                         for rules in ([("", {"layer_axes": (0,)})], "all"))
+    stacked, unrolled = (
+        PLAIN[name](RATE, rules=rules) for rules in ([("", {"layer_axes": (0,)})], "all")
+    )
     params, expected = scaled(0), unstacked(scaled(0))
     state, expected_state = stacked.init(params), unrolled.init(expected)
     step, expected_step = jax.jit(step_of(stacked)), jax.jit(step_of(unrolled))
@@ -230,8 +239,9 @@ def test_states_of_optax():
     assert state.acc_grads == PARAMS_SPECS
     adam = state.inner_opt_state.inner_state[0]
     assert adam.mu == adam.nu == PARAMS_SPECS
-    rest = state._replace(acc_grads=None, inner_opt_state=state.inner_opt_state._replace(
-        inner_state=None))
+    rest = state._replace(
+        acc_grads=None, inner_opt_state=state.inner_opt_state._replace(inner_state=None)
+    )
     assert set(jax.tree.leaves(rest)) == {P()}
     assert jax.tree.structure(state) == jax.tree.structure(jax.eval_shape(tx.init, PARAMS))
 
@@ -251,15 +261,20 @@ def test_factored_moments_are_replicated_and_reduced_ones_keep_what_they_share()
     assert set(jax.tree.leaves(factored)) == {P()}
     adafactor = state_sharding(optax.adafactor(0.1), shapes, specs)
     assert jax.tree.structure(adafactor) == jax.tree.structure(
-        jax.eval_shape(optax.adafactor(0.1).init, shapes))
+        jax.eval_shape(optax.adafactor(0.1).init, shapes)
+    )
 
     reduced = optax.GradientTransformation(
-        lambda p: {name: {"w": jnp.sum(p["w"], axis, keepdims=True)}
-                   for name, axis in (("rows", 1), ("columns", 0))},
+        lambda p: {
+            name: {"w": jnp.sum(p["w"], axis, keepdims=True)}
+            for name, axis in (("rows", 1), ("columns", 0))
+        },
         lambda u, s, p: (u, s),
     )
     assert state_sharding(reduced, shapes, specs) == {
-        "rows": {"w": P("data")}, "columns": {"w": P(None, "model")}}
+        "rows": {"w": P("data")},
+        "columns": {"w": P(None, "model")},
+    }
 
 
 def test_the_longest_path_decides():
@@ -274,7 +289,10 @@ def test_keys_are_compared_as_keys():
     for name, found in (("count", {"count": P("data")}), (0, {0: P("data")})):
         tx = optax.GradientTransformation(lambda p: (*state, p), lambda g, s, p=None: (g, s))
         assert state_sharding(tx, {name: struct(8)}, P("data")) == (
-            P(), optax.ScaleByScheduleState(P()), found)
+            P(),
+            optax.ScaleByScheduleState(P()),
+            found,
+        )
 
 
 def test_named_shardings_of_one_mesh_keep_it_and_the_kind_of_memory():
@@ -293,15 +311,22 @@ def test_arrays_on_one_device_and_bare_parameters():
     assert state_sharding(optax.adam(0.1), {}, P("data"))[0].count == P()
 
 
-@pytest.mark.parametrize("sharding, message", [
-    ({}, "params_sharding is empty: give one sharding for all"),
-    ({"dense": P()}, "params_sharding has another structure than params"),
-    ({**PARAMS_SPECS, "other": P()}, "params_sharding has another structure than params"),
-    ({**PARAMS_SPECS, "kernel": P(None, None, "data")},
-     r"the parameter 'kernel' has the shape \(4, 4\), fewer axes than its P"),
-    ({**PARAMS_SPECS, "kernel": "data"},
-     "sharding of the parameter 'kernel' must be a NamedSharding or a PartitionSpec, not 'data'"),
-])
+@pytest.mark.parametrize(
+    "sharding, message",
+    [
+        ({}, "params_sharding is empty: give one sharding for all"),
+        ({"dense": P()}, "params_sharding has another structure than params"),
+        ({**PARAMS_SPECS, "other": P()}, "params_sharding has another structure than params"),
+        (
+            {**PARAMS_SPECS, "kernel": P(None, None, "data")},
+            r"the parameter 'kernel' has the shape \(4, 4\), fewer axes than its P",
+        ),
+        (
+            {**PARAMS_SPECS, "kernel": "data"},
+            "sharding of the parameter 'kernel' must be a NamedSharding or a PartitionSpec, not 'data'",
+        ),
+    ],
+)
 def test_shardings_that_do_not_fit(sharding, message):
     with pytest.raises(ValueError, match=message):
         state_sharding(optax.adam(0.1), PARAMS, sharding)

@@ -60,13 +60,15 @@ def axes_by_path(specs):
 
 def specs_by_path(specs):
     """Returns a function from a path to the spec of the leaf."""
-    paths = ["/".join(key.key for key in path) for path, _ in
-             jax.tree_util.tree_leaves_with_path(specs)]
+    paths = [
+        "/".join(key.key for key in path) for path, _ in jax.tree_util.tree_leaves_with_path(specs)
+    ]
     return dict(zip(paths, jax.tree.leaves(specs), strict=True)).__getitem__
 
 
 def configured(name, **arguments):
     """An optimizer as a config makes it, collecting."""
+
     def build(**others):
         collect = {"collect": True} if takes(name, "collect") else {}
         config = {"name": name, "rules": RULES, **collect, **arguments, **others}
@@ -77,10 +79,16 @@ def configured(name, **arguments):
 
 # Every transform, clipping and collecting, and each other way of those to take a norm or a mean.
 BUILDS = {
-    **{name: configured(name, clip_global_norm=1.0) for name in OPTIMIZERS
-       if name not in ("adafactor", *REDUCING)},
-    **{name: functools.partial(build, RATE, rules=RULES)
-       for name, build in PLAIN.items() if name not in OPTIMIZERS},
+    **{
+        name: configured(name, clip_global_norm=1.0)
+        for name in OPTIMIZERS
+        if name not in ("adafactor", *REDUCING)
+    },
+    **{
+        name: functools.partial(build, RATE, rules=RULES)
+        for name, build in PLAIN.items()
+        if name not in OPTIMIZERS
+    },
     "apollo": configured("apollo", rank=2, clip_global_norm=1.0),  # projecting
     "apollo, mini": configured("apollo", preset="apollo_mini", update_gap=2),
     "lamb, linf": configured("lamb", norm="linf", decay="decoupled"),
@@ -118,12 +126,15 @@ def unsharded(name):
 
 def sharded_step(tx, params, specs):
     specs = (specs, state_sharding(tx, params, specs))
-    return jax.jit(jax.shard_map(
-        step_of(tx), mesh=MESH, in_specs=(*specs, specs[0]), out_specs=specs, check_vma=False))
+    return jax.jit(
+        jax.shard_map(
+            step_of(tx), mesh=MESH, in_specs=(*specs, specs[0]), out_specs=specs, check_vma=False
+        )
+    )
 
 
 def sharded(name, axis_name=None):
-    specs = (WHOLE_MATRICES if name.startswith(("apollo", "muon")) else SPECS)
+    specs = WHOLE_MATRICES if name.startswith(("apollo", "muon")) else SPECS
     tx, params = BUILDS[name](axis_name=axis_name or axes_by_path(specs)), draw(0)
     return train(sharded_step(tx, params, specs), params, tx.init(params))
 
@@ -131,8 +142,10 @@ def sharded(name, axis_name=None):
 def assert_close(found, expected, rtol=1e-5):
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(
-            a, b, rtol=rtol, atol=rtol * float(jnp.max(jnp.abs(b), initial=0.0))),
-        found, expected,
+            a, b, rtol=rtol, atol=rtol * float(jnp.max(jnp.abs(b), initial=0.0))
+        ),
+        found,
+        expected,
     )
 
 
@@ -141,7 +154,8 @@ def assert_replicas_are_equal(tree):
         first = {}
         for shard in leaf.addressable_shards:
             np.testing.assert_array_equal(
-                shard.data, first.setdefault(str(shard.index), shard.data))
+                shard.data, first.setdefault(str(shard.index), shard.data)
+            )
 
 
 @pytest.mark.long
@@ -154,22 +168,46 @@ def test_five_updates_equal_those_of_one_device(name):
 
 @pytest.mark.long
 @pytest.mark.parametrize("specs", [SPECS, LAYERS_SPLIT], ids=["layers whole", "layers split"])
-@pytest.mark.parametrize("name", some([
-    "lamb", "lamb, cautious", "lars", "novograd, linf", "rmsprop_tf, cautious", "adagrad_norm",
-    "apollo", "apollo, mini", "scale_by_lamb, scale_by_trust_ratio", "stochastic_rounding(lamb)",
-]))
+@pytest.mark.parametrize(
+    "name",
+    some(
+        [
+            "lamb",
+            "lamb, cautious",
+            "lars",
+            "novograd, linf",
+            "rmsprop_tf, cautious",
+            "adagrad_norm",
+            "apollo",
+            "apollo, mini",
+            "scale_by_lamb, scale_by_trust_ratio",
+            "stochastic_rounding(lamb)",
+        ]
+    ),
+)
 def test_specs_tell_which_axes_of_a_leaf_are_split(name, specs):
     """With them layers of a stack may be split, and matrices of APOLLO."""
     tx, params = BUILDS[name](axis_name=specs_by_path(specs)), draw(0)
     state_specs = state_sharding(tx, params, specs)
     if specs is LAYERS_SPLIT:  # readings of such a stack need a spec of their own
         state_specs = jax.tree.map(
-            lambda node: Readings(*({**tree, "layers": P("data")} for tree in node))
-            if isinstance(node, Readings) else node,
-            state_specs, is_leaf=lambda node: isinstance(node, Readings))
-    step = jax.jit(jax.shard_map(
-        step_of(tx), mesh=MESH, in_specs=(specs, state_specs, specs),
-        out_specs=(specs, state_specs), check_vma=False))
+            lambda node: (
+                Readings(*({**tree, "layers": P("data")} for tree in node))
+                if isinstance(node, Readings)
+                else node
+            ),
+            state_specs,
+            is_leaf=lambda node: isinstance(node, Readings),
+        )
+    step = jax.jit(
+        jax.shard_map(
+            step_of(tx),
+            mesh=MESH,
+            in_specs=(specs, state_specs, specs),
+            out_specs=(specs, state_specs),
+            check_vma=False,
+        )
+    )
     found = train(step, params, tx.init(params))
     assert_close(found, unsharded(name), rtol=1e-5)
     assert_replicas_are_equal(found)
@@ -182,16 +220,17 @@ def test_a_name_for_all_leaves_counts_whole_ones_once_a_device(name):
         assert_close(sharded(name, ("data", "model")), unsharded(name), rtol=1e-4)
 
 
-@pytest.mark.parametrize("name, clip, count", [
-    ("lamb", None, 1), ("lamb", 1.0, 2), ("lars", None, 1), ("novograd", None, 1),
-])
+@pytest.mark.parametrize(
+    "name, clip, count",
+    [("lamb", None, 1), ("lamb", 1.0, 2), ("lars", None, 1), ("novograd", None, 1)],
+)
 def test_norms_of_all_leaves_share_an_all_reduce(name, clip, count):
     leaves = {str(i): jax.ShapeDtypeStruct((8, 4), jnp.float32) for i in range(10)}
     specs = {path: P("data") if path != "0" else P() for path in leaves}
     tx = optim.make_optimizer(
-        {"name": name, "clip_global_norm": clip, "axis_name": axes_by_path(specs)}, 0.1)
-    lowered = sharded_step(tx, leaves, specs).lower(
-        leaves, jax.eval_shape(tx.init, leaves), leaves)
+        {"name": name, "clip_global_norm": clip, "axis_name": axes_by_path(specs)}, 0.1
+    )
+    lowered = sharded_step(tx, leaves, specs).lower(leaves, jax.eval_shape(tx.init, leaves), leaves)
     assert lowered.as_text().count("stablehlo.all_reduce") >= 9
     assert len(re.findall(r" all-reduce(?:-start)?\(", lowered.compile().as_text())) == count
 
@@ -206,8 +245,11 @@ def test_init_inside_shard_map_makes_the_state_that_is_made_outside(name):
         return state, step_of(tx)(params, state, grads)[0]
 
     state_specs = state_sharding(tx, params, specs)
-    inside = jax.jit(jax.shard_map(  # with check_vma, which has to see that norms are whole
-        init_and_step, mesh=MESH, in_specs=(specs, specs), out_specs=(state_specs, specs)))
+    inside = jax.jit(
+        jax.shard_map(  # with check_vma, which has to see that norms are whole
+            init_and_step, mesh=MESH, in_specs=(specs, specs), out_specs=(state_specs, specs)
+        )
+    )
     state, found = inside(params, draw(1))
     outside = tx.init(params)
     assert_close(state, outside)
@@ -221,7 +263,11 @@ def test_an_axis_that_is_not_bound_is_named(name, check_vma):
     params = {"layers": jnp.ones((2, 8)), "bias": jnp.ones(8), "rest": jnp.ones(8)}
     step = jax.shard_map(
         lambda params: tx.update(params, tx.init(params), params)[0],
-        mesh=MESH, in_specs=P(), out_specs=P(), check_vma=check_vma)
+        mesh=MESH,
+        in_specs=P(),
+        out_specs=P(),
+        check_vma=check_vma,
+    )
     with pytest.raises(ValueError, match="axis_name 'modle' is not bound here: give it inside"):
         jax.eval_shape(step, params)
 
@@ -231,7 +277,8 @@ def test_an_axis_that_is_not_bound_is_named(name, check_vma):
 def test_collecting_a_stack_split_by_layers_compiles_once(name, axis_type):
     mesh = jax.make_mesh((8,), ("layers",), axis_types=(axis_type,))
     shardings = {
-        "stack": jax.NamedSharding(mesh, P("layers")), "bias": jax.NamedSharding(mesh, P()),
+        "stack": jax.NamedSharding(mesh, P("layers")),
+        "bias": jax.NamedSharding(mesh, P()),
     }
     params = jax.device_put({"stack": jnp.ones((8, 4, 6)), "bias": jnp.ones(3)}, shardings)
     tx = PLAIN[name](0.1, rules=[("stack", {"layer_axes": (0,)}), ("", {})], collect=True)
@@ -242,6 +289,7 @@ def test_collecting_a_stack_split_by_layers_compiles_once(name, axis_type):
         updates, state = update(params, state, params)
     for tree, expected in ((updates, shardings), (state, placed)):
         assert jax.tree.all(
-            jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s, x.ndim), tree, expected))
+            jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s, x.ndim), tree, expected)
+        )
     # JAX itself writes P() as P(None) on an Explicit mesh, and takes that for another placement.
     assert update._cache_size() == (1 if axis_type == AxisType.Auto else 2)

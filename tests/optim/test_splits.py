@@ -28,17 +28,28 @@ def inside(axis_name, shape, spec, facts=FACTS):
     return found[0]
 
 
-@pytest.mark.parametrize("shape, spec, facts, expected", [
-    ((8, 6), P("data"), FACTS, Split(("data",), (8, 6), (("data",), ()))),
-    ((8, 6), P(None, "model"), FACTS, Split(("model",), (8, 6), ((), ("model",)))),
-    ((16, 6), P(("data", "model")), FACTS,
-     Split(("data", "model"), (16, 6), (("data", "model"), ()))),
-    ((8, 6), P("data", "model"), FACTS,
-     Split(("data", "model"), (8, 6), (("data",), ("model",)))),
-    ((8, 6), P("data", "model"), STACK, Split(("model",), (8, 6), (("data",), ("model",)))),
-    ((8, 6), P("data"), STACK, Split(None, (8, 6), (("data",), ()))),
-    ((8, 6), P(), FACTS, Split(None, (8, 6), ((), ()))),
-])
+@pytest.mark.parametrize(
+    "shape, spec, facts, expected",
+    [
+        ((8, 6), P("data"), FACTS, Split(("data",), (8, 6), (("data",), ()))),
+        ((8, 6), P(None, "model"), FACTS, Split(("model",), (8, 6), ((), ("model",)))),
+        (
+            (16, 6),
+            P(("data", "model")),
+            FACTS,
+            Split(("data", "model"), (16, 6), (("data", "model"), ())),
+        ),
+        (
+            (8, 6),
+            P("data", "model"),
+            FACTS,
+            Split(("data", "model"), (8, 6), (("data",), ("model",))),
+        ),
+        ((8, 6), P("data", "model"), STACK, Split(("model",), (8, 6), (("data",), ("model",)))),
+        ((8, 6), P("data"), STACK, Split(None, (8, 6), (("data",), ()))),
+        ((8, 6), P(), FACTS, Split(None, (8, 6), ((), ()))),
+    ],
+)
 def test_a_spec_tells_the_whole_shape_and_its_axes(shape, spec, facts, expected):
     assert inside(spec, shape, spec, facts) == expected
     assert inside(lambda path: {"w": spec}[path], shape, spec, facts) == expected
@@ -57,7 +68,10 @@ def test_the_part_of_an_array_is_that_of_the_device():
         return split.part(array, (0, 2))
 
     found = jax.shard_map(
-        body, mesh=MESH, in_specs=P("data", None, "model"), out_specs=P("data", "model"),
+        body,
+        mesh=MESH,
+        in_specs=P("data", None, "model"),
+        out_specs=P("data", "model"),
         check_vma=False,
     )(jnp.ones((8, 5, 16)))
     np.testing.assert_array_equal(found, array)

@@ -12,7 +12,8 @@ from tests.optim.catalogue import REDUCING
 
 PARAMS = {"kernel": jnp.arange(12.0).reshape(4, 3) - 5.0, "bias": jnp.ones(3)}
 FREEZES = {
-    "onebit_adam": {"freeze_step": 2}, "onebit_lamb": {"freeze_step": 2},
+    "onebit_adam": {"freeze_step": 2},
+    "onebit_lamb": {"freeze_step": 2},
     "zero_one_adam": {"var_freeze_step": 4, "var_update_scaler": 1},
 }
 
@@ -27,15 +28,15 @@ def trained(tx, updates=7, given=None, step=None):
     params, state = PARAMS, tx.init(PARAMS)
     step = step or tx.update
     for number in range(updates):
-        steps, state = step(
-            gradients(number), state, params, **(given(number) if given else {}))
+        steps, state = step(gradients(number), state, params, **(given(number) if given else {}))
         params = optax.apply_updates(params, steps)
     return params, state
 
 
 def assert_close(found, expected, rtol=2e-6):
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=1e-6), found, expected)
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=1e-6), found, expected
+    )
 
 
 @pytest.mark.parametrize("discard_first", [False, True])
@@ -49,7 +50,8 @@ def test_the_stage_by_the_count_is_the_one_that_is_given(name, discard_first):
     assert_close(trained(tx, given=lambda number: {"stage": tx.at(number)}), expected)
     assert len({tx.stage(number) for number in range(7)}) > 1 + discard_first
     assert [tx.at(n) for n in range(7)] == [
-        tx.stage(n) if tx.stage(n).local else None for n in range(7)]
+        tx.stage(n) if tx.stage(n).local else None for n in range(7)
+    ]
     first, _ = trained(tx, 1)
     assert all((first[key] == PARAMS[key]).all() == discard_first for key in PARAMS)
 
@@ -67,8 +69,13 @@ def test_exact_sums_over_devices_are_one_device(name):
             if not stage.local:
                 return tx.update(jax.lax.psum(local, "d"), state, params, stage=stage)
             return tx.update(
-                local, state, params, stage=stage, num_devices=4,
-                reduce=lambda tree: jax.lax.psum(tree, "d"))
+                local,
+                state,
+                params,
+                stage=stage,
+                num_devices=4,
+                reduce=lambda tree: jax.lax.psum(tree, "d"),
+            )
 
         found = jax.vmap(device, axis_name="d")(shares)
         for leaf in jax.tree.leaves(found):  # the same on each
@@ -83,21 +90,34 @@ def test_the_own_gradient_is_clipped():
     tx = optim.onebit_adam(0.1, freeze_step=1, clip_global_norm=1.0)
     grads = jax.tree.map(lambda p: 0.0 * p + 3.0, PARAMS)  # the share of one of two devices
     _, state = tx.update(
-        grads, tx.init(PARAMS), PARAMS, stage=staged.COMPRESSED, num_devices=2,
-        reduce=lambda tree: jax.tree.map(lambda leaf: 2 * leaf, tree))
+        grads,
+        tx.init(PARAMS),
+        PARAMS,
+        stage=staged.COMPRESSED,
+        num_devices=2,
+        reduce=lambda tree: jax.tree.map(lambda leaf: 2 * leaf, tree),
+    )
     assert float(state.mu["bias"][0]) == 0.0  # no gradient before
     tx = optim.onebit_adam(0.1, freeze_step=1, clip_global_norm=1.0, mask_unseen=False)
     _, state = tx.update(
-        grads, tx.init(PARAMS), PARAMS, stage=staged.COMPRESSED, num_devices=2,
-        reduce=lambda tree: jax.tree.map(lambda leaf: 2 * leaf, tree))
+        grads,
+        tx.init(PARAMS),
+        PARAMS,
+        stage=staged.COMPRESSED,
+        num_devices=2,
+        reduce=lambda tree: jax.tree.map(lambda leaf: 2 * leaf, tree),
+    )
     np.testing.assert_allclose(optax.tree.norm(state.mu), 0.1, rtol=1e-5)
 
 
 @pytest.mark.parametrize("facts, kept", [({}, [0, 3]), ({"layer_axes": (0,)}, None)])
 def test_masked_rows(facts, kept):
     tx = optim.onebit_adam(
-        0.1, freeze_step=1, masked_rows=[("kernel", (1, 3))], rules=[("", facts)] if not facts else
-        [("kernel", facts), ("", {})])
+        0.1,
+        freeze_step=1,
+        masked_rows=[("kernel", (1, 3))],
+        rules=[("", facts)] if not facts else [("kernel", facts), ("", {})],
+    )
     _, state = trained(tx, 3)
     found = np.asarray(state.mu["kernel"])
     if kept is None:  # rows are those of each layer
@@ -144,7 +164,8 @@ def test_nothing_stands_around_them(name, field):
 
 
 FROZEN = {
-    "onebit_adam": {"freeze_step": 1}, "onebit_lamb": {"freeze_step": 1},
+    "onebit_adam": {"freeze_step": 1},
+    "onebit_lamb": {"freeze_step": 1},
     "zero_one_adam": {"var_freeze_step": 1},
 }
 
@@ -157,12 +178,14 @@ def test_one_bit_does_not_move_elements_of_tiny_second_moments_far(name):
 
     def moved(**arguments):
         tx = optim.make_optimizer(
-            {"name": name, "rules": "all", "weight_decay": 0.0, **FROZEN[name], **arguments}, 0.01)
+            {"name": name, "rules": "all", "weight_decay": 0.0, **FROZEN[name], **arguments}, 0.01
+        )
         _, state = tx.update(first, tx.init(params), params)
 
         def in_one_bit(tree):
             return jax.tree.map(
-                lambda x: jnp.sqrt(jnp.mean(x * x)) * jnp.where(x >= 0, 1.0, -1.0), tree)
+                lambda x: jnp.sqrt(jnp.mean(x * x)) * jnp.where(x >= 0, 1.0, -1.0), tree
+            )
 
         updates, _ = tx.update(first, state, params, stage=tx.stage(1), reduce=in_one_bit)
         return np.abs(np.asarray(updates["w"]))

@@ -27,8 +27,10 @@ def trees(dtype="float32"):
 
     def tree():
         return {
-            "dense": {"kernel": jnp.asarray(rng.standard_normal((4, 3)), dtype),
-                      "bias": jnp.asarray(rng.standard_normal(3), dtype)},
+            "dense": {
+                "kernel": jnp.asarray(rng.standard_normal((4, 3)), dtype),
+                "bias": jnp.asarray(rng.standard_normal(3), dtype),
+            },
             "temperature": jnp.asarray(rng.standard_normal(), dtype),
         }
 
@@ -66,10 +68,13 @@ def alone(name, steps=3):
     return run(PLAIN[name](RATE), *trees(), steps)
 
 
-@pytest.mark.parametrize("name, dtype", [
-    pytest.param(name, dtype, marks=() if name in MAIN else pytest.mark.long)
-    for name, dtype in itertools.product(TRANSFORMS, TOLERANCE)
-])
+@pytest.mark.parametrize(
+    "name, dtype",
+    [
+        pytest.param(name, dtype, marks=() if name in MAIN else pytest.mark.long)
+        for name, dtype in itertools.product(TRANSFORMS, TOLERANCE)
+    ],
+)
 def test_dtypes_and_jit(name, dtype):
     with jax.enable_x64(dtype == "float64"):
         params, grads = trees(dtype)
@@ -107,8 +112,10 @@ def test_weights_and_state_of_an_eager_init_can_be_donated(name):
 @pytest.mark.parametrize("name", some(PLAIN))
 def test_shardings_stay_without_being_asked_to(name):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    shardings = {"kernel": NamedSharding(mesh, PartitionSpec(None, "data")),
-                 "scale": NamedSharding(mesh, PartitionSpec())}
+    shardings = {
+        "kernel": NamedSharding(mesh, PartitionSpec(None, "data")),
+        "scale": NamedSharding(mesh, PartitionSpec()),
+    }
     params = jax.device_put({"kernel": jnp.ones((4, 16)), "scale": jnp.ones(3)}, shardings)
     tx = PLAIN[name](0.1)
     state_shardings = state_sharding(tx, params, shardings)
@@ -119,7 +126,8 @@ def test_shardings_stay_without_being_asked_to(name):
     assert update._cache_size() == 1
     for tree, expected in ((updates, shardings), (state, state_shardings)):
         assert jax.tree.all(
-            jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s, x.ndim), tree, expected))
+            jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s, x.ndim), tree, expected)
+        )
 
 
 @pytest.mark.parametrize("name", some(PLAIN))
@@ -130,8 +138,11 @@ def test_inside_chain(name):
 
 @pytest.mark.parametrize("name", some(PLAIN))
 def test_inside_inject_hyperparams(name):
-    static = [key for key, argument in inspect.signature(PLAIN[name]).parameters.items()
-              if key != "learning_rate" and not isinstance(argument.default, float)]
+    static = [
+        key
+        for key, argument in inspect.signature(PLAIN[name]).parameters.items()
+        if key != "learning_rate" and not isinstance(argument.default, float)
+    ]
     tx = optax.inject_hyperparams(PLAIN[name], static_args=static)(learning_rate=RATE)
     updates, state = run(tx, *trees())
     assert_close(updates, alone(name)[0], 2e-5)
@@ -171,8 +182,13 @@ def test_with_nnx(name):
     state = tx.init(values)
     for _ in range(2):
         params = nnx.state(model, nnx.Param)
-        optimizer.update(model, jax.tree.unflatten(jax.tree.structure(params), [
-            grads[path[0].key] for path, _ in jax.tree_util.tree_leaves_with_path(params)]))
+        optimizer.update(
+            model,
+            jax.tree.unflatten(
+                jax.tree.structure(params),
+                [grads[path[0].key] for path, _ in jax.tree_util.tree_leaves_with_path(params)],
+            ),
+        )
         updates, state = tx.update(grads, state, values)
         values = optax.apply_updates(values, updates)
     assert_close({"kernel": model.kernel[...], "bias": model.bias[...]}, values)

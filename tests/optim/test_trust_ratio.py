@@ -36,7 +36,8 @@ def test_stacked_layers_have_their_own_ratios(name):
     )
     stacked = _run(
         LAYERWISE[name](rules=[("", {"layer_axes": (0,)})], collect=True),
-        {"stack": stack}, [{"stack": grad} for grad in grads],
+        {"stack": stack},
+        [{"stack": grad} for grad in grads],
     )
     one = _run(LAYERWISE[name](collect=True), {"stack": stack}, [{"stack": g} for g in grads])
     for i in range(4):
@@ -56,9 +57,9 @@ def test_ratios_of_a_stack():
     np.testing.assert_allclose(ratio, math.sqrt(1010101 / 4), rtol=1e-6)  # 502.5 for them all
 
 
-@pytest.mark.parametrize("layer_axes, shape", [
-    ((1,), (5,)), ((0, 2), (4, 3)), ((0, 1, 2), (4, 5, 3)),
-])
+@pytest.mark.parametrize(
+    "layer_axes, shape", [((1,), (5,)), ((0, 2), (4, 3)), ((0, 1, 2), (4, 5, 3))]
+)
 def test_any_axes_can_stack_layers(layer_axes, shape):
     rng = np.random.default_rng(0)
     weights, update = rng.standard_normal((2, 4, 5, 3))
@@ -131,7 +132,9 @@ def test_other_norms_over_shards(norm):
     spec = PartitionSpec("data")
     value = jax.shard_map(
         lambda x: trust_ratio.leaf_norm(x, optim.ParameterFacts(), norm, "data"),
-        mesh=mesh, in_specs=spec, out_specs=PartitionSpec(),
+        mesh=mesh,
+        in_specs=spec,
+        out_specs=PartitionSpec(),
     )(leaf)
     order = {"l1": 1, "linf": np.inf}[norm]
     np.testing.assert_allclose(value[0, 0], np.linalg.norm(leaf.ravel(), order))
@@ -140,10 +143,14 @@ def test_other_norms_over_shards(norm):
 def test_a_large_leaf_replicated_in_shard_map_keeps_its_ratio():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     params = {"w": jnp.full((64, 64), 2.0)}
-    updates, _ = jax.jit(jax.shard_map(
-        lambda p: _run(optim.scale_by_trust_ratio(axis_name="data"), p, [{"w": p["w"] / 4}]),
-        mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(),
-    ))(params)
+    updates, _ = jax.jit(
+        jax.shard_map(
+            lambda p: _run(optim.scale_by_trust_ratio(axis_name="data"), p, [{"w": p["w"] / 4}]),
+            mesh=mesh,
+            in_specs=PartitionSpec(),
+            out_specs=PartitionSpec(),
+        )
+    )(params)
     np.testing.assert_allclose(updates["w"], params["w"], rtol=1e-6)
 
 
@@ -158,10 +165,17 @@ def test_an_axis_that_is_not_bound_is_an_error():
             trust_ratio.leaf_norm(params["w"], optim.ParameterFacts(), norm, ("x", "y"))
 
 
-@pytest.mark.parametrize("given, found", [
-    (None, None), ("x", "x"), (("x", "y"), ("x", "y")), ((), ()),
-    (lambda path: {"a/b": ("x",)}[path], ("x",)), (lambda path: None, None),
-])
+@pytest.mark.parametrize(
+    "given, found",
+    [
+        (None, None),
+        ("x", "x"),
+        (("x", "y"), ("x", "y")),
+        ((), ()),
+        (lambda path: {"a/b": ("x",)}[path], ("x",)),
+        (lambda path: None, None),
+    ],
+)
 def test_axes_of_a_leaf(given, found):
     assert trust_ratio.axes_of(given, "a/b") == found
 
@@ -208,20 +222,23 @@ def test_small_terms_are_not_lost_in_bfloat16():
     np.testing.assert_allclose(norm, 100.0)  # a bfloat16 sum of ones stops at 256
 
 
-@pytest.mark.parametrize("bounds, expected", [
-    ((0.0, math.inf), 5.0), ((0.0, 2.0), 2.0), ((7.0, 8.0), 7.0), ((1.0, 9.0), 5.0),
-])
+@pytest.mark.parametrize(
+    "bounds, expected",
+    [((0.0, math.inf), 5.0), ((0.0, 2.0), 2.0), ((7.0, 8.0), 7.0), ((1.0, 9.0), 5.0)],
+)
 def test_phi_bounds_the_norm_of_the_weights(bounds, expected):
     ratio = trust_ratio.trust_ratio(jnp.float32(5.0), jnp.float32(1.0), phi_bounds=bounds)
     assert float(ratio) == expected
 
 
-@pytest.mark.parametrize("bounds, expected", [
-    ((0.0, math.inf), 10.0), ((0.01, 4.0), 4.0), ((12.0, 13.0), 12.0), ((1.0, 11.0), 10.0),
-])
+@pytest.mark.parametrize(
+    "bounds, expected",
+    [((0.0, math.inf), 10.0), ((0.01, 4.0), 4.0), ((12.0, 13.0), 12.0), ((1.0, 11.0), 10.0)],
+)
 def test_ratio_bounds_bound_the_ratio_and_not_the_zero_ratio(bounds, expected):
     tx = optim.scale_by_trust_ratio(
-        coefficient=2.0, ratio_bounds=bounds, zero_ratio=0.001, collect=True)
+        coefficient=2.0, ratio_bounds=bounds, zero_ratio=0.001, collect=True
+    )
     params = {"w": jnp.array([3.0, 4.0]), "zero": jnp.zeros(2)}
     grads = {"w": jnp.array([1.0, 0.0]), "zero": jnp.ones(2)}
     updates, ratios = _run(tx, params, [grads])
@@ -255,7 +272,9 @@ def test_means():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     mean = jax.shard_map(
         lambda x: trust_ratio.leaf_mean(x, optim.ParameterFacts(), "data"),
-        mesh=mesh, in_specs=PartitionSpec("data"), out_specs=PartitionSpec(),
+        mesh=mesh,
+        in_specs=PartitionSpec("data"),
+        out_specs=PartitionSpec(),
     )(jnp.arange(32.0).reshape(16, 2))
     np.testing.assert_allclose(mean, [[15.5]])
 
@@ -275,17 +294,20 @@ def test_ratios_cost_nothing_when_they_are_not_collected():
         assert tx.update(params, state, params)[1].readings is None
 
 
-@pytest.mark.parametrize("arguments, message", [
-    ({"norm": "max"}, "norm must be one of l2, l1, linf, not 'max'"),
-    ({"coefficient": -1.0}, "coefficient must be at least 0, not -1.0"),
-    ({"eps": -1.0}, "eps must be at least 0, not -1.0"),
-    ({"phi_bounds": (1.0,)}, r"phi_bounds .* \(1.0,\)"),
-    ({"phi_bounds": (-1.0, 1.0)}, r"phi_bounds .* \(-1.0, 1.0\)"),
-    ({"ratio_bounds": (2.0, 1.0)}, r"ratio_bounds .* 0 <= lower <= upper, not \(2.0, 1.0\)"),
-    ({"ratio_bounds": None}, "ratio_bounds .* not None"),
-    ({"coefficient": "big"}, "coefficient must be at least 0, not 'big'"),
-    ({"rules": [("(", {})]}, r"the rule '\(' is not a valid regular expression"),
-])
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"norm": "max"}, "norm must be one of l2, l1, linf, not 'max'"),
+        ({"coefficient": -1.0}, "coefficient must be at least 0, not -1.0"),
+        ({"eps": -1.0}, "eps must be at least 0, not -1.0"),
+        ({"phi_bounds": (1.0,)}, r"phi_bounds .* \(1.0,\)"),
+        ({"phi_bounds": (-1.0, 1.0)}, r"phi_bounds .* \(-1.0, 1.0\)"),
+        ({"ratio_bounds": (2.0, 1.0)}, r"ratio_bounds .* 0 <= lower <= upper, not \(2.0, 1.0\)"),
+        ({"ratio_bounds": None}, "ratio_bounds .* not None"),
+        ({"coefficient": "big"}, "coefficient must be at least 0, not 'big'"),
+        ({"rules": [("(", {})]}, r"the rule '\(' is not a valid regular expression"),
+    ],
+)
 def test_bad_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
         optim.scale_by_trust_ratio(**arguments)

@@ -36,15 +36,16 @@ def by_counters(updates, freeze, var_scaler, local_scaler, clipper, discard_firs
     return names
 
 
-@pytest.mark.parametrize("arguments", [
-    *itertools.product((1, 7, 40), (1, 3), (1, 4), (1, 6, 16), (False, True)),
-])
+@pytest.mark.parametrize(
+    "arguments", [*itertools.product((1, 7, 40), (1, 3), (1, 4), (1, 6, 16), (False, True))]
+)
 def test_stages_are_those_of_counters(arguments):
     if arguments[-1] and arguments[0] == 1:
         return  # nothing is left before the freezing
     freeze, var_scaler, local_scaler, clipper, discard_first = arguments
     tx = optim.zero_one_adam(
-        0.1, freeze, var_scaler, local_scaler, clipper, discard_first=discard_first)
+        0.1, freeze, var_scaler, local_scaler, clipper, discard_first=discard_first
+    )
     assert [tx.stage(n).name for n in range(100)] == by_counters(100, *arguments)
 
 
@@ -58,7 +59,9 @@ def test_stages_are_the_same_in_a_program():
         updates, state = update(grads, state, params)
         jax.tree.map(
             lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7),
-            (updates, state), expected)
+            (updates, state),
+            expected,
+        )
     assert update._cache_size() == 1
 
 
@@ -66,13 +69,15 @@ def test_late_updates_have_stages():
     tx = optim.zero_one_adam(0.1, 2**31 - 1)
     assert tx.stage(2**31 - 3).name in ("variance", "gradient")
     assert optim.zero_one_adam(0.1, 10, local_step_scaler=2**30).stage(2**31 - 3).name == (
-        "synchronisation")
+        "synchronisation"
+    )
 
 
 def test_local_steps_and_their_mean():
     """Two devices part for four updates, and meet at the mean of their ways."""
     tx = optim.zero_one_adam(
-        0.1, var_freeze_step=1, local_step_scaler=1, local_step_clipper=4, eps=0.1, b2=0.5)
+        0.1, var_freeze_step=1, local_step_scaler=1, local_step_clipper=4, eps=0.1, b2=0.5
+    )
     start = {"w": jnp.array([1.0, -1.0])}
     first = {"w": jnp.array([2.0, 1.0])}
     updates, state = tx.update(first, tx.init(start), start)
@@ -81,8 +86,13 @@ def test_local_steps_and_their_mean():
 
     def step(stage, grads, params, state):
         updates, state = tx.update(
-            grads, state, params, stage=stage, num_devices=2,
-            reduce=lambda tree: jax.lax.psum(tree, "d"))
+            grads,
+            state,
+            params,
+            stage=stage,
+            num_devices=2,
+            reduce=lambda tree: jax.lax.psum(tree, "d"),
+        )
         return optax.apply_updates(params, updates), state
 
     names = []
@@ -91,8 +101,9 @@ def test_local_steps_and_their_mean():
         names.append(stage.name)
         grads = {"w": jnp.array([[1.0, 0.5], [-0.2, 1.0]]) * number / 2}
         before = pair
-        pair = jax.vmap(
-            lambda g, p, s, stage=stage: step(stage, g, p, s), axis_name="d")(grads, *pair)
+        pair = jax.vmap(lambda g, p, s, stage=stage: step(stage, g, p, s), axis_name="d")(
+            grads, *pair
+        )
         params, state = pair
         apart = float(jnp.abs(params["w"][0] - params["w"][1]).max())
         if stage.reduces:

@@ -15,7 +15,9 @@ GROUP_DEVICES = 2
 ROWS = 8  # of each device
 MODEL = ConfigDict(
     {
-        "name": "mlp", "hidden_sizes": (512, 1024), "batch_norm": True,
+        "name": "mlp",
+        "hidden_sizes": (512, 1024),
+        "batch_norm": True,
         "group_size": GROUP_DEVICES * ROWS,
     }
 )

@@ -69,9 +69,7 @@ def _product(settings: Settings, recorded: Arrays) -> dict[str, np.ndarray]:
 _QUANT = {"cpd_float_quantize": _casts, "cpd_quant_gemm": _product}
 
 
-def repeat_aps(
-    entry: Mapping[str, Any], recorded: Arrays, inputs: Arrays
-) -> dict[str, np.ndarray]:
+def repeat_aps(entry: Mapping[str, Any], recorded: Arrays, inputs: Arrays) -> dict[str, np.ndarray]:
     """Returns our sums over devices under the recorded keys."""
     if entry["implementation"] != "cpd_sum_gradients":
         raise ValueError(f"{entry['implementation']!r} of aps is unknown")
@@ -101,9 +99,7 @@ def _shifted(grads: np.ndarray, fmt: Format, kahan: bool) -> np.ndarray:
 
     @jax.jit
     def sums(grads: jax.Array) -> jax.Array:
-        one = jax.vmap(
-            lambda own: exchange.reduce(own, exchange.init(own))[0], axis_name="device"
-        )
+        one = jax.vmap(lambda own: exchange.reduce(own, exchange.init(own))[0], axis_name="device")
         return one(grads)[0]  # the same on every device
 
     largest = np.abs(grads).max(axis=(0, *range(2, grads.ndim))) * np.float32(world)

@@ -21,8 +21,11 @@ Arrays = Mapping[str, np.ndarray]
 AXES = ("data",)
 # Arguments of the authors' compressor whose value is fixed here, with that value.
 FIXED = {
-    "strided_sample": True, "compress_upper_bound": 1.3, "compress_lower_bound": 0.8,
-    "max_adaptation_iters": 10, "fp16_values": False,
+    "strided_sample": True,
+    "compress_upper_bound": 1.3,
+    "compress_lower_bound": 0.8,
+    "max_adaptation_iters": 10,
+    "fp16_values": False,
 }
 # The masks of the update that is being traced, in the order of the leaves.
 _masks: list[jax.Array] = []
@@ -66,14 +69,19 @@ def repeat(entry: Mapping[str, Any], recorded: Arrays, inputs: Arrays) -> dict[s
     coeff, epochs = settings.take("warmup_coeff"), settings.take("epochs")
     sgd = Settings(settings.take("sgd"))
     exchange = Recorded(
-        AXES, world, ratio if ratio <= 1 else 1 / ratio,
-        momentum=settings.take("momentum"), nesterov=settings.take("nesterov"),
-        factor_masking=settings.take("momentum_masking"), clip_norm=clip,
+        AXES,
+        world,
+        ratio if ratio <= 1 else 1 / ratio,
+        momentum=settings.take("momentum"),
+        nesterov=settings.take("nesterov"),
+        factor_masking=settings.take("momentum_masking"),
+        clip_norm=clip,
         # The authors take at least 1 %.
         sample_ratio=min(max(settings.take("sample_ratio", 0.01), 0.01), 1.0),
         resample=settings.take("resample", True),
         # Here an update is an epoch of the warm-up, so that `at` takes epochs.
-        warmup_steps=stages, warmup_stages=max(stages, 1),
+        warmup_steps=stages,
+        warmup_stages=max(stages, 1),
         warmup_coeff=(tuple(coeff) if isinstance(coeff, list) else coeff) if stages else None,
     )
     decay = _decay(sgd)
@@ -93,14 +101,22 @@ def repeat(entry: Mapping[str, Any], recorded: Arrays, inputs: Arrays) -> dict[s
         exchange.init({name: jnp.zeros(shape) for name, shape in seen.items()}),
     )
     rates = recorded["lr"]
-    ratios = np.array([
-        exchange.at(epoch).ratio for epoch in _epochs(exchange, epochs, recorded["compress_ratio"])
-    ])
+    ratios = np.array(
+        [
+            exchange.at(epoch).ratio
+            for epoch in _epochs(exchange, epochs, recorded["compress_ratio"])
+        ]
+    )
     decay_state = decay.init(params)
-    exchange = dataclasses.replace(exchange, starts=_starts(
-        exchange, ratios, {name: params[name].size for name in names if name in compressed},
-        recorded["sample_start_log"].tolist(),
-    ))
+    exchange = dataclasses.replace(
+        exchange,
+        starts=_starts(
+            exchange,
+            ratios,
+            {name: params[name].size for name in names if name in compressed},
+            recorded["sample_start_log"].tolist(),
+        ),
+    )
     trajectory, sent = [params], {name: [] for name in sparse}
     for step in range(len(rates)):
         now = dataclasses.replace(exchange, ratio=float(ratios[step]))
@@ -123,7 +139,12 @@ def repeat(entry: Mapping[str, Any], recorded: Arrays, inputs: Arrays) -> dict[s
                 bits = (rows << np.arange(world)[:, None]).sum(0).astype(np.int8)
             sent[name].append(bits)
     return _under_keys(
-        recorded, trajectory, sent, residual, sparse, world,
+        recorded,
+        trajectory,
+        sent,
+        residual,
+        sparse,
+        world,
         {"lr": rates, "compress_ratio": ratios, "sample_start_log": recorded["sample_start_log"]},
     )
 
@@ -204,8 +225,13 @@ def _exchanged(
 
 
 def _under_keys(
-    recorded: Arrays, trajectory: list[dict[str, jax.Array]], sent: Mapping[str, list[np.ndarray]],
-    residual: Residual, sparse: list[str], world: int, given: dict[str, np.ndarray],
+    recorded: Arrays,
+    trajectory: list[dict[str, jax.Array]],
+    sent: Mapping[str, list[np.ndarray]],
+    residual: Residual,
+    sparse: list[str],
+    world: int,
+    given: dict[str, np.ndarray],
 ) -> dict[str, np.ndarray]:
     """Our arrays by their recorded keys; what a worker keeps is in units of its own gradient."""
     found = dict(given)
@@ -223,5 +249,6 @@ def _under_keys(
                 momentum = residual.whole["momentum"][dense.index(name)][worker]
                 kept = momentum.reshape(leaf.shape), jnp.zeros(leaf.shape)
             found[f"momentum_w{worker}/{name}"], found[f"velocity_w{worker}/{name}"] = map(
-                np.asarray, kept)
+                np.asarray, kept
+            )
     return {key: values for key, values in found.items() if key in recorded}

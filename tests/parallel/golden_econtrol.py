@@ -112,7 +112,9 @@ def _federated(method: str, settings: Settings, recorded: Arrays) -> dict[str, n
     lr, iterations = settings.take("lr"), settings.take("iterations")
     regulariser, sizes = settings.take("regulariser"), tuple(settings.take("tensor_sizes"))
     exchange = _exchange(
-        method, settings, compressor=_compressor(settings),
+        method,
+        settings,
+        compressor=_compressor(settings),
         layerwise=settings.take("layerwise"),
         whole_start=not settings.take("is_init_compressed"),
     )
@@ -120,8 +122,7 @@ def _federated(method: str, settings: Settings, recorded: Arrays) -> dict[str, n
     found = {}
     for dtype in ("float32", "float64"):
         with jax.enable_x64(dtype == "float64"):
-            A, b, noise, x = (
-                recorded[name].astype(dtype) for name in ("A", "b", "noise", "x0"))
+            A, b, noise, x = (recorded[name].astype(dtype) for name in ("A", "b", "noise", "x0"))
             residual = _start(exchange, sizes, dtype)
             points, estimates, errors = [x], [], []
             for step in range(iterations):
@@ -134,7 +135,8 @@ def _federated(method: str, settings: Settings, recorded: Arrays) -> dict[str, n
                 errors.append(_error(exchange, residual, len(x)))
         bits = dtype[-2:]
         found |= {
-            f"p{bits}": np.stack(points), f"estimate{bits}": np.stack(estimates),
+            f"p{bits}": np.stack(points),
+            f"estimate{bits}": np.stack(estimates),
             f"error{bits}": np.stack(errors),
         }
     return {name: values for name, values in found.items() if name in recorded}
@@ -145,7 +147,8 @@ def _authors(method: str, settings: Settings, recorded: Arrays) -> dict[str, np.
     lr, iterations = settings.take("stepsize"), settings.take("iterations")
     regulariser, size = settings.take("regulariser"), len(recorded["x0"])
     exchange = _exchange(
-        method, settings, compressor=_compressor(settings), whole_start=method != "ef14")
+        method, settings, compressor=_compressor(settings), whole_start=method != "ef14"
+    )
     settings.check_empty(f"author_{method}")
     with jax.enable_x64(True):
         A, b, x = (recorded[name] for name in ("A", "b", "x0"))
@@ -153,8 +156,7 @@ def _authors(method: str, settings: Settings, recorded: Arrays) -> dict[str, np.
         for step in range(iterations):
             gradients = _gradient(A, b, x, regulariser)
             if method == "ef14":
-                change, residual = _exchanged(
-                    exchange.at(step), (size,), lr * gradients, residual)
+                change, residual = _exchanged(exchange.at(step), (size,), lr * gradients, residual)
             else:
                 change, residual = _exchanged(exchange.at(step), (size,), gradients, residual)
                 change = lr * change

@@ -44,13 +44,17 @@ def _choices(settings: Settings, recorded: Arrays) -> dict[str, np.ndarray]:
         target = choosing.budget(errors, reference, factor)
         buckets = choosing.in_buckets(errors, target)
         choice = choosing.choose(errors, sizes, reference, factor)
-        rows.append({
-            "alpha": factor, "target": target, "buckets": buckets,
-            "reference_buckets": buckets[:, reference].sum(),
-            "choice": [-1] * len(errors) if choice is None else choice,
-            "total_size": np.inf if choice is None else sizes[layers, choice].sum(),
-            "outcome": SOLVED if choice is not None else _unguarded(buckets, sizes),
-        })
+        rows.append(
+            {
+                "alpha": factor,
+                "target": target,
+                "buckets": buckets,
+                "reference_buckets": buckets[:, reference].sum(),
+                "choice": [-1] * len(errors) if choice is None else choice,
+                "total_size": np.inf if choice is None else sizes[layers, choice].sum(),
+                "outcome": SOLVED if choice is not None else _unguarded(buckets, sizes),
+            }
+        )
         if "exact_optimum_size" in recorded:
             rows[-1]["exact_optimum_size"] = _least_size(errors, sizes, target)
     given = {name: recorded[name] for name in ("errors", "sizes", "values", "reference_column")}
@@ -87,11 +91,18 @@ def _hook(settings: Settings, recorded: Arrays) -> dict[str, np.ndarray]:
         raise NotImplementedError("the hook's smallest rank is 0 here, which drops a layer")
     method = settings.take("error_method")
     exchange = LGreCo(
-        ("workers",), 1, rank=rank, lower=lower, upper=settings.take("beta", 2),
-        factor=settings.take("alpha"), interval=settings.take("adjust_freq"),
-        start=settings.take("start_iter"), min_saving=settings.take("min_compression_rate"),
+        ("workers",),
+        1,
+        rank=rank,
+        lower=lower,
+        upper=settings.take("beta", 2),
+        factor=settings.take("alpha"),
+        interval=settings.take("adjust_freq"),
+        start=settings.take("start_iter"),
+        min_saving=settings.take("min_compression_rate"),
         measure={"Power": "power", "SVD": "svd"}[method],
-        error_feedback=settings.take("error_feedback"), max_programs=100,
+        error_feedback=settings.take("error_feedback"),
+        max_programs=100,
     )
     random = TorchGenerator(settings.take("seed"))
     settings.check_empty("author_powersgd_hook")
@@ -116,11 +127,13 @@ def _hook(settings: Settings, recorded: Arrays) -> dict[str, np.ndarray]:
             run.exchange = run.exchange.chosen(params, whole)
             chosen = run.exchange.ranks or (rank,) * len(sent)
             new = {
-                "buckets": choosing.in_buckets(errors, target), "target": np.array(target),
-                "sizes": exchange.sizes(list(sent.values())), "ranks": np.array(chosen),
+                "buckets": choosing.in_buckets(errors, target),
+                "target": np.array(target),
+                "sizes": exchange.sizes(list(sent.values())),
+                "ranks": np.array(chosen),
             } | {
-                f"accumulated/{m.path}": np.asarray(
-                    run.residual.device["average"][m.path][0, 0]) * np.float32(DELTA)
+                f"accumulated/{m.path}": np.asarray(run.residual.device["average"][m.path][0, 0])
+                * np.float32(DELTA)
                 for m in sent.values()
             }
             found |= {f"adjust{adjusted}/{key}": value for key, value in new.items()}

@@ -74,9 +74,9 @@ class Run:
         grads = {name: jnp.asarray(leaf[:, step]) for name, leaf in self._grads.items()}
         sums, self.residual = self._reduce[stage](grads, self.residual)
         # Every worker has the same.
-        self.means.append({
-            name: np.asarray(leaf[0]) / np.float32(self._workers) for name, leaf in sums.items()
-        })
+        self.means.append(
+            {name: np.asarray(leaf[0]) / np.float32(self._workers) for name, leaf in sums.items()}
+        )
 
     def add_to_errors(self, step: int, names: Sequence[str]) -> None:
         """Adds the workers' gradients less the means of this update."""
@@ -122,7 +122,9 @@ def _package(settings: Settings, recorded: Arrays, inputs: Arrays) -> dict[str, 
     # The basic class compresses all that it is given.
     wrapped = "compressed" in recorded
     exchange = PowerSGD(
-        **options(settings), rank=settings.take("rank"), alternate=True,
+        **options(settings),
+        rank=settings.take("rank"),
+        alternate=True,
         iterations=settings.take("num_iters_per_step", 1),
         start=settings.take("start_compressing_after_num_steps", 100),
         min_saving=settings.take("min_compression_rate", 2.0) if wrapped else 0.0,
@@ -136,24 +138,28 @@ def _package(settings: Settings, recorded: Arrays, inputs: Arrays) -> dict[str, 
     for name in compressed:
         groups.setdefault((by_name[name].rows, by_name[name].columns), []).append(name)
     for side in "pq":
-        run.set_whole(side, {
-            name: recorded[f"{side}0/{index}"][place]
-            for index, group in enumerate(groups.values()) for place, name in enumerate(group)
-        })
+        run.set_whole(
+            side,
+            {
+                name: recorded[f"{side}0/{index}"][place]
+                for index, group in enumerate(groups.values())
+                for place, name in enumerate(group)
+            },
+        )
     errors = []
     for step in range(_updates(recorded)):
         run.update(step)
-        kept = {
-            name: np.asarray(leaf[0]) for name, leaf in run.residual.device.items()
-        }
-        errors.append({
-            name: kept[name] if name in kept else np.zeros(run.means[0][name].shape, np.float32)
-            for name in names
-        })
+        kept = {name: np.asarray(leaf[0]) for name, leaf in run.residual.device.items()}
+        errors.append(
+            {
+                name: kept[name] if name in kept else np.zeros(run.means[0][name].shape, np.float32)
+                for name in names
+            }
+        )
     found = _inputs(recorded, ("p0/", "q0/")) | _found(run, errors)
-    found["groups"] = np.array([
-        f"{index}:{shape}:{len(group)}" for index, (shape, group) in enumerate(groups.items())
-    ])
+    found["groups"] = np.array(
+        [f"{index}:{shape}:{len(group)}" for index, (shape, group) in enumerate(groups.items())]
+    )
     return found | ({"compressed": np.array(compressed)} if wrapped else {})
 
 
@@ -166,8 +172,11 @@ def _torch(settings: Settings, recorded: Arrays, inputs: Arrays) -> dict[str, np
         raise NotImplementedError("orthogonalization_epsilon is part of no exchange here")
     settings.same_numbers("batch_tensors_with_same_shape")
     exchange = PowerSGD(
-        **options(settings), rank=settings.take("matrix_approximation_rank", 1), start=start,
-        min_saving=settings.take("min_compression_rate", 2), warm_start=warm,
+        **options(settings),
+        rank=settings.take("matrix_approximation_rank", 1),
+        start=start,
+        min_saving=settings.take("min_compression_rate", 2),
+        warm_start=warm,
         error_feedback=feedback,
     )
     settings.check_empty("torch_powersgd_hook")
@@ -178,10 +187,13 @@ def _torch(settings: Settings, recorded: Arrays, inputs: Arrays) -> dict[str, np
     draws, errors, drawn = random_order(recorded, matrices, inputs), [], 0
     for step in range(_updates(recorded)):
         if step >= start and (not warm or step == start):
-            run.set_whole("q", {
-                name: recorded[f"randn/{drawn + place}"][index]
-                for name, (place, index) in draws.items()
-            })
+            run.set_whole(
+                "q",
+                {
+                    name: recorded[f"randn/{drawn + place}"][index]
+                    for name, (place, index) in draws.items()
+                },
+            )
             drawn += 1 + max(place for place, _ in draws.values())
         run.update(step)
         if feedback and step >= start:
@@ -206,7 +218,8 @@ def random_order(
         shapes.setdefault(inputs["param/" + name].shape, []).append(name)
     place = 0
     batched = any(
-        len(recorded[f"randn/{index}"]) > 1 for index in range(len(shapes))
+        len(recorded[f"randn/{index}"]) > 1
+        for index in range(len(shapes))
         if f"randn/{index}" in recorded
     )
     if not batched:
@@ -235,6 +248,4 @@ def _found(run: Run, errors: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np
     return found
 
 
-REPEATS = {
-    "epfml_paper_rankk": _paper, "epfml_powersgd": _package, "torch_powersgd_hook": _torch,
-}
+REPEATS = {"epfml_paper_rankk": _paper, "epfml_powersgd": _package, "torch_powersgd_hook": _torch}

@@ -51,8 +51,11 @@ def excess(found: Arrays, expected: Arrays, allowed: Arrays) -> float:
     for key, limit in allowed.items():
         distance = _largest(np.float64(found[key]) - expected[key])
         # Where nothing was sent or kept, all are 0 and 0 is allowed.
-        ratios.append(np.divide(distance, limit, out=np.where(distance > 0, np.inf, 0.0),
-                                where=limit > 0).max())
+        ratios.append(
+            np.divide(
+                distance, limit, out=np.where(distance > 0, np.inf, 0.0), where=limit > 0
+            ).max()
+        )
     return float(np.nan_to_num(max(ratios), nan=np.inf))
 
 
@@ -73,7 +76,8 @@ def _perturbed(inputs: Arrays, number: int) -> Arrays:
     return {
         # In float64, and rounded to float32 afterwards: some values move by one unit, others stay.
         key: (value * (1 + rng.uniform(-(2.0**-24), 2.0**-24, value.shape))).astype(np.float32)
-        for key, value in inputs.items() if key.startswith("wgrad/")
+        for key, value in inputs.items()
+        if key.startswith("wgrad/")
     }
 
 
@@ -221,13 +225,17 @@ def _torch(
         found[f"agg/{name}"] = np.stack(means)
         errors[name] = _after(kept)
     if "err_flat" in recorded:
-        found["err_flat"] = np.stack([
-            np.concatenate([errors[name][row] for name in bucket])
-            for row in range(len(ERRORS_AFTER))
-        ])
+        found["err_flat"] = np.stack(
+            [
+                np.concatenate([errors[name][row] for name in bucket])
+                for row in range(len(ERRORS_AFTER))
+            ]
+        )
     return found
 
 
 _RUNS: dict[str, Callable[[Settings, Arrays, Arrays, type], dict[str, np.ndarray]]] = {
-    "epfml_paper_rankk": _paper, "epfml_powersgd": _package, "torch_powersgd_hook": _torch,
+    "epfml_paper_rankk": _paper,
+    "epfml_powersgd": _package,
+    "torch_powersgd_hook": _torch,
 }

@@ -13,7 +13,9 @@ from tests.marks import some
 from tests.parallel.nets import BATCH_NORM, DROPOUT, WeightedSum, difference, trained
 
 PLACES = [
-    (1, {}), (8, {}), (8, {"parallel__backend": "shard_map"}),
+    (1, {}),
+    (8, {}),
+    (8, {"parallel__backend": "shard_map"}),
     (8, {"parallel__backend": "shard_map", "parallel__optimizer_state": "zero1"}),
 ]
 
@@ -76,8 +78,15 @@ def test_rows_stay_on_their_device() -> None:
 
     seen: list[list[int]] = []
     accumulation.gradients(
-        Rows(), {"p": jnp.ones(4)}, {}, {"x": jnp.arange(12)}, {"rows": np.float32(12)},
-        jax.random.key(0), jnp.arange(12), steps=2, num_shards=3,
+        Rows(),
+        {"p": jnp.ones(4)},
+        {},
+        {"x": jnp.arange(12)},
+        {"rows": np.float32(12)},
+        jax.random.key(0),
+        jnp.arange(12),
+        steps=2,
+        num_shards=3,
     )
     jax.effects_barrier()
     assert sorted(seen) == [[0, 1, 4, 5, 8, 9], [2, 3, 6, 7, 10, 11]]
@@ -105,13 +114,12 @@ def test_groups_are_those_of_a_microbatch_on_any_devices(
     group_size: int | None, num_devices: int, place: dict[str, Any]
 ) -> None:
     """Microbatches of 16: as many groups of one, or two, over several devices as the batch has."""
+
     def model(size: int | None) -> ConfigDict:
         return ConfigDict({**BATCH_NORM.to_dict(), "dropout_rate": 0.2, "group_size": size})
 
     whole, _, _ = trained(1, 4, model=model(group_size or 16))
-    found, _, _ = trained(
-        num_devices, 4, model=model(group_size), accumulation_steps=4, **place
-    )
+    found, _, _ = trained(num_devices, 4, model=model(group_size), accumulation_steps=4, **place)
     # The first updates of LAMB enlarge what rounding leaves; other groups differ by a half.
     assert difference(found.params, whole.params) < 1e-5
     assert difference(found.model_state, whole.model_state) < 1e-5
@@ -137,8 +145,16 @@ def test_carried_fields_keep_their_rows(steps: int, num_shards: int) -> None:
     batch = {"x": jnp.asarray(x), "y": jnp.zeros(24), "w": jnp.ones(24), "v": jnp.ones(24)}
     task = Counter()
     _, _, state, _ = accumulation.gradients(
-        task, {"p": jnp.ones(4)}, {}, {**batch, "carry": jnp.asarray(old)}, task.weights(batch),
-        jax.random.key(0), jnp.arange(24), steps, num_shards, carried=("carry",),
+        task,
+        {"p": jnp.ones(4)},
+        {},
+        {**batch, "carry": jnp.asarray(old)},
+        task.weights(batch),
+        jax.random.key(0),
+        jnp.arange(24),
+        steps,
+        num_shards,
+        carried=("carry",),
     )
     assert state.keys() == {"carry"}
     np.testing.assert_allclose(state["carry"], old + x[:, :2], rtol=1e-6)

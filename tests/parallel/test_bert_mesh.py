@@ -71,13 +71,21 @@ def run_of(**changes: Any) -> Run:
     return prepare(tiny.digits(**changes), None)
 
 
-@pytest.mark.parametrize("changes, message", [
-    ({"mesh__sequence": 8}, "mesh.sequence is 8, which does not divide sequences of 12 tokens"),
-    ({"mesh__sequence": 4}, "mesh.sequence=4 and .*model=1 split attention into 4 parts, which do"),
-    ({"mesh__sequence": 2, "mesh__model": 2, "parallel__rules": bert_rules.TENSOR_PARALLEL},
-     "into 4 parts, which do not divide config.model.num_heads=2"),
-    ({"mesh__model": 2}, "config.mesh.model is 2, but nothing is split over that axis"),
-])
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"mesh__sequence": 8}, "mesh.sequence is 8, which does not divide sequences of 12 tokens"),
+        (
+            {"mesh__sequence": 4},
+            "mesh.sequence=4 and .*model=1 split attention into 4 parts, which do",
+        ),
+        (
+            {"mesh__sequence": 2, "mesh__model": 2, "parallel__rules": bert_rules.TENSOR_PARALLEL},
+            "into 4 parts, which do not divide config.model.num_heads=2",
+        ),
+        ({"mesh__model": 2}, "config.mesh.model is 2, but nothing is split over that axis"),
+    ],
+)
 def test_meshes_that_do_not_fit(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         run_of(**CHANGES, **changes)

@@ -46,6 +46,7 @@ def whole(source: data.ArraySource) -> Any:
 
 def seen(params: Any) -> Any:
     """Without the biases of keys: their gradient is 0, so that rounding decides how they move."""
+
     def kept(path: Any, leaf: jax.Array) -> jax.Array:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         return leaf * (not name.endswith("key/bias"))

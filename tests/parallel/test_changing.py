@@ -27,10 +27,13 @@ from tests.quick import jit
 
 QUANTUM = 64
 PLACES: dict[str, tuple[int, dict[str, Any]]] = {
-    "one": (1, {}), "jit": (8, {}), "jit zero1": (8, {"parallel__optimizer_state": "zero1"}),
+    "one": (1, {}),
+    "jit": (8, {}),
+    "jit zero1": (8, {"parallel__optimizer_state": "zero1"}),
     "shard_map": (8, {"parallel__backend": "shard_map"}),
     "shard_map zero1": (
-        8, {"parallel__backend": "shard_map", "parallel__optimizer_state": "zero1"},
+        8,
+        {"parallel__backend": "shard_map", "parallel__optimizer_state": "zero1"},
     ),
 }
 NETS = {"batch_norm": BATCH_NORM, "dropout": DROPOUT}
@@ -38,7 +41,10 @@ NETS = {"batch_norm": BATCH_NORM, "dropout": DROPOUT}
 
 def prepared(devices: int, steps: int, **changes: Any) -> Run:
     config = tiny.digits(
-        batch_size=QUANTUM * steps, accumulation_steps=steps, optimizer=LAMB, duration="40 steps",
+        batch_size=QUANTUM * steps,
+        accumulation_steps=steps,
+        optimizer=LAMB,
+        duration="40 steps",
         **changes,
     )
     return prepare(config, None, jax.devices()[:devices])
@@ -50,16 +56,22 @@ def start(run: Run) -> TrainState:
 
 def changing(run: Run, **options: Any) -> ChangingStep:
     return ChangingStep(
-        run.task, run.tx, run.layout, run.abstract_state,
-        run.abstract_rows(QUANTUM, run.train_set.element_spec), run.config.parallel.backend,
-        parts=run.parts, **options,
+        run.task,
+        run.tx,
+        run.layout,
+        run.abstract_state,
+        run.abstract_rows(QUANTUM, run.train_set.element_spec),
+        run.config.parallel.backend,
+        parts=run.parts,
+        **options,
     )
 
 
 def taken(run: Run, loader: data.TrainLoader, count: int) -> list[dict[str, jax.Array]]:
     rows = mesh_lib.local_rows(QUANTUM, run.mesh)
-    return [mesh_lib.shard_batch(loader.take(QUANTUM, rows), QUANTUM, run.mesh)
-            for _ in range(count)]
+    return [
+        mesh_lib.shard_batch(loader.take(QUANTUM, rows), QUANTUM, run.mesh) for _ in range(count)
+    ]
 
 
 def whole(run: Run, steps: int, before: int) -> tuple[TrainState, list[Any]]:
@@ -130,8 +142,10 @@ def test_weights_are_those_of_the_whole_batch() -> None:
     random = np.random.default_rng(0)
     rows, count = 8, 3
     fields = {
-        "x": random.normal(size=(rows * count, 4)), "y": random.normal(size=rows * count),
-        "w": np.arange(24.0) ** 2, "v": np.arange(24.0)[::-1] ** 3,
+        "x": random.normal(size=(rows * count, 4)),
+        "y": random.normal(size=rows * count),
+        "w": np.arange(24.0) ** 2,
+        "v": np.arange(24.0)[::-1] ** 3,
     }
     fields = {name: np.float32(value) for name, value in fields.items()}
     mesh = jax.make_mesh((2,), ("data",), (AxisType.Auto,), devices=jax.devices()[:2])

@@ -23,16 +23,17 @@ def over(num_devices: int, run: Any, *trees: Any, out: Any = PartitionSpec()) ->
     spec = PartitionSpec("data")
     mapped = jax.shard_map(
         lambda *trees: run(*jax.tree.map(lambda x: x[0], trees)),
-        mesh=mesh, in_specs=(spec,) * len(trees), out_specs=out, check_vma=False,
+        mesh=mesh,
+        in_specs=(spec,) * len(trees),
+        out_specs=out,
+        check_vma=False,
     )
     return jit(mapped), mapped
 
 
 def values(num_devices: int, dtype: Any = jnp.float32) -> list[jax.Array]:
     rng = np.random.default_rng(0)
-    return [
-        jnp.asarray(rng.integers(-4, 5, (num_devices, *shape)), dtype) for shape, _ in LEAVES
-    ]
+    return [jnp.asarray(rng.integers(-4, 5, (num_devices, *shape)), dtype) for shape, _ in LEAVES]
 
 
 AXES = [axis for _, axis in LEAVES]
@@ -67,13 +68,16 @@ def test_gather_undoes_cutting(num_devices: int) -> None:
         np.testing.assert_array_equal(found, each[0])
 
 
-@pytest.mark.parametrize("shape, axes", [
-    ((8,), ("data",)), ((3,), ("data",)), ((2, 4), ("data", "fsdp")),
-])
+@pytest.mark.parametrize(
+    "shape, axes", [((8,), ("data",)), ((3,), ("data",)), ((2, 4), ("data", "fsdp"))]
+)
 @pytest.mark.parametrize("one_phase", [16, 1])
 @pytest.mark.parametrize("length", [5, 256])
 def test_rows_are_in_the_order_of_the_devices(
-    shape: tuple[int, ...], axes: tuple[str, ...], one_phase: int, length: int,
+    shape: tuple[int, ...],
+    axes: tuple[str, ...],
+    one_phase: int,
+    length: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Also in two phases, which take more devices than there are here."""
@@ -81,10 +85,15 @@ def test_rows_are_in_the_order_of_the_devices(
     size = math.prod(shape)
     mesh = Mesh(np.array(jax.devices()[:size]).reshape(shape), axes)
     rows = np.random.default_rng(0).integers(0, 2**32, (size, length), dtype=np.uint32)
-    gathered = jax.jit(jax.shard_map(
-        lambda row: collectives.gather_rows(row[0], axes), mesh=mesh, in_specs=PartitionSpec(axes),
-        out_specs=PartitionSpec(), check_vma=False,
-    ))
+    gathered = jax.jit(
+        jax.shard_map(
+            lambda row: collectives.gather_rows(row[0], axes),
+            mesh=mesh,
+            in_specs=PartitionSpec(axes),
+            out_specs=PartitionSpec(),
+            check_vma=False,
+        )
+    )
     np.testing.assert_array_equal(gathered(rows), rows)
     phases = re.findall(r"= \S+ all-gather\(", gathered.lower(rows).compile().as_text())
     expected = {(8,): 2, (2, 4): 3, (3,): 1} if one_phase == 1 else {(8,): 1, (2, 4): 2, (3,): 1}
@@ -106,8 +115,10 @@ def test_sums_keep_dtypes_and_may_be_narrow() -> None:
     assert run(third)["a"].dtype == jnp.float32 and run(third)["n"] == 28
     assert run(third)["a"][0] == 8 * jnp.float32(jnp.bfloat16(1 / 3))
     scatter, _ = over(
-        8, lambda t: collectives.reduce_scatter([t], [0], "data", jnp.bfloat16)[0],
-        jnp.full((8, 16), 1 / 3), out=PartitionSpec("data"),
+        8,
+        lambda t: collectives.reduce_scatter([t], [0], "data", jnp.bfloat16)[0],
+        jnp.full((8, 16), 1 / 3),
+        out=PartitionSpec("data"),
     )
     found = scatter(jnp.full((8, 16), 1 / 3))
     assert found.dtype == jnp.float32 and found[0] == 8 * jnp.float32(jnp.bfloat16(1 / 3))

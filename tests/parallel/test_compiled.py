@@ -83,7 +83,9 @@ def test_zero1_is_reduce_scatter_and_all_gather(plans: dict[str, Any], name: str
     [gather] = rows(plan, "all-gather", "f32")
     assert rows(plan, "reduce-scatter") == scatters
     assert {row["kind"] for row in plan["collectives"]} == {
-        "reduce-scatter", "all-gather", "all-reduce"
+        "reduce-scatter",
+        "all-gather",
+        "all-reduce",
     }
     # Runs of 4 neighbours, then those in the same place of each of the 4 runs.
     assert [(row["group_size"], row["count"]) for row in scatters] == [(4, 2)]

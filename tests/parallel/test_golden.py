@@ -46,14 +46,18 @@ def test_entry(entry) -> None:
             np.testing.assert_allclose(values, expected, rtol=1e-6, atol=2e-8, err_msg=key)
 
 
-@pytest.mark.parametrize("setting, changes", [
-    ("r2_nowarm", {"use_error_feedback": False}),
-    ("r2_nowarm", {"start_powerSGD_iter": 3}),
-    ("r1_noef", {"use_error_feedback": True}),
-    ("wrapper_r2_start5_w2", {"start_compressing_after_num_steps": 6}),
-    ("basic_r2_w1", {"num_iters_per_step": 2}),
-    ("rankk_r2_fresh_w2", {"reuse_query": True}),
-], ids=str)
+@pytest.mark.parametrize(
+    "setting, changes",
+    [
+        ("r2_nowarm", {"use_error_feedback": False}),
+        ("r2_nowarm", {"start_powerSGD_iter": 3}),
+        ("r1_noef", {"use_error_feedback": True}),
+        ("wrapper_r2_start5_w2", {"start_compressing_after_num_steps": 6}),
+        ("basic_r2_w1", {"num_iters_per_step": 2}),
+        ("rankk_r2_fresh_w2", {"reuse_query": True}),
+    ],
+    ids=str,
+)
 def test_the_tolerance_rejects_another_setting(setting: str, changes: dict) -> None:
     entry = goldens.find(family="powersgd", setting=setting)
     recorded, inputs = goldens.record(entry), goldens.inputs()
@@ -82,7 +86,8 @@ def test_a_setting_that_is_not_known_is_an_error(entry) -> None:
     with pytest.raises(ValueError, match="warp_factor"):
         FAMILIES[entry["family"]](
             dict(entry, hyper=dict(entry["hyper"], warp_factor=9)),
-            goldens.record(entry), goldens.inputs(),
+            goldens.record(entry),
+            goldens.inputs(),
         )
 
 

@@ -41,11 +41,21 @@ def test_settings_are_read() -> None:
     exact = goldens.inputs()["wgrad/dense/bias"][:, 3:6]
     found = []
     for world, kahan, shift in (
-        (2, False, True), (3, False, True), (3, True, True), (3, False, False), (3, True, False),
+        (2, False, True),
+        (3, False, True),
+        (3, True, True),
+        (3, False, False),
+        (3, True, False),
     ):
         entry, _ = of(
-            "aps", world=world, kahan=kahan, use_APS=shift, exp=4, man=1,
-            gradients="wgrad/<name>[rank, t], t = 3..5")
+            "aps",
+            world=world,
+            kahan=kahan,
+            use_APS=shift,
+            exp=4,
+            man=1,
+            gradients="wgrad/<name>[rank, t], t = 3..5",
+        )
         key = "sum/dense/bias"
         found.append(FAMILIES["aps"](entry, {key: None}, goldens.inputs())[key])
         assert found[-1].shape == (3, 16)

@@ -14,7 +14,8 @@ from tests.parallel import golden_dgc
 GIVEN = {"dgc": (), "econtrol": ("A", "b", "x0", "noise")}
 ENTRIES = [entry for entry in goldens.entries() if entry["family"] in GIVEN]
 SHORT = [
-    entry for entry in ENTRIES
+    entry
+    for entry in ENTRIES
     if entry["setting"] in ("sampled_noresample_w1", "topk3_w4", "eta01_noise_layerwise_w4")
 ]
 
@@ -40,22 +41,31 @@ def test_entry(entry) -> None:
 
 
 @pytest.mark.parametrize(
-    "entry", {entry["implementation"]: entry for entry in ENTRIES}.values(), ids=goldens.label)
+    "entry", {entry["implementation"]: entry for entry in ENTRIES}.values(), ids=goldens.label
+)
 def test_a_setting_that_is_not_known_is_an_error(entry) -> None:
     hyper = dict(entry["hyper"], iterations=1, warp_factor=9)
     if entry["family"] == "dgc":
         hyper.pop("iterations")
     with pytest.raises(ValueError, match="warp_factor"):
-        FAMILIES[entry["family"]](
-            dict(entry, hyper=hyper), goldens.record(entry), goldens.inputs())
+        FAMILIES[entry["family"]](dict(entry, hyper=hyper), goldens.record(entry), goldens.inputs())
 
 
 # The settings of a run of DGC that is computed here, not recorded.
 HYPER = {
-    "world": 2, "compress_ratio": 1 / 16, "clip": None, "seed": None, "epochs": None,
-    "momentum": 0.9, "nesterov": False, "momentum_masking": True, "sample_ratio": 1.0,
+    "world": 2,
+    "compress_ratio": 1 / 16,
+    "clip": None,
+    "seed": None,
+    "epochs": None,
+    "momentum": 0.9,
+    "nesterov": False,
+    "momentum_masking": True,
+    "sample_ratio": 1.0,
     "sgd": {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.0, "nesterov": False},
-    "compressed": ["kernel"], "gradients": "", "sent_bits": "",
+    "compressed": ["kernel"],
+    "gradients": "",
+    "sent_bits": "",
 }
 SHAPES = {"kernel": (8, 8), "bias": (8,)}
 EPOCHS = [0, 0, 1, 1, 2, 2, 3, 3]
@@ -72,7 +82,7 @@ def _by_hand(ratios: list[float], inputs: dict[str, np.ndarray]) -> dict[str, np
         left += momentum["kernel"].reshape(2, 64)
         total, bits = np.zeros(64), np.zeros(64, int)
         for worker in range(2):
-            largest = np.argsort(-np.abs(left[worker]))[:math.ceil(64 * ratio)]
+            largest = np.argsort(-np.abs(left[worker]))[: math.ceil(64 * ratio)]
             total[largest] += left[worker, largest]
             bits[largest] += 1 << worker
             left[worker, largest] = 0
@@ -84,19 +94,25 @@ def _by_hand(ratios: list[float], inputs: dict[str, np.ndarray]) -> dict[str, np
         for name, values in p.items():
             points[name].append(values)
     return {
-        "lr": np.full(len(ratios), 0.1), "compress_ratio": np.array(ratios),
-        "sample_start_log": np.zeros(0, int), "sent_bits/kernel": np.array(sent),
+        "lr": np.full(len(ratios), 0.1),
+        "compress_ratio": np.array(ratios),
+        "sample_start_log": np.zeros(0, int),
+        "sent_bits/kernel": np.array(sent),
         **{"p32/" + name: np.stack(values) for name, values in points.items()},
-        "velocity_w1/kernel": left[1].reshape(8, 8), "momentum_w1/kernel": momentum["kernel"][1],
+        "velocity_w1/kernel": left[1].reshape(8, 8),
+        "momentum_w1/kernel": momentum["kernel"][1],
     }
 
 
 # Each ratio is a program to compile, which takes seconds.
-@pytest.mark.parametrize("coeff, ratios", [
-    pytest.param(None, [0.5, 0.25, 0.125, 0.0625], marks=pytest.mark.long),  # 1/16 ** (1/4)
-    (0.3, [0.3, 0.09, 0.0625, 0.0625]),
-    pytest.param([0.25, 0.5, 0.1], [0.25, 0.5, 0.1, 0.0625], marks=pytest.mark.long),
-])
+@pytest.mark.parametrize(
+    "coeff, ratios",
+    [
+        pytest.param(None, [0.5, 0.25, 0.125, 0.0625], marks=pytest.mark.long),  # 1/16 ** (1/4)
+        (0.3, [0.3, 0.09, 0.0625, 0.0625]),
+        pytest.param([0.25, 0.5, 0.1], [0.25, 0.5, 0.1, 0.0625], marks=pytest.mark.long),
+    ],
+)
 @pytest.mark.parametrize("epochs", [EPOCHS, 4], ids=["listed", "counted"])
 def test_warm_up_of_dgc(coeff, ratios, epochs) -> None:
     rng = np.random.default_rng(0)
@@ -113,10 +129,18 @@ def test_warm_up_of_dgc(coeff, ratios, epochs) -> None:
         np.testing.assert_allclose(values, expected[key], rtol=0, atol=2e-6, err_msg=key)
 
 
-@pytest.mark.parametrize("settings", [
-    {"fp16_values": True}, {"strided_sample": False}, {"compress_upper_bound": 2.0},
-    {"compress_lower_bound": 0.5}, {"max_adaptation_iters": 3}, {"clip": "value 0.1"},
-], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"fp16_values": True},
+        {"strided_sample": False},
+        {"compress_upper_bound": 2.0},
+        {"compress_lower_bound": 0.5},
+        {"max_adaptation_iters": 3},
+        {"clip": "value 0.1"},
+    ],
+    ids=str,
+)
 def test_a_setting_that_no_option_has_is_not_repeated(settings) -> None:
     entry = {"implementation": "synxlin_dgc", "hyper": HYPER | settings, "tree": list(SHAPES)}
     with pytest.raises(NotImplementedError, match="the exchange"):

@@ -43,9 +43,7 @@ def contributions(run: Run, state: TrainState, batches: list[Any]) -> Any:
 
     def one(example: Any, position: jax.Array) -> Any:
         example = {name: value[None] for name, value in example.items()}
-        grads, *_ = accumulation.gradients(
-            task, params, {}, example, weights, key, position[None]
-        )
+        grads, *_ = accumulation.gradients(task, params, {}, example, weights, key, position[None])
         return jax.tree.map(lambda g: rows * g, grads)
 
     return jax.device_get(jit(jax.vmap(one))(batch, jnp.arange(rows, dtype=jnp.int32)))
@@ -92,7 +90,8 @@ def test_each_equals_its_reference(place: str) -> None:
     assert (flat == 0).any() and (flat > 0).any()  # pixels that are always black
     fourth = jax.tree.map(
         lambda g, v: g * np.where(v > 0, np.where(v > 0, v / flat.mean(), 1) ** -0.25, 0),
-        each, moments,
+        each,
+        moments,
     )
     pair = expected_pair(fourth, parts)
     assert values["noise_scale/preconditioned_grad_sq"] == pytest.approx(pair.grad_sq, rel=1e-3)
@@ -117,8 +116,10 @@ def test_weights_that_depend_on_examples() -> None:
     random = np.random.default_rng(0)
     rows, count = 8, 4
     fields = {
-        "x": random.normal(size=(rows * count, 4)), "y": random.normal(size=rows * count),
-        "w": random.uniform(size=32) ** 2, "v": random.uniform(size=32) ** 3,
+        "x": random.normal(size=(rows * count, 4)),
+        "y": random.normal(size=rows * count),
+        "w": random.uniform(size=32) ** 2,
+        "v": random.uniform(size=32) ** 3,
     }
     fields = {name: np.float32(value) for name, value in fields.items()}
     mesh = jax.make_mesh((2,), ("data",), (AxisType.Auto,), devices=jax.devices()[:2])
@@ -171,10 +172,15 @@ def test_updates_that_measure_nothing_have_no_weight() -> None:
         assert all(np.isfinite(float(value)) for value, _ in sums.values())
         weights.append({name: float(weight) for name, (_, weight) in sums.items()})
     names = (
-        "noise_scale/trace", "noise_scale/preconditioned_trace", "similarity", "similarity/body",
+        "noise_scale/trace",
+        "noise_scale/preconditioned_trace",
+        "similarity",
+        "similarity/body",
     )
     assert [[each[name] for name in names] for each in weights] == [
-        [0, 0, 0, 0], [1, 1, 1, 1], [1, 1, 0, 0],
+        [0, 0, 0, 0],
+        [1, 1, 1, 1],
+        [1, 1, 0, 0],
     ]
 
 
@@ -200,14 +206,17 @@ def test_with_batch_norm() -> None:
         run = prepared(devices, steps, model=BATCH_NORM, **changes)
         size = QUANTUM // steps
         step = ChangingStep(
-            run.task, run.tx, run.layout, run.abstract_state,
-            run.abstract_rows(size, run.train_set.element_spec), run.config.parallel.backend,
-            parts=run.parts, statistics=Statistics(noise_scale=True, halves=True),
+            run.task,
+            run.tx,
+            run.layout,
+            run.abstract_state,
+            run.abstract_rows(size, run.train_set.element_spec),
+            run.config.parallel.backend,
+            parts=run.parts,
+            statistics=Statistics(noise_scale=True, halves=True),
         )
         loader = data.TrainLoader(run.train_set, QUANTUM, 0)
-        batches = [
-            mesh_lib.shard_batch(loader.take(size), size, run.mesh) for _ in range(steps)
-        ]
+        batches = [mesh_lib.shard_batch(loader.take(size), size, run.mesh) for _ in range(steps)]
         _, sums = step(start(run), batches)
         values.append({name: float(value) for name, (value, _) in sums.items()})
     for name in ("noise_scale/grad_sq", "noise_scale/trace", "similarity"):
@@ -217,12 +226,11 @@ def test_with_batch_norm() -> None:
 def test_optimizers_without_second_moments() -> None:
     run = prepared(1, 1, model=DROPOUT)
     check_second_moments(run.abstract_state)
-    for tx in (
-        optax.sgd(0.1), optax.novograd(0.1), optax.chain(optax.adam(0.1), optax.adam(0.1)),
-    ):
-        state = jax.eval_shape(state_lib.make_init(run.task, tx, run.train_set.gather(
-            np.zeros(1, np.int64)
-        )), jax.random.key(0))
+    for tx in (optax.sgd(0.1), optax.novograd(0.1), optax.chain(optax.adam(0.1), optax.adam(0.1))):
+        state = jax.eval_shape(
+            state_lib.make_init(run.task, tx, run.train_set.gather(np.zeros(1, np.int64))),
+            jax.random.key(0),
+        )
         with pytest.raises(ValueError, match="keeps no second moment of each parameter"):
             check_second_moments(state)
 

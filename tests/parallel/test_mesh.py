@@ -20,8 +20,10 @@ ONES = {"fsdp": 1, "model": 1, "sequence": 1}
         ({"data": 8, **ONES}, {"data": 8}),
         ({"data": -1, **ONES, "model": 4}, {"data": 2, "model": 4}),
         ({"data": 2, **ONES, "fsdp": -1}, {"data": 2, "fsdp": 4}),
-        ({"data": 1, "fsdp": 2, "model": 2, "sequence": 2},
-         {"data": 1, "fsdp": 2, "model": 2, "sequence": 2}),
+        (
+            {"data": 1, "fsdp": 2, "model": 2, "sequence": 2},
+            {"data": 1, "fsdp": 2, "model": 2, "sequence": 2},
+        ),
     ],
 )
 def test_mesh_is_over_all_devices(asked: dict[str, int], shape: dict[str, int]) -> None:
@@ -59,8 +61,13 @@ def slices(monkeypatch: pytest.MonkeyPatch, counts: list[int]) -> list[SimpleNam
     monkeypatch.setattr(mesh_lib, "Mesh", lambda devices, names, axis_types: (devices, names))
     return [
         SimpleNamespace(
-            id=16 * number + core, slice_index=number, process_index=number, platform="tpu",
-            device_kind="TPU v4", coords=(core % 4, core // 4, 0), core_on_chip=0,
+            id=16 * number + core,
+            slice_index=number,
+            process_index=number,
+            platform="tpu",
+            device_kind="TPU v4",
+            coords=(core % 4, core // 4, 0),
+            core_on_chip=0,
         )
         for number, count in enumerate(counts)
         for core in range(count)
@@ -79,8 +86,13 @@ def test_slices_lie_along_the_data_axis(monkeypatch: pytest.MonkeyPatch) -> None
 def test_large_groups_of_batch_norm_are_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     chips = [
         SimpleNamespace(
-            id=16 * row + column, slice_index=0, process_index=0, platform="tpu",
-            device_kind="TPU v5 lite", coords=(column, row, 0), core_on_chip=0,
+            id=16 * row + column,
+            slice_index=0,
+            process_index=0,
+            platform="tpu",
+            device_kind="TPU v5 lite",
+            coords=(column, row, 0),
+            core_on_chip=0,
         )
         for row in range(16)
         for column in range(16)

@@ -52,9 +52,7 @@ def test_skipped_updates_are_counted(finite: bool | None, expected: int) -> None
 def test_averages_live_where_the_moments_do() -> None:
     params = {"w": jnp.zeros((16, 8))}
     mesh = make_mesh(tiny.digits().mesh)
-    layout = make_layout(
-        params, mesh, parameters.resolve(params, "all"), optimizer_state="zero1"
-    )
+    layout = make_layout(params, mesh, parameters.resolve(params, "all"), optimizer_state="zero1")
     part = Averages(0.9)
     of_params, of_state = part.shardings(part.init(params, STATE), layout)
     assert of_params == layout.moments and of_params["w"].spec != layout.params["w"].spec
@@ -66,7 +64,13 @@ def test_parts_stand_beside_the_other_attributes() -> None:
     state = TrainState(*range(5), parts={"ema": None, "skipped": 6, "carry": {"h": 7}})
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
     assert paths == [
-        ".step", ".params", ".model_state", ".opt_state", ".key", ".skipped", ".carry['h']"
+        ".step",
+        ".params",
+        ".model_state",
+        ".opt_state",
+        ".key",
+        ".skipped",
+        ".carry['h']",
     ]
     assert jax.tree.map(lambda x: x, state) == state and state.skipped == 6 and state.ema is None
     again = state.replace(step=9, skipped=8)

@@ -26,7 +26,9 @@ def expected(each: Any, rows: int) -> dict[str, float]:
     mean, first = flat.mean(0), flat[:rows]
     variance, inner = first.var(0, ddof=1).sum(), (first @ mean).var(ddof=1)
     return {
-        "variance": variance, "inner_product_variance": inner, "grad_sq": mean @ mean,
+        "variance": variance,
+        "inner_product_variance": inner,
+        "grad_sq": mean @ mean,
         "orthogonal_variance": variance - inner / (mean @ mean),
     }
 
@@ -53,7 +55,7 @@ def test_each_equals_its_reference(place: str) -> None:
 def test_chunks_change_nothing() -> None:
     run = prepared(8, 1, model=DROPOUT)
     state = start(run)
-    batch, = taken(run, data.TrainLoader(run.train_set, QUANTUM, 0), 1)
+    (batch,) = taken(run, data.TrainLoader(run.train_set, QUANTUM, 0), 1)
     weights = {name: np.float32(w) for name, w in run.task.weights(batch).items()}
     grads = jax.tree.map(lambda leaf: 0.1 * leaf, state.params)
     found = []
@@ -71,7 +73,11 @@ def test_number_of_chunks() -> None:
         return per_example._chunks(rows, size, 100)
 
     assert [chunks(8, 12), chunks(8, 13), chunks(8, 50), chunks(8, 51), chunks(8, 1000)] == [
-        1, 2, 4, 8, 8,
+        1,
+        2,
+        4,
+        8,
+        8,
     ]
     assert chunks(6, 40) == 3 and chunks(7, 40) == 7
 

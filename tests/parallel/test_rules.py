@@ -20,7 +20,8 @@ FACTS = [("^layers/", {"layer_axes": (0,)}), ("", {})]
 
 def params() -> Any:
     return jax.tree.map(
-        lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32), SHAPES,
+        lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
+        SHAPES,
         is_leaf=lambda x: isinstance(x, tuple),
     )
 
@@ -44,12 +45,21 @@ BOTH = {"data": 2, "model": 4}
         ([], DATA, {}),
         ([("kernel", "replicated")], DATA, {}),
         # The layers' axis is left whole though 8 divides it, and 10 is not divided.
-        ([("output/bias", "replicated"), ("", "fsdp")], DATA,
-         {"layers/kernel": (None, "data"), "layers/bias": (None, "data"),
-          "output/kernel": ("data",)}),
+        (
+            [("output/bias", "replicated"), ("", "fsdp")],
+            DATA,
+            {
+                "layers/kernel": (None, "data"),
+                "layers/bias": (None, "data"),
+                "output/kernel": ("data",),
+            },
+        ),
         # The first rule decides.
-        ([("layers/kernel", [None, None, "model"]), ("layers/", [None, "data"])], BOTH,
-         {"layers/kernel": (None, None, "model"), "layers/bias": (None, "data")}),
+        (
+            [("layers/kernel", [None, None, "model"]), ("layers/", [None, "data"])],
+            BOTH,
+            {"layers/kernel": (None, None, "model"), "layers/bias": (None, "data")},
+        ),
         # What is not in the mesh has size 1.
         ([("output/kernel", ["model", None])], DATA, {}),
         ([("output/kernel", ["model", "data"])], BOTH, {"output/kernel": ("model", "data")}),
@@ -74,13 +84,17 @@ def test_rules_find_nnx_paths() -> None:
 
 def test_zero1_splits_state_along_axes_that_divide() -> None:
     assert specs([], DATA, zero1=True) == {
-        "layers/kernel": (None, "data"), "layers/bias": (None, "data"),
-        "output/kernel": ("data",), "output/bias": (),
+        "layers/kernel": (None, "data"),
+        "layers/bias": (None, "data"),
+        "output/kernel": ("data",),
+        "output/bias": (),
     }
     rules = [("layers/kernel", [None, "model"]), ("output/kernel", [None, "data"])]
     assert specs(rules, BOTH, zero1=True) == {
-        "layers/kernel": (None, "model", "data"), "layers/bias": (None, "data"),
-        "output/kernel": (None, "data"), "output/bias": ("data",),
+        "layers/kernel": (None, "model", "data"),
+        "layers/bias": (None, "data"),
+        "output/kernel": (None, "data"),
+        "output/bias": ("data",),
     }
 
 
@@ -88,8 +102,11 @@ def test_zero1_splits_state_along_axes_that_divide() -> None:
     "rules, mesh, message",
     [
         ([("conv", "fsdp")], DATA, r"rules\[0\] with the regex 'conv' matches nothing"),
-        ([("kernel", "replicated"), ("output/kernel", "fsdp")], DATA,
-         r"rules\[1\] with the regex 'output/kernel' matches only parameters that earlier rules"),
+        (
+            [("kernel", "replicated"), ("output/kernel", "fsdp")],
+            DATA,
+            r"rules\[1\] with the regex 'output/kernel' matches only parameters that earlier rules",
+        ),
         ([("output/bias", "fsdp")], DATA, r"rules\[0\] splits 'output/bias' of shape \(10,\), of"),
         ([("output/kernel", [None, "data"])], DATA, r"size 8, which does not divide 10"),
         ([("output/bias", [None, "data"])], BOTH, r"has 2 axes and 'output/bias' has the shape"),
@@ -149,8 +166,11 @@ def test_axes_that_the_model_splits_by_itself_are_used() -> None:
 @pytest.mark.parametrize(
     "rules, mesh, message",
     [
-        ([("output/kernel", ["data"])], {"data": 2, "fsdp": 4},
-         r"'output/kernel' over 'data'; .*'shard_map' it can be split over 'fsdp' alone"),
+        (
+            [("output/kernel", ["data"])],
+            {"data": 2, "fsdp": 4},
+            r"'output/kernel' over 'data'; .*'shard_map' it can be split over 'fsdp' alone",
+        ),
         ([("layers/bias", ["data"])], DATA, r"'layers/bias' along axis 0, which stacks layers"),
     ],
 )

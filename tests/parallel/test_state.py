@@ -117,9 +117,11 @@ def test_given_values_take_the_place_of_drawn_ones() -> None:
     state = run.init(jax.random.key(0), given)
     expected = tiny.arrays(drawn)
     for path, value in (
-        (".params['hidden0']['kernel']", kernel), (".ema[0]['hidden0']['kernel']", kernel),
+        (".params['hidden0']['kernel']", kernel),
+        (".ema[0]['hidden0']['kernel']", kernel),
         (".model_state['batch_stats']['norm0']['mean']", jnp.arange(64.0)),
-        (".ema[1]['batch_stats']['norm0']['mean']", jnp.arange(64.0)), (".opt_state.count", 7),
+        (".ema[1]['batch_stats']['norm0']['mean']", jnp.arange(64.0)),
+        (".opt_state.count", 7),
     ):
         assert not np.array_equal(expected[path], value)
         expected[path] = np.asarray(value, expected[path].dtype)

@@ -83,10 +83,18 @@ def test_statistics_of_a_part_are_refused(kind: str, changes: dict[str, Any]) ->
     assert "first" not in text and "\n" not in text
 
 
-@pytest.mark.parametrize("kind, changes", [
-    ("flax", {}), ("own", {}), ("ours", SHARD_MAP), ("ours", MICROBATCHES),
-    ("ours", SHARD_MAP | MICROBATCHES), ("count", SHARD_MAP),
-], ids=str)
+@pytest.mark.parametrize(
+    "kind, changes",
+    [
+        ("flax", {}),
+        ("own", {}),
+        ("ours", SHARD_MAP),
+        ("ours", MICROBATCHES),
+        ("ours", SHARD_MAP | MICROBATCHES),
+        ("count", SHARD_MAP),
+    ],
+    ids=str,
+)
 def test_what_is_right_is_not_refused(kind: str, changes: dict[str, Any]) -> None:
     prepare(tiny.digits(model=model(kind), **changes), None)
 

@@ -22,15 +22,7 @@ from lamb_tpu.parallel.parts import Averages, Skipped
 from lamb_tpu.run.build import prepare
 from tests import tiny
 from tests.marks import some
-from tests.parallel.nets import (
-    BATCH_NORM,
-    DROPOUT,
-    LAMB,
-    LARS,
-    WeightedSum,
-    difference,
-    trained,
-)
+from tests.parallel.nets import BATCH_NORM, DROPOUT, LAMB, LARS, WeightedSum, difference, trained
 from tests.quick import jit
 
 AVERAGED = (Averages(0.999), Skipped())
@@ -49,16 +41,19 @@ PLACES = {
     "jit": {},
     "shard_map": {"parallel__backend": "shard_map"},
     "jit zero1": {"parallel__optimizer_state": "zero1"},
-    "shard_map zero1": {
-        "parallel__backend": "shard_map", "parallel__optimizer_state": "zero1",
-    },
+    "shard_map zero1": {"parallel__backend": "shard_map", "parallel__optimizer_state": "zero1"},
     "jit fsdp": {
-        "mesh__data": 2, "mesh__fsdp": 4, "parallel__rules": (("hidden./kernel", "fsdp"),),
+        "mesh__data": 2,
+        "mesh__fsdp": 4,
+        "parallel__rules": (("hidden./kernel", "fsdp"),),
         "parallel__optimizer_state": "zero1",
     },
     "shard_map fsdp": {
-        "mesh__data": 2, "mesh__fsdp": 4, "parallel__rules": (("hidden./kernel", "fsdp"),),
-        "parallel__backend": "shard_map", "parallel__optimizer_state": "zero1",
+        "mesh__data": 2,
+        "mesh__fsdp": 4,
+        "parallel__rules": (("hidden./kernel", "fsdp"),),
+        "parallel__backend": "shard_map",
+        "parallel__optimizer_state": "zero1",
     },
     "jit tensor": {
         "mesh__model": 2,
@@ -74,7 +69,11 @@ PLACES = {
 def test_eight_devices_give_what_one_gives(place: str, net: str, optimizer: str) -> None:
     expected, sums_one, _ = on_one(net, optimizer)
     found, sums, _ = trained(
-        8, NUM_STEPS, duration="20 steps", model=NETS[net], optimizer=OPTIMIZERS[optimizer],
+        8,
+        NUM_STEPS,
+        duration="20 steps",
+        model=NETS[net],
+        optimizer=OPTIMIZERS[optimizer],
         **PLACES[place],
     )
     assert difference(found.params, expected.params) < 1e-6
@@ -110,9 +109,7 @@ def test_the_same_function_runs_under_pmap(net: str) -> None:
     facts = parameters.resolve(run.abstract_state.params, "no_bias_no_norm")
     layout = make_layout(run.abstract_state.params, mesh, facts)
     update = jax.pmap(
-        step_lib.make_update(
-            task, run.tx, backends.ShardMapBackend(layout, make_exchange(layout))
-        ),
+        step_lib.make_update(task, run.tx, backends.ShardMapBackend(layout, make_exchange(layout))),
         axis_name="data",
     )
     state = jit(run.init)(jax.random.key(run.config.seed))
@@ -159,7 +156,11 @@ def test_gradients_may_be_sent_in_bfloat16() -> None:
     exact, _, _ = trained(8, 1, **changes, schedule__warmup="0 steps")
     for state in ("replicated", "zero1"):
         narrow, _, _ = trained(
-            8, 1, **changes, schedule__warmup="0 steps", parallel__exchange__name="bfloat16",
+            8,
+            1,
+            **changes,
+            schedule__warmup="0 steps",
+            parallel__exchange__name="bfloat16",
             parallel__optimizer_state=state,
         )
         assert 1e-6 < difference(narrow.params, exact.params) < 1e-2
@@ -234,8 +235,13 @@ def test_average_of_narrow_weights_moves() -> None:
     layout = make_layout(abstract.params, mesh, facts, optimizer_state="zero1")
     shardings = state_lib.state_shardings(abstract, tx, layout, AVERAGED)
     step = step_lib.make_train_step(
-        Narrow(), tx, layout, shardings, "shard_map",
-        make_exchange(layout, full_precision=("p",)), parts=AVERAGED,
+        Narrow(),
+        tx,
+        layout,
+        shardings,
+        "shard_map",
+        make_exchange(layout, full_precision=("p",)),
+        parts=AVERAGED,
     )
     state = jit(init, out_shardings=shardings)(jax.random.key(0))
     expected = np.ones(4)

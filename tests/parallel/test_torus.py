@@ -52,12 +52,15 @@ def hops(a: Core, b: Core) -> int:
 V3, V4, V5E = (32, 32, 1, 2), (8, 8, 8, 1), (16, 16, 1, 1)
 
 
-@pytest.mark.parametrize("shape, replicas", [
-    (shape, replicas)
-    for shape in (V3, V4, V5E, (4, 2, 1, 2), (3, 5, 2, 1), (1, 1, 1, 2))
-    for replicas in (1, 2, 4, 5, 8, 10, 16)
-    if math.prod(shape) % replicas == 0
-])
+@pytest.mark.parametrize(
+    "shape, replicas",
+    [
+        (shape, replicas)
+        for shape in (V3, V4, V5E, (4, 2, 1, 2), (3, 5, 2, 1), (1, 1, 1, 2))
+        for replicas in (1, 2, 4, 5, 8, 10, 16)
+        if math.prod(shape) % replicas == 0
+    ],
+)
 def test_up_to_16_a_group_is_a_path(shape: tuple[int, ...], replicas: int) -> None:
     for group in groups_of(slice_of(*shape), replicas):
         assert all(hops(*pair) <= 1 for pair in itertools.pairwise(group))
@@ -67,23 +70,26 @@ def test_up_to_16_a_group_is_a_path(shape: tuple[int, ...], replicas: int) -> No
 
 
 # Chips in x, y, z of a tile; on 3 axes a brick.
-@pytest.mark.parametrize("shape, replicas, tile", [
-    (V3, 32, (4, 4, 1)),
-    (V3, 64, (8, 4, 1)),
-    (V3, 128, (8, 8, 1)),
-    (V3, 2048, (32, 32, 1)),
-    (V5E, 32, (8, 4, 1)),
-    (V5E, 64, (8, 8, 1)),
-    (V4, 32, (4, 4, 2)),
-    (V4, 64, (4, 4, 4)),
-    (V4, 256, (8, 8, 4)),
-    ((2, 64, 1, 1), 32, (2, 16, 1)),
-    ((64, 2, 1, 1), 32, (16, 2, 1)),
-    ((32, 1, 1, 1), 32, (32, 1, 1)),
-    ((6, 6, 1, 1), 18, (6, 3, 1)),
-    ((3, 3, 1, 2), 18, (3, 3, 1)),
-    ((17, 2, 1, 2), 34, (17, 1, 1)),
-])
+@pytest.mark.parametrize(
+    "shape, replicas, tile",
+    [
+        (V3, 32, (4, 4, 1)),
+        (V3, 64, (8, 4, 1)),
+        (V3, 128, (8, 8, 1)),
+        (V3, 2048, (32, 32, 1)),
+        (V5E, 32, (8, 4, 1)),
+        (V5E, 64, (8, 8, 1)),
+        (V4, 32, (4, 4, 2)),
+        (V4, 64, (4, 4, 4)),
+        (V4, 256, (8, 8, 4)),
+        ((2, 64, 1, 1), 32, (2, 16, 1)),
+        ((64, 2, 1, 1), 32, (16, 2, 1)),
+        ((32, 1, 1, 1), 32, (32, 1, 1)),
+        ((6, 6, 1, 1), 18, (6, 3, 1)),
+        ((3, 3, 1, 2), 18, (3, 3, 1)),
+        ((17, 2, 1, 2), 34, (17, 1, 1)),
+    ],
+)
 def test_above_a_group_is_a_tile(
     shape: tuple[int, ...], replicas: int, tile: tuple[int, ...]
 ) -> None:

@@ -22,8 +22,11 @@ def test_bytes_of_each_dtype() -> None:
         return lax.psum(x, "data"), lax.all_gather(packed, "data", tiled=True)
 
     mapped = jax.shard_map(
-        function, mesh=make_mesh(tiny.digits().mesh), in_specs=PartitionSpec("data"),
-        out_specs=PartitionSpec(), check_vma=False,
+        function,
+        mesh=make_mesh(tiny.digits().mesh),
+        in_specs=PartitionSpec("data"),
+        out_specs=PartitionSpec(),
+        check_vma=False,
     )
     compiled = jax.jit(mapped).lower(jnp.zeros(8 * 64)).compile()
     assert wire.wire_bytes(compiled) == {"f32": 2 * 4 * 64 * 7 // 8, "u8": 64 * 7}

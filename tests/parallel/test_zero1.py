@@ -56,7 +56,8 @@ def test_every_optimizer(name: str) -> None:
         moved = jit(prepared.init)(jax.random.key(0)).params
         assert difference(whole.params, moved) > 1e-3
         for leaf, sharding in zip(
-            jax.tree.leaves(found.opt_state), jax.tree.leaves(prepared.shardings.opt_state),
+            jax.tree.leaves(found.opt_state),
+            jax.tree.leaves(prepared.shardings.opt_state),
             strict=True,
         ):
             held = leaf.addressable_shards[0].data.size

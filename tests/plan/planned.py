@@ -44,10 +44,16 @@ def instead(
             for factor in (0.5, 1.0, 2.0)
         )
         return Plan(
-            topology=slice_, mesh={"data": slice_.num_devices}, hosts=1,
-            batch_size=config.batch_size, backend=config.parallel.backend, compile_seconds=1.0,
-            fits=fits, needed=gib * GIB,
-            calibration=CALIBRATED.for_generation(slice_.version), times=times if fits else None,
+            topology=slice_,
+            mesh={"data": slice_.num_devices},
+            hosts=1,
+            batch_size=config.batch_size,
+            backend=config.parallel.backend,
+            compile_seconds=1.0,
+            fits=fits,
+            needed=gib * GIB,
+            calibration=CALIBRATED.for_generation(slice_.version),
+            times=times if fits else None,
             recipe=recipe.resolve(config, examples_there),
             work=Work(100, config.batch_size, 1, 0, Input("images", 0, None, "", True)),
         )

@@ -20,23 +20,31 @@ def found(recipe: str, batches: tuple[int, ...], **options: Any) -> Answer:
     path, _, argument = recipe.partition(":")
     config = tiny.recipe_file(CONFIGS / path).get_config(argument)
     with Trials(len(batches)) as trials:
-        return advise(
-            Variants(f"{CONFIGS}/{recipe}", config), batches, "v3-8", trials, **options
-        )
+        return advise(Variants(f"{CONFIGS}/{recipe}", config), batches, "v3-8", trials, **options)
 
 
 def test_a_row_for_each_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     planned.instead(
         monkeypatch,
-        lambda config, _: "too large" if config.batch_size > 4096 else
-        (config.batch_size / 100, 3.6e6),
+        lambda config, _: (
+            "too large" if config.batch_size > 4096 else (config.batch_size / 100, 3.6e6)
+        ),
         examples_there=1437,
     )
     answer = found("digits.py", (32, 512, 2048, 8192), price=2.5)
     lines = answer.text.splitlines()
     assert lines[0] == "v3-8: 8 devices"
     assert lines[1].split() == [
-        "batch", "rate", "warm-up", "updates", "ms", "a", "step", "total", "device-h", "price",
+        "batch",
+        "rate",
+        "warm-up",
+        "updates",
+        "ms",
+        "a",
+        "step",
+        "total",
+        "device-h",
+        "price",
     ]
     # LEGW: the square root of the batch, and as many updates of warm-up.
     assert lines[2].split()[:4] == ["32", "0.01", "4.491", "1,348"]
@@ -74,13 +82,13 @@ def records(folder: pathlib.Path, *values: dict[str, Any]) -> str:
     return str(folder)
 
 
-def test_the_noise_scale_of_a_run(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
-) -> None:
+def test_the_noise_scale_of_a_run(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     planned.instead(monkeypatch, lambda *_: (1, 1))
     run = records(
-        tmp_path, {"step": 1, "kind": "train", "noise_scale": 9.0},
-        {"step": 2, "kind": "train", "noise_scale": 600.0}, {"step": 2, "kind": "eval"},
+        tmp_path,
+        {"step": 1, "kind": "train", "noise_scale": 9.0},
+        {"step": 2, "kind": "train", "noise_scale": 600.0},
+        {"step": 2, "kind": "eval"},
     )
     assert noise_scale(run) == 600
     answer = found("digits.py", (512, 1024), workdir=run)
@@ -91,9 +99,7 @@ def test_the_noise_scale_of_a_run(
     assert [value["is_beyond_noise_scale"] for value in answer.json["batches"]] == [False, True]
 
 
-def test_a_run_that_measured_none(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
-) -> None:
+def test_a_run_that_measured_none(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     planned.instead(monkeypatch, lambda *_: (1, 1))
     run = records(tmp_path, {"step": 1, "kind": "train", "loss": 1.0})
     answer = found("digits.py", (512,), workdir=run)

@@ -58,7 +58,8 @@ def test_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     first = key_of("module", places, options)
     assert first == key_of("module", [(0, 0, 0, 0)], {"wrap": (True,)})
     others = {
-        key_of("another", places, options), key_of("module", [(0, 1, 0, 0)], options),
+        key_of("another", places, options),
+        key_of("module", [(0, 1, 0, 0)], options),
         key_of("module", places, {"wrap": (False,)}),
     }
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--some_flag")

@@ -23,9 +23,10 @@ V3 = topology("v3-32")
 def variants(recipe: str, **changes: Any) -> Variants:
     path, _, argument = recipe.partition(":")
     config = tiny.recipe_file(CONFIGS / path).get_config(argument)
-    return Variants(f"{CONFIGS}/{recipe}", tiny.change(config, {
-        key.replace("__", "."): value for key, value in changes.items()
-    }))
+    return Variants(
+        f"{CONFIGS}/{recipe}",
+        tiny.change(config, {key.replace("__", "."): value for key, value in changes.items()}),
+    )
 
 
 def keys(of: Variants) -> list[set[str]]:
@@ -43,8 +44,11 @@ def test_what_is_searched() -> None:
     ends = [state, {"parallel.exchange.name", "parallel.backend"}]
     assert keys(variants("digits.py")) == [{"parallel.backend"}, {"accumulation_steps"}, *ends]
     assert keys(variants("bert_pretrain.py:size=tiny,phase=1")) == [
-        {"parallel.backend"}, {"accumulation_steps"}, {"model.remat"},
-        {"model.scan_layers", "optimizer.rules"}, *ends,
+        {"parallel.backend"},
+        {"accumulation_steps"},
+        {"model.remat"},
+        {"model.scan_layers", "optimizer.rules"},
+        *ends,
         {"mesh.data", "mesh.sequence", "parallel.backend"},
     ]
     # The state is split over all devices, the two cores of a chip, or a row of four chips.
@@ -62,10 +66,14 @@ def test_what_is_searched() -> None:
     assert fastest.REMATS == tuple(transformer.REMATS)
 
 
-@pytest.mark.parametrize("changes, is_tried", [
-    ({}, True), ({"model.batch_norm": True}, False),
-    ({"model.batch_norm": True, "model.group_size": 32}, True),
-])
+@pytest.mark.parametrize(
+    "changes, is_tried",
+    [
+        ({}, True),
+        ({"model.batch_norm": True}, False),
+        ({"model.batch_norm": True, "model.group_size": 32}, True),
+    ],
+)
 def test_microbatches_change_no_groups(changes: dict[str, Any], is_tried: bool) -> None:
     of = variants("digits.py", **{key.replace(".", "__"): each for key, each in changes.items()})
     assert ({"accumulation_steps"} in keys(of)) == is_tried
@@ -87,7 +95,8 @@ def test_descent(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(made) == 1 + 1 + 4 + 3 + 1
     assert {config.parallel.backend for config in made[1:]} == {"shard_map"}
     assert answer.json["flags"] == [
-        "--config.mesh.fsdp=8", "--config.parallel.backend=shard_map",
+        "--config.mesh.fsdp=8",
+        "--config.parallel.backend=shard_map",
         "--config.parallel.optimizer_state=zero1",
     ]
     lines = answer.text.splitlines()
@@ -95,9 +104,7 @@ def test_descent(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lines[1].split() == ["yes", "25.8", "%", "105", "(99.8", "to", "116)", "as", "given"]
     text = tiny.unbroken(answer.text)
     assert "no 129 % fsdp=2, backend=shard_map, optimizer_state=zero1" in text
-    assert (
-        "exchange=bfloat16, optimizer_state=zero1: config.parallel.exchange.name is" in text
-    )
+    assert "exchange=bfloat16, optimizer_state=zero1: config.parallel.exchange.name is" in text
     assert (
         "the fastest layout on v3-32: 25.8 % of memory, 56 (53.2 to 61.6) ms a step, 49 ms (47 %) "
         "less than the config as given add --config.mesh.fsdp=8 " in text

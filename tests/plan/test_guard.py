@@ -20,16 +20,23 @@ def guarded(code: str) -> subprocess.CompletedProcess:
     )
 
 
-@pytest.mark.parametrize("code, status, message", [
-    ("print('done')", 0, ""),
-    ("sys.exit(2)", 2, ""),
-    ("sys.exit('why')", 1, "why\n"),
-    ("os.abort()", 2, "error: the TPU compiler crashed (SIGABRT); change the mesh, config."),
-    ("os.kill(os.getpid(), signal.SIGSEGV)", 2, "error: the TPU compiler crashed (SIGSEGV); "),
-    ("os.kill(os.getpid(), signal.SIGKILL)", 2, "error: the process with the TPU compiler was "
-                                                "killed, often because the machine has too little"),
-    ("os.kill(os.getpid(), signal.SIGPIPE)", 0, ""),  # Python ignores it
-])
+@pytest.mark.parametrize(
+    "code, status, message",
+    [
+        ("print('done')", 0, ""),
+        ("sys.exit(2)", 2, ""),
+        ("sys.exit('why')", 1, "why\n"),
+        ("os.abort()", 2, "error: the TPU compiler crashed (SIGABRT); change the mesh, config."),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", 2, "error: the TPU compiler crashed (SIGSEGV); "),
+        (
+            "os.kill(os.getpid(), signal.SIGKILL)",
+            2,
+            "error: the process with the TPU compiler was "
+            "killed, often because the machine has too little",
+        ),
+        ("os.kill(os.getpid(), signal.SIGPIPE)", 0, ""),  # Python ignores it
+    ],
+)
 def test_how_a_process_ends(code: str, status: int, message: str) -> None:
     done = guarded(code)
     assert done.returncode == status
@@ -53,11 +60,18 @@ def test_a_search_goes_on_after_a_crash() -> None:
     assert done.returncode == 0
     first = ["a False", "b False"]
     assert done.stdout.splitlines() == [
-        *first, "a False", "b True", "c False", "a False", "b True", "c True",
+        *first,
+        "a False",
+        "b True",
+        "c False",
+        "a False",
+        "b True",
+        "c True",
     ]
     assert len(done.stderr.splitlines()) == 2
-    assert all(line.endswith("; going on without this program")
-               for line in done.stderr.splitlines())
+    assert all(
+        line.endswith("; going on without this program") for line in done.stderr.splitlines()
+    )
     alone = subprocess.run(
         [sys.executable, "-c", code.format(False)], cwd=tiny.ROOT, capture_output=True, text=True
     )
@@ -81,7 +95,10 @@ LATE = "import os, time; fork = os.fork; os.fork = lambda: (c := fork(), c and t
 def test_the_end_is_passed_on(before: str) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", before + PROGRAM.format("print(1, flush=True); time.sleep(60)")],
-        cwd=tiny.ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        cwd=tiny.ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout is not None and process.stdout.readline() == "1\n"
     began = time.monotonic()

@@ -17,9 +17,10 @@ CONFIG = tiny.ROOT / "configs" / "digits.py"
 
 def variants(batch: int, **changes: object) -> Variants:
     config = tiny.recipe_file(CONFIG).get_config(f"batch={batch}")
-    return Variants(f"{CONFIG}:batch={batch}", tiny.change(config, {
-        key.replace("__", "."): value for key, value in changes.items()
-    }))
+    return Variants(
+        f"{CONFIG}:batch={batch}",
+        tiny.change(config, {key.replace("__", "."): value for key, value in changes.items()}),
+    )
 
 
 def found(of: Variants) -> Answer:
@@ -38,8 +39,17 @@ def test_doubling_and_bisection(monkeypatch: pytest.MonkeyPatch) -> None:
     assert made[0].optimizer == made[-1].optimizer
     assert answer.json["batch_size"] == 960
     lines = answer.text.splitlines()
-    assert lines[0].split() == ["batch", "fits", "memory", "ms", "a", "step", "examples", "a",
-                                "second"]
+    assert lines[0].split() == [
+        "batch",
+        "fits",
+        "memory",
+        "ms",
+        "a",
+        "step",
+        "examples",
+        "a",
+        "second",
+    ]
     assert lines[1] == "    128  yes   12.8 %  128 (122 to 141)                1,000"
     assert lines[-3] == "  1,024  no     102 %"
     assert tiny.unbroken("\n".join(lines[-2:])) == (
@@ -47,7 +57,13 @@ def test_doubling_and_bisection(monkeypatch: pytest.MonkeyPatch) -> None:
         "1,024 does not fit"
     )
     assert [trial["batch_size"] for trial in answer.json["trials"]] == [
-        128, 256, 512, 768, 896, 960, 1024
+        128,
+        256,
+        512,
+        768,
+        896,
+        960,
+        1024,
     ]
 
 

@@ -64,23 +64,28 @@ def test_the_digits_step(name: str, num_devices: int, hosts: int) -> None:
     mfu = found["model_flops"] / (expected / 1e3) / peak
     assert 0 < found["mfu_without_network"] == pytest.approx(mfu)
     # The network waits once, along both axes of the torus; there is no run to compare with.
-    assert row["route"] == {"v3-8": "x line of 2, y line of 2",
-                            "v5e-16": "x line of 4, y line of 4"}[name]
+    assert (
+        row["route"]
+        == {"v3-8": "x line of 2, y line of 2", "v5e-16": "x line of 4, y line of 4"}[name]
+    )
     low, middle, high = found["network_exposed_milliseconds"]
     assert 0 < low < middle < high and "published runs" in found["calibrated_by"]
     assert [row["milliseconds"], row["exposed_milliseconds"]] == pytest.approx([middle] * 2)
     calibration = CALIBRATED.for_generation(name.partition("-")[0])
     factors = [each.compute_factor for each in calibration.each]
-    assert found["step_milliseconds"] == pytest.approx([
-        expected * factor + each
-        for factor, each in zip(factors, (low, middle, high), strict=True)
-    ])
+    assert found["step_milliseconds"] == pytest.approx(
+        [
+            expected * factor + each
+            for factor, each in zip(factors, (low, middle, high), strict=True)
+        ]
+    )
     # 30 epochs of 1,437 scans; after each an evaluation of 360, padded to the devices.
     run = found["run"]
     assert (run["updates"], run["evaluations"]) == (43, 30)
     assert run["compute_seconds"] == pytest.approx([43 * expected * each / 1e3 for each in factors])
-    assert run["network_seconds"] == pytest.approx([43 * each / 1e3 for each in
-                                                    (low, middle, high)])
+    assert run["network_seconds"] == pytest.approx(
+        [43 * each / 1e3 for each in (low, middle, high)]
+    )
     expected *= factors[1]
     forward = 30 * -(-360 // num_devices) * num_devices * expected / 1e3 / 3 / 1024
     assert run["evaluation_seconds"] == pytest.approx(forward)
@@ -116,8 +121,10 @@ def test_hosts_with_ethernet(tmp_path: pathlib.Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
-    assert answer["validation"] == slow["validation"] == json.loads(
-        json.dumps(CALIBRATED.validation._asdict())
+    assert (
+        answer["validation"]
+        == slow["validation"]
+        == json.loads(json.dumps(CALIBRATED.validation._asdict()))
     )
     [point] = answer["points"]
     assert point["phases"][0]["step_milliseconds"] == pytest.approx(slow["step_milliseconds"])
@@ -143,7 +150,11 @@ def test_a_step_that_does_not_fit() -> None:
 def test_the_same_plan_again(tmp_path: pathlib.Path) -> None:
     """The second takes the program that the first has kept, and gives the same numbers."""
     arguments = (
-        "lamb_tpu.plan", DIGITS, "--topology=v3-8", f"--cache={tmp_path / 'kept'}", "--json",
+        "lamb_tpu.plan",
+        DIGITS,
+        "--topology=v3-8",
+        f"--cache={tmp_path / 'kept'}",
+        "--json",
         f"--html={tmp_path / 'plan.html'}",
     )
     first, second = tiny.command(*arguments), tiny.command(*arguments)
@@ -154,9 +165,7 @@ def test_the_same_plan_again(tmp_path: pathlib.Path) -> None:
     assert page.count("<svg") == 3 and "x line of 2, y line of 2" in page
     assert re.search(r"lamb_tpu/\w+/\w+\.py:\d+", page)
     # A smaller batch learns of this one.
-    smaller = tiny.command(
-        "lamb_tpu.plan", "--config=configs/digits.py:batch=512", *arguments[2:4]
-    )
+    smaller = tiny.command("lamb_tpu.plan", "--config=configs/digits.py:batch=512", *arguments[2:4])
     assert smaller.returncode == 0
     assert tiny.unbroken(smaller.stdout).rstrip().endswith("; the next batch that fits: 1,024")
 
@@ -166,15 +175,21 @@ def test_the_same_plan_again(tmp_path: pathlib.Path) -> None:
 def test_the_largest_batch(tmp_path: pathlib.Path) -> None:
     """The second search takes what the first has compiled, and says the same."""
     arguments = (
-        "lamb_tpu.plan", "--config=configs/digits.py:batch=524288", "--topology=v5e-4",
-        "--config.duration=9 steps", "--config.model.hidden_sizes=(16384,16384)", "--find=batch",
-        f"--cache={tmp_path}", "--json",
+        "lamb_tpu.plan",
+        "--config=configs/digits.py:batch=524288",
+        "--topology=v5e-4",
+        "--config.duration=9 steps",
+        "--config.model.hidden_sizes=(16384,16384)",
+        "--find=batch",
+        f"--cache={tmp_path}",
+        "--json",
     )
     first, second = tiny.command(*arguments), tiny.command(*arguments)
     assert first.returncode == second.returncode == 0, first.stderr
     assert first.stdout == second.stdout and second.stderr == ""
     assert first.stderr.splitlines()[:2] == [
-        "compiling batch 524,288 (1 of at most 20)", "compiling batch 262,144 (2 of at most 20)",
+        "compiling batch 524,288 (1 of at most 20)",
+        "compiling batch 262,144 (2 of at most 20)",
     ]
     found = json.loads(first.stdout)
     largest = found["batch_size"]
@@ -207,7 +222,10 @@ def test_the_program_is_a_tpus() -> None:
         "    print(step.as_text().count('stablehlo.abs %arg'))\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tiny.ROOT, capture_output=True, text=True,
+        [sys.executable, "-c", code],
+        cwd=tiny.ROOT,
+        capture_output=True,
+        text=True,
         env=os.environ | {"JAX_NUM_CPU_DEVICES": "1"},
     )
     assert done.returncode == 0, done.stderr
@@ -215,18 +233,30 @@ def test_the_program_is_a_tpus() -> None:
     assert tpu == 0 < cpu
 
 
-@pytest.mark.parametrize("arguments, message", [
-    ((DIGITS, "--topology=v3-9"), "--topology is 'v3-9', and no slice of v3 has 9 cores; the "
-                                  "nearest are v3-8 and v3-32"),
-    ((DIGITS,), "--topology is missing; see --help"),
-    (("--topology=v3-8",), "--config is missing; see --help"),
-    (("--config=configs/none.py", "--topology=v3-8"), "'configs/none.py', which does not exist"),
-    ((DIGITS, "--topology=v3-8", "--workdir=x"), "workdir"),
-    ((DIGITS, "--topology=v3-8", "--html=plan.txt"),
-     "--html plan.txt must be a .html file in a folder that exists"),
-    ((DIGITS, "--topology=v3-8", "--cache=README.md"),
-     "--cache is 'README.md', which is no folder; give one, or 'none'"),
-])
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (
+            (DIGITS, "--topology=v3-9"),
+            "--topology is 'v3-9', and no slice of v3 has 9 cores; the nearest are v3-8 and v3-32",
+        ),
+        ((DIGITS,), "--topology is missing; see --help"),
+        (("--topology=v3-8",), "--config is missing; see --help"),
+        (
+            ("--config=configs/none.py", "--topology=v3-8"),
+            "'configs/none.py', which does not exist",
+        ),
+        ((DIGITS, "--topology=v3-8", "--workdir=x"), "workdir"),
+        (
+            (DIGITS, "--topology=v3-8", "--html=plan.txt"),
+            "--html plan.txt must be a .html file in a folder that exists",
+        ),
+        (
+            (DIGITS, "--topology=v3-8", "--cache=README.md"),
+            "--cache is 'README.md', which is no folder; give one, or 'none'",
+        ),
+    ],
+)
 def test_mistakes(arguments: tuple[str, ...], message: str) -> None:
     done = tiny.command("lamb_tpu.plan", *arguments)
     assert done.returncode == 2 and done.stdout == ""
@@ -253,7 +283,9 @@ def test_without_the_compiler() -> None:
     )
     done = subprocess.run(
         [sys.executable, "-c", code, DIGITS, "--topology=v3-8"],
-        cwd=tiny.ROOT, capture_output=True, text=True,
+        cwd=tiny.ROOT,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr == (
@@ -272,7 +304,9 @@ def test_a_crash_of_the_compiler() -> None:
     )
     done = subprocess.run(
         [sys.executable, "-c", code, DIGITS, "--topology=v3-8", "--cache=none"],
-        cwd=tiny.ROOT, capture_output=True, text=True,
+        cwd=tiny.ROOT,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 2 and done.stdout == ""
     last = done.stderr.splitlines()[-1]
@@ -283,8 +317,18 @@ def test_help_teaches() -> None:
     done = tiny.command("lamb_tpu.plan", "--help")
     assert done.returncode == 0
     for part in (
-        "python -m lamb_tpu.plan --config=configs/", "experiments/plan/calibration.md",
-        "--topology: The slice", "v5litepod", "--[no]json", "--html", "--cache", "--examples",
-        "--find", "--batches", "--price-per-device-hour", "--topologies", "--measured",
+        "python -m lamb_tpu.plan --config=configs/",
+        "experiments/plan/calibration.md",
+        "--topology: The slice",
+        "v5litepod",
+        "--[no]json",
+        "--html",
+        "--cache",
+        "--examples",
+        "--find",
+        "--batches",
+        "--price-per-device-hour",
+        "--topologies",
+        "--measured",
     ):
         assert part in tiny.unbroken(done.stdout), part

@@ -14,12 +14,19 @@ from tests import tiny
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("recipe, changes, examples", [
-    ("imagenet_efficientnet.py:size=b0", {"batch_size": 256, "model.group_size": 32}, 1_281_167),
-    ("bert_pretrain.py:size=tiny,phase=2", {"batch_size": 64}, None),
-    ("bert_squad.py:size=tiny,batch=64", {}, 87_599),
-    ("cifar10.py:batch=512", {}, 50_000),
-])
+@pytest.mark.parametrize(
+    "recipe, changes, examples",
+    [
+        (
+            "imagenet_efficientnet.py:size=b0",
+            {"batch_size": 256, "model.group_size": 32},
+            1_281_167,
+        ),
+        ("bert_pretrain.py:size=tiny,phase=2", {"batch_size": 64}, None),
+        ("bert_squad.py:size=tiny,batch=64", {}, 87_599),
+        ("cifar10.py:batch=512", {}, 50_000),
+    ],
+)
 def test_no_data_set_is_needed(
     monkeypatch: pytest.MonkeyPatch, recipe: str, changes: dict[str, int], examples: int | None
 ) -> None:

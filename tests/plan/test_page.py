@@ -75,9 +75,13 @@ def test_a_page(tmp_path: pathlib.Path) -> None:
 
 
 def test_hosts_with_slow_links(tmp_path: pathlib.Path) -> None:
-    slow = plan(program=PROGRAM, network=fabric(10), collectives=tuple(
-        each._replace(route=each.route._replace(hosts=4)) for each in plan().collectives or ()
-    ))
+    slow = plan(
+        program=PROGRAM,
+        network=fabric(10),
+        collectives=tuple(
+            each._replace(route=each.route._replace(hosts=4)) for each in plan().collectives or ()
+        ),
+    )
     write_page([("", slow)], tmp_path / "plan.html")
     text = (tmp_path / "plan.html").read_text()
     assert "one link of 10 Gb/s each way for the 8 devices of each" in text
@@ -89,7 +93,11 @@ def test_hosts_with_slow_links(tmp_path: pathlib.Path) -> None:
 
 def test_phases_and_a_step_that_does_not_fit(tmp_path: pathlib.Path) -> None:
     crowded = plan(
-        fits=False, memory=None, times=None, collectives=None, cycles=None,
+        fits=False,
+        memory=None,
+        times=None,
+        collectives=None,
+        cycles=None,
         message="RESOURCE_EXHAUSTED: <no> room\nmore",
     )
     write_page([("phase_1", plan()), ("phase_2", crowded)], tmp_path / "plan.html")

@@ -33,18 +33,33 @@ WORK = Work(7038, 65536, 10, 100_000, Input("sequences", 128, 27_412, "a page", 
 
 def plan(**changes: Any) -> Plan:
     values = {
-        "topology": topology("v3-2048"), "mesh": {"data": 64, "fsdp": 32}, "hosts": 256,
-        "batch_size": 65536, "backend": "shard_map", "compile_seconds": 63.2, "fits": True,
-        "needed": 5 * 2**30, "memory": MEMORY,
-        "flops": 2_890_500_000_000, "model_flops": 2_460_000_000_000, "cycles": 94_000_000,
-        "times": (times(0.01), times(0.02), times(0.05)), "work": WORK,
+        "topology": topology("v3-2048"),
+        "mesh": {"data": 64, "fsdp": 32},
+        "hosts": 256,
+        "batch_size": 65536,
+        "backend": "shard_map",
+        "compile_seconds": 63.2,
+        "fits": True,
+        "needed": 5 * 2**30,
+        "memory": MEMORY,
+        "flops": 2_890_500_000_000,
+        "model_flops": 2_460_000_000_000,
+        "cycles": 94_000_000,
+        "times": (times(0.01), times(0.02), times(0.05)),
+        "work": WORK,
         "calibration": Calibration(
-            CALIBRATED.unseen, "21 runs",
+            CALIBRATED.unseen,
+            "21 runs",
             Validation((19, 21), {"v4": (5, 7)}, (0.1, 0.4), (0.01, 0.2)),
         ),
         "collectives": (
-            Traffic(traffic.Row("all-reduce", 2048, "bf16", 7, 2**29, 2**29, 2**30), 0.025, 0.02,
-                    ROUTE, "Strategy"),
+            Traffic(
+                traffic.Row("all-reduce", 2048, "bf16", 7, 2**29, 2**29, 2**30),
+                0.025,
+                0.02,
+                ROUTE,
+                "Strategy",
+            ),
         ),
     }
     return Plan(**values | changes)
@@ -87,11 +102,11 @@ def test_what_the_terminal_shows() -> None:
     leaves = "Muon: 288 of 296 values; Adam: the rest; state: mu,nu float32; 1,216 bytes"
     assert leaves in tiny.unbroken(plan(leaves=leaves).describe())
     assert plan(leaves=leaves).as_json()["leaves"] == leaves
-    unknown = plan(
-        cycles=None, flops=None, times=None, collectives=None, notes=("the loop %w",),
-    )
+    unknown = plan(cycles=None, flops=None, times=None, collectives=None, notes=("the loop %w",))
     assert unknown.describe().splitlines()[5:] == [
-        "model FLOPs: 2.46e+12 of a device", "not known: the loop %w", "fits (32 % of memory)",
+        "model FLOPs: 2.46e+12 of a device",
+        "not known: the loop %w",
+        "fits (32 % of memory)",
     ]
     assert unknown.as_json()["milliseconds_without_network"] is None
     assert unknown.as_json()["run"]["chip_hours"] is None
@@ -118,8 +133,9 @@ def test_json() -> None:
     assert found["mfu"] == pytest.approx(found["mfu_without_network"] * 100 / 120)
     [row] = found["collectives"]
     assert row["route"] == "x ring of 32, y ring of 32" and row["algorithm"] == "Strategy"
-    assert found["run"]["seconds"][1] == pytest.approx(7038 * 0.12 + found["run"][
-        "evaluation_seconds"])
+    assert found["run"]["seconds"][1] == pytest.approx(
+        7038 * 0.12 + found["run"]["evaluation_seconds"]
+    )
 
 
 def test_the_line_that_decides() -> None:

@@ -23,8 +23,11 @@ def schedule(compute: float, *events: Event) -> Timeline:
 def test_bytes_by_dtype() -> None:
     found = sending.as_json(schedule(1.0, PACKED, INSIDE), fabric(25))
     assert found == {
-        "sent_bytes": {"u8": 2 * 3100, "f32": 4 * 70}, "limited_by": "computation",
-        "network_gbps": 25, "host_devices": 8, "host_link_bytes": 2 * 8 * 3200 * 24 / 32,
+        "sent_bytes": {"u8": 2 * 3100, "f32": 4 * 70},
+        "limited_by": "computation",
+        "network_gbps": 25,
+        "host_devices": 8,
+        "host_link_bytes": 2 * 8 * 3200 * 24 / 32,
     }
 
 

@@ -29,13 +29,16 @@ def test_names_say_what_differs() -> None:
     assert stages.names(sparse) == ["DGC, ratio=0.25", "DGC, ratio=0.0003333"]
     assert stages.names([Stage(Cast(AXES, 8)), sparse[0]]) == ["Cast", "DGC"]
     assert stages.names([Stage(), Stage(None, "frozen")]) == [
-        "by the compiler", "by the compiler, optimizer frozen"
+        "by the compiler",
+        "by the compiler, optimizer frozen",
     ]
 
 
 def test_sums_over_stages() -> None:
-    rows = [stages.row("dense", 10, times(1.0, 2.0, 100)),
-            stages.row("packed", 90, times(3.0, 0.5, 10))]
+    rows = [
+        stages.row("dense", 10, times(1.0, 2.0, 100)),
+        stages.row("packed", 90, times(3.0, 0.5, 10)),
+    ]
     assert rows[1] == Row("packed", 90, (3.0,) * 3, (0.25, 0.5, 1.0), {"u8": 20})
     found = stages.seconds(rows)
     assert found is not None
@@ -57,12 +60,17 @@ def test_sums_over_stages() -> None:
 def test_a_plan_of_several_stages() -> None:
     """DGC with a warm-up of one sparsity, between hosts with 10 Gb/s."""
     config = tiny.recipe_file(tiny.ROOT / "configs" / "digits.py").get_config("batch=256")
-    tiny.change(config, {
-        "parallel.backend": "shard_map", "optimizer.b1": 0.0, "duration": "20 steps",
-        "parallel.exchange": ConfigDict({
-            "name": "dgc", "ratio": 0.01, "warmup_steps": 4, "warmup_stages": 1,
-        }),
-    })
+    tiny.change(
+        config,
+        {
+            "parallel.backend": "shard_map",
+            "optimizer.b1": 0.0,
+            "duration": "20 steps",
+            "parallel.exchange": ConfigDict(
+                {"name": "dgc", "ratio": 0.01, "warmup_steps": 4, "warmup_stages": 1}
+            ),
+        },
+    )
     told: list[str] = []
 
     def waiting(text: str):
@@ -78,8 +86,7 @@ def test_a_plan_of_several_stages() -> None:
     # The plan is of the last stage, and the totals are of all.
     assert plan.times is not None and plan.totals is not None and plan.step_seconds is not None
     assert plan.stages[1].compute == tuple(each.compute for each in plan.times)
-    middle = [row.compute[1] + row.network[1] for row in plan.stages
-              if row.compute and row.network]
+    middle = [row.compute[1] + row.network[1] for row in plan.stages if row.compute and row.network]
     total = plan.totals.compute[1] + plan.totals.network[1]
     assert total == pytest.approx(4 * middle[0] + 16 * middle[1])
     assert plan.as_json()["run"]["stages"][0]["updates"] == 4

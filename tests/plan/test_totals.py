@@ -53,15 +53,25 @@ def test_an_evaluation_of_streams_is_of_all_their_windows() -> None:
     assert (found.input.unit, found.input.tokens) == ("sequences", 20)
 
 
-@pytest.mark.parametrize("changes, version, line", [
-    ({}, "v5e", "input: 6,400 images a second and host, 6.4 cores at 1,000 a core (a page)"),
-    ({}, "v6e", "input: 6,400 images a second and host, 6.4 cores at 1,000 a core (a page); a host "
-                "has 180 vCPUs"),
-    ({"unit": "sequences", "tokens": 512, "per_core": None}, "v3",
-     "input: 6,400 sequences (3,276,800 tokens) a second and host; how many a core reads was not "
-     "measured"),
-    ({"is_in_memory": True}, "v3", "input: 6,400 images a second and host, from memory"),
-])
+@pytest.mark.parametrize(
+    "changes, version, line",
+    [
+        ({}, "v5e", "input: 6,400 images a second and host, 6.4 cores at 1,000 a core (a page)"),
+        (
+            {},
+            "v6e",
+            "input: 6,400 images a second and host, 6.4 cores at 1,000 a core (a page); a host "
+            "has 180 vCPUs",
+        ),
+        (
+            {"unit": "sequences", "tokens": 512, "per_core": None},
+            "v3",
+            "input: 6,400 sequences (3,276,800 tokens) a second and host; how many a core reads was not "
+            "measured",
+        ),
+        ({"is_in_memory": True}, "v3", "input: 6,400 images a second and host, from memory"),
+    ],
+)
 def test_input(changes: dict, version: str, line: str) -> None:
     work = WORK._replace(input=IMAGES._replace(**changes))
     assert describe_input(work, 0.01, 2, version) == line

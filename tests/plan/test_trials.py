@@ -14,8 +14,8 @@ from tests.plan import planned
 
 def test_outcomes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     made = planned.instead(
-        monkeypatch, lambda config, _: {64: (1.548, 100), 128: (20, 1), 256: "no room"}[
-            config.batch_size]
+        monkeypatch,
+        lambda config, _: {64: (1.548, 100), 128: (20, 1), 256: "no room"}[config.batch_size],
     )
     with Trials(3) as each:
         fits, crowded, refused = (
@@ -33,7 +33,10 @@ def test_outcomes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
     assert crowded.cells() == ("no", "129 %", "") and crowded.expected == math.inf
     assert refused.cells() == ("refused",) and not refused.fits
     assert refused.as_json() == {
-        "refused": "no room", "batch_size": None, "fits": False, "share_of_memory": None,
+        "refused": "no room",
+        "batch_size": None,
+        "fits": False,
+        "share_of_memory": None,
         "step_milliseconds": None,
     }
     assert fits.as_json()["step_milliseconds"] == pytest.approx([95, 100, 110])

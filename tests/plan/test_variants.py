@@ -18,8 +18,8 @@ def of(recipe: str, **changes: object) -> Variants:
     path, _, argument = recipe.partition(":")
     config = tiny.recipe_file(CONFIGS / path).get_config(argument)
     return Variants(
-        f"{CONFIGS}/{recipe}", tiny.change(config, {k.replace("__", "."): v
-                                                    for k, v in changes.items()})
+        f"{CONFIGS}/{recipe}",
+        tiny.change(config, {k.replace("__", "."): v for k, v in changes.items()}),
     )
 
 

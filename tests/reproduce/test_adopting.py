@@ -44,9 +44,12 @@ def test_a_run_on_a_tpu_can_join_the_calibration(
 
 @pytest.mark.long
 def test_stages_are_followed(tmp_path: pathlib.Path) -> None:
-    table = write(tmp_path, TABLE.replace(
-        'config = "digits:batch=128"', 'stages = ["digits:batch=64", "digits:batch=128"]'
-    ))
+    table = write(
+        tmp_path,
+        TABLE.replace(
+            'config = "digits:batch=128"', 'stages = ["digits:batch=64", "digits:batch=128"]'
+        ),
+    )
     folder = run(tmp_path, table)
     # The first stage is found beside the last, although it is not where it was.
     found = adopting.find({table.key: table}, folder / "stage_2")
@@ -57,10 +60,13 @@ def test_stages_are_followed(tmp_path: pathlib.Path) -> None:
 
 
 def test_a_run_may_end_at_its_target(tmp_path: pathlib.Path) -> None:
-    text = TABLE.replace('duration = "4 steps"', (
-        'duration = "9 steps", "eval.every" = "1 steps", "target.metric" = "accuracy", '
-        '"target.value" = 0.0001'
-    ))
+    text = TABLE.replace(
+        'duration = "4 steps"',
+        (
+            'duration = "9 steps", "eval.every" = "1 steps", "target.metric" = "accuracy", '
+            '"target.value" = 0.0001'
+        ),
+    )
     table = write(tmp_path, text)
     finished = adopting.find({table.key: table}, run(tmp_path, table))
     assert finished.record["updates"] < 9
@@ -69,16 +75,19 @@ def test_a_run_may_end_at_its_target(tmp_path: pathlib.Path) -> None:
 def test_refused(tmp_path: pathlib.Path) -> None:
     folder = run(tmp_path, write(tmp_path))
     table = write(tmp_path, TABLE.replace("4 steps", "5 steps"))
-    with pytest.raises(UserError, match=(
-        "is of no table; the nearest is small/digits, adamw-small, from which it differs in "
-        "duration: '4 steps' there, '5 steps' now"
-    )):
+    with pytest.raises(
+        UserError,
+        match=(
+            "is of no table; the nearest is small/digits, adamw-small, from which it differs in "
+            "duration: '4 steps' there, '5 steps' now"
+        ),
+    ):
         adopting.find({table.key: table}, folder)
     table = write(tmp_path)
     metrics = folder / "metrics.jsonl"
-    metrics.write_text("".join(
-        line for line in metrics.read_text().splitlines(True) if '"eval"' not in line
-    ))
+    metrics.write_text(
+        "".join(line for line in metrics.read_text().splitlines(True) if '"eval"' not in line)
+    )
     with pytest.raises(UserError, match="no evaluation at its end; let it finish"):
         adopting.find({table.key: table}, folder)
     with pytest.raises(UserError, match="holds no run"):

@@ -32,12 +32,15 @@ def test_estimate(tmp_path: pathlib.Path) -> None:
     assert budget.estimate(job_of(said), results) == 120
 
 
-@pytest.mark.parametrize("minutes, names", [
-    (1.9, []),
-    (4.1, ["lamb0", "adamw0"]),
-    (6.1, ["lamb0", "adamw0", "lamb1"]),
-    (99, ["lamb0", "adamw0", "lamb1", "adamw1"]),
-])
+@pytest.mark.parametrize(
+    "minutes, names",
+    [
+        (1.9, []),
+        (4.1, ["lamb0", "adamw0"]),
+        (6.1, ["lamb0", "adamw0", "lamb1"]),
+        (99, ["lamb0", "adamw0", "lamb1", "adamw1"]),
+    ],
+)
 def test_fitting(tmp_path: pathlib.Path, minutes: float, names: list[str]) -> None:
     table = write(tmp_path, TABLE.replace("seeds = 2", "minutes = {cpu = 2}"))
     jobs = [job_of(table, cell, seed) for cell in ("lamb", "adamw") for seed in (0, 1)]

@@ -60,9 +60,16 @@ def test_records_of_changed_code_stay_out_of_the_package(
     assert [record["seed"] for record in Results(table)] == [0]
 
 
-@pytest.mark.parametrize("content", ["{", "{}", "[1]", json.dumps([{"table": "small/digits"}]),
-    json.dumps([{"table": "a", "form": "", "runs": [{"record": {"seed": 1}, "configs": []}]}]),
-])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{",
+        "{}",
+        "[1]",
+        json.dumps([{"table": "small/digits"}]),
+        json.dumps([{"table": "a", "form": "", "runs": [{"record": {"seed": 1}, "configs": []}]}]),
+    ],
+)
 def test_damaged(tmp_path: pathlib.Path, content: str) -> None:
     file = tmp_path / "file.json"
     file.write_text(content)

@@ -14,7 +14,8 @@ def test_tables(tmp_path: pathlib.Path) -> None:
     write(tmp_path, name="other")
     found = loading.load_all(tmp_path)
     assert [table.key for table in choosing.choose_tables(found, ["small"])] == [
-        "small/digits", "small/other"
+        "small/digits",
+        "small/other",
     ]
     assert [table.key for table in choosing.choose_tables(found, ["small/other"] * 2)] == [
         "small/other"

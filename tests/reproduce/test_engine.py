@@ -46,8 +46,9 @@ def test_run(tmp_path: pathlib.Path) -> None:
     assert folder.name.endswith(found["config"])
     # A run that is complete but has no record, as after a kill between the two, trains nothing.
     before = (folder / "metrics.jsonl").read_text()
-    finished = engine.execute(Job(table, table.scales["small"], table.cells["lamb"], 0),
-                              place(tmp_path))
+    finished = engine.execute(
+        Job(table, table.scales["small"], table.cells["lamb"], 0), place(tmp_path)
+    )
     assert finished.record == found and (folder / "metrics.jsonl").read_text() == before
 
 
@@ -84,10 +85,14 @@ def test_runs_share_their_programs(tmp_path: pathlib.Path) -> None:
 
 
 def test_diverged_is_a_result(tmp_path: pathlib.Path) -> None:
-    table = write(tmp_path, TABLE.replace(
-        'overrides = {', 'overrides = {"optimizer.learning_rate" = 1e38, "schedule.warmup" = '
-        '"0 steps", "guards.max_skipped" = 0, '
-    ))
+    table = write(
+        tmp_path,
+        TABLE.replace(
+            "overrides = {",
+            'overrides = {"optimizer.learning_rate" = 1e38, "schedule.warmup" = '
+            '"0 steps", "guards.max_skipped" = 0, ',
+        ),
+    )
     job = Job(table, table.scales["small"], table.cells["adamw"], 0)
     finished = engine.execute(job, place(tmp_path))
     assert finished.record["values"] is None and "inf" in finished.record["diverged"]
@@ -97,10 +102,12 @@ def test_diverged_is_a_result(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.long
 def test_stages(tmp_path: pathlib.Path) -> None:
-    table = write(tmp_path, TABLE.replace(
-        'config = "digits:batch=128"',
-        'stages = ["digits:batch=64", "digits:batch=128"]',
-    ).replace('"optimizer=lamb"', '"optimizer=adamw"'))
+    table = write(
+        tmp_path,
+        TABLE.replace(
+            'config = "digits:batch=128"', 'stages = ["digits:batch=64", "digits:batch=128"]'
+        ).replace('"optimizer=lamb"', '"optimizer=adamw"'),
+    )
     job = Job(table, table.scales["small"], table.cells["lamb"], 0)
     finished = engine.execute(job, place(tmp_path))
     assert [flat["batch_size"] for flat in finished.configs] == [64, 128]
@@ -114,7 +121,12 @@ def test_search(tmp_path: pathlib.Path) -> None:
     scale, cell = table.scales["small"], table.cells["lamb"]
     wanted = engine.searches(table, scale, cell)
     assert [(job.factor, job.seed) for job in wanted] == [
-        (0.5, 0), (0.5, 1), (1, 0), (1, 1), (2, 0), (2, 1)
+        (0.5, 0),
+        (0.5, 1),
+        (1, 0),
+        (1, 1),
+        (2, 0),
+        (2, 1),
     ]
     results = Results(table)
     for job, accuracy in zip(wanted, (0.9, 0.8, 0.95, None, 0.85, 0.87)):
@@ -149,11 +161,14 @@ def test_several_cells_have_one_search(tmp_path: pathlib.Path) -> None:
     assert first.search and not second.search
 
 
-@pytest.mark.parametrize("text, data, message", [
-    (TABLE.replace("seeds = 2", 'data = ["mnist"]'), "data", "--data .* has no mnist, which"),
-    (TABLE.replace("digits:batch=128", "digits:btach=128"), None, "unknown key 'btach'"),
-    (TABLE.replace("digits:batch=128", "digitz"), None, "'digitz', which does not exist"),
-])
+@pytest.mark.parametrize(
+    "text, data, message",
+    [
+        (TABLE.replace("seeds = 2", 'data = ["mnist"]'), "data", "--data .* has no mnist, which"),
+        (TABLE.replace("digits:batch=128", "digits:btach=128"), None, "unknown key 'btach'"),
+        (TABLE.replace("digits:batch=128", "digitz"), None, "'digitz', which does not exist"),
+    ],
+)
 def test_mistakes_are_told_before_anything_trains(
     tmp_path: pathlib.Path, text: str, data: Any, message: str
 ) -> None:

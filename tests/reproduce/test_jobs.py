@@ -36,9 +36,11 @@ def test_command_has_the_same_config(tmp_path: pathlib.Path) -> None:
     words = shlex.split(stage.command("runs/x"))
     assert words[:4] == ["python", "-m", "lamb_tpu.train", f"--config={stage.recipe}"]
     assert "--config.duration=4 steps" in words and words[-1] == "--workdir=runs/x"
-    again = Stage(stage.recipe, dict(
-        word.removeprefix("--config.").split("=", 1) for word in words if "--config." in word
-    ) | {"seed": 3})
+    again = Stage(
+        stage.recipe,
+        dict(word.removeprefix("--config.").split("=", 1) for word in words if "--config." in word)
+        | {"seed": 3},
+    )
     assert flatten(again.config()) == flatten(stage.config())
 
 
@@ -66,9 +68,7 @@ def test_a_key_that_an_old_config_lacks_has_its_default(tmp_path: pathlib.Path) 
     assert jobs.changes([], now) == ["0 stages there, 1 now"]
 
 
-def test_a_key_of_an_old_config_is_read_by_its_name_of_today(
-    tmp_path: pathlib.Path,
-) -> None:
+def test_a_key_of_an_old_config_is_read_by_its_name_of_today(tmp_path: pathlib.Path) -> None:
     (stage,) = jobs.stages(first(write(tmp_path)))
     now = jobs.flat_configs([stage.config()])
     old = [dict(now[0])]
@@ -93,45 +93,54 @@ def test_defaults_of_an_optimizer_or_a_model_count_as_those_of_the_whole_config(
     assert len(jobs.changes([gone], [old[0] | default])) == 2
 
 
-TUNED = TABLE + """
+TUNED = (
+    TABLE
+    + """
 [tuning]
 key = "optimizer.learning_rate"
 factors = [0.5, 1, 2]
 overrides = {"data.train_split" = "train[:80%]"}
 seeds = 2
 """
+)
 
 
 def test_search(tmp_path: pathlib.Path) -> None:
     table = write(tmp_path, TUNED)
     base = flatten(jobs.stages(first(write(tmp_path / "plain")))[0].config())
     for more, rate, split in (
-        ({"factor": 0.5}, 0.5, "train[:80%]"), ({"chosen": 2.0}, 2.0, base["data.train_split"]),
+        ({"factor": 0.5}, 0.5, "train[:80%]"),
+        ({"chosen": 2.0}, 2.0, base["data.train_split"]),
     ):
         found = flatten(jobs.stages(first(table, **more))[0].config())
         assert found["optimizer.learning_rate"] == rate * base["optimizer.learning_rate"]
         assert found["data.train_split"] == split
-    table = write(tmp_path, TUNED.replace('"optimizer=lamb"',
-                                          '"optimizer=lamb", search = {batch_size = 64}'))
+    table = write(
+        tmp_path, TUNED.replace('"optimizer=lamb"', '"optimizer=lamb", search = {batch_size = 64}')
+    )
     for more, batch in (({"factor": 0.5}, 64), ({"chosen": 2.0}, 128)):
         assert jobs.stages(first(table, **more))[0].config().batch_size == batch
     assert first(table, factor=0.5).name == "lamb-small-search0.5-seed3"
     with pytest.raises(UserError, match="tuning.key is 'optimizer.name', which .* is 'lamb'"):
-        jobs.stages(first(write(tmp_path, TUNED.replace("optimizer.learning_rate",
-                                                        "optimizer.name"))))
+        jobs.stages(
+            first(write(tmp_path, TUNED.replace("optimizer.learning_rate", "optimizer.name")))
+        )
 
 
-@pytest.mark.parametrize("overrides, message", [
-    ('{"log.evry" = "2 steps"}', "config.log.evry is unknown; config.log has: "),
-    ('{"optimizer.beta9" = 1}', "config.optimizer.beta9 is unknown"),
-    ('{"seed.x" = 1}', "config.seed.x is unknown; config.seed has: no keys"),
-    ('{batch_size = "many"}', "config.batch_size is 'many'; it must have the type of 128"),
-    ('{batch_size = 0}', "config.batch_size is 0"),
-])
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        ('{"log.evry" = "2 steps"}', "config.log.evry is unknown; config.log has: "),
+        ('{"optimizer.beta9" = 1}', "config.optimizer.beta9 is unknown"),
+        ('{"seed.x" = 1}', "config.seed.x is unknown; config.seed has: no keys"),
+        ('{batch_size = "many"}', "config.batch_size is 'many'; it must have the type of 128"),
+        ("{batch_size = 0}", "config.batch_size is 0"),
+    ],
+)
 def test_mistakes(tmp_path: pathlib.Path, overrides: str, message: str) -> None:
-    table = write(tmp_path, TABLE.replace(
-        '{duration = "4 steps", "log.every" = "2 steps"}', overrides
-    ))
+    table = write(
+        tmp_path, TABLE.replace('{duration = "4 steps", "log.every" = "2 steps"}', overrides)
+    )
     (stage,) = jobs.stages(first(table))
     with pytest.raises(UserError, match=message):
         stage.config()
@@ -145,17 +154,20 @@ def test_stages_start_from_the_one_before_and_have_data_of_their_own() -> None:
     table = ALL["lamb/table1"]
     one, two = jobs.stages(first(table, "lamb-1k"), pathlib.Path("/data"))
     assert (one.recipe, two.recipe) == (
-        "bert_pretrain:size=large,batch=1024", "bert_squad:size=large"
+        "bert_pretrain:size=large,batch=1024",
+        "bert_squad:size=large",
     )
     assert (one.overrides["data.dir"], two.overrides["data.dir"]) == ("/data/text", "/data/squad")
 
 
 def test_a_cell_may_have_stages_of_its_own_and_paths_below_the_data(tmp_path: pathlib.Path) -> None:
-    text = TABLE.replace('config = "digits:batch=128"', (
-        'stages = ["digits:batch=64", "digits:batch=128"]\ndata = ["one", "two"]'
-    )).replace('name = "lamb", ', (
-        'name = "lamb", config = "digits", overrides = {"init_from" = "DATA/two/x"}, '
-    ))
+    text = TABLE.replace(
+        'config = "digits:batch=128"',
+        ('stages = ["digits:batch=64", "digits:batch=128"]\ndata = ["one", "two"]'),
+    ).replace(
+        'name = "lamb", ',
+        ('name = "lamb", config = "digits", overrides = {"init_from" = "DATA/two/x"}, '),
+    )
     table = write(tmp_path, text)
     (stage,) = jobs.stages(first(table), pathlib.Path("/data"))
     assert stage.recipe == "digits:optimizer=lamb"

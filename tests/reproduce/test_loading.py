@@ -24,24 +24,36 @@ def test_table(tmp_path: pathlib.Path) -> None:
 
 
 def test_estimates_and_spaces(tmp_path: pathlib.Path) -> None:
-    table = write(tmp_path, TABLE.replace("seeds = 2", """minutes = {cpu = 3, gpu = 0.5}
+    table = write(
+        tmp_path,
+        TABLE.replace(
+            "seeds = 2",
+            """minutes = {cpu = 3, gpu = 0.5}
 
 [tune]
 range = [0.5, 2]
 overrides = {duration = "2 steps"}
-"""))
+""",
+        ),
+    )
     assert table.scales["small"].minutes == {"cpu": 3.0, "gpu": 0.5}
     assert (table.space.key, table.space.low, table.space.high) == (
-        "optimizer.learning_rate", 0.5, 2.0
+        "optimizer.learning_rate",
+        0.5,
+        2.0,
     )
     assert table.space.overrides == {
-        "duration": "2 steps", "data.train_split": "train[:90%]", "data.eval_split": "train[90%:]"
+        "duration": "2 steps",
+        "data.train_split": "train[:90%]",
+        "data.eval_split": "train[90%:]",
     }
 
 
 def test_keys_may_be_dotted_or_nested(tmp_path: pathlib.Path) -> None:
-    text = TABLE.replace('overrides = {duration = "4 steps", "log.every" = "2 steps"}',
-                         '[scales.small.overrides]\nlog.every = "2 steps"\noptimizer.b2 = 0.9')
+    text = TABLE.replace(
+        'overrides = {duration = "4 steps", "log.every" = "2 steps"}',
+        '[scales.small.overrides]\nlog.every = "2 steps"\noptimizer.b2 = 0.9',
+    )
     text = text.replace("seeds = 2\n", "")
     scale = write(tmp_path, text).scales["small"]
     assert scale.overrides == {"log.every": "2 steps", "optimizer.b2": 0.9}
@@ -59,33 +71,83 @@ def test_what_no_table_has(tmp_path: pathlib.Path) -> None:
         loading.load_all(tmp_path)
 
 
-@pytest.mark.parametrize("old, new, message", [
-    ("title =", "titel =", "title is missing"),
-    ("examples = 1_437", "examples = 1.5", "scales.small.examples is 1.5; it must be of type int"),
-    ('source = "Table 9"', 'sauce = "Table 9"', "sauce is unknown; known: .*source"),
-    ('known = "recalled"', 'known = "guessed"', "known is 'guessed'; known: seen, recalled"),
-    ("digits = 1", 'digits = "1"', "metric.digits is '1'; it must be of type int"),
-    ("digits = 1, factor = 100.0}", 'digits = 1}\ncolumns = ["loss"]',
-     "columns is .'loss'.; give a list of some of: updates, average_batch"),
-    ("[scales.small]", "[scales.huge]", "scales.huge is unknown; known: smoke, small, paper"),
-    ('config = "digits:batch=128"', "", "scales.small must have either config"),
-    ('name = "lamb"', 'name = "lamb", config = "a", stages = ["b"]', "cell lamb must have either"),
-    ('name = "lamb"', 'name = "lamb", stages = ["a", "b"]', "cell lamb has 2 stages; .* has 1, of"),
-    ('name = "lamb"', 'name = "lamb", row = "LAMB"', "all cells must have a row and a column, or"),
-    ('name = "lamb"', 'name = "lamb", first = {batch_size = 1}', "cell lamb has keys of the first"),
-    ('name = "lamb"', 'name = "lamb", baseline = "sgd"', "cell lamb has baseline 'sgd'; it must"),
-    ('name = "lamb"', 'name = "lamb", tuned_by = "adamw"', "cell lamb has tuned_by 'adamw'; it"),
-    ("seeds = 2", "seeds = 0", "scales.small.seeds is 0; it must be at least 1"),
-    ("seeds = 2", "cpu_devices = 0", "scales.small.cpu_devices is 0; it must be at least 1"),
-    ('name = "adamw"', 'name = "lamb"', r"cells\[2\].name is 'lamb', which another cell has"),
-    ('name = "adamw"', 'name = "Adam W"', "name 'Adam W' must be of lower-case letters"),
-    ("{accuracy = 92.5}", "{accuracy = true}", "published.accuracy of cell adamw is True"),
-    ("[scales.small]", "[tuning]\nkey = \"a\"\nfactors = [0]\n[scales.small]", "tuning.factors is"),
-    ("[scales.small]", "[tune]\nrange = [8, 1]\n[scales.small]", "tune.range is .* smaller first"),
-    ("seeds = 2", "minutes = {cuda = 3}", "scales.small.minutes.cuda is unknown; known: cpu, gpu"),
-    ('title = "Digits', "title = Digits", "is not TOML"),
-    ("seeds = 2", 'data = ["a", "b"]', "scales.small.data is .* folder for each of the 1 stage"),
-])
+@pytest.mark.parametrize(
+    "old, new, message",
+    [
+        ("title =", "titel =", "title is missing"),
+        (
+            "examples = 1_437",
+            "examples = 1.5",
+            "scales.small.examples is 1.5; it must be of type int",
+        ),
+        ('source = "Table 9"', 'sauce = "Table 9"', "sauce is unknown; known: .*source"),
+        ('known = "recalled"', 'known = "guessed"', "known is 'guessed'; known: seen, recalled"),
+        ("digits = 1", 'digits = "1"', "metric.digits is '1'; it must be of type int"),
+        (
+            "digits = 1, factor = 100.0}",
+            'digits = 1}\ncolumns = ["loss"]',
+            "columns is .'loss'.; give a list of some of: updates, average_batch",
+        ),
+        ("[scales.small]", "[scales.huge]", "scales.huge is unknown; known: smoke, small, paper"),
+        ('config = "digits:batch=128"', "", "scales.small must have either config"),
+        (
+            'name = "lamb"',
+            'name = "lamb", config = "a", stages = ["b"]',
+            "cell lamb must have either",
+        ),
+        (
+            'name = "lamb"',
+            'name = "lamb", stages = ["a", "b"]',
+            "cell lamb has 2 stages; .* has 1, of",
+        ),
+        (
+            'name = "lamb"',
+            'name = "lamb", row = "LAMB"',
+            "all cells must have a row and a column, or",
+        ),
+        (
+            'name = "lamb"',
+            'name = "lamb", first = {batch_size = 1}',
+            "cell lamb has keys of the first",
+        ),
+        (
+            'name = "lamb"',
+            'name = "lamb", baseline = "sgd"',
+            "cell lamb has baseline 'sgd'; it must",
+        ),
+        (
+            'name = "lamb"',
+            'name = "lamb", tuned_by = "adamw"',
+            "cell lamb has tuned_by 'adamw'; it",
+        ),
+        ("seeds = 2", "seeds = 0", "scales.small.seeds is 0; it must be at least 1"),
+        ("seeds = 2", "cpu_devices = 0", "scales.small.cpu_devices is 0; it must be at least 1"),
+        ('name = "adamw"', 'name = "lamb"', r"cells\[2\].name is 'lamb', which another cell has"),
+        ('name = "adamw"', 'name = "Adam W"', "name 'Adam W' must be of lower-case letters"),
+        ("{accuracy = 92.5}", "{accuracy = true}", "published.accuracy of cell adamw is True"),
+        (
+            "[scales.small]",
+            '[tuning]\nkey = "a"\nfactors = [0]\n[scales.small]',
+            "tuning.factors is",
+        ),
+        (
+            "[scales.small]",
+            "[tune]\nrange = [8, 1]\n[scales.small]",
+            "tune.range is .* smaller first",
+        ),
+        (
+            "seeds = 2",
+            "minutes = {cuda = 3}",
+            "scales.small.minutes.cuda is unknown; known: cpu, gpu",
+        ),
+        ('title = "Digits', "title = Digits", "is not TOML"),
+        (
+            "seeds = 2",
+            'data = ["a", "b"]',
+            "scales.small.data is .* folder for each of the 1 stage",
+        ),
+    ],
+)
 def test_mistakes(tmp_path: pathlib.Path, old: str, new: str, message: str) -> None:
     assert old in TABLE
     with pytest.raises(UserError, match=message) as raised:
@@ -105,14 +167,26 @@ def test_shipped_tables_are_sound() -> None:
         assert any(not cell.unknown for cell in table.cells.values()), table.key
 
 
-@pytest.mark.parametrize("before, after, reason", [
-    ('config = "digits:batch=128"', 'config = "evil.py"', "names the recipe 'evil.py', a file of"),
-    ('name = "adamw"', 'name = "adamw", stages = ["evil.py:x"]', "names the recipe 'evil.py:x'"),
-    (
-        'name = "lars"', 'name = "lars", overrides = {"model.name" = "subprocess:getoutput"}',
-        "config.model.name is 'subprocess:getoutput' in .*digits.toml, and subprocess belongs to",
-    ),
-])
+@pytest.mark.parametrize(
+    "before, after, reason",
+    [
+        (
+            'config = "digits:batch=128"',
+            'config = "evil.py"',
+            "names the recipe 'evil.py', a file of",
+        ),
+        (
+            'name = "adamw"',
+            'name = "adamw", stages = ["evil.py:x"]',
+            "names the recipe 'evil.py:x'",
+        ),
+        (
+            'name = "lars"',
+            'name = "lars", overrides = {"model.name" = "subprocess:getoutput"}',
+            "config.model.name is 'subprocess:getoutput' in .*digits.toml, and subprocess belongs to",
+        ),
+    ],
+)
 def test_code_of_the_folder_needs_the_flag(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, before: str, after: str, reason: str
 ) -> None:

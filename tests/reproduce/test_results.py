@@ -87,12 +87,15 @@ def test_machine() -> None:
     assert results.machine(new) == f"1 x cpu, 2 cores, Fast, {versions} with uncommitted changes"
 
 
-@pytest.mark.parametrize("name, text, message", [
-    ("digits.jsonl", "{\n", "line 1 of .*digits.jsonl is not JSON"),
-    ("digits.jsonl", '{"cell": "lamb"}\n', "digits.jsonl is damaged .line 1 has no scale"),
-    ("digits.configs.json", "[", "digits.configs.json is damaged"),
-    ("digits.configs.json", "{}", "digits.configs.json is damaged .the config .* is missing"),
-])
+@pytest.mark.parametrize(
+    "name, text, message",
+    [
+        ("digits.jsonl", "{\n", "line 1 of .*digits.jsonl is not JSON"),
+        ("digits.jsonl", '{"cell": "lamb"}\n', "digits.jsonl is damaged .line 1 has no scale"),
+        ("digits.configs.json", "[", "digits.configs.json is damaged"),
+        ("digits.configs.json", "{}", "digits.configs.json is damaged .the config .* is missing"),
+    ],
+)
 def test_damage(tmp_path: pathlib.Path, name: str, text: str, message: str) -> None:
     table = write(tmp_path)
     add(Results(table), job_of(table), 0.9)

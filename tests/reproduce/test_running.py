@@ -69,9 +69,10 @@ def test_a_whole_story(tmp_path: pathlib.Path) -> None:
     for name in ("small-digits.md", "small-digits-small-training.svg"):
         assert str(tmp_path / "mine" / "report" / name) in told.splitlines()
     assert all(pathlib.Path(line).exists() for line in told.splitlines())
-    assert "| adamw | 92.5 (seen) | - |" in (
-        tmp_path / "mine" / "report" / "small-digits.md"
-    ).read_text()
+    assert (
+        "| adamw | 92.5 (seen) | - |"
+        in (tmp_path / "mine" / "report" / "small-digits.md").read_text()
+    )
     # The table changes: its cells are stale and are run again.
     write(tmp_path, TABLE.replace("4 steps", "5 steps"))
     shown = call(tmp_path, "show", "small")
@@ -80,21 +81,33 @@ def test_a_whole_story(tmp_path: pathlib.Path) -> None:
     assert {r["updates"] for r in Results(table)} == {5}
 
 
-@pytest.mark.parametrize("arguments, message", [
-    (["run", "huge"], "there is no table 'huge'; known: small/digits"),
-    (["run", "small", "--scale=paper"], "--scale is 'paper'; small/digits has: small"),
-    (["run", "small", "--scale=huge"], "--scale is 'huge'; small/digits has: smoke, small, paper"),
-    (["run", "small", "--cells=lamb,sgd"], "--cells has 'sgd'; .* has: lamb, adamw"),
-    (["run", "small", "--seeds=0"], "--seeds is 0; it must be at least 1"),
-    (["run", "small", "--processes=0"], "--processes is 0; it must be at least 1"),
-    (["run", "small", "--time-limit=2"], "--time-limit is '2'; give a number above 0 with a unit"),
-    (["run", "small", "--time-limit=0h"], "--time-limit is '0h'"),
-    (["run", "small", "--budget=soon"], "--budget is 'soon'; give a number above 0 with a unit"),
-    (["run", "small", "--carry=/dev/null/x"], "--carry /dev/null/x cannot be written"),
-    (["run", "small", "--tune=1"], "--tune is 1; it must be at least 2"),
-    (["run", "small", "--runs=/dev/null/x"], "--runs /dev/null/x cannot be written"),
-    (["adopt", "/nowhere"], "WORKDIR /nowhere holds no run"),
-])
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["run", "huge"], "there is no table 'huge'; known: small/digits"),
+        (["run", "small", "--scale=paper"], "--scale is 'paper'; small/digits has: small"),
+        (
+            ["run", "small", "--scale=huge"],
+            "--scale is 'huge'; small/digits has: smoke, small, paper",
+        ),
+        (["run", "small", "--cells=lamb,sgd"], "--cells has 'sgd'; .* has: lamb, adamw"),
+        (["run", "small", "--seeds=0"], "--seeds is 0; it must be at least 1"),
+        (["run", "small", "--processes=0"], "--processes is 0; it must be at least 1"),
+        (
+            ["run", "small", "--time-limit=2"],
+            "--time-limit is '2'; give a number above 0 with a unit",
+        ),
+        (["run", "small", "--time-limit=0h"], "--time-limit is '0h'"),
+        (
+            ["run", "small", "--budget=soon"],
+            "--budget is 'soon'; give a number above 0 with a unit",
+        ),
+        (["run", "small", "--carry=/dev/null/x"], "--carry /dev/null/x cannot be written"),
+        (["run", "small", "--tune=1"], "--tune is 1; it must be at least 2"),
+        (["run", "small", "--runs=/dev/null/x"], "--runs /dev/null/x cannot be written"),
+        (["adopt", "/nowhere"], "WORKDIR /nowhere holds no run"),
+    ],
+)
 def test_mistakes(tmp_path: pathlib.Path, arguments: list[str], message: str) -> None:
     write(tmp_path)
     with pytest.raises(UserError, match=message):
@@ -177,9 +190,20 @@ def test_budget_and_carry(tmp_path: pathlib.Path) -> None:
 
 def start(tmp_path: pathlib.Path, *arguments: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(
-        [sys.executable, "-m", "lamb_tpu.reproduce", "run", "small", f"--papers={tmp_path}",
-         f"--runs={tmp_path / 'runs'}", *arguments],
-        cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        [
+            sys.executable,
+            "-m",
+            "lamb_tpu.reproduce",
+            "run",
+            "small",
+            f"--papers={tmp_path}",
+            f"--runs={tmp_path / 'runs'}",
+            *arguments,
+        ],
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
     )
 
 
@@ -218,9 +242,9 @@ def test_killed_at_five_moments_it_ends_as_one_left_alone(
     for name in ("alone", "killed"):
         folder = tmp_path / name
         folder.mkdir()
-        table = write(folder, LONG.replace(
-            "overrides = {", 'overrides = {"checkpoint.every" = "100 steps", '
-        ))
+        table = write(
+            folder, LONG.replace("overrides = {", 'overrides = {"checkpoint.every" = "100 steps", ')
+        )
         for _ in range(5 if name == "killed" else 0):
             process = start(folder, f"--processes={processes}")
             if not wait_for(process, "run 1 of"):

@@ -11,7 +11,9 @@ from lamb_tpu.reproduce.search import Choice, Dimension, Range, grid, halton_poi
 
 RATE = Range("optimizer.learning_rate", 1e-4, 1e-1, log=True)
 MIXED: list[Dimension] = [
-    RATE, Range("ema.decay", 0.0, 0.5), Choice("optimizer.name", ("lamb", "adamw", "lars")),
+    RATE,
+    Range("ema.decay", 0.0, 0.5),
+    Choice("optimizer.name", ("lamb", "adamw", "lars")),
     Range("batch_size", 16, 64, log=True, whole=True),
 ]
 
@@ -25,22 +27,25 @@ def test_forms() -> None:
     assert parse("seed=1") == Choice("seed", ("1",))
 
 
-@pytest.mark.parametrize("text, message", [
-    ("optimizer.learning_rate", "give KEY=FORM with log"),
-    ("=log(1,2)", "give KEY=FORM"),
-    ("a=", "give KEY=FORM"),
-    ("a=log(0,1)", r"'log\(0,1\)'; the bounds of log must be above 0"),
-    ("a=log(-1,1)", "must be above 0"),
-    ("a=log(1,1)", "which is empty"),
-    ("a=linear(2,1)", "which is empty"),
-    ("a=linear(2)", r"linear\(LOW,HIGH\) takes two numbers"),
-    ("a=linear(1,2,3)", "takes two numbers"),
-    ("a=log(nan,1)", "takes two numbers"),
-    ("a=linear(0,inf)", "takes two numbers"),
-    ("a=uniform(0,1)", "unknown form 'uniform'; give log"),
-    ("a=1,,2", "none empty"),
-    ("a=1,2,1", "give different values"),
-])
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("optimizer.learning_rate", "give KEY=FORM with log"),
+        ("=log(1,2)", "give KEY=FORM"),
+        ("a=", "give KEY=FORM"),
+        ("a=log(0,1)", r"'log\(0,1\)'; the bounds of log must be above 0"),
+        ("a=log(-1,1)", "must be above 0"),
+        ("a=log(1,1)", "which is empty"),
+        ("a=linear(2,1)", "which is empty"),
+        ("a=linear(2)", r"linear\(LOW,HIGH\) takes two numbers"),
+        ("a=linear(1,2,3)", "takes two numbers"),
+        ("a=log(nan,1)", "takes two numbers"),
+        ("a=linear(0,inf)", "takes two numbers"),
+        ("a=uniform(0,1)", "unknown form 'uniform'; give log"),
+        ("a=1,,2", "none empty"),
+        ("a=1,2,1", "give different values"),
+    ],
+)
 def test_mistakes(text: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         parse(text)
@@ -81,5 +86,8 @@ def test_a_rounded_number_stays_between_the_bounds() -> None:
 
 def test_grid() -> None:
     assert grid([Choice("a", (1, 2)), Choice("b", ("x", "y"))]) == [
-        {"a": 1, "b": "x"}, {"a": 1, "b": "y"}, {"a": 2, "b": "x"}, {"a": 2, "b": "y"},
+        {"a": 1, "b": "x"},
+        {"a": 1, "b": "y"},
+        {"a": 2, "b": "x"},
+        {"a": 2, "b": "y"},
     ]

@@ -18,7 +18,9 @@ def test_show(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> Non
         add(results, job_of(table, seed=seed), accuracy)
     add(results, job_of(table, "adamw"), None)
     showing.show([table], None)
-    assert capsys.readouterr().out == """\
+    assert (
+        capsys.readouterr().out
+        == """\
 small/digits: Digits by optimizer
 arXiv:0000.00000, Table 9
 
@@ -28,6 +30,7 @@ small: test accuracy, % (higher is better)
   adamw  92.5 (seen)          1 of 1 diverged              1      1 of 2 seeds
   lars   diverged (recalled)  -                                   settings not published
 """
+    )
 
 
 def test_further_columns(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,7 +23,9 @@ def test_summaries(tmp_path: pathlib.Path) -> None:
     metric = table.scales["small"].metric
     found = of(tmp_path)
     assert [one.status for one in found.values()] == [
-        "not run", "not run", "settings not published"
+        "not run",
+        "not run",
+        "settings not published",
     ]
     assert (found["lamb"].published, found["lars"].published) == ("93.0", "diverged")
     results = Results(table)
@@ -74,8 +76,9 @@ def test_matrix(tmp_path: pathlib.Path) -> None:
     text = TABLE
     for name, column in (("lamb", "32"), ("adamw", "64"), ("lars", "32")):
         row = "others" if name == "lars" else "ours"
-        text = text.replace(f'name = "{name}"', f'name = "{name}", row = "{row}", '
-                            f'column = "{column}"')
+        text = text.replace(
+            f'name = "{name}"', f'name = "{name}", row = "{row}", column = "{column}"'
+        )
     table = write(tmp_path, text)
     add(Results(table), job_of(table), 0.92)
     found = summaries(table, table.scales["small"], Results(table))
@@ -103,17 +106,18 @@ def test_stale(tmp_path: pathlib.Path) -> None:
 
 
 def test_stale_before_a_search(tmp_path: pathlib.Path) -> None:
-    text = TABLE + """
+    text = (
+        TABLE
+        + """
 [tuning]
 key = "optimizer.learning_rate"
 factors = [1, 2]
 """
+    )
     table = write(tmp_path, text)
     job = job_of(table)._replace(chosen=2.0)
     flat = jobs.flat_configs([stage.config() for stage in jobs.stages(job)])
-    Results(table).add(
-        record("lamb", 0, 0.92, config=jobs.config_hash(flat), chosen=2.0), flat
-    )
+    Results(table).add(record("lamb", 0, 0.92, config=jobs.config_hash(flat), chosen=2.0), flat)
     lamb = of(tmp_path, text)["lamb"]  # it has the rate that its own search chose
     assert lamb.status == "search: 0 of 2 runs" and lamb.values == [pytest.approx(92.0)]
     lamb = of(tmp_path, text.replace("4 steps", "5 steps"))["lamb"]

@@ -29,8 +29,12 @@ def config_of(recipe: str, *flags: str) -> ConfigDict:
 
 
 def make(
-    folder: pathlib.Path, *searches: str, flags: tuple[str, ...] = ("duration=4 steps",),
-    trials: int | None = 3, recipe: str = "digits:batch=128", **options: Any,
+    folder: pathlib.Path,
+    *searches: str,
+    flags: tuple[str, ...] = ("duration=4 steps",),
+    trials: int | None = 3,
+    recipe: str = "digits:batch=128",
+    **options: Any,
 ) -> Sweep:
     config = config_of(recipe, *flags)
     dimensions, points = sweeps.points(config, searches, trials, 0)
@@ -39,8 +43,13 @@ def make(
 
 def test_trials_have_the_searched_values(tmp_path: pathlib.Path) -> None:
     sweep = make(
-        tmp_path, RATE, "model.hidden_sizes=(8,),(16, 8)", "schedule.first_step=linear(0,3)",
-        "schedule.decay=cosine, polynomial", trials=5, seeds=2,
+        tmp_path,
+        RATE,
+        "model.hidden_sizes=(8,),(16, 8)",
+        "schedule.first_step=linear(0,3)",
+        "schedule.decay=cosine, polynomial",
+        trials=5,
+        seeds=2,
         flags=("duration=4 steps", "optimizer.b2=0.98"),
     )
     assert [cell.name for cell in sweep.cells] == [f"trial-00{number}" for number in range(5)]
@@ -62,7 +71,10 @@ def test_trials_have_the_searched_values(tmp_path: pathlib.Path) -> None:
 def test_lists_make_a_grid(tmp_path: pathlib.Path) -> None:
     sweep = make(tmp_path, "optimizer.b2=0.9,0.99", "ema.decay=0,0.5", trials=None, metric="loss")
     assert [tuple(cell.overrides.values()) for cell in sweep.cells] == [
-        (0.9, 0.0), (0.9, 0.5), (0.99, 0.0), (0.99, 0.5)
+        (0.9, 0.0),
+        (0.9, 0.5),
+        (0.99, 0.0),
+        (0.99, 0.5),
     ]
     assert sweep.scale.metric.better == "lower"
     # Some of the grid only.
@@ -85,7 +97,10 @@ def test_more_trials_keep_the_records_of_the_first(tmp_path: pathlib.Path) -> No
 
 def test_phases(tmp_path: pathlib.Path) -> None:
     sweep = make(
-        tmp_path, "phases.phase_1.batch_size=32,64", recipe="bert_pretrain:smoke", flags=(),
+        tmp_path,
+        "phases.phase_1.batch_size=32,64",
+        recipe="bert_pretrain:smoke",
+        flags=(),
         trials=None,
     )
     assert sweep.scale.metric[:4] == ("mlm_loss", "mlm_loss", 4, "lower")
@@ -97,30 +112,65 @@ def test_a_shipped_recipe_has_its_name() -> None:
     assert sweeps.short_recipe("mine/digits.py") == "mine/digits.py"
 
 
-@pytest.mark.parametrize("searches, options, message", [
-    (["optimizer.b3=linear(0,1)"], {}, r"config\.optimizer\.b3 is unknown; .* has: .*b2"),
-    (["optimiser.b2=linear(0,1)"], {}, r"config\.optimiser is unknown; config has: "),
-    (["schedule=1,2"], {}, r"config\.schedule is a section; name one of its keys: .*scaling"),
-    (["schedule.warmup=linear(0,1)"], {},
-     "takes no numbers but values such as '0.1 epochs'; list its values"),
-    (["schedule.staircase=linear(0,1)"], {}, "takes no numbers but values such as True"),
-    (["optimizer.b2=0.9,high"], {}, r"config\.optimizer\.b2 is 'high'; it must be a number"),
-    ([RATE, RATE], {}, "--search=optimizer.learning_rate is given 2 times"),
-    ([RATE, "ema.decay=0,0.5"], {"trials": None},
-     "--trials is missing; .* optimizer.learning_rate is a range"),
-    (["ema.decay=0,0.5"], {"trials": 3}, "ema.decay has 2 different points and not 3"),
-    (["duration=4 steps,5 steps"], {"trials": None}, "--search=duration is also given as --conf"),
-    (["seed=0,1"], {"trials": None}, "--search=seed is set by --seeds"),
-    ([RATE], {"flags": ("seed=3",)}, "--config.seed is set for each run of a sweep; give --seeds"),
-    (["log.every=1 steps,2 steps"], {"trials": None},
-     "trial-000 and trial-001 are the same run, because --search=log.every changes no result"),
-    (["optimizer.b2=linear(0.5,3)"], {}, r"trial-\d* .optimizer.b2=[\d.]*.: config.optimizer.*b2"),
-    (["batch_size=64,-1"], {"trials": None}, r"trial-001 .batch_size=-1.: config.batch_size is -1"),
-    (["model.hidden_sizes=(8,),(0,)"], {"trials": None},
-     r"trial-001 .model.hidden_sizes=\(0,\)\): config.model: hidden_sizes must be whole"),
-    ([RATE], {"metric": "f1"}, "--metric is 'f1'; the evaluation's metrics are: accuracy, loss"),
-    ([RATE], {"flags": ("data.eval_split=tset",)}, "tset"),
-])
+@pytest.mark.parametrize(
+    "searches, options, message",
+    [
+        (["optimizer.b3=linear(0,1)"], {}, r"config\.optimizer\.b3 is unknown; .* has: .*b2"),
+        (["optimiser.b2=linear(0,1)"], {}, r"config\.optimiser is unknown; config has: "),
+        (["schedule=1,2"], {}, r"config\.schedule is a section; name one of its keys: .*scaling"),
+        (
+            ["schedule.warmup=linear(0,1)"],
+            {},
+            "takes no numbers but values such as '0.1 epochs'; list its values",
+        ),
+        (["schedule.staircase=linear(0,1)"], {}, "takes no numbers but values such as True"),
+        (["optimizer.b2=0.9,high"], {}, r"config\.optimizer\.b2 is 'high'; it must be a number"),
+        ([RATE, RATE], {}, "--search=optimizer.learning_rate is given 2 times"),
+        (
+            [RATE, "ema.decay=0,0.5"],
+            {"trials": None},
+            "--trials is missing; .* optimizer.learning_rate is a range",
+        ),
+        (["ema.decay=0,0.5"], {"trials": 3}, "ema.decay has 2 different points and not 3"),
+        (
+            ["duration=4 steps,5 steps"],
+            {"trials": None},
+            "--search=duration is also given as --conf",
+        ),
+        (["seed=0,1"], {"trials": None}, "--search=seed is set by --seeds"),
+        (
+            [RATE],
+            {"flags": ("seed=3",)},
+            "--config.seed is set for each run of a sweep; give --seeds",
+        ),
+        (
+            ["log.every=1 steps,2 steps"],
+            {"trials": None},
+            "trial-000 and trial-001 are the same run, because --search=log.every changes no result",
+        ),
+        (
+            ["optimizer.b2=linear(0.5,3)"],
+            {},
+            r"trial-\d* .optimizer.b2=[\d.]*.: config.optimizer.*b2",
+        ),
+        (
+            ["batch_size=64,-1"],
+            {"trials": None},
+            r"trial-001 .batch_size=-1.: config.batch_size is -1",
+        ),
+        (
+            ["model.hidden_sizes=(8,),(0,)"],
+            {"trials": None},
+            r"trial-001 .model.hidden_sizes=\(0,\)\): config.model: hidden_sizes must be whole",
+        ),
+        (
+            [RATE],
+            {"metric": "f1"},
+            "--metric is 'f1'; the evaluation's metrics are: accuracy, loss",
+        ),
+        ([RATE], {"flags": ("data.eval_split=tset",)}, "tset"),
+    ],
+)
 def test_mistakes(
     tmp_path: pathlib.Path, searches: list[str], options: dict[str, Any], message: str
 ) -> None:

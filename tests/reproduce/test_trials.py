@@ -33,14 +33,21 @@ def test_the_best_comes_first(tmp_path: pathlib.Path) -> None:
     sweep, found = measured(tmp_path, [[], [0.9, None], [0.5, 0.7], [0.8]])
     head, *rows = trials.rows(sweep, found)
     assert head == [
-        "trial", "learning_rate", "optimizer.name", "accuracy", "seeds", "updates", "time"
+        "trial",
+        "learning_rate",
+        "optimizer.name",
+        "accuracy",
+        "seeds",
+        "updates",
+        "time",
     ]
     assert [row[0] for row in rows] == ["trial-003", "trial-002", "trial-001", "trial-000"]
-    assert [row[3] for row in rows] == [
-        "0.8000", "0.6000 ± 1.2706", "1 of 2 diverged", "not run"
-    ]
+    assert [row[3] for row in rows] == ["0.8000", "0.6000 ± 1.2706", "1 of 2 diverged", "not run"]
     assert [row[-3:] for row in rows] == [
-        ["1", "4", "0:40"], ["2", "4", "1:20"], ["2", "4", "1:20"], ["", "", ""]
+        ["1", "4", "0:40"],
+        ["2", "4", "1:20"],
+        ["2", "4", "1:20"],
+        ["", "", ""],
     ]
     rate = sweep.cells[3].overrides["optimizer.learning_rate"]
     command = trials.best_command(sweep, found)

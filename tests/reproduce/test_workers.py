@@ -34,9 +34,7 @@ def test_side_by_side(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.long
 def test_a_mistake_ends_all(tmp_path: pathlib.Path) -> None:
-    table = write(tmp_path, TABLE.replace(
-        '"accuracy", label', '"acuracy", label'
-    ))
+    table = write(tmp_path, TABLE.replace('"accuracy", label', '"acuracy", label'))
     with pytest.raises(UserError, match=r"metric.key is 'acuracy', .* they have: accuracy, loss"):
         workers.run_side_by_side(
             jobs_of(table), place(tmp_path), 2, lambda job: None, lambda found: None

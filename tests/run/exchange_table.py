@@ -1,5 +1,4 @@
-"""The table of what exchanges combine with, from the checks: `python -m tests.run.exchange_table`.
-"""
+"""The table of what exchanges combine with, from the checks: `python -m tests.run.exchange_table`."""
 
 import os
 from typing import Any
@@ -34,7 +33,9 @@ ROWS: dict[str, dict[str, Any]] = {
     "parameters split by `'fsdp'`": {"parallel__rules": FSDP},
     "`mesh.data=2, mesh.fsdp=4`": {"mesh__data": 2, "mesh__fsdp": 4},
     "these with `'zero1'`": {
-        "mesh__data": 2, "mesh__fsdp": 4, "parallel__optimizer_state": "zero1",
+        "mesh__data": 2,
+        "mesh__fsdp": 4,
+        "parallel__optimizer_state": "zero1",
     },
     "`mesh.model`, `mesh.sequence`": {"mesh__model": 2},
     "`accumulation_steps`": {"accumulation_steps": 2},

@@ -59,7 +59,12 @@ def test_an_update_is_that_of_the_wrapper_by_hand(place: str, second_moment: boo
     one = prepare(config(None), None, jax.devices()[:1])
     inner = make_optimizer(one.config, run.recipe, one.abstract_state.params, one.layout)
     by_hand = optim.agvm(
-        inner, [pattern for _, pattern in MODULES], anchor=2, interval=2, start=1, momentum=0.5,
+        inner,
+        [pattern for _, pattern in MODULES],
+        anchor=2,
+        interval=2,
+        start=1,
+        momentum=0.5,
         second_moment=(lambda state: state.nu) if second_moment else None,
     )
     for step in range(4):
@@ -70,13 +75,10 @@ def test_an_update_is_that_of_the_wrapper_by_hand(place: str, second_moment: boo
         each = contributions(run, kept, taken)
         parts = part_means(each, 4 * (devices if "shard_map" in place else 1))
         halves = tuple(
-            jax.tree.map(lambda g, odd=odd: np.float32(g[odd::2].mean(0)), parts)
-            for odd in (0, 1)
+            jax.tree.map(lambda g, odd=odd: np.float32(g[odd::2].mean(0)), parts) for odd in (0, 1)
         )
         mean = jax.tree.map(lambda g: np.float32(g.mean(0, np.float64)), each)
-        updates, after = by_hand.update(
-            mean, before["opt_state"], before["params"], halves=halves
-        )
+        updates, after = by_hand.update(mean, before["opt_state"], before["params"], halves=halves)
         expected = optax.apply_updates(before["params"], updates)
         assert difference(state.params, expected) < 1e-5
         np.testing.assert_allclose(state.opt_state.factors, after.factors, rtol=1e-4)
@@ -111,9 +113,7 @@ def test_resumed_bit_for_bit(
 ) -> None:
     # The last one goes back to the checkpoint of update 8.
     train_in_pieces(monkeypatch, config(), tmp_path, [(4, 3), (4, 6)], fails_at=11)
-    tiny.assert_equal(
-        tiny.restored(config(), tmp_path)[0], tiny.restored(config(), whole)[0]
-    )
+    tiny.assert_equal(tiny.restored(config(), tmp_path)[0], tiny.restored(config(), whole)[0])
     assert without_seconds(tmp_path) == without_seconds(whole)
 
 
@@ -131,45 +131,97 @@ def test_batch_norm_over_devices() -> None:
     fields = {"modules": (("body", "^hidden|^norm"), ("head", ""))}
     prepare(config(fields, model=model, parallel__backend="shard_map"), None)
     with pytest.raises(UserError, match=r"^config\.statistics\.noise_scale is True, which comp"):
-        prepare(config(
-            fields, model=model, parallel__backend="shard_map", accumulation_steps=1,
-            statistics__noise_scale=True,
-        ), None)
+        prepare(
+            config(
+                fields,
+                model=model,
+                parallel__backend="shard_map",
+                accumulation_steps=1,
+                statistics__noise_scale=True,
+            ),
+            None,
+        )
 
 
 def test_an_odd_number_of_microbatches_has_no_halves() -> None:
     run = prepare(config(), None, jax.devices()[:1])
     size = quantum(run.config)
     step = ChangingStep(
-        run.task, run.tx, run.layout, run.abstract_state,
-        run.abstract_rows(size, run.train_set.element_spec), parts=run.parts,
+        run.task,
+        run.tx,
+        run.layout,
+        run.abstract_state,
+        run.abstract_rows(size, run.train_set.element_spec),
+        parts=run.parts,
         statistics=statistics_of(run.config),
     )
     with pytest.raises(ValueError, match="^there are 3 microbatches, .*; their number must"):
         step(run.first_state(), [{}] * 3)
 
 
-@pytest.mark.parametrize("devices, agvm, changes, message", [
-    (1, {}, {"accumulation_steps": 1},
-     r"^config\.optimizer\.agvm is given, which compares even and odd microbatches, and config\.a"
-     r"ccumulation_steps is 1; it must be an even number, such as 2$"),
-    (3, {}, {"batch_size": 60, "accumulation_steps": 1, "parallel__backend": "shard_map"},
-     r"^config\.optimizer\.agvm is given, which compares devices of even and of odd index under "
-     ".* over 3; it must be an even number"),
-    (1, {}, {"accumulation_steps": 1, "parallel__backend": "shard_map"}, "must be an even number"),
-    (1, {"anchor": "neck"}, {},
-     r"^config\.optimizer: agvm\.anchor is 'neck'; the modules are: first, head, rest$"),
-    (1, {"modules": MODULES[:2], "anchor": "head"}, {},
-     r"^config\.optimizer: agvm: no module matches the parameter 'hidden1/bias'"),
-    (1, {"start": -1}, {}, r"^config\.optimizer: agvm: start must be a whole number of at least 0"),
-    (1, {}, {"accumulation_steps": 2, "batch_size": 32,
-             "batch_rule": ConfigDict({"name": "ramp", "points": ((0, 16), (64, 32))})},
-     r"^config\.batch_rule: the batch at 0 examples must be a whole number of quanta of 32 examples"
-     ".* a quantum is two microbatches of"),
-    (1, {}, {"parallel__backend": "shard_map",
-             "batch_rule": ConfigDict({"name": "ramp", "points": ((0, 32),)})},
-     r"^config\.optimizer\.agvm compares the devices under .*, and there is one; take 'jit'"),
-])
+@pytest.mark.parametrize(
+    "devices, agvm, changes, message",
+    [
+        (
+            1,
+            {},
+            {"accumulation_steps": 1},
+            r"^config\.optimizer\.agvm is given, which compares even and odd microbatches, and config\.a"
+            r"ccumulation_steps is 1; it must be an even number, such as 2$",
+        ),
+        (
+            3,
+            {},
+            {"batch_size": 60, "accumulation_steps": 1, "parallel__backend": "shard_map"},
+            r"^config\.optimizer\.agvm is given, which compares devices of even and of odd index under "
+            ".* over 3; it must be an even number",
+        ),
+        (
+            1,
+            {},
+            {"accumulation_steps": 1, "parallel__backend": "shard_map"},
+            "must be an even number",
+        ),
+        (
+            1,
+            {"anchor": "neck"},
+            {},
+            r"^config\.optimizer: agvm\.anchor is 'neck'; the modules are: first, head, rest$",
+        ),
+        (
+            1,
+            {"modules": MODULES[:2], "anchor": "head"},
+            {},
+            r"^config\.optimizer: agvm: no module matches the parameter 'hidden1/bias'",
+        ),
+        (
+            1,
+            {"start": -1},
+            {},
+            r"^config\.optimizer: agvm: start must be a whole number of at least 0",
+        ),
+        (
+            1,
+            {},
+            {
+                "accumulation_steps": 2,
+                "batch_size": 32,
+                "batch_rule": ConfigDict({"name": "ramp", "points": ((0, 16), (64, 32))}),
+            },
+            r"^config\.batch_rule: the batch at 0 examples must be a whole number of quanta of 32 examples"
+            ".* a quantum is two microbatches of",
+        ),
+        (
+            1,
+            {},
+            {
+                "parallel__backend": "shard_map",
+                "batch_rule": ConfigDict({"name": "ramp", "points": ((0, 32),)}),
+            },
+            r"^config\.optimizer\.agvm compares the devices under .*, and there is one; take 'jit'",
+        ),
+    ],
+)
 def test_mistakes(
     devices: int, agvm: dict[str, Any], changes: dict[str, Any], message: str
 ) -> None:

@@ -95,44 +95,79 @@ def test_the_optimizer_reads_the_rate_that_the_step_is_given() -> None:
     assert np.isnan(updates["w"]).all()  # nobody gives one here
 
 
-@pytest.mark.parametrize("rule, message", [
-    ({"name": "rmap"}, r"config\.batch_rule\.name is 'rmap'; known: constant, ramp, simigrad"),
-    ({"points": POINTS}, r"config\.batch_rule\.points is unknown; the rule 'constant' has: name$"),
-    ({"name": "ramp"}, r"config\.batch_rule\.points is missing; the rule 'ramp' needs it"),
-    ({"name": "ramp", "pionts": POINTS},
-     r"config\.batch_rule\.pionts is unknown; the rule 'ramp' has: name, interval, points, linear, "
-     "scaling"),
-    ({"name": "ramp", "points": POINTS, "quantum": 8}, r"config\.batch_rule\.quantum is unknown"),
-    ({"name": "ramp", "points": POINTS, "scaling": "cubic"},
-     r"config\.batch_rule\.scaling is 'cubic'; known: identity, linear, sqrt"),
-    ({"name": "ramp", "points": ((0, 24),)},
-     r"config\.batch_rule: the batch at 0 examples must be a whole number of quanta of 16 examples,"
-     r" as 16 or 32, not 24; a quantum is a microbatch, config\.batch_size / config\.accumulation"),
-    ({"name": "ramp", "points": ((0, 16), (192, 32), (64, 128))},
-     r"config\.batch_rule: points must begin at 0 examples and then rise, not \[0, 192, 64\]"),
-    ({"name": "ramp", "points": 3}, r"config\.batch_rule: points must be pairs"),
-    ({"name": "simigrad", "upper": 128},
-     r"config\.batch_rule\.target is missing; the rule 'simigrad' needs it"),
-    ({"name": "simigrad"},
-     r"upper and config\.batch_rule\.target are missing; the rule 'simigrad' needs them"),
-    ({"name": "simigrad", "target": 0.9, "upper": 144},
-     r"config\.batch_rule: upper must be a whole number of quanta of 32 examples, as 128 or 160, "
-     r"not 144; a quantum is two microbatches of config\.batch_size / config\.accumulation_steps$"),
-    ({"name": "norm_test", "eta": 0.9, "upper": 100},
-     "upper must be a whole number of quanta of 16 examples, as 96 or 112, not 100; a quantum is a "
-     "microbatch, config"),
-    ({"name": "noise_scale", "lower": 256, "upper": 128},
-     r"config\.batch_rule: lower must be at most upper, 128, not 256"),
-    ({"name": "noise_scale", "lower": 128, "upper": 256},
-     r"config\.batch_size is 64, with which training begins, and config\.batch_rule keeps batches "
-     r"between 128 and 256; begin with one of these, or change config\.batch_rule\.lower or upp"),
-    ({"name": "norm_test", "eta": 0.5, "upper": 48},
-     r"config\.batch_size is 64, with which .* between 16 and 48; begin"),
-    ({"name": "norm_test", "eta": 0.5, "upper": 64, "interval": 0},
-     r"config\.batch_rule: interval must be a whole number of at least 1, not 0"),
-    ({"name": "norm_test", "eta": "0.5", "upper": 64},
-     r"config\.batch_rule: eta must be above 0, not '0\.5'"),
-])
+@pytest.mark.parametrize(
+    "rule, message",
+    [
+        ({"name": "rmap"}, r"config\.batch_rule\.name is 'rmap'; known: constant, ramp, simigrad"),
+        (
+            {"points": POINTS},
+            r"config\.batch_rule\.points is unknown; the rule 'constant' has: name$",
+        ),
+        ({"name": "ramp"}, r"config\.batch_rule\.points is missing; the rule 'ramp' needs it"),
+        (
+            {"name": "ramp", "pionts": POINTS},
+            r"config\.batch_rule\.pionts is unknown; the rule 'ramp' has: name, interval, points, linear, "
+            "scaling",
+        ),
+        (
+            {"name": "ramp", "points": POINTS, "quantum": 8},
+            r"config\.batch_rule\.quantum is unknown",
+        ),
+        (
+            {"name": "ramp", "points": POINTS, "scaling": "cubic"},
+            r"config\.batch_rule\.scaling is 'cubic'; known: identity, linear, sqrt",
+        ),
+        (
+            {"name": "ramp", "points": ((0, 24),)},
+            r"config\.batch_rule: the batch at 0 examples must be a whole number of quanta of 16 examples,"
+            r" as 16 or 32, not 24; a quantum is a microbatch, config\.batch_size / config\.accumulation",
+        ),
+        (
+            {"name": "ramp", "points": ((0, 16), (192, 32), (64, 128))},
+            r"config\.batch_rule: points must begin at 0 examples and then rise, not \[0, 192, 64\]",
+        ),
+        ({"name": "ramp", "points": 3}, r"config\.batch_rule: points must be pairs"),
+        (
+            {"name": "simigrad", "upper": 128},
+            r"config\.batch_rule\.target is missing; the rule 'simigrad' needs it",
+        ),
+        (
+            {"name": "simigrad"},
+            r"upper and config\.batch_rule\.target are missing; the rule 'simigrad' needs them",
+        ),
+        (
+            {"name": "simigrad", "target": 0.9, "upper": 144},
+            r"config\.batch_rule: upper must be a whole number of quanta of 32 examples, as 128 or 160, "
+            r"not 144; a quantum is two microbatches of config\.batch_size / config\.accumulation_steps$",
+        ),
+        (
+            {"name": "norm_test", "eta": 0.9, "upper": 100},
+            "upper must be a whole number of quanta of 16 examples, as 96 or 112, not 100; a quantum is a "
+            "microbatch, config",
+        ),
+        (
+            {"name": "noise_scale", "lower": 256, "upper": 128},
+            r"config\.batch_rule: lower must be at most upper, 128, not 256",
+        ),
+        (
+            {"name": "noise_scale", "lower": 128, "upper": 256},
+            r"config\.batch_size is 64, with which training begins, and config\.batch_rule keeps batches "
+            r"between 128 and 256; begin with one of these, or change config\.batch_rule\.lower or upp",
+        ),
+        (
+            {"name": "norm_test", "eta": 0.5, "upper": 48},
+            r"config\.batch_size is 64, with which .* between 16 and 48; begin",
+        ),
+        (
+            {"name": "norm_test", "eta": 0.5, "upper": 64, "interval": 0},
+            r"config\.batch_rule: interval must be a whole number of at least 1, not 0",
+        ),
+        (
+            {"name": "norm_test", "eta": "0.5", "upper": 64},
+            r"config\.batch_rule: eta must be above 0, not '0\.5'",
+        ),
+    ],
+)
 def test_mistakes_in_the_rule(rule: dict[str, Any], message: str) -> None:
     config = tiny.digits(accumulation_steps=4, batch_rule=ConfigDict(rule))
     with pytest.raises(UserError, match=message):
@@ -146,11 +181,14 @@ def test_parts_of_a_batch_under_jit_are_pairs_of_microbatches(name: str) -> None
     for steps in (1, 4):
         config = tiny.digits(batch_rule=rule, accumulation_steps=steps)
         if steps == 1:
-            with pytest.raises(UserError, match=(
-                r"^config\.accumulation_steps is 1, and the rule config\.batch_rule\.name="
-                rf"'{name}' compares microbatches under config\.parallel\.backend='jit'; it must "
-                r"be even, such as 2$"
-            )):
+            with pytest.raises(
+                UserError,
+                match=(
+                    r"^config\.accumulation_steps is 1, and the rule config\.batch_rule\.name="
+                    rf"'{name}' compares microbatches under config\.parallel\.backend='jit'; it must "
+                    r"be even, such as 2$"
+                ),
+            ):
                 of(config)
         else:
             assert of(config).rule.quantum == 32
@@ -163,10 +201,13 @@ def test_one_device_has_no_parts_to_compare() -> None:
         batch_rule=ConfigDict({"name": "noise_scale", "upper": 128}), parallel__backend="shard_map"
     )
     prepare(config, None, jax.devices()[:2])
-    with pytest.raises(UserError, match=(
-        r"^the rule config\.batch_rule\.name='noise_scale' compares the devices under config\."
-        r"parallel\.backend='shard_map', and there is one; take 'jit', which compares micro"
-    )):
+    with pytest.raises(
+        UserError,
+        match=(
+            r"^the rule config\.batch_rule\.name='noise_scale' compares the devices under config\."
+            r"parallel\.backend='shard_map', and there is one; take 'jit', which compares micro"
+        ),
+    ):
         prepare(config, None, jax.devices()[:1])
 
 
@@ -233,9 +274,9 @@ def test_a_network_with_a_carry(tmp_path: pathlib.Path) -> None:
         prepare(config, None, jax.devices()[:1])
 
 
-@pytest.mark.parametrize("field, what", [
-    ("buckets", "batches of like lengths"), ("streams", "streams of text"),
-])
+@pytest.mark.parametrize(
+    "field, what", [("buckets", "batches of like lengths"), ("streams", "streams of text")]
+)
 def test_data_of_one_batch_size(field: str, what: str) -> None:
     def load(*args: Any, **kwargs: Any) -> Any:
         from lamb_tpu import data
@@ -260,9 +301,11 @@ def test_the_largest_batch_must_fit_into_memory(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.long
 def test_a_phase_may_have_a_rule(tmp_path: pathlib.Path) -> None:
     rule = ConfigDict({"name": "ramp", "points": ((0, 16), (64, 32))})
-    config = tiny.digits(accumulation_steps=4, duration="2 steps", phases=ConfigDict({
-        "1": {"batch_rule": rule}, "2": {"duration": "1 steps"},
-    }))
+    config = tiny.digits(
+        accumulation_steps=4,
+        duration="2 steps",
+        phases=ConfigDict({"1": {"batch_rule": rule}, "2": {"duration": "1 steps"}}),
+    )
     train(config, tmp_path, quiet=True)
     counts = [
         len(read_records(tmp_path / phase / "metrics.jsonl", "train")) for phase in ("1", "2")

@@ -41,20 +41,25 @@ def test_docstrings() -> None:
     assert result.failed == 0 and result.attempted >= 2
 
 
-@pytest.mark.parametrize("span, factors", [
-    (64, [1, 2, 4, 8]), (56, [1, 2, 4, 8]), (24, [1, 2, 3]), (8, [1, 8])
-])
+@pytest.mark.parametrize(
+    "span, factors", [(64, [1, 2, 4, 8]), (56, [1, 2, 4, 8]), (24, [1, 2, 3]), (8, [1, 8])]
+)
 def test_every_factor_is_measured_at_the_same_examples(span: int, factors: list[int]) -> None:
     found = measured_at(span, factors)
     assert found[-1] == span and found == sorted(set(found)) and found[0] >= 5 / 8 * span
     assert not [at for at in found for factor in factors if at % factor]
 
 
-@pytest.mark.parametrize("optimizer, rule, expected", [
-    ("lamb", "legw", "sqrt"), ("lamb", "random_matrix", "sqrt"),
-    ("momentum", "random_matrix", "linear"), ("lars", "linear", "linear"),
-    ("lars", "identity", "identity"),
-])
+@pytest.mark.parametrize(
+    "optimizer, rule, expected",
+    [
+        ("lamb", "legw", "sqrt"),
+        ("lamb", "random_matrix", "sqrt"),
+        ("momentum", "random_matrix", "linear"),
+        ("lars", "linear", "linear"),
+        ("lars", "identity", "identity"),
+    ],
+)
 def test_own_scaling(optimizer: str, rule: str, expected: str) -> None:
     config = tiny.digits(optimizer__name=optimizer, schedule__scaling=rule)
     assert own_scaling(config) == expected
@@ -76,10 +81,17 @@ def test_rate_is_the_schedules_at_the_same_examples(tmp_path: pathlib.Path) -> N
 def test_weight_decay_keeps_its_timescale(tmp_path: pathlib.Path) -> None:
     def recipe(folder: str, **changes: Any) -> Run:
         optimizer = {"name": "adamw", "learning_rate": 0.01, "weight_decay": 0.1, "rules": "all"}
-        return prepare(tiny.digits(
-            optimizer=ConfigDict(optimizer), duration="3 epochs", schedule__scaling="sqrt",
-            schedule__base_batch_size=64, schedule__weight_decay_scaling="timescale", **changes,
-        ), tmp_path / folder)
+        return prepare(
+            tiny.digits(
+                optimizer=ConfigDict(optimizer),
+                duration="3 epochs",
+                schedule__scaling="sqrt",
+                schedule__base_batch_size=64,
+                schedule__weight_decay_scaling="timescale",
+                **changes,
+            ),
+            tmp_path / folder,
+        )
 
     # That of a run at twice the batch, whose rate follows by the same rule.
     run, larger = recipe("a"), recipe("b", batch_size=128)
@@ -101,7 +113,8 @@ def test_at_the_runs_own_batch_a_branch_is_the_run(trained: pathlib.Path) -> Non
 def test_larger_batches_by_hand(tmp_path: pathlib.Path) -> None:
     settings = tiny.digits(
         optimizer=ConfigDict({"name": "sgd", "learning_rate": 0.1, "rules": "all"}),
-        duration="16 steps", eval__every="16 steps",
+        duration="16 steps",
+        eval__every="16 steps",
     )
     train(settings, tmp_path, quiet=True)
     run = prepare(settings, tmp_path)
@@ -176,7 +189,7 @@ def test_all_batches_read_the_same_examples(trained: pathlib.Path, in_buckets: b
         branches = of_run(dataclasses.replace(run, train_set=source), [4], [1, 2])
         branches.losses(4, factor, 0, [8], lambda state: 0.0)
         # Sorted, because a larger batch has its examples in the order of its microbatches.
-        read.append([sorted(source.read[at:at + 128]) for at in range(0, 8 * 64, 128)])
+        read.append([sorted(source.read[at : at + 128]) for at in range(0, 8 * 64, 128)])
     assert read[0] == read[1]
     # Two epochs, which differ.
     assert sorted(read[0][0] + read[0][1]) == list(range(256)) and read[0][0] != read[0][2]

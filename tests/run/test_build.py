@@ -194,18 +194,22 @@ def test_preparing_compiles_nothing(tmp_path: pathlib.Path) -> None:
 
 
 def test_evaluation_batches_are_no_larger_than_the_set() -> None:
-    run = prepare(
-        tiny.digits(eval__batch_size=1024), None, jax.devices()[:7], training=False
-    )
+    run = prepare(tiny.digits(eval__batch_size=1024), None, jax.devices()[:7], training=False)
     assert len(run.eval_set) == 360 and run.eval_batch_size == 364
     assert "config.eval.batch_size" not in describe(run)
 
 
-@pytest.mark.parametrize("changes", [
-    {}, {"accumulation_steps": 4}, {"parallel__optimizer_state": "zero1"},
-    # Whose BatchNorm names the axes of the mesh.
-    {"parallel__backend": "shard_map", "model__batch_norm": True, "model__group_size": 16},
-], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"accumulation_steps": 4},
+        {"parallel__optimizer_state": "zero1"},
+        # Whose BatchNorm names the axes of the mesh.
+        {"parallel__backend": "shard_map", "model__batch_norm": True, "model__group_size": 16},
+    ],
+    ids=str,
+)
 def test_model_flops_are_of_the_model_and_the_batch(changes: dict[str, Any]) -> None:
     run = prepare(tiny.digits(**changes), None)
     assert run.model_flops == 3 * 2 * 64 * (64 * 16 + 16 * 10)

@@ -18,15 +18,20 @@ def test_stacked_layers_need_rules_that_say_so() -> None:
         return tiny.change(tiny.bert(), changes)
 
     for rules, path in (
-        ("bert", "attention/key/kernel"), ("all", "attention/key/bias"), (PARAMETERS, "attention"),
+        ("bert", "attention/key/kernel"),
+        ("all", "attention/key/bias"),
+        (PARAMETERS, "attention"),
         # No axis of layers, or only some of the stacks.
         ([("^encoder/", {"layer_axes": (1,)}), ("", {})], "attention/key/bias"),
         ([("output/kernel", {"layer_axes": (0,)}), ("", {})], "attention/key/bias"),
     ):
-        with pytest.raises(UserError, match=(
-            f"^config.model stacks .* axis 0 of 'encoder/layers/{path}.*config.optimizer.rules "
-            r"give it no layer_axes.* give rules with layer_axes=\(0,\) .*PARAMETERS_SCANNED"
-        )) as error:
+        with pytest.raises(
+            UserError,
+            match=(
+                f"^config.model stacks .* axis 0 of 'encoder/layers/{path}.*config.optimizer.rules "
+                r"give it no layer_axes.* give rules with layer_axes=\(0,\) .*PARAMETERS_SCANNED"
+            ),
+        ) as error:
             prepare(by_override(rules), None)
         assert "\n" not in str(error.value)
     # What does not adapt has no ratio to share.

@@ -53,9 +53,14 @@ def rule(name: str, **fields: Any) -> ConfigDict:
 def config(batch_rule: ConfigDict, **changes: Any) -> ConfigDict:
     """1184 examples, first in batches of 32, in quanta of 16: microbatches of 8 in pairs."""
     values = {
-        "batch_size": 32, "accumulation_steps": 4, "duration": "1184 examples",
-        "checkpoint__every": "128 examples", "eval__every": "352 examples",
-        "log__every": "96 examples", "checkpoint__keep": 50, "batch_rule": batch_rule,
+        "batch_size": 32,
+        "accumulation_steps": 4,
+        "duration": "1184 examples",
+        "checkpoint__every": "128 examples",
+        "eval__every": "352 examples",
+        "log__every": "96 examples",
+        "checkpoint__keep": 50,
+        "batch_rule": batch_rule,
     }
     return tiny.digits(**values | changes)
 
@@ -132,18 +137,19 @@ def test_the_run_is_that_of_the_same_path_known_before(
     values = {key: value for key, value in config(NOISE).items() if key != "batch_rule"}
     known = tiny.change(ramp(points, scaling="sqrt"), values)
     train(known, tmp_path, quiet=True)
-    tiny.assert_equal(
-        tiny.restored(known, tmp_path)[0], tiny.restored(config(NOISE), whole)[0]
-    )
+    tiny.assert_equal(tiny.restored(known, tmp_path)[0], tiny.restored(config(NOISE), whole)[0])
     for kind in ("train", "eval"):
         found, expected = (
-            [(record["step"], record.get("learning_rate"), record["loss"])
-             for record in read_records(folder / "metrics.jsonl", kind)]
+            [
+                (record["step"], record.get("learning_rate"), record["loss"])
+                for record in read_records(folder / "metrics.jsonl", kind)
+            ]
             for folder in (tmp_path, whole)
         )
         assert found == expected
-    names = [sorted(path.name for path in (each / "checkpoints").iterdir())
-             for each in (tmp_path, whole)]
+    names = [
+        sorted(path.name for path in (each / "checkpoints").iterdir()) for each in (tmp_path, whole)
+    ]
     assert names[0] == names[1]
 
 
@@ -213,7 +219,8 @@ def test_nothing_compiles_after_the_first_update(
 
     give(monkeypatch, similarity)
     grows = config(
-        rule("simigrad", target=0.9, scaling="linear"), eval__every="1184 examples",
+        rule("simigrad", target=0.9, scaling="linear"),
+        eval__every="1184 examples",
         checkpoint__every="1184 examples",
     )
     with jax.log_compiles(), caplog.at_level("WARNING"):
@@ -243,9 +250,11 @@ def test_a_phase_is_complete_after_its_examples(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     give(monkeypatch, noise)
-    both = config(NOISE, duration="96 examples", phases=ConfigDict({
-        "1": {"seed": 0}, "2": {"duration": "64 examples"},
-    }))
+    both = config(
+        NOISE,
+        duration="96 examples",
+        phases=ConfigDict({"1": {"seed": 0}, "2": {"duration": "64 examples"}}),
+    )
     with monkeypatch.context() as patch:
         tiny.preempt_at(patch, 3)
         with pytest.raises(Preempted):
@@ -260,8 +269,11 @@ def test_a_phase_is_complete_after_its_examples(
 
 
 MEASURED = {
-    "simigrad": {"target": 0.5}, "noise_scale": {"decay": 0.5}, "norm_test": {"eta": 0.3},
-    "inner_product_test": {"theta": 0.1}, "augmented": {"theta": 0.1, "nu": 0.5},
+    "simigrad": {"target": 0.5},
+    "noise_scale": {"decay": 0.5},
+    "norm_test": {"eta": 0.3},
+    "inner_product_test": {"theta": 0.1},
+    "augmented": {"theta": 0.1, "nu": 0.5},
 }
 
 
@@ -273,9 +285,12 @@ def test_a_rule_turns_on_what_it_needs(
 ) -> None:
     """The batch changes by what the run measures, and a run that was stopped has the same bits."""
     measured = config(
-        rule(name, interval=2, lower=32, **MEASURED[name]), parallel__backend=backend,
+        rule(name, interval=2, lower=32, **MEASURED[name]),
+        parallel__backend=backend,
         # A microbatch is 16 examples, two for each of 8 devices.
-        batch_size=64, accumulation_steps=4, eval__every="1184 examples",
+        batch_size=64,
+        accumulation_steps=4,
+        eval__every="1184 examples",
     )
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     train(measured, whole, quiet=True)
@@ -296,8 +311,10 @@ def decided(name: str, backend: str) -> ConfigDict:
     """20 updates and more; a microbatch of 16 divides over 8 devices."""
     fields = {"simigrad": {"target": 0.5}, "noise_scale": {"decay": 0.5}}[name]
     return config(
-        rule(name, interval=2, lower=32, scaling="sqrt", **fields), batch_size=64,
-        eval__every="1184 examples", parallel__backend=backend,
+        rule(name, interval=2, lower=32, scaling="sqrt", **fields),
+        batch_size=64,
+        eval__every="1184 examples",
+        parallel__backend=backend,
     )
 
 
@@ -315,7 +332,9 @@ def test_the_same_batches_on_any_devices_and_processes(
     )
     for number in devices:
         done = tiny.command(
-            "lamb_tpu.train", f"--config={file}", f"--workdir={tmp_path / str(number)}",
+            "lamb_tpu.train",
+            f"--config={file}",
+            f"--workdir={tmp_path / str(number)}",
             devices=number,
         )
         assert done.returncode == 0, done.stderr

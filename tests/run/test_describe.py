@@ -15,9 +15,13 @@ from tests import tiny
 def test_summary_says_what_was_resolved(tmp_path: pathlib.Path) -> None:
     text = describe(prepare(tiny.digits(), tmp_path))
     for part in (
-        f"workdir: {tmp_path}", "data=8 over 8 cpu", "train[:256] 256 and test 360 examples",
-        "12 updates of 64 examples = 3 epochs of 256", "warm-up 4 updates = 1 epochs",
-        "hidden0/kernel", "total: 4 leaves",
+        f"workdir: {tmp_path}",
+        "data=8 over 8 cpu",
+        "train[:256] 256 and test 360 examples",
+        "12 updates of 64 examples = 3 epochs of 256",
+        "warm-up 4 updates = 1 epochs",
+        "hidden0/kernel",
+        "total: 4 leaves",
         "LAMB adapts 1,184 of 1,210 values; Adam: the rest; decay: 1,184; state: mu",
     ):
         assert part in text, (part, text)
@@ -55,4 +59,4 @@ def test_what_the_data_has_to_say_is_told() -> None:
     run.train_set.notes, run.eval_set.notes = ("3 were left out", "and 1 more"), ("none was",)
     lines = describe(run).splitlines()
     (data,) = [number for number, line in enumerate(lines) if line.startswith("data: digits")]
-    assert lines[data + 1:data + 4] == ["3 were left out", "and 1 more", "none was"]
+    assert lines[data + 1 : data + 4] == ["3 were left out", "and 1 more", "none was"]

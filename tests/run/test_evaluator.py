@@ -115,8 +115,15 @@ def test_every_example_counts_once_on_two_processes(
     """With 5 examples in batches of 4 or more the second process has none in the last batch."""
     state, _ = tiny.restored(config(), averaged)
     launched = tiny.command(
-        "lamb_tpu.launch", "local", "--processes=2", f"--devices-per-process={per_process}",
-        "--module=tests.job", "--", "evaluate", str(tmp_path), str(averaged),
+        "lamb_tpu.launch",
+        "local",
+        "--processes=2",
+        f"--devices-per-process={per_process}",
+        "--module=tests.job",
+        "--",
+        "evaluate",
+        str(tmp_path),
+        str(averaged),
     )
     assert launched.returncode == 0, launched.stderr
     one, two = (json.loads((tmp_path / f"{index}.json").read_text()) for index in (0, 1))
@@ -216,7 +223,8 @@ def test_padding_that_gives_nan_does_not_leak() -> None:
     task = build("classification", model(), input_std=1.0)
     batch = {
         "image": np.array([3, 0, 0, 5], np.uint8).reshape(4, 1, 1, 1),
-        "label": np.array([1, 0, 1, 0], np.int32), "mask": np.array([1, 0, 0, 1], np.float32),
+        "label": np.array([1, 0, 1, 0], np.int32),
+        "mask": np.array([1, 0, 0, 1], np.float32),
     }
     logits, _ = task.model.apply({}, batch["image"].astype(np.float32), train=False)
     assert not np.isfinite(np.asarray(logits)[1]).all()

@@ -25,9 +25,9 @@ PAGE = ROOT / "lamb_tpu" / "parallel" / "README.md"
 def refused(**changes: Any) -> str:
     changes = dict(changes)
     options = {"name": spread.NAME, **changes.pop("options", {})}
-    config = tiny.digits(**{
-        "parallel__backend": "shard_map", "parallel__exchange": ConfigDict(options), **changes
-    })
+    config = tiny.digits(
+        **{"parallel__backend": "shard_map", "parallel__exchange": ConfigDict(options), **changes}
+    )
     with pytest.raises(UserError) as error:
         prepare(config, None)
     assert "\n" not in str(error.value)
@@ -70,8 +70,10 @@ def test_one_device_has_nothing_to_exchange() -> None:
 
 def test_options_are_flags() -> None:
     config = tiny.digits()
-    flags = ["--config.parallel.exchange.name=bfloat16",
-             "--config.parallel.exchange.full_precision=('bias',)"]
+    flags = [
+        "--config.parallel.exchange.name=bfloat16",
+        "--config.parallel.exchange.full_precision=('bias',)",
+    ]
     found, rest = overrides.take(flags)
     assert not rest
     overrides.apply(config, found)
@@ -95,9 +97,7 @@ def test_every_exchange_has_its_options_as_fields() -> None:
 def test_optimizers_that_sum_by_themselves_stand_alone() -> None:
     name = "tests.parallel.exchange.spread:momentum"
     optimizer = {"name": name, "learning_rate": 0.1}
-    run = prepare(tiny.digits(
-        parallel__backend="shard_map", optimizer=ConfigDict(optimizer)
-    ), None)
+    run = prepare(tiny.digits(parallel__backend="shard_map", optimizer=ConfigDict(optimizer)), None)
     assert isinstance(run.tx, Reducing)
     momentum = ConfigDict(optimizer)
     for changes, message in (
@@ -115,11 +115,14 @@ def test_optimizers_that_sum_by_themselves_stand_alone() -> None:
     )
 
 
-@pytest.mark.parametrize("optimizer, key", [
-    ({"name": "momentum"}, "momentum of 'momentum' is 0.9"),
-    ({"name": "lars", "preset": "optax"}, "momentum of 'lars' is 0.9"),
-    ({"name": "lamb"}, "b1 of 'lamb' is 0.9"),
-])
+@pytest.mark.parametrize(
+    "optimizer, key",
+    [
+        ({"name": "momentum"}, "momentum of 'momentum' is 0.9"),
+        ({"name": "lars", "preset": "optax"}, "momentum of 'lars' is 0.9"),
+        ({"name": "lamb"}, "b1 of 'lamb' is 0.9"),
+    ],
+)
 def test_a_second_momentum_is_refused(optimizer: dict[str, Any], key: str) -> None:
     dgc = {"name": "dgc", "ratio": 0.1}
     given = ConfigDict({"learning_rate": 0.1, **optimizer})
@@ -129,11 +132,14 @@ def test_a_second_momentum_is_refused(optimizer: dict[str, Any], key: str) -> No
         "config.parallel.exchange.momentum 0"
     )
     name = key.split()[0]
-    for changes in ({"optimizer": ConfigDict({**given, name: 0.0}), "options": dgc},
-                    {"optimizer": given, "options": {**dgc, "momentum": 0.0}}):
+    for changes in (
+        {"optimizer": ConfigDict({**given, name: 0.0}), "options": dgc},
+        {"optimizer": given, "options": {**dgc, "momentum": 0.0}},
+    ):
         options = ConfigDict(changes.pop("options"))
-        run = prepare(tiny.digits(
-            parallel__backend="shard_map", parallel__exchange=options, **changes), None)
+        run = prepare(
+            tiny.digits(parallel__backend="shard_map", parallel__exchange=options, **changes), None
+        )
         assert run.exchange is not None
 
 
@@ -166,12 +172,17 @@ def test_table_on_the_page_is_that_of_the_checks() -> None:
 
 
 def test_layers_in_a_loop_are_matrices_of_their_own() -> None:
-    exchange = {"parallel__backend": "shard_map", "parallel__exchange": ConfigDict(
-        {"name": "powersgd", "rank": 2})}
-    made = [prepare(tiny.bert(**exchange, model__scan_layers=scan), None).exchange
-            for scan in (False, True)]
+    exchange = {
+        "parallel__backend": "shard_map",
+        "parallel__exchange": ConfigDict({"name": "powersgd", "rank": 2}),
+    }
+    made = [
+        prepare(tiny.bert(**exchange, model__scan_layers=scan), None).exchange
+        for scan in (False, True)
+    ]
     assert [each.exchange.stacked for each in made] == [(), ("^encoder/layers/",)]
     given = ConfigDict({"name": "powersgd", "rank": 2, "stacked": ("kernel$",)})
-    run = prepare(tiny.bert(**{**exchange, "parallel__exchange": given}, model__scan_layers=True),
-                  None)
+    run = prepare(
+        tiny.bert(**{**exchange, "parallel__exchange": given}, model__scan_layers=True), None
+    )
     assert run.exchange.exchange.stacked == ("kernel$",)

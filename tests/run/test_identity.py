@@ -18,8 +18,11 @@ from lamb_tpu.run import identity
 from tests import hosts, tiny
 
 ARGUMENTS = (
-    "--config=digits", "--config.duration=2 steps", "--config.batch_size=96",
-    "--config.checkpoint.every=100 percent", "--config.eval.every=100 percent",
+    "--config=digits",
+    "--config.duration=2 steps",
+    "--config.batch_size=96",
+    "--config.checkpoint.every=100 percent",
+    "--config.eval.every=100 percent",
     "--config.log.tensorboard=False",
 )
 # A data set that may differ, and a network.
@@ -52,8 +55,10 @@ class Net(nn.Module):
 }
 OWN_NET = ("--config.model={'name': 'my_net:Net'}",)
 OWN_DATA = (
-    "--config.data.name=my_data:points", "--config.data.train_split=train",
-    "--config.data.eval_split=test", "--config.task.input_std=1.0",
+    "--config.data.name=my_data:points",
+    "--config.data.train_split=train",
+    "--config.data.eval_split=test",
+    "--config.task.input_std=1.0",
 )
 
 
@@ -77,8 +82,11 @@ def run(folder: pathlib.Path, runs: list[list[dict[str, Any]]]) -> list[list[dic
     file.write_text(json.dumps(runs))
     environment = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
     done = subprocess.run(
-        [sys.executable, "-m", hosts.__name__, str(file)], cwd=tiny.ROOT, capture_output=True,
-        text=True, env={**environment, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(tiny.ROOT)},
+        [sys.executable, "-m", hosts.__name__, str(file)],
+        cwd=tiny.ROOT,
+        capture_output=True,
+        text=True,
+        env={**environment, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(tiny.ROOT)},
     )
     assert done.returncode == 0, done.stderr
     return json.loads(file.read_text())
@@ -150,7 +158,8 @@ def test_every_difference_is_rejected_before_the_first_update(tmp_path: pathlib.
         "seed": (changed("--config.seed=7"), "config.seed is 7 on process 1"),
         "batch": (changed("--config.batch_size=192"), "config.batch_size is 192 on process 1"),
         "duration": (
-            changed("--config.duration=3 steps"), 'config.duration is "3 steps" on process 1'
+            changed("--config.duration=3 steps"),
+            'config.duration is "3 steps" on process 1',
         ),
         "workdir": (changed(f"--workdir={tmp_path}/other"), f"--workdir is {tmp_path}/other on"),
         "package": (
@@ -163,7 +172,8 @@ def test_every_difference_is_rejected_before_the_first_update(tmp_path: pathlib.
         ),
         "length": (with_state("shorter"), "the length of the training set is 960 on process 1"),
         "label": (
-            with_state("other label"), "examples (SHA-256 of 'label') of the training set is "
+            with_state("other label"),
+            "examples (SHA-256 of 'label') of the training set is ",
         ),
         "absent": (with_state("absent"), "config.data.name is 'my_data:points'; making it fails"),
         "module": (with_net(other_net), "the custom module my_net is "),
@@ -179,9 +189,9 @@ def test_every_difference_is_rejected_before_the_first_update(tmp_path: pathlib.
     plain = process(here, workdir, *OWN_NET, *OWN_DATA)
     evaluate = ["lamb_tpu.evaluate", workdir]
     differing = [process(here, argv=evaluate), process(here, argv=[*evaluate, "--step=1"])]
-    trained, evaluated, rejected = run(tmp_path, [
-        [plain] * 3, [process(here, argv=evaluate)] * 2, differing,
-    ])
+    trained, evaluated, rejected = run(
+        tmp_path, [[plain] * 3, [process(here, argv=evaluate)] * 2, differing]
+    )
     assert [each["status"] for each in (*trained, *evaluated)] == [0] * 5, trained
     assert (tmp_path / "run" / "metrics.jsonl").exists()
     assert {line.partition(";")[0].partition(" on ")[0] for line in errors(rejected)} == {
@@ -205,8 +215,11 @@ def test_start(compared: list[dict[str, str]], monkeypatch: pytest.MonkeyPatch) 
     identity.check_start(config, "runs/x", {"--step": 3})
     (values,) = compared
     for key, value in {
-        "config.optimizer.learning_rate": "0.02", "config.model.hidden_sizes": "[16]",
-        "--workdir": "/runs/x", "--step": "3", "the version of jax": jax.__version__,
+        "config.optimizer.learning_rate": "0.02",
+        "config.model.hidden_sizes": "[16]",
+        "--workdir": "/runs/x",
+        "--step": "3",
+        "the version of jax": jax.__version__,
         "the environment variable XLA_FLAGS": "'--xla_cpu_enable_fast_math=true'",
         "the setting jax_enable_x64": "False",
     }.items():
@@ -236,16 +249,19 @@ def test_set(compared: list[dict[str, str]]) -> None:
     assert longer["the length of the evaluation set"] == "101"
 
 
-@pytest.mark.parametrize("key, remedy", [
-    ("the version of lamb_tpu", "install the same version on every host"),
-    ("the file lamb_tpu/own.py of lamb_tpu", "install the same version on every host"),
-    ("the version of jax", "install the same versions on every host"),
-    ("the setting jax_enable_x64", "start all processes in the same environment"),
-    ("the environment variable XLA_FLAGS", "start all processes in the same environment"),
-    ("the custom module my_net", "copy the same file to every host"),
-    ("the length of the evaluation set", "give every process the same data"),
-    ("config.seed", "start all processes with the same command"),
-    ("--workdir", "start all processes with the same command"),
-])
+@pytest.mark.parametrize(
+    "key, remedy",
+    [
+        ("the version of lamb_tpu", "install the same version on every host"),
+        ("the file lamb_tpu/own.py of lamb_tpu", "install the same version on every host"),
+        ("the version of jax", "install the same versions on every host"),
+        ("the setting jax_enable_x64", "start all processes in the same environment"),
+        ("the environment variable XLA_FLAGS", "start all processes in the same environment"),
+        ("the custom module my_net", "copy the same file to every host"),
+        ("the length of the evaluation set", "give every process the same data"),
+        ("config.seed", "start all processes with the same command"),
+        ("--workdir", "start all processes with the same command"),
+    ],
+)
 def test_remedy(key: str, remedy: str) -> None:
     assert identity._remedy(key) == remedy

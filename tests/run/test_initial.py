@@ -39,11 +39,16 @@ def state_of(workdir: pathlib.Path) -> TrainState:
     return tiny.restored(tiny.digits(), workdir)[0]
 
 
-@pytest.mark.parametrize("optimizer_state, changes", [
-    ("reset", {}), ("keep", {}),
-    ("keep", {"parallel__optimizer_state": "zero1", "parallel__backend": "shard_map"}),
-    ("reset", {"parallel__rules": (("hidden0/kernel", "fsdp"),), "mesh__fsdp": 4}),
-], ids=str)
+@pytest.mark.parametrize(
+    "optimizer_state, changes",
+    [
+        ("reset", {}),
+        ("keep", {}),
+        ("keep", {"parallel__optimizer_state": "zero1", "parallel__backend": "shard_map"}),
+        ("reset", {"parallel__rules": (("hidden0/kernel", "fsdp"),), "mesh__fsdp": 4}),
+    ],
+    ids=str,
+)
 def test_first_state(
     trained: pathlib.Path, tmp_path: pathlib.Path, optimizer_state: str, changes: dict[str, Any]
 ) -> None:
@@ -69,8 +74,12 @@ def test_kept_counts_go_on_while_the_schedule_starts_anew(
 ) -> None:
     """Beside LAMB at fixed rates, whose moments and counts are those of the other run."""
     config = tiny.digits(
-        duration="2 steps", schedule__warmup="1 steps", schedule__start_factor=0.5,
-        init_from=str(trained), init__optimizer_state="keep", optimizer__learning_rate=0.1,
+        duration="2 steps",
+        schedule__warmup="1 steps",
+        schedule__start_factor=0.5,
+        init_from=str(trained),
+        init__optimizer_state="keep",
+        optimizer__learning_rate=0.1,
     )
     rates = [0.05, 0.1]
     train(config, tmp_path / "kept", quiet=True)
@@ -94,9 +103,13 @@ def test_kept_counts_go_on_while_the_schedule_starts_anew(
     # And once more from there: the counts of both runs are behind it.
     again = begin(tmp_path / "kept", tmp_path / "again", init__optimizer_state="keep")
     assert int(again.opt_state.count) == 14
-    assert prepare(tiny.digits(
-        init_from=str(tmp_path / "kept"), init__optimizer_state="keep"
-    ), tmp_path / "again").recipe.updates_before == 14
+    assert (
+        prepare(
+            tiny.digits(init_from=str(tmp_path / "kept"), init__optimizer_state="keep"),
+            tmp_path / "again",
+        ).recipe.updates_before
+        == 14
+    )
 
 
 @pytest.mark.long
@@ -109,8 +122,12 @@ def test_resumed_without_the_other_folder(trained: pathlib.Path, tmp_path: pathl
     train(config, whole, quiet=True)
     record = json.loads((whole / "init.json").read_text())
     assert record == {
-        "init_from": str(source), "update": 12, "optimizer_state": "keep", "updates_before": 12,
-        "new": [], "left": [],
+        "init_from": str(source),
+        "update": 12,
+        "optimizer_state": "keep",
+        "updates_before": 12,
+        "new": [],
+        "left": [],
     }
     shutil.copytree(whole, cut)
     shutil.rmtree(source)
@@ -144,10 +161,13 @@ def test_workdir_of_a_run_that_began_at_random(copy: pathlib.Path, trained: path
 def test_a_run_that_has_not_ended_needs_a_flag(copy: pathlib.Path, tmp_path: pathlib.Path) -> None:
     shutil.rmtree(copy / "checkpoints" / "12")
     config = tiny.digits(init_from=str(copy))
-    with pytest.raises(UserError, match=(
-        f"config.init_from: {copy}, update 8, is of a run that has not ended .update 8 of 12.; "
-        "finish that run first, or set config.init.unfinished=True"
-    )):
+    with pytest.raises(
+        UserError,
+        match=(
+            f"config.init_from: {copy}, update 8, is of a run that has not ended .update 8 of 12.; "
+            "finish that run first, or set config.init.unfinished=True"
+        ),
+    ):
         prepare(config, tmp_path / "new")
     config.init.unfinished = True
     run = prepare(config, tmp_path / "new")
@@ -167,7 +187,8 @@ def test_a_run_that_ended_at_its_target_has_ended(tmp_path: pathlib.Path) -> Non
 @pytest.mark.long
 def test_new_and_left_parameters_are_told(trained: pathlib.Path, tmp_path: pathlib.Path) -> None:
     config = tiny.digits(
-        model__hidden_sizes=(16, 12), init_from=str(trained),
+        model__hidden_sizes=(16, 12),
+        init_from=str(trained),
         init__new_parameters="^(hidden1|output)/",
     )
     assert "3 arrays taken; new, at random: hidden1/bias, hidden1/kernel, output/kernel; " in (
@@ -190,31 +211,51 @@ def test_new_and_left_parameters_are_told(trained: pathlib.Path, tmp_path: pathl
 
 
 MISTAKES = [
-    ({"model__hidden_sizes": (16, 16)},
-     r"config\.init_from: .* has no hidden1/bias, hidden1/kernel; .*new_parameters, now ''"),
-    ({"model__hidden_sizes": (16, 16), "init__new_parameters": "^hidden1/k"},
-     r"has no hidden1/bias; .* now '\^hidden1/k', is the regex"),
+    (
+        {"model__hidden_sizes": (16, 16)},
+        r"config\.init_from: .* has no hidden1/bias, hidden1/kernel; .*new_parameters, now ''",
+    ),
+    (
+        {"model__hidden_sizes": (16, 16), "init__new_parameters": "^hidden1/k"},
+        r"has no hidden1/bias; .* now '\^hidden1/k', is the regex",
+    ),
     ({"model__hidden_sizes": (17,)}, r"has hidden0/bias of shape \(16,\), this model of \(17,\)"),
-    ({"model": ConfigDict({"name": "lenet"})},
-     r"config\.init_from: .* is of the model 'mlp', and config\.model\.name is 'lenet'; make it"),
+    (
+        {"model": ConfigDict({"name": "lenet"})},
+        r"config\.init_from: .* is of the model 'mlp', and config\.model\.name is 'lenet'; make it",
+    ),
     ({"init__new_parameters": "("}, r"config\.init\.new_parameters is '\(', which is not a valid"),
     ({"init__optimizer_state": "kept"}, r"optimizer_state is 'kept'; known: reset, keep"),
-    ({"init__optimizer_state": "keep", "optimizer": ConfigDict(
-        {"name": "adamw", "learning_rate": 0.1})},
-     r"has the state of another optimizer, .*: 0/count is not there, here int32\[\]; .* 'keep'"),
-    ({"init__optimizer_state": "keep", "optimizer__mu_dtype": "bfloat16"},
-     r"mu/hidden0/bias is float32\[16\], here bfloat16\[16\]; .* must be the same, or it 'reset'"),
-    ({"init__optimizer_state": "keep", "model__hidden_sizes": (16, 16),
-      "init__new_parameters": "hidden1"},
-     r"mu/hidden1/bias is not there, here float32\[16\]"),
+    (
+        {
+            "init__optimizer_state": "keep",
+            "optimizer": ConfigDict({"name": "adamw", "learning_rate": 0.1}),
+        },
+        r"has the state of another optimizer, .*: 0/count is not there, here int32\[\]; .* 'keep'",
+    ),
+    (
+        {"init__optimizer_state": "keep", "optimizer__mu_dtype": "bfloat16"},
+        r"mu/hidden0/bias is float32\[16\], here bfloat16\[16\]; .* must be the same, or it 'reset'",
+    ),
+    (
+        {
+            "init__optimizer_state": "keep",
+            "model__hidden_sizes": (16, 16),
+            "init__new_parameters": "hidden1",
+        },
+        r"mu/hidden1/bias is not there, here float32\[16\]",
+    ),
     ({"prng": "philox"}, r"config\.prng is 'philox'; known: threefry2x32, rbg"),
 ]
 
 
 @pytest.mark.parametrize("changes, message", MISTAKES, ids=[str(c) for c, _ in MISTAKES])
 def test_mistake_is_named(
-    trained: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch,
-    changes: dict[str, Any], message: str,
+    trained: pathlib.Path,
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, Any],
+    message: str,
 ) -> None:
     config = tiny.digits()
     with config.unlocked():
@@ -285,8 +326,10 @@ BERT_MISTAKES = [
     ({"model__num_heads": 4}, r"network with num_heads = 2, and config\.model\.num_heads is 4"),
     ({"model__gelu": "tanh"}, r"network with gelu = 'erf', and config\.model\.gelu is 'tanh'"),
     ({"model__num_layers": 1}, r"network with num_layers = 2, and config\.model\.num_layers is 1"),
-    ({"model__vocab_size": 600, "data__options__vocab_size": 600},
-     r"embeddings/word of shape \(512, 16\), .* of \(600, 16\): its vocabulary has 512 words"),
+    (
+        {"model__vocab_size": 600, "data__options__vocab_size": 600},
+        r"embeddings/word of shape \(512, 16\), .* of \(600, 16\): its vocabulary has 512 words",
+    ),
 ]
 
 
@@ -331,8 +374,13 @@ def test_two_processes_begin_from_one(trained: pathlib.Path, tmp_path: pathlib.P
     )
     workdir = tmp_path / "two"
     done = tiny.command(
-        "lamb_tpu.launch", "local", "--processes=2", "--devices-per-process=2", "--",
-        f"--config={recipe}", f"--workdir={workdir}",
+        "lamb_tpu.launch",
+        "local",
+        "--processes=2",
+        "--devices-per-process=2",
+        "--",
+        f"--config={recipe}",
+        f"--workdir={workdir}",
     )
     assert done.returncode == 0, done.stderr
     assert "optimizer state kept, its counts 12 ahead" in tiny.unbroken(done.stdout)
@@ -361,7 +409,8 @@ def test_vocabulary_that_is_left_empty_is_that_of_the_weights(
     shutil.copytree(pretrained, own, ignore=shutil.ignore_patterns("config.json", "checkpoints"))
     for workdir, vocab in ((tmp_path / "new", ""), (own, ""), (own, "there")):
         with pytest.raises(UserError, match="seen"):
-            prepare(tiny.digits(
-                data__options=ConfigDict({"vocab": vocab}), init_from=str(pretrained)
-            ), workdir)
+            prepare(
+                tiny.digits(data__options=ConfigDict({"vocab": vocab}), init_from=str(pretrained)),
+                workdir,
+            )
     assert asked == [str(pretrained), str(own), "there"]

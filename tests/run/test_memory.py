@@ -83,9 +83,7 @@ def test_limit_of_a_container(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None
         assert memory.host_bytes() == expected or (text == "max\n" and memory.host_bytes() >= whole)
 
 
-def test_run_is_refused_before_anything_is_made(
-    tmp_path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_is_refused_before_anything_is_made(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax.stages.Lowered, "compile", None)  # nothing gets as far
     for changes, message in (
         ({"model__hidden_sizes": (10**10,)}, r"state need [\d,.]+ GiB on the 8 device"),

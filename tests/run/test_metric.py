@@ -12,19 +12,22 @@ TARGET = {"target.metric": "steps_loss", "target.mode": "max"}
 NAMES = ("loss", "accuracy", "auc", "steps_loss")
 
 
-@pytest.mark.parametrize("config, names, flags, found", [
-    ({}, ("loss", "accuracy"), (None, None), ("accuracy", "higher")),
-    ({}, ("exact_match", "f1"), (None, None), ("f1", "higher")),
-    ({}, ("mlm_accuracy", "mlm_loss", "nsp_loss"), (None, None), ("mlm_loss", "lower")),
-    ({}, ("accuracy", "loss", "perplexity"), (None, None), ("perplexity", "lower")),
-    ({}, NAMES, ("loss", None), ("loss", "lower")),
-    ({}, NAMES, ("loss", "higher"), ("loss", "higher")),
-    ({"checkpoint.best": "", "target.metric": ""}, NAMES, (None, None), ("accuracy", "higher")),
-    (BEST | TARGET, NAMES, (None, None), ("auc", "higher")),
-    (TARGET, NAMES, (None, None), ("steps_loss", "higher")),
-    (BEST | {"checkpoint.best_mode": "min"}, NAMES, (None, None), ("auc", "lower")),
-    (BEST, NAMES, ("accuracy", None), ("accuracy", "higher")),
-])
+@pytest.mark.parametrize(
+    "config, names, flags, found",
+    [
+        ({}, ("loss", "accuracy"), (None, None), ("accuracy", "higher")),
+        ({}, ("exact_match", "f1"), (None, None), ("f1", "higher")),
+        ({}, ("mlm_accuracy", "mlm_loss", "nsp_loss"), (None, None), ("mlm_loss", "lower")),
+        ({}, ("accuracy", "loss", "perplexity"), (None, None), ("perplexity", "lower")),
+        ({}, NAMES, ("loss", None), ("loss", "lower")),
+        ({}, NAMES, ("loss", "higher"), ("loss", "higher")),
+        ({"checkpoint.best": "", "target.metric": ""}, NAMES, (None, None), ("accuracy", "higher")),
+        (BEST | TARGET, NAMES, (None, None), ("auc", "higher")),
+        (TARGET, NAMES, (None, None), ("steps_loss", "higher")),
+        (BEST | {"checkpoint.best_mode": "min"}, NAMES, (None, None), ("auc", "lower")),
+        (BEST, NAMES, ("accuracy", None), ("accuracy", "higher")),
+    ],
+)
 def test_choice(config: Any, names: Any, flags: Any, found: tuple[str, str]) -> None:
     assert metric.choose(config, names, *flags) == found
 

@@ -19,8 +19,11 @@ from lamb_tpu.run.recipe import resolve, resolve_optimizer
 from tests import tiny
 
 NAMES = {
-    "optimizer": factory.OPTIMIZERS, "model": models.MODULES, "task": tasks.TASKS,
-    "data.options": (*DATASETS, "tfds:imagenette"), "batch_rule": RULES,
+    "optimizer": factory.OPTIMIZERS,
+    "model": models.MODULES,
+    "task": tasks.TASKS,
+    "data.options": (*DATASETS, "tfds:imagenette"),
+    "batch_rule": RULES,
 }
 
 
@@ -35,40 +38,71 @@ def phased(**changes: Mapping[str, Any]) -> ConfigDict:
     return tiny.digits(phases=ConfigDict({"one": {"seed": 1}, "two": changes or {"seed": 2}}))
 
 
-@pytest.mark.parametrize("key, kind", [
-    ("optimizer.learning_rate", float), ("optimizer.name", str), ("batch_size", int),
-    ("schedule.warmup", str), ("schedule.staircase", bool), ("data.dir", str | None),
-    ("model.hidden_sizes", Sequence[int]), ("parallel.rules", tuple),
-    ("phases.two.seed", int), ("phases.two.optimizer.b2", float),
-    ("batch_rule.name", str), ("phases.two.batch_rule.name", str),
-])
+@pytest.mark.parametrize(
+    "key, kind",
+    [
+        ("optimizer.learning_rate", float),
+        ("optimizer.name", str),
+        ("batch_size", int),
+        ("schedule.warmup", str),
+        ("schedule.staircase", bool),
+        ("data.dir", str | None),
+        ("model.hidden_sizes", Sequence[int]),
+        ("parallel.rules", tuple),
+        ("phases.two.seed", int),
+        ("phases.two.optimizer.b2", float),
+        ("batch_rule.name", str),
+        ("phases.two.batch_rule.name", str),
+    ],
+)
 def test_types_of_keys(key: str, kind: Any) -> None:
     assert overrides.kind_of(phased(), key) == kind
 
 
-@pytest.mark.parametrize("key, message", [
-    ("batchsize", r"config\.batchsize is unknown; config has: .*batch_size"),
-    ("schedule.decay.x", r"config\.schedule\.decay\.x is unknown; .* has: no keys"),
-    ("optimizer.b3", r"config\.optimizer\.b3 is unknown; optimizer 'lamb' has: .*b2"),
-    ("ema", r"config\.ema is a section; name one of its keys: decay"),
-    ("phases.three.seed", r"config\.phases\.three is unknown; config\.phases has: one, two"),
-])
+@pytest.mark.parametrize(
+    "key, message",
+    [
+        ("batchsize", r"config\.batchsize is unknown; config has: .*batch_size"),
+        ("schedule.decay.x", r"config\.schedule\.decay\.x is unknown; .* has: no keys"),
+        ("optimizer.b3", r"config\.optimizer\.b3 is unknown; optimizer 'lamb' has: .*b2"),
+        ("ema", r"config\.ema is a section; name one of its keys: decay"),
+        ("phases.three.seed", r"config\.phases\.three is unknown; config\.phases has: one, two"),
+    ],
+)
 def test_keys_without_a_type(key: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         overrides.kind_of(phased(), key)
 
 
 def test_what_is_taken_from_a_command_line() -> None:
-    argv = ["train", "--config=x.py", "--config.optimizer.b2=0.9", "-config.model.a", "3",
-            "--config.seed=3", "--noconfig.task.flag", "--config.task.other", "--workdir=w",
-            "--config.phases.one.data.options.text=a=b", "--config.optimizer={}"]
+    argv = [
+        "train",
+        "--config=x.py",
+        "--config.optimizer.b2=0.9",
+        "-config.model.a",
+        "3",
+        "--config.seed=3",
+        "--noconfig.task.flag",
+        "--config.task.other",
+        "--workdir=w",
+        "--config.phases.one.data.options.text=a=b",
+        "--config.optimizer={}",
+    ]
     found, rest = overrides.take(argv)
     assert [(item.key, item.text) for item in found] == [
-        ("config.optimizer.b2", "0.9"), ("config.model.a", "3"), ("config.task.flag", "False"),
-        ("config.task.other", "True"), ("config.phases.one.data.options.text", "a=b"),
+        ("config.optimizer.b2", "0.9"),
+        ("config.model.a", "3"),
+        ("config.task.flag", "False"),
+        ("config.task.other", "True"),
+        ("config.phases.one.data.options.text", "a=b"),
     ]
-    assert rest == ["train", "--config=x.py", "--config.seed=3", "--workdir=w",
-                    "--config.optimizer={}"]
+    assert rest == [
+        "train",
+        "--config=x.py",
+        "--config.seed=3",
+        "--workdir=w",
+        "--config.optimizer={}",
+    ]
 
 
 @pytest.mark.parametrize("section", NAMES)
@@ -88,7 +122,9 @@ def test_a_batch_rule() -> None:
     config, before = tiny.digits(), config_lib.flatten(tiny.digits())
     assert config_lib.flatten(applied(config, "--config.batch_rule.name=constant")) == before
     applied(
-        config, "--config.batch_rule.points=((0, 16), (64, 32))", "--config.batch_rule.name=ramp",
+        config,
+        "--config.batch_rule.points=((0, 16), (64, 32))",
+        "--config.batch_rule.name=ramp",
         "--config.batch_rule.linear=false",
     )
     assert config.batch_rule.to_dict() == {"name": "ramp", "points": ((0, 16), (64, 32))}
@@ -101,21 +137,36 @@ def test_a_batch_rule() -> None:
 
 def test_values_have_the_type_of_the_argument() -> None:
     config = applied(
-        tiny.digits(), "--config.optimizer.collect=true", "--config.optimizer.b2=1e-1",
-        "--config.optimizer.weight_decay=0", "--config.optimizer.clip_global_norm=1",
-        "--config.optimizer.phi_bounds=(0, inf)", "--config.optimizer.mu_dtype=bfloat16",
-        "--config.optimizer.ratio_bounds=[0.01, 10]", "--config.optimizer.stochastic_rounding=7",
+        tiny.digits(),
+        "--config.optimizer.collect=true",
+        "--config.optimizer.b2=1e-1",
+        "--config.optimizer.weight_decay=0",
+        "--config.optimizer.clip_global_norm=1",
+        "--config.optimizer.phi_bounds=(0, inf)",
+        "--config.optimizer.mu_dtype=bfloat16",
+        "--config.optimizer.ratio_bounds=[0.01, 10]",
+        "--config.optimizer.stochastic_rounding=7",
         "--config.optimizer.rules=[('bias', {'decay': False}), ('.*', {})]",
         "--config.optimizer.l2=1e-5",
         "--config.optimizer.agvm={'modules': (('body', '^hidden'), ('head', '')), 'start': 9}",
-        "--config.model.hidden_sizes=8,8", "--config.model.group_size=16",
-        "--config.task.input_mean=(1, 2)", "--config.task.input_std=3",
+        "--config.model.hidden_sizes=8,8",
+        "--config.model.group_size=16",
+        "--config.task.input_mean=(1, 2)",
+        "--config.task.input_std=3",
     )
     optimizer = config.optimizer.to_dict()
     assert optimizer == {
-        "name": "lamb", "learning_rate": 0.02, "collect": True, "b2": 0.1, "weight_decay": 0.0,
-        "clip_global_norm": 1.0, "mu_dtype": "bfloat16", "ratio_bounds": (0.01, 10.0),
-        "stochastic_rounding": 7, "l2": 1e-5, "rules": (("bias", {"decay": False}), (".*", {})),
+        "name": "lamb",
+        "learning_rate": 0.02,
+        "collect": True,
+        "b2": 0.1,
+        "weight_decay": 0.0,
+        "clip_global_norm": 1.0,
+        "mu_dtype": "bfloat16",
+        "ratio_bounds": (0.01, 10.0),
+        "stochastic_rounding": 7,
+        "l2": 1e-5,
+        "rules": (("bias", {"decay": False}), (".*", {})),
         "agvm": {"modules": (("body", "^hidden"), ("head", "")), "start": 9},
     }
     for key in ("weight_decay", "clip_global_norm"):
@@ -197,8 +248,11 @@ def test_a_preset_of_another_optimizer_names_the_remedy() -> None:
 @pytest.mark.parametrize("preset", ["", "none"])
 def test_a_preset_can_be_taken_back(preset: str) -> None:
     config = applied(
-        with_preset(), "--config.optimizer.b1=0.8", f"--config.optimizer.preset={preset}",
-        "--config.optimizer.name=adamw")
+        with_preset(),
+        "--config.optimizer.b1=0.8",
+        f"--config.optimizer.preset={preset}",
+        "--config.optimizer.name=adamw",
+    )
     recipe = resolve(config, 1000)
     assert resolve_optimizer(config, recipe)[0] is not None
     assert config.optimizer.b1 == 0.8
@@ -209,21 +263,29 @@ def test_a_preset_can_be_taken_back(preset: str) -> None:
 
 def test_a_preset_of_the_new_optimizer() -> None:
     config = applied(
-        with_preset(), "--config.optimizer.preset=larc", "--config.optimizer.name=lars")
+        with_preset(), "--config.optimizer.preset=larc", "--config.optimizer.name=lars"
+    )
     assert (config.optimizer.name, config.optimizer.preset) == ("lars", "larc")
 
 
 def test_what_changes_nothing_adds_no_key() -> None:
     before = config_lib.flatten(tiny.digits())
-    flags = ("--config.optimizer.b2=0.999", "--config.optimizer.weight_decay=0.01",
-             "--config.model.dropout_rate=0", "--noconfig.optimizer.collect")
+    flags = (
+        "--config.optimizer.b2=0.999",
+        "--config.optimizer.weight_decay=0.01",
+        "--config.model.dropout_rate=0",
+        "--noconfig.optimizer.collect",
+    )
     assert config_lib.flatten(applied(tiny.digits(), *flags)) == before
     # The last one counts.
     twice = ("--config.optimizer.b2=0.9", "--config.optimizer.b2=0.999")
     assert config_lib.flatten(applied(tiny.digits(), *twice)) == before
     # To a preset another value is the default.
-    preset = ("--config.optimizer.preset=author", "--config.optimizer.bias_correction=moments",
-              "--config.optimizer.clip_global_norm=1.0")
+    preset = (
+        "--config.optimizer.preset=author",
+        "--config.optimizer.bias_correction=moments",
+        "--config.optimizer.clip_global_norm=1.0",
+    )
     fields = applied(tiny.digits(), *reversed(preset)).optimizer
     assert fields.bias_correction == "moments" and "clip_global_norm" not in fields
     # And to a phase that of the whole config.
@@ -235,7 +297,8 @@ def test_what_changes_nothing_adds_no_key() -> None:
 
 def test_every_key_is_described() -> None:
     config = applied(
-        phased(optimizer={"b1": 0.5}), "--config.optimizer.preset=author",
+        phased(optimizer={"b1": 0.5}),
+        "--config.optimizer.preset=author",
         "--config.phases.one.optimizer.b1=0.6",
     )
     lines = overrides.describe(config).splitlines()

@@ -24,8 +24,12 @@ from lamb_tpu.train import train
 from tests import tiny
 
 SECOND = {
-    "duration": "8 steps", "batch_size": 32, "seed": 1, "optimizer": {"learning_rate": 0.01},
-    "schedule": {"warmup": "2 steps"}, "init": {"optimizer_state": "keep"},
+    "duration": "8 steps",
+    "batch_size": 32,
+    "seed": 1,
+    "optimizer": {"learning_rate": 0.01},
+    "schedule": {"warmup": "2 steps"},
+    "init": {"optimizer_state": "keep"},
 }
 
 
@@ -33,10 +37,12 @@ def two(first: Any = None, second: Any = None, **changes: Any) -> ConfigDict:
     """6 updates, then 8 with half the batch, another rate and the moments kept."""
     values = {"checkpoint__every": "2 steps", "eval__every": "3 steps", "ema__decay": 0.5}
     config = tiny.digits(**values | changes)
-    config.phases = ConfigDict({
-        "phase_1": {"duration": "6 steps"} if first is None else first,
-        "phase_2": SECOND if second is None else second,
-    })
+    config.phases = ConfigDict(
+        {
+            "phase_1": {"duration": "6 steps"} if first is None else first,
+            "phase_2": SECOND if second is None else second,
+        }
+    )
     return config
 
 
@@ -72,8 +78,14 @@ def test_are_two_runs_of_their_own(whole: pathlib.Path, tmp_path: pathlib.Path) 
     common = {"checkpoint__every": "2 steps", "eval__every": "3 steps", "ema__decay": 0.5}
     train(tiny.digits(duration="6 steps", **common), first, quiet=True)
     config = tiny.digits(
-        duration="8 steps", batch_size=32, seed=1, optimizer__learning_rate=0.01,
-        schedule__warmup="2 steps", init__optimizer_state="keep", init_from=str(first), **common,
+        duration="8 steps",
+        batch_size=32,
+        seed=1,
+        optimizer__learning_rate=0.01,
+        schedule__warmup="2 steps",
+        init__optimizer_state="keep",
+        init_from=str(first),
+        **common,
     )
     train(config, second, quiet=True)
     for name, folder in (("phase_1", first), ("phase_2", second)):
@@ -135,7 +147,9 @@ def test_ended_again_and_again(
         (tiny.preempt_at, 4, "^preempted at update 3, saved; start", ("phase_1", {"2", "3"})),
         (kill_at, 3, None, ("phase_1", {"2", "3", "4"})),
         (
-            tiny.preempt_at, 4, "^preempted at update 6, saved; start",
+            tiny.preempt_at,
+            4,
+            "^preempted at update 6, saved; start",
             ("phase_1", {"2", "3", "4", "6"}),
         ),
         (tiny.preempt_at, 3 + 4, "^preempted at update 3, saved", ("phase_2", {"2", "3"})),
@@ -174,7 +188,8 @@ def test_first_phase_starts_as_the_config_says(
         json.loads((tmp_path / name / "init.json").read_text()) for name in ("phase_1", "phase_2")
     ]
     assert [(r["init_from"], r["update"], r["updates_before"]) for r in before] == [
-        (str(trained), 12, 12), (str(tmp_path / "phase_1"), 1, 13),
+        (str(trained), 12, 12),
+        (str(tmp_path / "phase_1"), 1, 13),
     ]
 
 
@@ -202,8 +217,10 @@ MISTAKES = [
     ({"schedule": {"decay": "poly"}}, r"\.schedule\.decay is 'poly'; known"),
     ({"optimizer": {"bb": 1}}, r": config\.optimizer: lamb has no arg.*'bb'"),
     ({"model": {"hidden_sizes": (8,)}}, r": config\.init_from: the phase before"),
-    ({"optimizer": {"name": "adamw"}, "init": {"optimizer_state": "keep"}},
-     r": config\.init_from: the phase before it has the state of another"),
+    (
+        {"optimizer": {"name": "adamw"}, "init": {"optimizer_state": "keep"}},
+        r": config\.init_from: the phase before it has the state of another",
+    ),
     ({"init_from": "x"}, r"\.init_from cannot be set: the first phase starts"),
     ({"phases": {}}, r"\.phases cannot be set"),
     ({}, r" is empty; it must be a ConfigDict of the keys it sets"),
@@ -268,9 +285,7 @@ def test_evaluation_is_of_one_phase(whole: pathlib.Path) -> None:
     assert own["step"] == 8 and own == evaluate_checkpoint(None, phase.folder)
 
 
-def test_a_plan_of_each(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_plan_of_each(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     class Planned:
         def __init__(self, config: ConfigDict, name: str, *others: Any) -> None:
             self.text = f"{name}: {config.batch_size}"
@@ -287,9 +302,9 @@ def test_a_plan_of_each(
         find = batches = topologies = workdir = measured = None
 
     nothing = types.SimpleNamespace(value=None)
-    values = Values({
-        "price-per-device-hour": nothing, "batches-of": nothing, "network-gbps": nothing,
-    })
+    values = Values(
+        {"price-per-device-hour": nothing, "batches-of": nothing, "network-gbps": nothing}
+    )
     monkeypatch.setattr(plan, "make_plan", Planned)
     monkeypatch.setattr(plan, "decision", lambda plans: f"{len(plans)} plans")
     monkeypatch.setattr(plan.flags, "FLAGS", values)

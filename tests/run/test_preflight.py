@@ -60,17 +60,27 @@ def points(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.P
 
 def config(options: dict[str, Any], **changes: Any) -> ConfigDict:
     """A small run on the points."""
-    return tiny.digits(**{
-        "data__name": "my_points:points", "data__train_split": "train", "data__options": options,
-        "model": ConfigDict({"name": "mlp", "hidden_sizes": (4,), "num_classes": 3}),
-        "task__input_std": 1.0, "duration": "8 steps", "checkpoint__every": "1 steps",
-    } | changes)
+    return tiny.digits(
+        **{
+            "data__name": "my_points:points",
+            "data__train_split": "train",
+            "data__options": options,
+            "model": ConfigDict({"name": "mlp", "hidden_sizes": (4,), "num_classes": 3}),
+            "task__input_std": 1.0,
+            "duration": "8 steps",
+            "checkpoint__every": "1 steps",
+        }
+        | changes
+    )
 
 
 # Options of the set, and the message: the field, the value, the range, the example and the set.
 WRONG = {
-    "one too many": ({"label": 3}, "label of example 7 of points:train (split 'train') is 3; it "
-                     "must be 0 to 2, the classes of the model, counted from 0; correct the data"),
+    "one too many": (
+        {"label": 3},
+        "label of example 7 of points:train (split 'train') is 3; it "
+        "must be 0 to 2, the classes of the model, counted from 0; correct the data",
+    ),
     "ignore": ({"label": -1}, "label of example 7 of points:train (split 'train') is -1; it must"),
     "far": ({"label": -5}, "label of example 7 of points:train (split 'train') is -5; it must be"),
     "nan": ({"pixel": np.nan}, "image[1] of example 7 of points:train (split 'train') is nan; it"),
@@ -103,7 +113,8 @@ def test_more_classes_in_evaluation(points: pathlib.Path, monkeypatch: pytest.Mo
 def test_right_data_passes_and_small_sets_are_checked_in_full(points: pathlib.Path) -> None:
     run, read = prepare(config({}), None), []
     run.train_set.gather = lambda indices, epochs=0: (  # type: ignore[method-assign]
-        read.append(indices), data.ArraySource.gather(run.train_set, indices)
+        read.append(indices),
+        data.ArraySource.gather(run.train_set, indices),
     )[1]
     preflight.check_data(run)
     np.testing.assert_array_equal(read, [np.arange(256)])
@@ -126,9 +137,12 @@ def test_batch_of_a_diverged_update_is_examined(points: pathlib.Path) -> None:
     order = data.global_indices(0, 0, 64 * 4, 256)
     at = int(order[64 * 2 + 5])  # in update 3
     settings = config({"pixel": 1e38, "at": at}, optimizer__learning_rate=0.01)
-    with pytest.raises(UserError, match="^.* at update 3, and its batch may be the cause: image.1. "
-                       f"of example {at} of points:train .* is 1e.38; it must be .*finite in float"
-                       ".*the last checkpoint is .*/2"):
+    with pytest.raises(
+        UserError,
+        match="^.* at update 3, and its batch may be the cause: image.1. "
+        f"of example {at} of points:train .* is 1e.38; it must be .*finite in float"
+        ".*the last checkpoint is .*/2",
+    ):
         train(settings, points / "run", quiet=True)
 
 
@@ -149,7 +163,8 @@ def test_error_of_one_process_ends_both(
     """The second process reads the wrong example in a later batch; the first one would wait."""
     order = data.global_indices(0, 0, 64 * 8, 512)
     at = int(order[64 * 3 + 60]) if of == "train" else 500
-    (points / "recipe.py").write_text(textwrap.dedent(f"""
+    (points / "recipe.py").write_text(
+        textwrap.dedent(f"""
         import json
         from ml_collections import ConfigDict
         from tests.run.test_preflight import config
@@ -157,10 +172,15 @@ def test_error_of_one_process_ends_both(
         def get_config():
             options = dict(label=3, at={at}, of={of!r}, size=512, parts=True)
             return config(options, duration="4000 steps", checkpoint__every="4000 steps")
-    """))
+    """)
+    )
     monkeypatch.setenv("PYTHONPATH", f"{points}:{tiny.ROOT}")
     ended = tiny.command(
-        "lamb_tpu.launch", "local", "--processes=2", "--", f"--config={points / 'recipe.py'}",
+        "lamb_tpu.launch",
+        "local",
+        "--processes=2",
+        "--",
+        f"--config={points / 'recipe.py'}",
         f"--workdir={points / 'run'}",
     )
     found = tiny.unbroken(ended.stderr)

@@ -16,15 +16,20 @@ from tests import tiny
 def mnist(num_examples: int = 60_000, **changes) -> Recipe:
     """30 epochs at batch 1,024, base batch 256, one epoch of warm-up."""
     values = {
-        "batch_size": 1024, "duration": "30 epochs", "schedule__base_batch_size": 256,
-        "eval__every": "1 epochs", "optimizer__learning_rate": 0.1,
+        "batch_size": 1024,
+        "duration": "30 epochs",
+        "schedule__base_batch_size": 256,
+        "eval__every": "1 epochs",
+        "optimizer__learning_rate": 0.1,
     }
     return resolve(tiny.digits(**values | changes), num_examples)
 
 
 # A tenth of the rate at epochs 10 and 20 of 30.
 STEP = {
-    "schedule__decay": "step", "schedule__decay_from": "zero", "schedule__decay_factor": 0.1,
+    "schedule__decay": "step",
+    "schedule__decay_from": "zero",
+    "schedule__decay_factor": 0.1,
     "schedule__boundaries": "10 epochs, 20 epochs",
 }
 
@@ -79,8 +84,11 @@ def test_intervals_of_an_exact_division_do_not_slip() -> None:
 
 def test_units_of_intervals() -> None:
     recipe = mnist(
-        eval__every="10 percent", checkpoint__every="2048 examples", log__every="0.001 epochs",
-        guards__desync_every="5120 examples", checkpoint__keep_every="50 percent",
+        eval__every="10 percent",
+        checkpoint__every="2048 examples",
+        log__every="0.001 epochs",
+        guards__desync_every="5120 examples",
+        checkpoint__keep_every="50 percent",
     )
     assert (recipe.eval_every, recipe.checkpoint_every) == (175.8, 2.0)
     assert recipe.log_every == 1.0  # never more than once an update
@@ -121,9 +129,7 @@ def test_legw_keeps_the_updates_of_the_warm_up(warmup: str) -> None:
 
 
 def test_learning_rates_at_the_corners() -> None:
-    recipe = mnist(
-        duration="100 steps", schedule__warmup="10 steps", schedule__end_factor=0.1,
-    )
+    recipe = mnist(duration="100 steps", schedule__warmup="10 steps", schedule__end_factor=0.1)
     rates = recipe.learning_rates
     assert rates.shape == (100,)
     np.testing.assert_allclose(rates[[0, 5, 10]], [0, 0.05, 0.1], rtol=1e-6)
@@ -148,8 +154,11 @@ def test_step_decay_drops_at_true_epochs() -> None:
 
 def test_exponential_decay_with_warm_up_and_hold() -> None:
     changes = {
-        "duration": "100 steps", "schedule__warmup": "10 steps", "schedule__hold": "5 percent",
-        "schedule__decay": "exponential", "schedule__decay_factor": 0.5,
+        "duration": "100 steps",
+        "schedule__warmup": "10 steps",
+        "schedule__hold": "5 percent",
+        "schedule__decay": "exponential",
+        "schedule__decay_factor": 0.5,
         "schedule__decay_every": "20 steps",
     }
     rates = mnist(**changes).learning_rates
@@ -161,8 +170,12 @@ def test_exponential_decay_with_warm_up_and_hold() -> None:
 
 def test_start_floor_and_clock() -> None:
     rates = mnist(
-        duration="100 steps", schedule__warmup="10 steps", schedule__start_factor=0.5,
-        schedule__warmup_power=2.0, schedule__min_factor=0.6, schedule__first_step=1,
+        duration="100 steps",
+        schedule__warmup="10 steps",
+        schedule__start_factor=0.5,
+        schedule__warmup_power=2.0,
+        schedule__min_factor=0.6,
+        schedule__first_step=1,
     ).learning_rates
     expected = [0.06, 0.05 + 0.05 * 0.25, 0.1, 0.06]
     np.testing.assert_allclose(rates[[0, 4, 9, 99]], expected, rtol=1e-6)
@@ -171,16 +184,21 @@ def test_start_floor_and_clock() -> None:
 @pytest.mark.parametrize(
     "duration, scaling, decay",
     # Four times the batch. The run of updates has four times the data too.
-    [("30 epochs", "identity", 0.4), ("30 epochs", "sqrt", 0.2), ("30 epochs", "linear", 0.1),
-     ("1000 steps", "identity", 0.1)],
+    [
+        ("30 epochs", "identity", 0.4),
+        ("30 epochs", "sqrt", 0.2),
+        ("30 epochs", "linear", 0.1),
+        ("1000 steps", "identity", 0.1),
+    ],
 )
-def test_weight_decay_that_keeps_the_timescale(
-    duration: str, scaling: str, decay: float
-) -> None:
+def test_weight_decay_that_keeps_the_timescale(duration: str, scaling: str, decay: float) -> None:
     config = tiny.digits(
         optimizer=ConfigDict({"name": "adamw", "learning_rate": 0.1, "weight_decay": 0.1}),
-        batch_size=1024, duration=duration, schedule__base_batch_size=256,
-        schedule__scaling=scaling, schedule__weight_decay_scaling="timescale",
+        batch_size=1024,
+        duration=duration,
+        schedule__base_batch_size=256,
+        schedule__scaling=scaling,
+        schedule__weight_decay_scaling="timescale",
     )
     recipe = resolve(config, 60_000)
     assert recipe.weight_decay == pytest.approx(decay)
@@ -214,8 +232,11 @@ def test_a_run_that_ends_in_its_warm_up_says_so() -> None:
         "e.g. to '10 percent'"
     )
     # LEGW keeps the number of warm-up updates, which the shorter run of a large batch may not have.
-    legw = {"schedule__scaling": "legw", "schedule__base_batch_size": 256,
-            "schedule__warmup": "10 epochs"}
+    legw = {
+        "schedule__scaling": "legw",
+        "schedule__base_batch_size": 256,
+        "schedule__warmup": "10 epochs",
+    }
     assert "warning" in mnist(batch_size=8192, **legw).describe()
     assert "warning" not in mnist(batch_size=256, **legw).describe()
     assert "warning" not in mnist(duration="12 steps", schedule__warmup="12 steps").describe()
@@ -311,10 +332,17 @@ def test_schedule_of_kept_counts() -> None:
         np.testing.assert_allclose(update["kernel"], -rate, rtol=1e-5, atol=1e-8)
 
 
-@pytest.mark.parametrize("optimizer", [
-    {"name": "lamb"}, {"name": "adamw"}, {"name": "momentum", "weight_decay": 0.1},
-    {"name": "lars", "clip_global_norm": 1.0}, {"name": "novograd"},
-], ids=lambda optimizer: optimizer["name"])
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        {"name": "lamb"},
+        {"name": "adamw"},
+        {"name": "momentum", "weight_decay": 0.1},
+        {"name": "lars", "clip_global_norm": 1.0},
+        {"name": "novograd"},
+    ],
+    ids=lambda optimizer: optimizer["name"],
+)
 def test_every_count_is_that_of_updates(optimizer: dict) -> None:
     """A kept state's schedule subtracts the updates that the state begins with."""
     config = tiny.digits(optimizer=ConfigDict({**optimizer, "learning_rate": 0.1}))

@@ -19,12 +19,20 @@ from tests.test_resume import launched
 from tests.test_train import train_in_pieces, without_seconds
 
 ON = {
-    "statistics__noise_scale": True, "statistics__preconditioned": True,
-    "statistics__halves": True, "statistics__modules": (("body", "^hidden"), ("head", "")),
-    "statistics__per_example": 16, "statistics__interval": 3, "accumulation_steps": 4,
+    "statistics__noise_scale": True,
+    "statistics__preconditioned": True,
+    "statistics__halves": True,
+    "statistics__modules": (("body", "^hidden"), ("head", "")),
+    "statistics__per_example": 16,
+    "statistics__interval": 3,
+    "accumulation_steps": 4,
 }
 PARTS = (
-    "noise_scale/grad_sq", "noise_scale/trace", "noise_scale", "similarity", "similarity/body",
+    "noise_scale/grad_sq",
+    "noise_scale/trace",
+    "noise_scale",
+    "similarity",
+    "similarity/body",
     "similarity/head",
 )
 EXAMPLES = ("variance", "grad_sq", "inner_product_variance", "orthogonal_variance")
@@ -58,9 +66,7 @@ def test_records(measured: pathlib.Path) -> None:
     assert 0 < float(records[-1]["noise_scale"]) < 10_000
 
 
-def test_training_is_that_without_statistics(
-    measured: pathlib.Path, trained: pathlib.Path
-) -> None:
+def test_training_is_that_without_statistics(measured: pathlib.Path, trained: pathlib.Path) -> None:
     found, _ = tiny.restored(config(), measured)
     expected, _ = tiny.restored(tiny.digits(), trained)
     assert difference(found.params, expected.params) < 1e-5
@@ -139,43 +145,92 @@ def grouped(size: int | None) -> ConfigDict:
     return ConfigDict({**BATCH_NORM, "group_size": size})
 
 
-@pytest.mark.parametrize("devices, changes, message", [
-    (1, on(per_example=-1), r"config\.statistics\.per_example is -1; it must be at least 0"),
-    (1, on(interval=0), r"config\.statistics\.interval is 0; it must be at least 1"),
-    (1, on(decay=1.0), r"config\.statistics\.decay is 1\.0; it must be at least 0 and below 1"),
-    (1, on(noise_scale=1), r"config\.statistics\.noise_scale is 1; it must be True or False"),
-    (1, on(halves=True, modules=("body",)), r"modules is \('body',\); it must be pairs"),
-    (1, on(modules=(("body", ""),)), r"are compared by config\.statistics\.halves; it must be Tr"),
-    (1, on(halves=True, modules=(("body", "^hidden"),)) | {"accumulation_steps": 2},
-     r"config\.statistics\.modules: no module matches the parameter 'output/bias'"),
-    (1, on(noise_scale=True),
-     r"config\.statistics\.noise_scale is True, .* config\.accumulation_steps is 1; it must be at "
-     "least 2, or"),
-    (8, on(noise_scale=True), r"config\.accumulation_steps is 1; it must be at least 2, or"),
-    (1, on(noise_scale=True) | {"parallel__backend": "shard_map"}, "is 1; it must be at least 2"),
-    (1, on(halves=True) | {"accumulation_steps": 1}, r"steps is 1; it must be an even number"),
-    (3, on(halves=True) | {"batch_size": 63, "parallel__backend": "shard_map"},
-     r"and config\.mesh splits the batch over 3; it must be an even number, or the backend 'jit'"),
-    (1, on(preconditioned=True) | {
-        "accumulation_steps": 2,
-        "optimizer": ConfigDict({"name": "lars", "learning_rate": 1.0, "rules": "no_bias_no_norm"}),
-    }, r"config\.statistics\.preconditioned: the optimizer keeps no second moment of each"),
-    (1, on(per_example=65), "65; it must be at least 2, for a variance, and at most the 64 exam"),
-    (1, on(per_example=1), "is 1; it must be at least 2, for a variance"),
-    (8, on(per_example=12), r"config\.statistics\.per_example is 12, which does not divide over"),
-    (1, on(per_example=8) | {"model": BATCH_NORM},
-     r"per_example is 8, and the model's layer 'norm0' keeps statistics of the batch"),
-    (8, on(noise_scale=True) | {"model": grouped(16), "parallel__backend": "shard_map"},
-     r"^config\.statistics\.noise_scale is True, which compares the devices .* by config\.model\."
-     "group_size=16 the examples of 2 devices share a group .*; it must be at most the 8 of one"),
-    (2, on(halves=True) | {"model": grouped(None), "parallel__backend": "shard_map"},
-     r"halves is True, which compares the devices .*group_size=None .* the 32 of one device$"),
-    (2, on(per_example=8) | {"mesh__model": 2}, r"and config\.mesh\.model is 2; leave it out"),
-    (1, {"model": BATCH_NORM,
-         "batch_rule": ConfigDict({"name": "norm_test", "upper": 128, "eta": 0.1})},
-     "^config.batch_rule.name is 'norm_test', which needs gradients of single examples, and the "
-     "model's layer 'norm0' keeps statistics of the batch"),
-])
+@pytest.mark.parametrize(
+    "devices, changes, message",
+    [
+        (1, on(per_example=-1), r"config\.statistics\.per_example is -1; it must be at least 0"),
+        (1, on(interval=0), r"config\.statistics\.interval is 0; it must be at least 1"),
+        (1, on(decay=1.0), r"config\.statistics\.decay is 1\.0; it must be at least 0 and below 1"),
+        (1, on(noise_scale=1), r"config\.statistics\.noise_scale is 1; it must be True or False"),
+        (1, on(halves=True, modules=("body",)), r"modules is \('body',\); it must be pairs"),
+        (
+            1,
+            on(modules=(("body", ""),)),
+            r"are compared by config\.statistics\.halves; it must be Tr",
+        ),
+        (
+            1,
+            on(halves=True, modules=(("body", "^hidden"),)) | {"accumulation_steps": 2},
+            r"config\.statistics\.modules: no module matches the parameter 'output/bias'",
+        ),
+        (
+            1,
+            on(noise_scale=True),
+            r"config\.statistics\.noise_scale is True, .* config\.accumulation_steps is 1; it must be at "
+            "least 2, or",
+        ),
+        (8, on(noise_scale=True), r"config\.accumulation_steps is 1; it must be at least 2, or"),
+        (
+            1,
+            on(noise_scale=True) | {"parallel__backend": "shard_map"},
+            "is 1; it must be at least 2",
+        ),
+        (1, on(halves=True) | {"accumulation_steps": 1}, r"steps is 1; it must be an even number"),
+        (
+            3,
+            on(halves=True) | {"batch_size": 63, "parallel__backend": "shard_map"},
+            r"and config\.mesh splits the batch over 3; it must be an even number, or the backend 'jit'",
+        ),
+        (
+            1,
+            on(preconditioned=True)
+            | {
+                "accumulation_steps": 2,
+                "optimizer": ConfigDict(
+                    {"name": "lars", "learning_rate": 1.0, "rules": "no_bias_no_norm"}
+                ),
+            },
+            r"config\.statistics\.preconditioned: the optimizer keeps no second moment of each",
+        ),
+        (
+            1,
+            on(per_example=65),
+            "65; it must be at least 2, for a variance, and at most the 64 exam",
+        ),
+        (1, on(per_example=1), "is 1; it must be at least 2, for a variance"),
+        (
+            8,
+            on(per_example=12),
+            r"config\.statistics\.per_example is 12, which does not divide over",
+        ),
+        (
+            1,
+            on(per_example=8) | {"model": BATCH_NORM},
+            r"per_example is 8, and the model's layer 'norm0' keeps statistics of the batch",
+        ),
+        (
+            8,
+            on(noise_scale=True) | {"model": grouped(16), "parallel__backend": "shard_map"},
+            r"^config\.statistics\.noise_scale is True, which compares the devices .* by config\.model\."
+            "group_size=16 the examples of 2 devices share a group .*; it must be at most the 8 of one",
+        ),
+        (
+            2,
+            on(halves=True) | {"model": grouped(None), "parallel__backend": "shard_map"},
+            r"halves is True, which compares the devices .*group_size=None .* the 32 of one device$",
+        ),
+        (2, on(per_example=8) | {"mesh__model": 2}, r"and config\.mesh\.model is 2; leave it out"),
+        (
+            1,
+            {
+                "model": BATCH_NORM,
+                "batch_rule": ConfigDict({"name": "norm_test", "upper": 128, "eta": 0.1}),
+            },
+            "^config.batch_rule.name is 'norm_test', which needs gradients of single examples, and the "
+            "model's layer 'norm0' keeps statistics of the batch",
+        ),
+    ],
+)
 def test_mistakes(devices: int, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message) as error:
         prepare(tiny.digits(**changes), None, jax.devices()[:devices])

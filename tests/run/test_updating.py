@@ -29,9 +29,7 @@ RATES = np.where(BEFORE < 256, 0.02 * BEFORE / 256, 0.02 * (768 - BEFORE) / 512)
 
 
 def loader_of(run: Run) -> data.TrainLoader:
-    return data.TrainLoader(
-        run.train_set, run.config.batch_size, run.config.seed, run.local_rows()
-    )
+    return data.TrainLoader(run.train_set, run.config.batch_size, run.config.seed, run.local_rows())
 
 
 def by_hand(model: Any, updates: int) -> TrainState:
@@ -117,7 +115,8 @@ def test_resumed_before_at_and_after_a_change(
 PLACES: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
     "shard_map zero1": (
-        8, {"parallel__backend": "shard_map", "parallel__optimizer_state": "zero1"},
+        8,
+        {"parallel__backend": "shard_map", "parallel__optimizer_state": "zero1"},
     ),
 }
 NETS = {"batch_norm": BATCH_NORM, "dropout": DROPOUT}

@@ -39,9 +39,13 @@ def test_those_of_a_run(trained: pathlib.Path) -> None:
 
 def test_a_part_is_placed_as_asked(trained: pathlib.Path) -> None:
     split = NamedSharding(mesh_lib.make_mesh({"data": -1}), PartitionSpec("data"))
-    wanted = {"opt_state": {"mu": {"hidden0": {
-        "kernel": jax.ShapeDtypeStruct((64, 16), jnp.bfloat16, sharding=split)
-    }}}}
+    wanted = {
+        "opt_state": {
+            "mu": {
+                "hidden0": {"kernel": jax.ShapeDtypeStruct((64, 16), jnp.bfloat16, sharding=split)}
+            }
+        }
+    }
     found = open_weights(str(trained), "--checkpoint").read(wanted)
     (leaf,) = jax.tree.leaves(found)
     assert leaf.sharding == split and leaf.dtype == jnp.bfloat16
@@ -74,10 +78,13 @@ def test_parameters_of_a_run_that_diverged(
         return found
 
     monkeypatch.setattr(Checkpoints, "restore_part", diverged)
-    with pytest.raises(UserError, match=(
-        f"--checkpoint {trained}, update 12, has values that are not finite .* in 1 array.s.: "
-        "params/hidden0/kernel; use weights from before"
-    )):
+    with pytest.raises(
+        UserError,
+        match=(
+            f"--checkpoint {trained}, update 12, has values that are not finite .* in 1 array.s.: "
+            "params/hidden0/kernel; use weights from before"
+        ),
+    ):
         open_weights(str(trained), "--checkpoint").params()
 
 
@@ -86,13 +93,14 @@ def test_shards_of_an_encoder_alone(pretrained: pathlib.Path, tmp_path: pathlib.
     to_huggingface(of_run.bert(), of_run.params(), tmp_path)
     found = load_file(tmp_path / "model.safetensors")
     encoder = {
-        name.removeprefix("bert."): tensor for name, tensor in found.items()
+        name.removeprefix("bert."): tensor
+        for name, tensor in found.items()
         if name.startswith("bert.")
     }
     save_file(encoder, tmp_path / "model-00001-of-00001.safetensors")
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(
-        {"weight_map": dict.fromkeys(encoder, "model-00001-of-00001.safetensors")}
-    ))
+    (tmp_path / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": dict.fromkeys(encoder, "model-00001-of-00001.safetensors")})
+    )
     (tmp_path / "model.safetensors").unlink()
     weights = open_weights(str(tmp_path), "--checkpoint")
     assert weights.bert().heads == () and set(weights.params()) == {"embeddings", "encoder"}

@@ -227,7 +227,8 @@ def test_shapes_and_some_of_the_arrays(folder: pathlib.Path) -> None:
         assert step == 5 and set(shapes) == {"step", "weights", "small"}
         assert shapes == {
             name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-            for name, leaf in ABSTRACT.items() if name in shapes
+            for name, leaf in ABSTRACT.items()
+            if name in shapes
         }
         found = checkpoints.restore_part(
             3, {"weights": jax.ShapeDtypeStruct((16, 4), jnp.bfloat16, sharding=whole)}
@@ -259,8 +260,13 @@ def test_saves_leave_nothing_behind(tmp_path: pathlib.Path) -> None:
 @pytest.mark.long
 def test_saves_of_two_processes_leave_nothing_behind(tmp_path: pathlib.Path) -> None:
     done = tiny.command(
-        "lamb_tpu.launch", "local", "--processes=2", "--module=tests.job", "--",
-        "saves", str(tmp_path),
+        "lamb_tpu.launch",
+        "local",
+        "--processes=2",
+        "--module=tests.job",
+        "--",
+        "saves",
+        str(tmp_path),
     )
     assert done.returncode == 0, done.stderr
     for index in (0, 1):
@@ -308,7 +314,9 @@ def test_save_that_fails_in_its_thread(
 
 @pytest.mark.parametrize("is_known", [False, True])
 def test_last_save_that_fails_is_told_too(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture,
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture,
     is_known: bool,
 ) -> None:
     fail_in(monkeypatch, ValueError("unknown"))

@@ -107,7 +107,10 @@ def there(bucket: gcs.Store, folder: pathlib.Path) -> pathlib.Path:
 
 def test_in_a_bucket_nothing_is_read_back(bucket: gcs.Store, there: pathlib.Path) -> None:
     assert set(json.loads(bucket.text("run/7/md5.json"))) == {
-        "state/d/data", "state/manifest.ocdbt", "state/_METADATA", "position/data.json",
+        "state/d/data",
+        "state/manifest.ocdbt",
+        "state/_METADATA",
+        "position/data.json",
         "state/empty",
     }
     asked = []
@@ -124,9 +127,7 @@ def test_in_a_bucket_nothing_is_read_back(bucket: gcs.Store, there: pathlib.Path
 def test_object_composed_of_several_is_read(
     bucket: gcs.Store, there: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        buckets, "sums", lambda folder, of=buckets.sums: dict.fromkeys(of(folder))
-    )
+    monkeypatch.setattr(buckets, "sums", lambda folder, of=buckets.sums: dict.fromkeys(of(folder)))
     assert checksums.find_damage(there) is None
     bucket.write("run/7/state/d/data", bytes(256))
     assert checksums.find_damage(there) == "state/d/data is not as it was written"

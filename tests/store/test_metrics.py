@@ -36,7 +36,8 @@ def test_perplexity_is_of_all_words() -> None:
     ]
     # The geometric mean of 4, 2 and 2, and no mean of perplexities.
     assert mean_metrics(batches) == {
-        "perplexity": pytest.approx(16 ** (1 / 3)), "far_perplexity": np.inf,
+        "perplexity": pytest.approx(16 ** (1 / 3)),
+        "far_perplexity": np.inf,
     }
 
 
@@ -55,7 +56,9 @@ def test_the_host_fetches_one_behind_the_devices() -> None:
 
     found = [(tree["x"], len(made)) for tree in fetched(trees())]
     assert [(type(x), x.tolist(), n) for x, n in found] == [
-        (np.ndarray, [0, 0], 2), (np.ndarray, [1, 1], 3), (np.ndarray, [2, 2], 3)
+        (np.ndarray, [0, 0], 2),
+        (np.ndarray, [1, 1], 3),
+        (np.ndarray, [2, 2], 3),
     ]
 
 
@@ -99,7 +102,8 @@ def test_records_after_the_checkpoint_are_removed(tmp_path: pathlib.Path) -> Non
                 writer.write(step, "train", {"from": start})
     records = read_records(tmp_path / "metrics.jsonl")
     assert [(r["step"], r["from"]) for r in records] == [(s, 0) for s in (1, 2, 3, 4)] + [
-        (5, 4), (6, 4)
+        (5, 4),
+        (6, 4),
     ]
 
 

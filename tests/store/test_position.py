@@ -5,10 +5,17 @@ import json
 from lamb_tpu.store.position import Position
 
 SAVED = {
-    "loader": {"next_batch": 4}, "seconds": 2.5, "startup": 7.0, "starts": 2,
-    "total_steps": 9, "end_reason": "",
-    "unlogged": [{"loss": [1.0, 2.0]}], "eval_due": True,
-    "best": {"step": 4}, "target": None, "guards": [0.5],
+    "loader": {"next_batch": 4},
+    "seconds": 2.5,
+    "startup": 7.0,
+    "starts": 2,
+    "total_steps": 9,
+    "end_reason": "",
+    "unlogged": [{"loss": [1.0, 2.0]}],
+    "eval_due": True,
+    "best": {"step": 4},
+    "target": None,
+    "guards": [0.5],
 }
 
 

@@ -31,8 +31,11 @@ def test_a_resumed_run_compiles_nothing(
 
     def train() -> str:
         done = tiny.command(
-            "lamb_tpu.train", "--config=configs/digits.py", f"--workdir={tmp_path}",
-            "--config.duration=2 steps", "--config.log.tensorboard=false",
+            "lamb_tpu.train",
+            "--config=configs/digits.py",
+            f"--workdir={tmp_path}",
+            "--config.duration=2 steps",
+            "--config.log.tensorboard=false",
         )
         assert done.returncode == 0, done.stderr
         return done.stderr
@@ -115,7 +118,8 @@ def test_machines_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     assert here == programs._machine()
     read = pathlib.Path.read_text
     monkeypatch.setattr(
-        pathlib.Path, "read_text",
+        pathlib.Path,
+        "read_text",
         lambda path, *how, **more: (
             "flags : sse2\n" if str(path) == "/proc/cpuinfo" else read(path, *how, **more)
         ),

@@ -22,13 +22,13 @@ def fake(folder: pathlib.Path, accuracies: list[float], end: int = 12, **changes
     (folder / "run.jsonl").write_text(json.dumps({"device": "cpu", "devices": 2}) + "\n")
     with MetricsWriter(folder, 0, tensorboard=False) as writer:
         for step in range(4, end + 1, 4):
-            writer.write(step, "train", {
-                "loss": 8.0 / step, "epoch": step / 4, "seconds": 5 * step
-            })
+            writer.write(
+                step, "train", {"loss": 8.0 / step, "epoch": step / 4, "seconds": 5 * step}
+            )
             for accuracy in accuracies[step // 4 - 1 : step // 4]:
-                writer.write(step, "eval", {
-                    "accuracy": accuracy, "loss": 8.5 / step, "epoch": step / 4
-                })
+                writer.write(
+                    step, "eval", {"accuracy": accuracy, "loss": 8.5 / step, "epoch": step / 4}
+                )
 
 
 def test_a_complete_run(tmp_path: pathlib.Path) -> None:

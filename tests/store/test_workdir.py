@@ -45,9 +45,7 @@ def test_config_of_an_older_version_is_read_by_todays_keys(tmp_path: pathlib.Pat
 
 
 @pytest.mark.long
-def test_longer_run_is_told_how_and_that_works(
-    copy: pathlib.Path, tmp_path: pathlib.Path
-) -> None:
+def test_longer_run_is_told_how_and_that_works(copy: pathlib.Path, tmp_path: pathlib.Path) -> None:
     with pytest.raises(UserError, match="duration: '12 steps' there, '20 steps' now") as refusal:
         train(tiny.digits(duration="20 steps"), copy, quiet=True)
     told = str(refusal.value).partition("; a schedule is planned for a whole run")[2]
@@ -69,8 +67,11 @@ def test_longer_run_is_told_how_and_that_works(
 
 
 def test_other_changes_of_a_run_are_only_told(copy: pathlib.Path) -> None:
-    for changes in ({"duration": "8 steps"}, {"duration": "3 epochs"},
-                    {"duration": "20 steps", "batch_size": 32}):
+    for changes in (
+        {"duration": "8 steps"},
+        {"duration": "3 epochs"},
+        {"duration": "20 steps", "batch_size": 32},
+    ):
         with pytest.raises(UserError, match="give another folder, or the run's own config$"):
             Workdir(copy).check(tiny.digits(**changes))
 
@@ -154,7 +155,9 @@ def test_killed_run_frees_its_folder(tmp_path: pathlib.Path) -> None:
         "with Workdir(sys.argv[1]).hold(): print('held', flush=True); time.sleep(100)"
     )
     holder = subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path)], cwd=tiny.ROOT, text=True,
+        [sys.executable, "-c", code, str(tmp_path)],
+        cwd=tiny.ROOT,
+        text=True,
         stdout=subprocess.PIPE,
     )
     assert holder.stdout.readline() == "held\n"
@@ -166,9 +169,7 @@ def test_killed_run_frees_its_folder(tmp_path: pathlib.Path) -> None:
         pass
 
 
-def test_home_folder_is_understood(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_home_folder_is_understood(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert Workdir("~/run").path == tmp_path / "run"
 

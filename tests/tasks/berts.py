@@ -5,8 +5,14 @@ from typing import Any
 import numpy as np
 
 TINY: dict[str, Any] = {
-    "name": "bert", "num_layers": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size": 64,
-    "vocab_size": 40, "max_positions": 16, "dtype": "float32",
+    "name": "bert",
+    "num_layers": 2,
+    "hidden_size": 32,
+    "num_heads": 2,
+    "intermediate_size": 64,
+    "vocab_size": 40,
+    "max_positions": 16,
+    "dtype": "float32",
 }
 
 

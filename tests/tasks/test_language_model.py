@@ -38,6 +38,7 @@ def params(learning: Task) -> Any:
 
 def losses(learning: Task, weights: Any, text: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Cross entropy of each word but the first in nats, and whether it was the likeliest."""
+
     def logits(weights: Any, words: jax.Array) -> jax.Array:
         outputs, _ = learning.model.apply({"params": weights}, {"inputs": words}, train=False)
         return outputs["logits"][0]
@@ -123,8 +124,11 @@ def test_evaluation_is_of_whole_streams(streams: int) -> None:
 def test_mistakes() -> None:
     with pytest.raises(UserError, match="config.task.sum_over_time is 1; it must be True or False"):
         task(sum_over_time=1)
-    with pytest.raises(ValueError, match="config.model.vocab_size is 13, the vocabulary of text:tr"
-                       "ain has 12 words; set config.model.vocab_size=12"):
+    with pytest.raises(
+        ValueError,
+        match="config.model.vocab_size is 13, the vocabulary of text:tr"
+        "ain has 12 words; set config.model.vocab_size=12",
+    ):
         task().check(TrainingStreams("text:train", TEXT % 12, WORDS[:12], 4, Options(5)))
     with pytest.raises(ValueError, match="a network that hands on a state, such as 'lstm_lm'"):
         tasks.build("language_model", models.build("mlp")).check(source())

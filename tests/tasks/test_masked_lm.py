@@ -27,13 +27,16 @@ TASK = build("masked_lm", models.Model(lambda key, x: {"params": {}}, lambda v, 
 
 def by_hand(rows: list[int]) -> dict[str, tuple[float, float]]:
     """The sums over some rows, word by word."""
+
     def scored(found: list[tuple[np.ndarray, int]]) -> tuple[float, float]:
         losses = [np.log(np.exp(x.astype(float)).sum()) - x[label] for x, label in found]
         return sum(losses), sum(int(x.argmax()) == label for x, label in found)
 
     words = [
         (BATCH["mlm_logits"][row, place], BATCH["masked_ids"][row, place])
-        for row in rows for place in range(4) if BATCH["masked_weights"][row, place]
+        for row in rows
+        for place in range(4)
+        if BATCH["masked_weights"][row, place]
     ]
     pairs = [(BATCH["nsp_logits"][row], BATCH["next_sentence_label"][row]) for row in rows]
     sums = {}
@@ -77,9 +80,9 @@ def test_mask_selects() -> None:
 
 
 def test_empty_places_may_hold_anything() -> None:
-    batch = BATCH | {"mlm_logits": np.where(
-        BATCH["masked_weights"][..., None] > 0, BATCH["mlm_logits"], np.inf
-    )}
+    batch = BATCH | {
+        "mlm_logits": np.where(BATCH["masked_weights"][..., None] > 0, BATCH["mlm_logits"], np.inf)
+    }
     assert_sums(TASK.loss({}, {}, batch, jax.random.key(0))[1][1], by_hand(list(range(ROWS))))
 
 
@@ -88,13 +91,20 @@ def made(*without: str) -> data.ArraySource:
     return data.ArraySource("made", arrays, None)
 
 
-@pytest.mark.parametrize("heads, without, message", [
-    (("nsp",), "", r"heads has no 'mlm'.*; set config.model.heads=\('mlm', 'nsp'\)"),
-    (("span",), "next_sentence_label", r"has no 'mlm'.*; set config.model.heads=\('mlm',\)"),
-    (("mlm",), "", "no 'nsp', and made has pairs .* set .*options.next_sentence=False"),
-    (HEADS, "next_sentence_label", "has 'nsp', and made no pairs.*options.next_sentence=True"),
-    (("mlm", "nsp"), "masked_ids", "masked_lm needs the fields input_ids, .*; made has input_ids"),
-])
+@pytest.mark.parametrize(
+    "heads, without, message",
+    [
+        (("nsp",), "", r"heads has no 'mlm'.*; set config.model.heads=\('mlm', 'nsp'\)"),
+        (("span",), "next_sentence_label", r"has no 'mlm'.*; set config.model.heads=\('mlm',\)"),
+        (("mlm",), "", "no 'nsp', and made has pairs .* set .*options.next_sentence=False"),
+        (HEADS, "next_sentence_label", "has 'nsp', and made no pairs.*options.next_sentence=True"),
+        (
+            ("mlm", "nsp"),
+            "masked_ids",
+            "masked_lm needs the fields input_ids, .*; made has input_ids",
+        ),
+    ],
+)
 def test_heads_and_data_that_do_not_fit(heads: tuple[str, ...], without: str, message: str) -> None:
     task = build("masked_lm", models.build(**TINY, heads=heads))
     with pytest.raises(ValueError, match=message):

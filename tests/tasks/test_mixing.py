@@ -51,8 +51,9 @@ def test_shares_at_the_ends_of_chance(alpha: float) -> None:
 
 def rows_of_their_number(rows: int, *shape: int) -> jax.Array:
     """Images of which every value is the number of the row, from 1 on."""
-    return jnp.broadcast_to(jnp.arange(1.0, rows + 1).reshape(-1, *(1,) * len(shape)),
-                            (rows, *shape))
+    return jnp.broadcast_to(
+        jnp.arange(1.0, rows + 1).reshape(-1, *(1,) * len(shape)), (rows, *shape)
+    )
 
 
 def others(values: Any) -> np.ndarray:
@@ -201,10 +202,15 @@ def test_targets_are_mixed_as_the_images_are(smoothing: float) -> None:
     tiny.assert_equal(task.evaluate({}, {}, masked), plain.evaluate({}, {}, masked))
 
 
-BOTH = ConfigDict({
-    "name": "classification", "input_std": 16.0, "mixup_alpha": 0.4, "cutmix_alpha": 1.0,
-    "label_smoothing": 0.1,
-})
+BOTH = ConfigDict(
+    {
+        "name": "classification",
+        "input_std": 16.0,
+        "mixup_alpha": 0.4,
+        "cutmix_alpha": 1.0,
+        "label_smoothing": 0.1,
+    }
+)
 SHARD_MAP = {"parallel__backend": "shard_map"}
 PLACES = {
     "one, 4 microbatches": (1, {"accumulation_steps": 4}),
@@ -212,7 +218,8 @@ PLACES = {
     "jit, 4 microbatches of 2 rows a device": (8, {"accumulation_steps": 4}),
     "shard_map": (8, SHARD_MAP),
     "shard_map, 2 microbatches, zero1": (
-        8, {**SHARD_MAP, "accumulation_steps": 2, "parallel__optimizer_state": "zero1"},
+        8,
+        {**SHARD_MAP, "accumulation_steps": 2, "parallel__optimizer_state": "zero1"},
     ),
 }
 
@@ -238,13 +245,21 @@ def test_any_devices_and_microbatches_give_what_one_device_gives(on_one: Any, pl
         assert of_all["accuracy"][0] % 1 and of_all["accuracy"][1] == 64  # examples were mixed
 
 
-@pytest.mark.parametrize("changes, message", [
-    ({"batch_size": 56}, r"config\.batch_size is 56, .* 8 devices .*steps=1 microbatches of whole "
-     r"pairs, which config\.task\.mixup_alpha mixes; 48 or 64 would"),
-    ({"accumulation_steps": 8}, r"config\.batch_size is 64, .*steps=8 .*; 128 would"),
-    ({"task": ConfigDict({"name": "classification", "cutmix_alpha": 1.0}), "batch_size": 8},
-     r"config\.batch_size is 8, .*config\.task\.cutmix_alpha mixes; 16 would"),
-])
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (
+            {"batch_size": 56},
+            r"config\.batch_size is 56, .* 8 devices .*steps=1 microbatches of whole "
+            r"pairs, which config\.task\.mixup_alpha mixes; 48 or 64 would",
+        ),
+        ({"accumulation_steps": 8}, r"config\.batch_size is 64, .*steps=8 .*; 128 would"),
+        (
+            {"task": ConfigDict({"name": "classification", "cutmix_alpha": 1.0}), "batch_size": 8},
+            r"config\.batch_size is 8, .*config\.task\.cutmix_alpha mixes; 16 would",
+        ),
+    ],
+)
 def test_pairs_that_would_be_torn_apart(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], message: str
 ) -> None:

@@ -34,7 +34,8 @@ def ask(name: str, text: str, answer: str) -> Question:
 
 
 QUESTIONS = [
-    ask("who", "who read ?", "a young girl"), ask("what", "what was read ?", "the old man"),
+    ask("who", "who read ?", "a young girl"),
+    ask("what", "what was read ?", "the old man"),
     ask("where", "where was the girl ?", "a small town"),
 ]
 IMPOSSIBLE = ask("never", "who was small ?", "")
@@ -64,11 +65,14 @@ def logits_for(found: SquadSource, spans: dict[str, dict[str, float]]) -> dict[s
 def test_scores_and_files() -> None:
     task, found = build("question_answering", models.build(**TINY, heads=("span",))), source()
     assert isinstance(task, HostScored) and len(found) > len(QUESTIONS)
-    outputs = logits_for(found, {
-        "who": {"young girl": 8.0, "in": 2.0},  # right but for an article
-        "what": {"man and": 6.0},  # of "old man", "man and" shares one word of two
-        "where": {"sea": 1.0},
-    })
+    outputs = logits_for(
+        found,
+        {
+            "who": {"young girl": 8.0, "in": 2.0},  # right but for an article
+            "what": {"man and": 6.0},  # of "old man", "man and" shares one word of two
+            "where": {"sea": 1.0},
+        },
+    )
     metrics, files = task.score(found, outputs)
     assert metrics == pytest.approx({"exact_match": 100 / 3, "f1": (100 + 50 + 0) / 3})
     predictions = json.loads(files["predictions.json"])
@@ -82,9 +86,14 @@ def test_scores_and_files() -> None:
 
 def test_fields_of_the_decoding() -> None:
     model, found = models.build(**TINY, heads=("span",)), source()
-    outputs = logits_for(found, {
-        "who": {"a young girl": 8.0, "girl": 6.0}, "what": {"old man": 4.0}, "where": {"sea": 1.0}
-    })
+    outputs = logits_for(
+        found,
+        {
+            "who": {"a young girl": 8.0, "girl": 6.0},
+            "what": {"old man": 4.0},
+            "where": {"sea": 1.0},
+        },
+    )
     narrow = build("question_answering", model, num_best=2, max_answer_length=2)
     _, files = narrow.score(found, outputs)
     best = json.loads(files["nbest_predictions.json"])
@@ -94,11 +103,12 @@ def test_fields_of_the_decoding() -> None:
 
 def test_questions_without_an_answer() -> None:
     model, found = models.build(**TINY, heads=("span",)), source([QUESTIONS[0], IMPOSSIBLE])
-    outputs = logits_for(found, {
-        "who": {"a young girl": 8.0, "": 9.0}, "never": {"sea": 3.0, "": 6.0}
-    })
+    outputs = logits_for(
+        found, {"who": {"a young girl": 8.0, "": 9.0}, "never": {"sea": 3.0, "": 6.0}}
+    )
     for threshold, predictions, exact in (
-        (0.0, {"who": "", "never": ""}, 50), (2.0, {"who": "a young girl", "never": ""}, 100),
+        (0.0, {"who": "", "never": ""}, 50),
+        (2.0, {"who": "a young girl", "never": ""}, 100),
         (4.0, {"who": "a young girl", "never": "sea"}, 50),
     ):
         task = build("question_answering", model, version2=True, null_threshold=threshold)
@@ -121,8 +131,10 @@ def test_loss_is_half_of_each_end_over_all_positions() -> None:
     rng = np.random.default_rng(0)
     batch = {
         "input_ids": np.zeros((3, 5), np.int32),
-        "start_logits": rng.normal(0, 2, (3, 5)), "end_logits": rng.normal(0, 2, (3, 5)),
-        "start_position": np.array([0, 2, 4]), "end_position": np.array([0, 3, 4]),
+        "start_logits": rng.normal(0, 2, (3, 5)),
+        "end_logits": rng.normal(0, 2, (3, 5)),
+        "start_position": np.array([0, 2, 4]),
+        "end_position": np.array([0, 3, 4]),
     }
     batch["start_logits"][1, 2] = batch["end_logits"][1, 3] = 9  # the one that is right
     batch["end_logits"][0, 0] = batch["start_logits"][2, 4] = 9  # half right does not count
@@ -140,11 +152,14 @@ def test_loss_is_half_of_each_end_over_all_positions() -> None:
     assert tuple(map(float, sums["span_accuracy"])) == (1, 3)
 
 
-@pytest.mark.parametrize("heads, questions, training, message", [
-    (("mlm",), QUESTIONS, True, "heads has no 'span', .*; set config.model.heads=.'span',."),
-    (("span",), [*QUESTIONS, IMPOSSIBLE], True, "made.* without an answer.*version2=True"),
-    (("span",), QUESTIONS, False, "question_answering needs the fields .*start_position"),
-])
+@pytest.mark.parametrize(
+    "heads, questions, training, message",
+    [
+        (("mlm",), QUESTIONS, True, "heads has no 'span', .*; set config.model.heads=.'span',."),
+        (("span",), [*QUESTIONS, IMPOSSIBLE], True, "made.* without an answer.*version2=True"),
+        (("span",), QUESTIONS, False, "question_answering needs the fields .*start_position"),
+    ],
+)
 def test_data_that_does_not_fit(
     heads: tuple[str, ...], questions: list[Question], training: bool, message: str
 ) -> None:
@@ -161,13 +176,19 @@ def test_the_recipe_can_be_given_questions_without_an_answer() -> None:
     assert {"version2", "null_threshold"} <= set(task) and built.version2 is False
 
 
-@pytest.mark.parametrize("fields, message", [
-    ({"num_best": 0}, "num_best is 0; it must be a whole number of at least 1"),
-    ({"max_answer_length": 2.5}, "max_answer_length is 2.5; it must be a whole number"),
-    ({"version2": "yes"}, "version2 is 'yes'; it must be True or False"),
-    ({"null_threshold": float("nan")}, "null_threshold is nan; it must be a number"),
-    ({"score_names": ()}, "score_names is not a field .*; known: num_best, max_answer_length, ver"),
-])
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"num_best": 0}, "num_best is 0; it must be a whole number of at least 1"),
+        ({"max_answer_length": 2.5}, "max_answer_length is 2.5; it must be a whole number"),
+        ({"version2": "yes"}, "version2 is 'yes'; it must be True or False"),
+        ({"null_threshold": float("nan")}, "null_threshold is nan; it must be a number"),
+        (
+            {"score_names": ()},
+            "score_names is not a field .*; known: num_best, max_answer_length, ver",
+        ),
+    ],
+)
 def test_mistakes(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=f"config.task.{message}"):
         build("question_answering", models.build(**TINY), **fields)
@@ -187,9 +208,15 @@ def test_a_run_learns_its_questions(
         model=ConfigDict(model | {"dropout_rate": 0.0, "attention_dropout_rate": 0.0}),
         task=ConfigDict({"name": "question_answering"}),
         optimizer=ConfigDict({"name": "adam", "learning_rate": 3e-3}),
-        data__train_split="train", batch_size=8, duration="40 steps", schedule__warmup="0 steps",
-        eval__every="40 steps", eval__batch_size=8, checkpoint__best="f1",
-        checkpoint__every="40 steps", log__every="10 steps",
+        data__train_split="train",
+        batch_size=8,
+        duration="40 steps",
+        schedule__warmup="0 steps",
+        eval__every="40 steps",
+        eval__batch_size=8,
+        checkpoint__best="f1",
+        checkpoint__every="40 steps",
+        log__every="10 steps",
     )
     metrics = train(config, tmp_path, quiet=True)
     assert metrics == {"exact_match": 100, "f1": 100}

@@ -87,8 +87,10 @@ def test_ids_that_do_not_count_may_be_anything() -> None:
     task, source = masked_lm()
     check = data.Check(source, "train", tasks.field_ranges(task, source))
     batch = check.read(ROWS)
-    check({**batch, "masked_ids": np.where(batch["masked_weights"] > 0, 5, -100).astype(np.int32)},
-          ROWS)
+    check(
+        {**batch, "masked_ids": np.where(batch["masked_weights"] > 0, 5, -100).astype(np.int32)},
+        ROWS,
+    )
     task, source = streams()
     check = data.Check(source, "train", tasks.field_ranges(task, source))
     batch = check.read(ROWS)
@@ -100,9 +102,9 @@ def test_ids_that_do_not_count_may_be_anything() -> None:
 def test_mask_of_whole_numbers_is_a_mask() -> None:
     task, source = masked_lm()
     arrays = source.gather(ROWS)
-    whole = data.ArraySource("x", arrays | {
-        "attention_mask": arrays["attention_mask"].astype(np.int32)
-    }, None)
+    whole = data.ArraySource(
+        "x", arrays | {"attention_mask": arrays["attention_mask"].astype(np.int32)}, None
+    )
     check = data.Check(whole, "train", tasks.field_ranges(task, whole))
     batch = check.read(ROWS)
     batch["attention_mask"][2, 3] = 2

@@ -31,8 +31,6 @@ def test_sums_of_parts_are_the_sum() -> None:
 
 
 def test_padding_may_have_any_logits() -> None:
-    total, weight = smoothed_cross_entropy(
-        LOGITS.at[0, 2].set(jnp.nan), LABELS, WEIGHTS, 0.1
-    )
+    total, weight = smoothed_cross_entropy(LOGITS.at[0, 2].set(jnp.nan), LABELS, WEIGHTS, 0.1)
     expected, _ = smoothed_cross_entropy(LOGITS, LABELS, WEIGHTS, 0.1)
     assert float(total) == float(expected) and float(weight) == 4

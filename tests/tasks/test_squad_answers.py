@@ -29,14 +29,20 @@ def features(questions: list[Question], vocabulary: Vocabulary) -> Features:
 
 
 def plain_best(
-    questions: list[Question], features: Features, starts: np.ndarray, ends: np.ndarray,
-    num_best: int, longest: int, with_null: bool,
+    questions: list[Question],
+    features: Features,
+    starts: np.ndarray,
+    ends: np.ndarray,
+    num_best: int,
+    longest: int,
+    with_null: bool,
 ) -> dict[str, list[tuple[str, float]]]:
     """`write_predictions` of `run_squad.py`, loop by loop."""
     answers = {}
     for number, question in enumerate(questions):
         prelim, null = [], float("inf")
         for row in np.flatnonzero(features.question == number):
+
             def best(logits: np.ndarray) -> list[int]:
                 return sorted(range(len(logits)), key=lambda i: -logits[i])[:num_best]
 
@@ -47,7 +53,9 @@ def plain_best(
                         continue
                     if not features.best_window[row, i] or j < i or j - i + 1 > longest:
                         continue
-                    text = question.context[features.char_start[row, i]:features.char_stop[row, j]]
+                    text = question.context[
+                        features.char_start[row, i] : features.char_stop[row, j]
+                    ]
                     prelim.append((float(starts[row, i]) + float(ends[row, j]), text))
         if with_null:
             prelim.append((null, ""))
@@ -62,19 +70,30 @@ def plain_best(
     return answers
 
 
-@pytest.mark.parametrize("num_best, longest, with_null", [
-    (20, 30, False), (3, 5, False), (20, 30, True), (1, 1, True),
-])
+@pytest.mark.parametrize(
+    "num_best, longest, with_null", [(20, 30, False), (3, 5, False), (20, 30, True), (1, 1, True)]
+)
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 def test_the_loops_of_the_original(
-    questions: list[Question], features: Features, num_best: int, longest: int, with_null: bool,
+    questions: list[Question],
+    features: Features,
+    num_best: int,
+    longest: int,
+    with_null: bool,
     dtype: type,
 ) -> None:
     rng = np.random.default_rng(1)
     shape = features.char_start.shape
     starts, ends = (rng.normal(0, 3, shape).round(1).astype(dtype) for _ in range(2))  # with ties
-    found = best_answers(questions, features, starts, ends, num_best=num_best,
-                         max_answer_length=longest, with_null=with_null)
+    found = best_answers(
+        questions,
+        features,
+        starts,
+        ends,
+        num_best=num_best,
+        max_answer_length=longest,
+        with_null=with_null,
+    )
     expected = plain_best(questions, features, starts, ends, num_best, longest, with_null)
     assert {key: [tuple(item) for item in value] for key, value in found.items()} == expected
 
@@ -134,9 +153,9 @@ def original_text(pred_text: str, words: str) -> str:
 
 
 def test_texts_are_those_of_the_original(vocabulary: Vocabulary) -> None:
-    contexts = sorted({
-        question.context for question in read_questions(shared("data", "squad", "xquad.en.json"))
-    })
+    contexts = sorted(
+        {question.context for question in read_questions(shared("data", "squad", "xquad.en.json"))}
+    )
     tokenizer = make_tokenizer(vocabulary, cased=False)
     rng = np.random.default_rng(0)
     same = total = 0
@@ -147,8 +166,11 @@ def test_texts_are_those_of_the_original(vocabulary: Vocabulary) -> None:
             last = min(first + int(rng.integers(12)), len(encoded.ids) - 1)
             start, stop = encoded.offsets[first][0], encoded.offsets[last][1]
             left = max(context.rfind(" ", 0, start + 1), context.rfind("\n", 0, start + 1)) + 1
-            right = min(place for place in (
-                context.find(" ", stop), context.find("\n", stop), len(context)) if place >= 0)
+            right = min(
+                place
+                for place in (context.find(" ", stop), context.find("\n", stop), len(context))
+                if place >= 0
+            )
             tokens = " ".join(encoded.tokens[first : last + 1])
             pred_text = " ".join(tokens.replace(" ##", "").replace("##", "").split())
             expected = original_text(pred_text, " ".join(context[left:right].split()))
@@ -158,9 +180,7 @@ def test_texts_are_those_of_the_original(vocabulary: Vocabulary) -> None:
 
 
 @pytest.mark.parametrize("answer", ["cafe\u0301", "cafe\u200d", "\u00adcafe", "cafe\u00ad"])
-def test_a_perfect_model_scores_on_deleted_characters(
-    vocabulary: Vocabulary, answer: str
-) -> None:
+def test_a_perfect_model_scores_on_deleted_characters(vocabulary: Vocabulary, answer: str) -> None:
     context = f"We met in the {answer}, again."
     asked = [Question("q", "Where?", context, ((answer, context.index(answer)),))]
     size = {"max_length": 32, "document_stride": 8, "max_query": 4}

@@ -9,10 +9,13 @@ from lamb_tpu.tasks.squad_metric import evaluate, normalize
 from tests.shared import shared
 
 
-@pytest.mark.parametrize("name, exact_match, f1, unanswered", [
-    ("BERT", 86.20624408703878, 92.19557978351145, 0),
-    ("Logistic_Regression_Baseline", 40.14191106906339, 50.98153647324461, 13),
-])
+@pytest.mark.parametrize(
+    "name, exact_match, f1, unanswered",
+    [
+        ("BERT", 86.20624408703878, 92.19557978351145, 0),
+        ("Logistic_Regression_Baseline", 40.14191106906339, 50.98153647324461, 13),
+    ],
+)
 def test_official_figures(name: str, exact_match: float, f1: float, unanswered: int) -> None:
     questions = read_questions(shared("data", "squad", "dev-v1.1.json"))
     predictions = json.loads(shared("data", "squad", "predictions", f"{name}.json").read_text())
@@ -22,14 +25,17 @@ def test_official_figures(name: str, exact_match: float, f1: float, unanswered: 
     assert scores["unanswered"] == unanswered
 
 
-@pytest.mark.parametrize("text, expected", [
-    ("The  Cat's (hat),\n an owl", "cats hat owl"),
-    ("at 5 a.m.", "at 5 am"),
-    ("Theatre a-n b", "theatre b"),  # "a-n" becomes "an", and goes
-    ("“quoted” – the dash", "“quoted” – dash"),
-    ("x–the–y", "x– –y"),
-    ("A", ""),
-])
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("The  Cat's (hat),\n an owl", "cats hat owl"),
+        ("at 5 a.m.", "at 5 am"),
+        ("Theatre a-n b", "theatre b"),  # "a-n" becomes "an", and goes
+        ("“quoted” – the dash", "“quoted” – dash"),
+        ("x–the–y", "x– –y"),
+        ("A", ""),
+    ],
+)
 def test_normalize(text: str, expected: str) -> None:
     assert normalize(text) == expected
 
@@ -38,28 +44,34 @@ def ask(name: str, *answers: str, impossible: bool = False) -> Question:
     return Question(name, "?", "", tuple((answer, 0) for answer in answers), impossible)
 
 
-@pytest.mark.parametrize("prediction, answers, exact, f1", [
-    ("the old man", ["Old man!"], 100, 100),
-    ("old", ["new", "old man"], 0, 100 * 2 / 3),
-    ("a b b", ["b b c c"], 0, 100 * 2 * (2 / 2) * (2 / 4) / (2 / 2 + 2 / 4)),
-    ("b b x", ["b c"], 0, 100 * 2 * (1 / 3) * (1 / 2) / (1 / 3 + 1 / 2)),
-    ("the", ["a"], 100, 0),  # both are nothing: equal, but they share no token
-    ("", ["old"], 0, 0),
-])
+@pytest.mark.parametrize(
+    "prediction, answers, exact, f1",
+    [
+        ("the old man", ["Old man!"], 100, 100),
+        ("old", ["new", "old man"], 0, 100 * 2 / 3),
+        ("a b b", ["b b c c"], 0, 100 * 2 * (2 / 2) * (2 / 4) / (2 / 2 + 2 / 4)),
+        ("b b x", ["b c"], 0, 100 * 2 * (1 / 3) * (1 / 2) / (1 / 3 + 1 / 2)),
+        ("the", ["a"], 100, 0),  # both are nothing: equal, but they share no token
+        ("", ["old"], 0, 0),
+    ],
+)
 def test_by_hand(prediction: str, answers: list[str], exact: float, f1: float) -> None:
     scores = evaluate([ask("q", *answers)], {"q": prediction, "other": "x"})
     assert scores["exact_match"] == exact and scores["f1"] == pytest.approx(f1)
 
 
-@pytest.mark.parametrize("prediction, answers, exact, f1", [
-    ("the old man", ["Old man!"], 100, 100),
-    ("", ["the"], 100, 100),  # nothing is left of the only answer: the question is impossible
-    ("a", ["the", "?!"], 100, 100),
-    ("old", ["the"], 0, 0),
-    ("", ["the", "old"], 0, 0),  # the other answer remains
-    ("old", ["the", "old"], 100, 100),
-    ("", [], 100, 100),
-])
+@pytest.mark.parametrize(
+    "prediction, answers, exact, f1",
+    [
+        ("the old man", ["Old man!"], 100, 100),
+        ("", ["the"], 100, 100),  # nothing is left of the only answer: the question is impossible
+        ("a", ["the", "?!"], 100, 100),
+        ("old", ["the"], 0, 0),
+        ("", ["the", "old"], 0, 0),  # the other answer remains
+        ("old", ["the", "old"], 100, 100),
+        ("", [], 100, 100),
+    ],
+)
 def test_version_2_drops_answers_of_which_nothing_is_left(
     prediction: str, answers: list[str], exact: float, f1: float
 ) -> None:

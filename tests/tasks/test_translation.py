@@ -128,10 +128,19 @@ def test_padding_does_not_count() -> None:
     np.testing.assert_allclose(found["cross_entropy"], expected["cross_entropy"], rtol=1e-6)
 
 
-@pytest.mark.parametrize("fields, message", [
-    ({"label_smoothing": 1.0}, r"config.task.label_smoothing is 1.0; it must be a number in \[0"),
-    ({"length_penalty": -1}, "config.task.length_penalty is -1; it must be a number at least 0"),
-])
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        (
+            {"label_smoothing": 1.0},
+            r"config.task.label_smoothing is 1.0; it must be a number in \[0",
+        ),
+        (
+            {"length_penalty": -1},
+            "config.task.length_penalty is -1; it must be a number at least 0",
+        ),
+    ],
+)
 def test_fields_out_of_range(fields: dict, message: str) -> None:
     with pytest.raises(UserError, match=message):
         task(**fields)

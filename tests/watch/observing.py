@@ -27,9 +27,13 @@ class Kept:
 def start(step: int = 0, skipped: int = 0, **changes: Any) -> Start:
     """A start after `step` updates."""
     settings = {
-        "state": SimpleNamespace(skipped=skipped, opt_state=()), "is_over": False,
-        "eval_due": False, "clock": Clock(Position(), time.monotonic()), "records": Kept(),
-        "last_checkpoint": lambda: "runs/x/40", "fail": None,
+        "state": SimpleNamespace(skipped=skipped, opt_state=()),
+        "is_over": False,
+        "eval_due": False,
+        "clock": Clock(Position(), time.monotonic()),
+        "records": Kept(),
+        "last_checkpoint": lambda: "runs/x/40",
+        "fail": None,
     }
     return Start(step, **settings | changes)
 

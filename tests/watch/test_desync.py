@@ -18,7 +18,8 @@ from lamb_tpu.watch.desync import _hash, _names, make_desync_check
 from tests import tiny
 
 MESH = Mesh(
-    np.array(jax.devices()[:8]).reshape(2, 4), ("data", "fsdp"),
+    np.array(jax.devices()[:8]).reshape(2, 4),
+    ("data", "fsdp"),
     axis_types=(AxisType.Auto, AxisType.Auto),
 )
 SPECS = {
@@ -44,9 +45,7 @@ def placed(spec: PartitionSpec, changes: dict[int, tuple]) -> jax.Array:
 
 
 def tree(**changes: dict[int, tuple]) -> dict[str, Any]:
-    return {
-        "layer": {name: placed(spec, changes.get(name, {})) for name, spec in SPECS.items()}
-    }
+    return {"layer": {name: placed(spec, changes.get(name, {})) for name, spec in SPECS.items()}}
 
 
 def test_copies_that_are_equal_pass() -> None:
@@ -180,7 +179,8 @@ def corrupt_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
                 parts = [np.array(shard.data) for shard in kernel.addressable_shards]
                 parts[5].view(np.uint32)[2, 3] ^= 1
                 state.params["output"]["kernel"] = jax.make_array_from_single_device_arrays(
-                    kernel.shape, kernel.sharding,
+                    kernel.shape,
+                    kernel.sharding,
                     [jax.device_put(p, s.device) for p, s in zip(parts, kernel.addressable_shards)],
                 )
             return state, metrics
@@ -212,8 +212,14 @@ def test_run_ends_before_it_saves_what_came_apart(
 @pytest.mark.long
 def test_two_processes_name_the_parameter(tmp_path: pathlib.Path) -> None:
     launched = tiny.command(
-        "lamb_tpu.launch", "local", "--processes=2", "--devices-per-process=2",
-        "--module=tests.job", "--", "desync", str(tmp_path),
+        "lamb_tpu.launch",
+        "local",
+        "--processes=2",
+        "--devices-per-process=2",
+        "--module=tests.job",
+        "--",
+        "desync",
+        str(tmp_path),
     )
     logs = [(tmp_path / f"{index}.txt").read_text() for index in (0, 1)]
     assert launched.returncode == 0, launched.stderr
@@ -221,5 +227,6 @@ def test_two_processes_name_the_parameter(tmp_path: pathlib.Path) -> None:
         assert re.fullmatch(
             r"equal\nafter update 2 the copies of dense/kernel are .*: device \d+ of process 1 "
             r"differs from the majority\. .*\nafter update 3 the copies of dense/bias are .*: "
-            r"devices \d+, \d+ of process 0 against devices \d+, \d+ of process 1\. .*\n", log
+            r"devices \d+, \d+ of process 0 against devices \d+, \d+ of process 1\. .*\n",
+            log,
         ), log

@@ -24,8 +24,11 @@ def test_metric_that_is_not_finite_ends_the_run(value: float) -> None:
     observer = Evaluations(False, warned.append)
     observer.started(start())
     observer.evaluated(10, {"loss": 1.0, "accuracy": 0.5})
-    with pytest.raises(Diverged, match=f"^the evaluation after update 20 is not finite: loss "
-                       f"{value}; the last checkpoint is runs/x/40. Check the data of "):
+    with pytest.raises(
+        Diverged,
+        match=f"^the evaluation after update 20 is not finite: loss "
+        f"{value}; the last checkpoint is runs/x/40. Check the data of ",
+    ):
         observer.evaluated(20, {"loss": value, "accuracy": 0.5})
     assert not warned
 
@@ -71,12 +74,12 @@ def blind(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.long
 def test_run_ends_at_such_an_evaluation(
-    tmp_path: pathlib.Path, blind: None, monkeypatch: pytest.MonkeyPatch,
+    tmp_path: pathlib.Path,
+    blind: None,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture,
 ) -> None:
-    config = tiny.digits(
-        checkpoint__best="accuracy", target__metric="accuracy", target__value=0.01
-    )
+    config = tiny.digits(checkpoint__best="accuracy", target__metric="accuracy", target__value=0.01)
     with pytest.raises(Diverged, match="^the evaluation after update 6 is not finite: loss nan"):
         train(config, tmp_path, quiet=True)
     (record,) = read_records(tmp_path / "metrics.jsonl", "eval")
@@ -103,6 +106,13 @@ def tiny_flags(workdir: pathlib.Path):
     from types import SimpleNamespace
 
     return SimpleNamespace(
-        step=None, workdir=str(workdir), config=None, split=None, cpu_devices=None,
-        coordinator_address=None, num_processes=None, process_id=None, trust_workdir=False,
+        step=None,
+        workdir=str(workdir),
+        config=None,
+        split=None,
+        cpu_devices=None,
+        coordinator_address=None,
+        num_processes=None,
+        process_id=None,
+        trust_workdir=False,
     )

@@ -125,8 +125,11 @@ def test_number_that_is_not_finite_ends_the_run(
 ) -> None:
     guard, _ = guards(max_skipped)
     updates = [(41, update(1.0)), (42, update(1.0) | {name: (np.float32(value), np.float32(1))})]
-    with pytest.raises(Diverged, match=rf"^{name} became {told} at update 42, at the learning rate "
-                       r"4\.2; the last checkpoint is runs/x/40\. Try, in a new --workdir"):
+    with pytest.raises(
+        Diverged,
+        match=rf"^{name} became {told} at update 42, at the learning rate "
+        r"4\.2; the last checkpoint is runs/x/40\. Try, in a new --workdir",
+    ):
         spikes(guard, updates)
 
 
@@ -140,9 +143,12 @@ def test_updates_left_out_are_told_and_counted_up_to_the_limit() -> None:
         "update 43 is left out, its gradient is not finite: 3 left out, and "
         "config.guards.max_skipped is 3",
     ]
-    with pytest.raises(Diverged, match=r"^the gradient is not finite at update 44; 4 updates were "
-                       r"left out for that, and config\.guards\.max_skipped is 3, at the learning "
-                       r"rate 4\.4; the last checkpoint is runs/x/40"):
+    with pytest.raises(
+        Diverged,
+        match=r"^the gradient is not finite at update 44; 4 updates were "
+        r"left out for that, and config\.guards\.max_skipped is 3, at the learning "
+        r"rate 4\.4; the last checkpoint is runs/x/40",
+    ):
         spikes(guard, [(44, LEFT_OUT)])
 
 
@@ -154,9 +160,10 @@ def test_count_of_a_run_resumed_without_the_guard_ends_nothing() -> None:
 def test_spikes_come_back_with_their_updates() -> None:
     guard, told = guards(factor=3.0)
     assert spikes(guard, [(step, update(0.5)) for step in range(1, 41)]) == {}
-    found = spikes(guard, [
-        (41, update(2.0)), (42, update(0.5)), (43, update(8.0, weight=2.0)), (44, update(1.4))
-    ])
+    found = spikes(
+        guard,
+        [(41, update(2.0)), (42, update(0.5)), (43, update(8.0, weight=2.0)), (44, update(1.4))],
+    )
     assert found == {41: {"loss": 2.0, "median": 0.5}, 43: {"loss": 8.0, "median": 0.5}}
     assert not told
 
@@ -218,7 +225,9 @@ def test_bad_example_costs_its_updates_alone(
 ) -> None:
     """Under shard_map with the optimizer's state split; jit is below."""
     config = tiny.digits(
-        guards__max_skipped=3, ema__decay=0.9, parallel__backend="shard_map",
+        guards__max_skipped=3,
+        ema__decay=0.9,
+        parallel__backend="shard_map",
         parallel__optimizer_state="zero1",
     )
     train(config, tmp_path, quiet=True)
@@ -281,8 +290,11 @@ def test_batch_to_blame_is_named_instead_of_the_rate() -> None:
     config = SimpleNamespace(max_skipped=0, spike_factor=0.0, spike_floor=0.0)
     guard = Guards(config, lambda step: 0.1, print, print, examine)
     guard.started(start())
-    with pytest.raises(UserError, match="^loss became inf at update 7, and its batch may be the "
-                       "cause: image of example 5 is 1e.30; the last checkpoint is runs/x/40$"):
+    with pytest.raises(
+        UserError,
+        match="^loss became inf at update 7, and its batch may be the "
+        "cause: image of example 5 is 1e.30; the last checkpoint is runs/x/40$",
+    ):
         guard.fetched([(7, update(math.inf))])
     assert asked == [7]
 
@@ -344,7 +356,10 @@ def test_a_run_of_one_bit_that_diverges_hears_of_the_floor_and_the_mask() -> Non
     for name in ("onebit_adam", "onebit_lamb", "zero_one_adam"):
         state = optim.make_optimizer({"name": name}, 0.1).init(params)
         guard.started(start(state=SimpleNamespace(skipped=0, opt_state=state)))
-        with pytest.raises(Diverged, match=r"Try, in a new --workdir, a larger config\.optimizer\."
-                           r"relative_floor or config\.optimizer\.eps, a mask by .*masked_rows, "
-                           r"a lower config\.optimizer\.learning_rate"):
+        with pytest.raises(
+            Diverged,
+            match=r"Try, in a new --workdir, a larger config\.optimizer\."
+            r"relative_floor or config\.optimizer\.eps, a mask by .*masked_rows, "
+            r"a lower config\.optimizer\.learning_rate",
+        ):
             spikes(guard, [(7, update(np.inf))])

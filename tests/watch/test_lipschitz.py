@@ -45,11 +45,17 @@ def test_off_unless_asked_for() -> None:
     assert observed(0) == ({}, [])
 
 
-@pytest.mark.parametrize(("rows", "message"), [
-    (257, "config.log.lipschitz_rows is 257; it must be at most the 256 examples of the training"),
-    (9, "config.log.lipschitz_rows is 9, which does not divide over 8 devices; 8 or 16 would"),
-    (-8, "config.log.lipschitz_rows is -8; it must be a number of at least 0"),
-])
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (
+            257,
+            "config.log.lipschitz_rows is 257; it must be at most the 256 examples of the training",
+        ),
+        (9, "config.log.lipschitz_rows is 9, which does not divide over 8 devices; 8 or 16 would"),
+        (-8, "config.log.lipschitz_rows is -8; it must be a number of at least 0"),
+    ],
+)
 def test_mistakes(rows: int, message: str) -> None:
     assert len(jax.devices()) == 8
     with pytest.raises(UserError, match=message):

@@ -72,7 +72,10 @@ def test_run_to_its_target(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixt
     losses = [record["loss"] for record in read_records(tmp_path / "metrics.jsonl", "eval")]
     assert losses[0] > 2.15 >= losses[1]  # or this test would need another value
     assert events(found) == [
-        *INIT, ("run_start", "start", {"samples_count": 0}), *block(1, 0, 6), *block(2, 6, 12),
+        *INIT,
+        ("run_start", "start", {"samples_count": 0}),
+        *block(1, 0, 6),
+        *block(2, 6, 12),
         ("run_stop", "end", {"status": "success", "epoch_num": 3.0, "samples_count": 768}),
     ]
     assert [line["value"] for line in found if line["key"] == "eval_accuracy"] == losses
@@ -88,7 +91,8 @@ def test_run_to_its_target(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixt
     # What takes long to compile is compiled before the clock starts, once.
     for name in ("train_step", "evaluate"):
         (at,) = [
-            compiled.created * 1000 for compiled in caplog.records
+            compiled.created * 1000
+            for compiled in caplog.records
             if f"Finished XLA compilation of jit({name})" in compiled.getMessage()
         ]
         assert at <= when["init_stop"] + 1
@@ -97,9 +101,7 @@ def test_run_to_its_target(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixt
     assert tiny.fingerprint(tmp_path) == before
 
 
-def test_other_starts_are_appended(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_starts_are_appended(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ended in each evaluation but the last; a poll is before each update and batch of them."""
     settings = config(eval__every="4 steps")
     for poll in (4 + 2, 3 + 4 + 2):
@@ -111,10 +113,18 @@ def test_other_starts_are_appended(
     found = events(lines(tmp_path))
     aborted = ("run_stop", "end", {"status": "aborted"})
     assert found == [
-        *INIT, ("run_start", "start", {"samples_count": 0}), *block(1, 0, 4)[:3], aborted,
-        *INIT, ("run_start", "start", {"samples_count": 256}), *block(1, 0, 4)[2:],
-        *block(2, 4, 8)[:3], aborted,
-        *INIT, ("run_start", "start", {"samples_count": 512}), *block(2, 4, 8)[2:],
+        *INIT,
+        ("run_start", "start", {"samples_count": 0}),
+        *block(1, 0, 4)[:3],
+        aborted,
+        *INIT,
+        ("run_start", "start", {"samples_count": 256}),
+        *block(1, 0, 4)[2:],
+        *block(2, 4, 8)[:3],
+        aborted,
+        *INIT,
+        ("run_start", "start", {"samples_count": 512}),
+        *block(2, 4, 8)[2:],
         *block(3, 8, 12),
         ("run_stop", "end", {"status": "success", "epoch_num": 3.0, "samples_count": 768}),
     ]
@@ -139,8 +149,12 @@ def test_not_asked_for(trained: pathlib.Path) -> None:
 def test_target_not_reached_and_epochs_that_are_no_whole_number(tmp_path: pathlib.Path) -> None:
     """With 391 examples an epoch is 6.1 updates, so evaluations come after 7 and 13."""
     settings = tiny.digits(
-        duration="3 epochs", eval__every="1 epochs", data__train_split="train[:391]",
-        log__mlperf=True, target__metric="loss", target__mode="min",
+        duration="3 epochs",
+        eval__every="1 epochs",
+        data__train_split="train[:391]",
+        log__mlperf=True,
+        target__metric="loss",
+        target__mode="min",
     )
     run = prepare(settings, tmp_path)
     log = MLPerfLog(run, Target(settings.target, run.recipe, print))
@@ -166,54 +180,83 @@ def test_target_not_reached_and_epochs_that_are_no_whole_number(tmp_path: pathli
 
 
 COMMON = {
-    "global_batch_size": 64, "gradient_accumulation_steps": 2, "train_samples": 256,
-    "eval_samples": 360, "seed": 7, "opt_base_learning_rate": 0.04,
-    "opt_learning_rate_warmup_steps": 4.0, "opt_learning_rate_warmup_epochs": 1.0,
+    "global_batch_size": 64,
+    "gradient_accumulation_steps": 2,
+    "train_samples": 256,
+    "eval_samples": 360,
+    "seed": 7,
+    "opt_base_learning_rate": 0.04,
+    "opt_learning_rate_warmup_steps": 4.0,
+    "opt_learning_rate_warmup_epochs": 1.0,
     "opt_learning_rate_training_steps": 12,
 }
 
 
-@pytest.mark.parametrize("optimizer, expected", [
-    (
-        {"name": "lamb", "b2": 0.98},
-        {
-            "opt_name": "lamb", "opt_lamb_beta_1": 0.9, "opt_lamb_beta_2": 0.98,
-            "opt_lamb_epsilon": 1e-6, "opt_lamb_weight_decay_rate": 0.01,
-        },
-    ),
-    (
-        {"name": "lars", "weight_decay": 2e-4, "momentum": 0.95},
-        {
-            "opt_name": "lars", "lars_opt_momentum": 0.95, "lars_opt_weight_decay": 2e-4,
-            "lars_epsilon": 0.0, "lars_opt_base_learning_rate": 0.04,
-            "lars_opt_learning_rate_warmup_epochs": 1.0, "lars_opt_end_learning_rate": 0.004,
-            "lars_opt_learning_rate_decay_poly_power": 2.0,
-            "lars_opt_learning_rate_decay_steps": 12,
-        },
-    ),
-    (
-        {"name": "momentum", "weight_decay": 5e-5},
-        {
-            "opt_name": "sgd", "sgd_opt_momentum": 0.9, "sgd_opt_weight_decay": 5e-5,
-            "sgd_opt_base_learning_rate": 0.04, "sgd_opt_end_learning_rate": 0.004,
-            "sgd_opt_learning_rate_decay_poly_power": 2.0,
-            "sgd_opt_learning_rate_decay_steps": 12,
-        },
-    ),
-    (
-        {"name": "adamw"},
-        {
-            "opt_name": "adamw", "opt_adamw_beta_1": 0.9, "opt_adamw_beta_2": 0.999,
-            "opt_adamw_epsilon": 1e-8, "opt_adamw_weight_decay": 0.01,
-        },
-    ),
-    ({"name": "novograd", "weight_decay": 0.5}, {"opt_name": "novograd", "opt_weight_decay": 0.5}),
-])
+@pytest.mark.parametrize(
+    "optimizer, expected",
+    [
+        (
+            {"name": "lamb", "b2": 0.98},
+            {
+                "opt_name": "lamb",
+                "opt_lamb_beta_1": 0.9,
+                "opt_lamb_beta_2": 0.98,
+                "opt_lamb_epsilon": 1e-6,
+                "opt_lamb_weight_decay_rate": 0.01,
+            },
+        ),
+        (
+            {"name": "lars", "weight_decay": 2e-4, "momentum": 0.95},
+            {
+                "opt_name": "lars",
+                "lars_opt_momentum": 0.95,
+                "lars_opt_weight_decay": 2e-4,
+                "lars_epsilon": 0.0,
+                "lars_opt_base_learning_rate": 0.04,
+                "lars_opt_learning_rate_warmup_epochs": 1.0,
+                "lars_opt_end_learning_rate": 0.004,
+                "lars_opt_learning_rate_decay_poly_power": 2.0,
+                "lars_opt_learning_rate_decay_steps": 12,
+            },
+        ),
+        (
+            {"name": "momentum", "weight_decay": 5e-5},
+            {
+                "opt_name": "sgd",
+                "sgd_opt_momentum": 0.9,
+                "sgd_opt_weight_decay": 5e-5,
+                "sgd_opt_base_learning_rate": 0.04,
+                "sgd_opt_end_learning_rate": 0.004,
+                "sgd_opt_learning_rate_decay_poly_power": 2.0,
+                "sgd_opt_learning_rate_decay_steps": 12,
+            },
+        ),
+        (
+            {"name": "adamw"},
+            {
+                "opt_name": "adamw",
+                "opt_adamw_beta_1": 0.9,
+                "opt_adamw_beta_2": 0.999,
+                "opt_adamw_epsilon": 1e-8,
+                "opt_adamw_weight_decay": 0.01,
+            },
+        ),
+        (
+            {"name": "novograd", "weight_decay": 0.5},
+            {"opt_name": "novograd", "opt_weight_decay": 0.5},
+        ),
+    ],
+)
 def test_hyperparameters(optimizer: dict[str, Any], expected: dict[str, Any]) -> None:
     settings = tiny.digits(
         optimizer=ConfigDict({"learning_rate": 0.02, "rules": "no_bias_no_norm", **optimizer}),
-        schedule__scaling="linear", schedule__base_batch_size=32, schedule__power=2.0,
-        schedule__end_factor=0.1, seed=7, accumulation_steps=2, ema__decay=0.5,
+        schedule__scaling="linear",
+        schedule__base_batch_size=32,
+        schedule__power=2.0,
+        schedule__end_factor=0.1,
+        seed=7,
+        accumulation_steps=2,
+        ema__decay=0.5,
     )
     found = hyperparameters(prepare(settings, None))
     assert found == pytest.approx(COMMON | expected | {"model_eval_ema_factor": 0.5})

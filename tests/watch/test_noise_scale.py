@@ -13,10 +13,15 @@ PAIRS = [(2.0, 6.0), (1.0, 12.0), (-1.0, 9.0)]
 
 def updates(first: int, pairs: list[tuple[float, float]]) -> list[tuple[int, dict]]:
     return [
-        (first + i, {
-            "loss": (1.0, 1.0), "noise_scale/grad_sq": (grad_sq, 1.0),
-            "noise_scale/trace": (trace, 1.0),
-        }) for i, (grad_sq, trace) in enumerate(pairs)
+        (
+            first + i,
+            {
+                "loss": (1.0, 1.0),
+                "noise_scale/grad_sq": (grad_sq, 1.0),
+                "noise_scale/trace": (trace, 1.0),
+            },
+        )
+        for i, (grad_sq, trace) in enumerate(pairs)
     ]
 
 
@@ -57,10 +62,19 @@ def test_resumed_as_if_uninterrupted() -> None:
 
 def test_both_geometries() -> None:
     observer = NoiseScale(0.9)
-    observer.fetched([(1, {
-        "noise_scale/preconditioned_grad_sq": (2.0, 1.0),
-        "noise_scale/preconditioned_trace": (8.0, 1.0),
-    }), *updates(2, PAIRS[:1])])
+    observer.fetched(
+        [
+            (
+                1,
+                {
+                    "noise_scale/preconditioned_grad_sq": (2.0, 1.0),
+                    "noise_scale/preconditioned_trace": (8.0, 1.0),
+                },
+            ),
+            *updates(2, PAIRS[:1]),
+        ]
+    )
     assert values(observer) == {
-        "noise_scale_preconditioned": pytest.approx(4.0), "noise_scale": pytest.approx(3.0),
+        "noise_scale_preconditioned": pytest.approx(4.0),
+        "noise_scale": pytest.approx(3.0),
     }

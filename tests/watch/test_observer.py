@@ -67,8 +67,16 @@ def test_hooks_are_called_in_order() -> None:
         with observers.paused(1, "save"):
             pass
     assert told == [
-        "a started", "b started", "a updated 1", "b updated 1", "a save begins", "b save begins",
-        "b save ends", "a save ends", "b ended", "a ended",
+        "a started",
+        "b started",
+        "a updated 1",
+        "b updated 1",
+        "a save begins",
+        "b save begins",
+        "b save ends",
+        "a save ends",
+        "b ended",
+        "a ended",
     ]
     one = record(1)
     observers.recorded(one)
@@ -88,10 +96,13 @@ def test_what_they_say_together() -> None:
     plain = Observers([Observer()])
     assert (plain.may_end_run, plain.saves_evaluations, plain.end_reason) == (False, False, "")
     assert plain.summary() == "" and plain.state() == {} and not plain.keep(4)
-    observers = Observers([
-        Told("a", told, may_end_run=True), Told("b", told, reason="enough"),
-        Told("c", told, saves_evaluations=True),
-    ])
+    observers = Observers(
+        [
+            Told("a", told, may_end_run=True),
+            Told("b", told, reason="enough"),
+            Told("c", told, saves_evaluations=True),
+        ]
+    )
     assert observers.may_end_run and observers.saves_evaluations
     assert observers.end_reason == "enough" and observers.summary() == "A; C"
     assert observers.keep(4) and not observers.keep(5)

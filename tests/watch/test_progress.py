@@ -25,13 +25,23 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 @contextlib.contextmanager
 def run(
-    label: str, total_steps: int, batch_size: int, first: int = 1, after: float = 1.0,
-    recipe: Mapping[str, Any] | None = None, **options: Any
+    label: str,
+    total_steps: int,
+    batch_size: int,
+    first: int = 1,
+    after: float = 1.0,
+    recipe: Mapping[str, Any] | None = None,
+    **options: Any,
 ) -> Iterator[tuple[RunProgress, Any]]:
     """The progress of a run after its first update, and a function that shows another record."""
     facts = {
-        "total_steps": total_steps, "batch_size": batch_size, "epoch": lambda step: step / 100,
-        "place": lambda step: step, "path": None, "decides": False, **(recipe or {}),
+        "total_steps": total_steps,
+        "batch_size": batch_size,
+        "epoch": lambda step: step / 100,
+        "place": lambda step: step,
+        "path": None,
+        "decides": False,
+        **(recipe or {}),
     }
     progress = RunProgress(label, SimpleNamespace(**facts), **options)
     began = Clock(Position(), time.monotonic() - after)
@@ -44,7 +54,11 @@ def run(
 def test_formats() -> None:
     assert format_values({"loss": 0.123456, "accuracy": 1.0}) == "loss 0.1235, accuracy 1"
     assert [format_seconds(s) for s in (0, 59.9, 61, 3600, 36_061)] == [
-        "0:00", "0:59", "1:01", "1:00:00", "10:01:01"
+        "0:00",
+        "0:59",
+        "1:01",
+        "1:00:00",
+        "10:01:01",
     ]
 
 
@@ -127,9 +141,7 @@ def test_bar_of_a_batch_that_changes_counts_examples(
 
 
 @pytest.mark.parametrize("options", [{"quiet": True}, {"shown": False}])
-def test_quiet(
-    clock: list[float], capsys: pytest.CaptureFixture, options: dict[str, bool]
-) -> None:
+def test_quiet(clock: list[float], capsys: pytest.CaptureFixture, options: dict[str, bool]) -> None:
     with run("train", 10, 64, **options) as (progress, show):
         progress.message("nothing")
         clock[0] += 100
@@ -168,8 +180,11 @@ def test_bar_of_a_long_run_fits_80_columns(
 
 
 def test_messages_and_warnings_fit_80_columns(capsys: pytest.CaptureFixture) -> None:
-    metrics = {f"{kind}{name}": 0.123456 for kind in ("", "ema_")
-               for name in ("accuracy", "loss", "top5_accuracy")}
+    metrics = {
+        f"{kind}{name}": 0.123456
+        for kind in ("", "ema_")
+        for name in ("accuracy", "loss", "top5_accuracy")
+    }
     with run("train", 10, 64) as (progress, _):
         progress.evaluated(1234, metrics)
         progress.warn("update 5 is left out: " + "why " * 30)

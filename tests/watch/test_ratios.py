@@ -17,7 +17,8 @@ def observed(collect: bool) -> tuple[dict[str, float], list[dict]]:
     tx = optim.lamb(0.1, weight_decay=0.0, collect=collect)
     _, opt_state = tx.update(
         {"b": {"kernel": jnp.array([1.0, 1.0])}, "a": {"kernel": jnp.array([1.0, 1.0])}},
-        tx.init(PARAMS), PARAMS,
+        tx.init(PARAMS),
+        PARAMS,
     )
     run = SimpleNamespace(
         facts=parameters.resolve(PARAMS, parameters.DEFAULT_RULES),
@@ -33,9 +34,9 @@ def test_ratios_of_every_layer_in_the_networks_order() -> None:
     values, (layers,) = observed(collect=True)
     found = [layers["ratios/b/kernel"], layers["ratios/a/kernel"]]
     assert found == pytest.approx([5 / 2**0.5, 1 / 2**0.5], rel=1e-4)
-    assert values == pytest.approx({
-        "ratio_min": found[1], "ratio_median": sum(found) / 2, "ratio_max": found[0],
-    })
+    assert values == pytest.approx(
+        {"ratio_min": found[1], "ratio_median": sum(found) / 2, "ratio_max": found[0]}
+    )
     names = [name for name in layers if name.startswith("ratios/")]
     assert names == ["ratios/b/kernel", "ratios/a/kernel"] and layers["kind"] == "layers"
 

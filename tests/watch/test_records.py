@@ -16,8 +16,15 @@ def test_what_is_written() -> None:
     records.recorded(one)
     records.evaluated(8, {"accuracy": 0.9})
     assert begun.records.found == [
-        {"step": 6, "kind": "train", "loss": 0.5, "epoch": 1.5, "updates": 1, "seconds": 2.5,
-         "examples_per_second": 640.0},
+        {
+            "step": 6,
+            "kind": "train",
+            "loss": 0.5,
+            "epoch": 1.5,
+            "updates": 1,
+            "seconds": 2.5,
+            "examples_per_second": 640.0,
+        },
         {"step": 8, "kind": "eval", "accuracy": 0.9, "epoch": 2.0},
     ]
     assert one.values == {"loss": 0.5} and not begun.records.is_closed
@@ -29,9 +36,11 @@ def test_a_batch_that_changes_is_written() -> None:
     """The batch of the newest update, and the examples of all."""
     path = Path(32, total=448)
     path.change(4, 64)
-    records = Records(SimpleNamespace(
-        epoch=lambda step: step / 4, path=path, batch=path.batch, examples=path.examples
-    ))
+    records = Records(
+        SimpleNamespace(
+            epoch=lambda step: step / 4, path=path, batch=path.batch, examples=path.examples
+        )
+    )
     begun = start()
     records.started(begun)
     for step in (4, 5):

@@ -37,10 +37,18 @@ def section(**changes: Any) -> ConfigDict:
     return tiny.change(base_config().target, {"metric": "loss", **changes})
 
 
-@pytest.mark.parametrize("mode, value, step", [
-    ("max", 0.5, 20), ("max", 0.7, 40), ("max", 0.71, None), ("max", -math.inf, 20),
-    ("min", 0.5, 20), ("min", 0.3, 30), ("min", 0.2, None),
-])
+@pytest.mark.parametrize(
+    "mode, value, step",
+    [
+        ("max", 0.5, 20),
+        ("max", 0.7, 40),
+        ("max", 0.71, None),
+        ("max", -math.inf, 20),
+        ("min", 0.5, 20),
+        ("min", 0.3, 30),
+        ("min", 0.2, None),
+    ],
+)
 def test_first_that_reaches_it(mode: str, value: float, step: int | None) -> None:
     """Equal is enough, and what is no number reaches nothing."""
     target, told, records = made(section(mode=mode, value=value))
@@ -138,7 +146,11 @@ def test_run_ends_at_its_target(
     assert records(workdir, "eval") == evaluated
     (record,) = records(workdir, "target")
     assert record == {
-        "step": 6, "kind": "target", "epoch": 1.5, "value": evaluated[1]["accuracy"], "starts": 1,
+        "step": 6,
+        "kind": "target",
+        "epoch": 1.5,
+        "value": evaluated[1]["accuracy"],
+        "starts": 1,
     }
     # An evaluation that may be the end is not ahead of the records: no update is left untold.
     told = [(record["step"], record["updates"]) for record in records(workdir, "train")]
@@ -160,7 +172,9 @@ def test_stopped_run_does_not_go_on(
 
 
 def test_stopped_run_goes_on_without_the_stop(
-    stopped: tuple[ConfigDict, pathlib.Path], whole: pathlib.Path, tmp_path: pathlib.Path,
+    stopped: tuple[ConfigDict, pathlib.Path],
+    whole: pathlib.Path,
+    tmp_path: pathlib.Path,
     capsys: pytest.CaptureFixture,
 ) -> None:
     settings, workdir = stopped[0].copy_and_resolve_references(), tmp_path / "on"
@@ -240,24 +254,33 @@ def test_never_reached(
 
 def test_phase_that_ends_at_its_target(tmp_path: pathlib.Path) -> None:
     settings = config(target__metric="accuracy", target__value=1.1)
-    settings.phases = ConfigDict({
-        "phase_1": {"target": {"value": 0.01}}, "phase_2": {"duration": "2 steps"}
-    })
+    settings.phases = ConfigDict(
+        {"phase_1": {"target": {"value": 0.01}}, "phase_2": {"duration": "2 steps"}}
+    )
     for _ in range(2):
         train(settings, tmp_path, quiet=True)
         assert checkpoints(tmp_path / "phase_1") == {"3"}
         assert checkpoints(tmp_path / "phase_2") == {"2"}
 
 
-@pytest.mark.parametrize("changes, message", [
-    ({"target__metric": "acuracy"}, "target.metric is 'acuracy'; .* metrics are: accuracy, loss$"),
-    ({"target__metric": "ema_loss"}, "target.metric is 'ema_loss'; .* are: accuracy, loss$"),
-    ({"target__metric": "loss", "target__mode": "most"}, "mode is 'most'; known: max, min"),
-    ({"target__metric": "loss", "target__value": math.nan}, "value is nan; it must be finite"),
-    ({"target__value": 0.9}, "value is 0.9, and config.target.metric is ''; give the metric"),
-    ({"target__value": "0.9"}, "config.target.value is '0.9'; it must be a number"),
-    ({"log__mlperf": True}, "log.mlperf is True, and config.target.metric is ''; give the metric"),
-])
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (
+            {"target__metric": "acuracy"},
+            "target.metric is 'acuracy'; .* metrics are: accuracy, loss$",
+        ),
+        ({"target__metric": "ema_loss"}, "target.metric is 'ema_loss'; .* are: accuracy, loss$"),
+        ({"target__metric": "loss", "target__mode": "most"}, "mode is 'most'; known: max, min"),
+        ({"target__metric": "loss", "target__value": math.nan}, "value is nan; it must be finite"),
+        ({"target__value": 0.9}, "value is 0.9, and config.target.metric is ''; give the metric"),
+        ({"target__value": "0.9"}, "config.target.value is '0.9'; it must be a number"),
+        (
+            {"log__mlperf": True},
+            "log.mlperf is True, and config.target.metric is ''; give the metric",
+        ),
+    ],
+)
 def test_mistakes(tmp_path: pathlib.Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         train(tiny.digits(**changes), tmp_path, quiet=True)

@@ -45,6 +45,4 @@ class Augmented(InnerProductTest):
         """Returns the present batch size, or what one of the tests asks for if that is more."""
         grad_sq = read(statistics, variance.GRAD_SQ)
         orthogonal = read(statistics, variance.ORTHOGONAL)
-        return max(
-            required(orthogonal, self.nu**2 * grad_sq), super().wanted(batch, statistics)
-        )
+        return max(required(orthogonal, self.nu**2 * grad_sq), super().wanted(batch, statistics))

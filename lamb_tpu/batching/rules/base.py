@@ -66,9 +66,7 @@ class Bounded(Rule):
             if getattr(self, name) is not None:
                 check_quanta(name, getattr(self, name), self.quantum)
         if self.smallest > self.upper:
-            raise ValueError(
-                f"lower must be at most upper, {self.upper}, not {self.smallest}"
-            )
+            raise ValueError(f"lower must be at most upper, {self.upper}, not {self.smallest}")
 
     @property
     def smallest(self) -> int:

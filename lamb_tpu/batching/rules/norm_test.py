@@ -40,6 +40,4 @@ class NormTest(Bounded):
     def wanted(self, batch: int, statistics: Mapping[str, float]) -> float:
         """Returns the present batch size, or what the test asks for if that is more."""
         grad_sq = read(statistics, variance.GRAD_SQ)
-        return max(
-            required(read(statistics, variance.VARIANCE), self.eta**2 * grad_sq), batch
-        )
+        return max(required(read(statistics, variance.VARIANCE), self.eta**2 * grad_sq), batch)

@@ -42,8 +42,10 @@ class Ramp(Rule):
         super().__post_init__()
         check_flag("linear", self.linear)
         points = self.points
-        if not isinstance(points, Sequence) or not points or not all(
-            isinstance(point, Sequence) and len(point) == 2 for point in points
+        if (
+            not isinstance(points, Sequence)
+            or not points
+            or not all(isinstance(point, Sequence) and len(point) == 2 for point in points)
         ):
             raise ValueError(f"points must be pairs (examples seen, batch size), not {points!r}")
         for examples, batch in points:
@@ -106,7 +108,10 @@ def seesaw_points(
       quantum: batch sizes are rounded to the nearest whole number of quanta.
     """
     factor = seesaw(decay).batch
-    return ((0, batch), *(
-        (cut, max(1, round(batch * factor ** (index + 1) / quantum)) * quantum)
-        for index, cut in enumerate(cuts)
-    ))
+    return (
+        (0, batch),
+        *(
+            (cut, max(1, round(batch * factor ** (index + 1) / quantum)) * quantum)
+            for index, cut in enumerate(cuts)
+        ),
+    )

@@ -49,8 +49,13 @@ class SimiGrad(Bounded):
     def wanted(self, batch: int, statistics: Mapping[str, float]) -> int:
         """Returns the batch size within the bounds, before it is rounded to whole quanta."""
         return wanted_batch(
-            batch, read(statistics, SIMILARITY), self.target, batch // self.quantum,
-            self.smallest, self.upper, self.smoothing,
+            batch,
+            read(statistics, SIMILARITY),
+            self.target,
+            batch // self.quantum,
+            self.smallest,
+            self.upper,
+            self.smoothing,
         )
 
     def next_batch(self, batch: int, statistics: Mapping[str, float], examples: int) -> int:
@@ -60,7 +65,12 @@ class SimiGrad(Bounded):
 
 
 def wanted_batch(
-    batch: int, similarity: float, target: float, num_microbatches: int, lower: int, upper: int,
+    batch: int,
+    similarity: float,
+    target: float,
+    num_microbatches: int,
+    lower: int,
+    upper: int,
     smoothing: float | None = None,
 ) -> int:
     """Returns the batch size that the published code calls its target, in examples.

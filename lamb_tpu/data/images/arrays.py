@@ -89,7 +89,9 @@ class AugmentedArraySource(ArraySource):
         # Five random words for each picture: row and column of the crop, the mirror, row and column
         # of the square. Each has its place, so an option does not change the others' draws.
         draws = words(
-            self._seed, np.broadcast_to(epochs, indices.shape)[:, None], indices[:, None],
+            self._seed,
+            np.broadcast_to(epochs, indices.shape)[:, None],
+            indices[:, None],
             np.arange(5),
         )
         # `gather` of an ArraySource copies, so the pictures may be changed in place.

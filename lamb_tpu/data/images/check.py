@@ -73,11 +73,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(asked: argparse.Namespace) -> int:
     options = {
         # A run may stop at the first mistake; this command lists them all.
-        "on_bad_record": "skip", "num_classes": asked.num_classes,
+        "on_bad_record": "skip",
+        "num_classes": asked.num_classes,
         "max_megapixels": asked.max_megapixels,
     }
     source = load(
-        asked.name, asked.split, data_dir=asked.data_dir, source_dir=asked.dir, options=options,
+        asked.name,
+        asked.split,
+        data_dir=asked.data_dir,
+        source_dir=asked.dir,
+        options=options,
         training=False,
     )
     if not isinstance(source, ImageSource):
@@ -100,20 +105,35 @@ def _run(asked: argparse.Namespace) -> int:
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = terminal.Parser(
-        prog="python -m lamb_tpu.data.images.check", description=__doc__.partition("\n")[0],
+        prog="python -m lamb_tpu.data.images.check",
+        description=__doc__.partition("\n")[0],
         epilog="Prints a line for each image that is no ordinary JPEG, is rotated by its EXIF tag, "
         "or is bad, with the reason; then counts. Notes say which files are not read.",
     )
     add = parser.add_argument
-    add("--name", default="image_folder", metavar="SET",
-        help="image_folder (the default), imagenet2012 or tfds:NAME")
+    add(
+        "--name",
+        default="image_folder",
+        metavar="SET",
+        help="image_folder (the default), imagenet2012 or tfds:NAME",
+    )
     add("--dir", metavar="DIR", help="as config.data.dir: of image_folder")
     add("--data-dir", metavar="DIR", help="as config.data.prepared_dir: of sets that TFDS prepared")
     add("--split", default="train", help="(default: %(default)s)")
-    add("--num-classes", type=int, default=0, metavar="N",
-        help="as config.data.options.num_classes; default what the set tells")
-    add("--max-megapixels", type=float, default=MAX_PIXELS / 1e6, metavar="N",
-        help="as config.data.options.max_megapixels (default: %(default)g)")
+    add(
+        "--num-classes",
+        type=int,
+        default=0,
+        metavar="N",
+        help="as config.data.options.num_classes; default what the set tells",
+    )
+    add(
+        "--max-megapixels",
+        type=float,
+        default=MAX_PIXELS / 1e6,
+        metavar="N",
+        help="as config.data.options.max_megapixels (default: %(default)g)",
+    )
     return parser.parse_all(arguments)
 
 

@@ -44,8 +44,13 @@ def load_cifar10_jpeg(split: str, folder: str | None) -> ArraySource:
             parts = slices("cifar10_jpeg", split, lengths)
             images, labels = zip(
                 *(
-                    _decode(stored[f"{name}_jpeg"], stored[f"{name}_offsets"],
-                            stored[f"{name}_labels"], start, stop)
+                    _decode(
+                        stored[f"{name}_jpeg"],
+                        stored[f"{name}_offsets"],
+                        stored[f"{name}_labels"],
+                        start,
+                        stop,
+                    )
                     for name, start, stop in parts
                 )
             )

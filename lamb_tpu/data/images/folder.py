@@ -194,13 +194,16 @@ class FolderRecords:
         for name in names:
             folder = found.folders[name]
             files = [
-                layout.list_files(folder / each) if (folder / each).is_dir()
-                else layout.Files([], Counter()) for each in classes
+                layout.list_files(folder / each)
+                if (folder / each).is_dir()
+                else layout.Files([], Counter())
+                for each in classes
             ]
             prefix = "" if folder == self._root else f"{name}/"
             splits[name] = [
                 (f"{prefix}{each}/{file}", label)
-                for label, each in enumerate(classes) for file in files[label].images
+                for label, each in enumerate(classes)
+                for file in files[label].images
             ]
             self._remark_files(folder, classes, files)
             empty = [each for each, inside in zip(classes, files) if not inside.images]
@@ -228,10 +231,14 @@ class FolderRecords:
                 )
             self._remarks.append(f"{self._root}: {told}, so this split is not read")
         # Sorted, because the order of a folder's entries differs between machines.
-        classes = sorted({
-            each for name, inside in found.classes.items() if apart[name] is None
-            for each in inside
-        })
+        classes = sorted(
+            {
+                each
+                for name, inside in found.classes.items()
+                if apart[name] is None
+                for each in inside
+            }
+        )
         if not classes:
             listed = ", ".join(sorted(found.classes))
             raise UserError(
@@ -262,8 +269,10 @@ class FolderRecords:
                 f"{layout.describe_skipped(skipped)}"
             )
         deep = [
-            f"{name}/{image}" for name, each in zip(classes, files)
-            for image in each.images if "/" in image
+            f"{name}/{image}"
+            for name, each in zip(classes, files)
+            for image in each.images
+            if "/" in image
         ]
         if deep:
             self._remarks.append(

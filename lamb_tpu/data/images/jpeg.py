@@ -53,7 +53,9 @@ _END = b"\xff\xd9"
 _LEFT_OVER = re.compile(r"Corrupt JPEG data: \d+ extraneous bytes before marker")
 # Format -> Pillow's reader, and the kind.
 _READERS: dict[str, tuple[type[ImageFile.ImageFile], Kind]] = {
-    "PNG": (PngImageFile, "png"), "WebP": (WebPImageFile, "webp"), "BMP": (BmpImageFile, "bmp"),
+    "PNG": (PngImageFile, "png"),
+    "WebP": (WebPImageFile, "webp"),
+    "BMP": (BmpImageFile, "bmp"),
 }
 _HARMLESS = re.compile(r"Warning: unknown JFIF revision|Unknown Adobe color transform")
 
@@ -216,9 +218,7 @@ def _decode_rows(
         _SCRATCH.pixels = np.empty(num_bytes, np.uint8)
     pixels = _SCRATCH.pixels[:num_bytes]
     try:
-        simplejpeg.decode_jpeg(
-            content, "RGB", min_height=height, min_width=width, buffer=pixels
-        )
+        simplejpeg.decode_jpeg(content, "RGB", min_height=height, min_width=width, buffer=pixels)
     except ValueError as error:
         if not (_HARMLESS.match(str(error)) or (left_over and _LEFT_OVER.match(str(error)))):
             raise BadImage(str(error)) from None
@@ -289,8 +289,11 @@ def _resize(pixels: np.ndarray, size: int, resize: Resize) -> np.ndarray:
         # OpenCV's resize has the same cubic (a = -0.75), but counts from a pixel's centre;
         # TensorFlow 1 counts from its corner.
         return cv2.warpAffine(
-            pixels, np.array([[width / size, 0, 0], [0, height / size, 0]]), (size, size),
-            flags=cv2.INTER_CUBIC | cv2.WARP_INVERSE_MAP, borderMode=cv2.BORDER_REPLICATE,
+            pixels,
+            np.array([[width / size, 0, 0], [0, height / size, 0]]),
+            (size, size),
+            flags=cv2.INTER_CUBIC | cv2.WARP_INVERSE_MAP,
+            borderMode=cv2.BORDER_REPLICATE,
         )
     area = min(height, width) >= 2 * size
     return cv2.resize(

@@ -150,7 +150,8 @@ def _scan(path: str | pathlib.Path) -> list[os.DirEntry[str]]:
     try:
         with os.scandir(path) as entries:
             return [
-                entry for entry in entries
+                entry
+                for entry in entries
                 if not entry.name.startswith(".") and entry.name not in _OF_SYSTEMS
             ]
     except OSError as error:

@@ -152,7 +152,10 @@ def _moved(image: np.ndarray, x: Sequence[float], y: Sequence[float]) -> np.ndar
     height, width = image.shape[:2]
     # With WARP_INVERSE_MAP the matrix leads from a pixel of the result to one of the image.
     return cv2.warpAffine(
-        image, np.array([x, y], np.float64), (width, height),
+        image,
+        np.array([x, y], np.float64),
+        (width, height),
         flags=cv2.INTER_NEAREST | cv2.WARP_INVERSE_MAP,
-        borderMode=cv2.BORDER_CONSTANT, borderValue=(FILL,) * 3,
+        borderMode=cv2.BORDER_CONSTANT,
+        borderValue=(FILL,) * 3,
     )

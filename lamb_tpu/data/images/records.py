@@ -65,8 +65,7 @@ class TfdsRecords:
     def read(self, indices: Sequence[int]) -> list[Record]:
         """Reads examples, see `Records`. Raises UserError if the files are damaged."""
         return [
-            Record(record["image"], int(record["label"]))
-            for record in self._records(list(indices))
+            Record(record["image"], int(record["label"])) for record in self._records(list(indices))
         ]
 
     def name(self, index: int) -> str:

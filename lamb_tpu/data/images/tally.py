@@ -10,9 +10,14 @@ import threading
 
 # Kind of picture -> what it is called.
 KINDS = {
-    "grey": "grey", "cmyk": "CMYK", "png": "PNG", "webp": "WebP", "bmp": "BMP",
+    "grey": "grey",
+    "cmyk": "CMYK",
+    "png": "PNG",
+    "webp": "WebP",
+    "bmp": "BMP",
     "animated": "animated (the first image is read)",
-    "rotated": "with an EXIF rotation tag (which is ignored)", "bad": "bad",
+    "rotated": "with an EXIF rotation tag (which is ignored)",
+    "bad": "bad",
 }
 _NAMED = 20  # bad records reported by name; after that only their number, at each doubling
 _LOGGER = logging.getLogger(__name__)
@@ -49,7 +54,11 @@ class Tally:
         if 0 < count <= _NAMED:
             _LOGGER.warning(
                 "data set %s: %s is left out, and %s: %s (%d so far)",
-                self._source, name, consequence, reason, count,
+                self._source,
+                name,
+                consequence,
+                reason,
+                count,
             )
         # True at each power of two.
         elif count and count & (count - 1) == 0:

@@ -20,17 +20,32 @@ _SHARE = 4  # one of this many of all sentences is in the set
 
 # German noun, its gender, English noun.
 _PEOPLE = (
-    ("Mann", "m", "man"), ("Junge", "m", "boy"), ("Lehrer", "m", "teacher"), ("Frau", "f", "woman"),
-    ("Nachbarin", "f", "neighbour"), ("Kind", "n", "child"), ("Mädchen", "n", "girl"),
+    ("Mann", "m", "man"),
+    ("Junge", "m", "boy"),
+    ("Lehrer", "m", "teacher"),
+    ("Frau", "f", "woman"),
+    ("Nachbarin", "f", "neighbour"),
+    ("Kind", "n", "child"),
+    ("Mädchen", "n", "girl"),
 )
 _THINGS = (
-    ("Hund", "m", "dog"), ("Ball", "m", "ball"), ("Apfel", "m", "apple"), ("Katze", "f", "cat"),
-    ("Tasche", "f", "bag"), ("Blume", "f", "flower"), ("Buch", "n", "book"), ("Haus", "n", "house"),
+    ("Hund", "m", "dog"),
+    ("Ball", "m", "ball"),
+    ("Apfel", "m", "apple"),
+    ("Katze", "f", "cat"),
+    ("Tasche", "f", "bag"),
+    ("Blume", "f", "flower"),
+    ("Buch", "n", "book"),
+    ("Haus", "n", "house"),
     ("Fahrrad", "n", "bicycle"),
 )
 _VERBS = (
-    ("sieht", "sees"), ("sucht", "looks for"), ("findet", "finds"), ("malt", "paints"),
-    ("kauft", "buys"), ("trägt", "carries"),
+    ("sieht", "sees"),
+    ("sucht", "looks for"),
+    ("findet", "finds"),
+    ("malt", "paints"),
+    ("kauft", "buys"),
+    ("trägt", "carries"),
 )
 _ADJECTIVES = (("", ""), ("klein", "small"), ("rot", "red"), ("alt", "old"), ("schön", "beautiful"))
 _ADVERBS = (("", ""), ("heute", "today"), ("oft", "often"), ("am Abend", "in the evening"))
@@ -50,8 +65,11 @@ def read(split: str) -> Iterator[Pair]:
 
 
 def _pair(
-    adverb: tuple[str, str], person: tuple[str, str, str], verb: tuple[str, str],
-    adjective: tuple[str, str], thing: tuple[str, str, str],
+    adverb: tuple[str, str],
+    person: tuple[str, str, str],
+    verb: tuple[str, str],
+    adjective: tuple[str, str],
+    thing: tuple[str, str, str],
 ) -> Pair:
     article, ending = _ACCUSATIVE[thing[1]]
     described = f"{adjective[0]}{ending} {thing[0]}" if adjective[0] else thing[0]
@@ -59,7 +77,7 @@ def _pair(
     order = (adverb[0], verb[0], who, what) if adverb[0] else (who, verb[0], what)
     german = " ".join(order)
     noun = f"{adjective[1]} {thing[2]}".strip()
-    english = " ".join((
-        "the", person[2], verb[1], "an" if noun[0] in "aeiou" else "a", noun, adverb[1],
-    )).strip()
+    english = " ".join(
+        ("the", person[2], verb[1], "an" if noun[0] in "aeiou" else "a", noun, adverb[1])
+    ).strip()
     return Pair(*(text[0].upper() + text[1:] + "." for text in (german, english)))

@@ -74,7 +74,10 @@ class MaskedLmSource(BaseSource):
             copies = [
                 pack_pairs(
                     # Without [CLS] and two [SEP].
-                    *bounds, options.sequence_length - 3, options.seed, copy,
+                    *bounds,
+                    options.sequence_length - 3,
+                    options.seed,
+                    copy,
                     options.short_probability,
                 )
                 for copy in range(max(1, options.dupe_factor))
@@ -142,10 +145,15 @@ class MaskedLmSource(BaseSource):
         is_text = in_a | in_b
         ids[is_text] = self._shards.read(places[is_text])
         types = (columns >= b_column) & (columns < lengths[:, None])
-        return ids, is_text, lengths, {
-            "token_type_ids": types.astype(np.int32),
-            "next_sentence_label": is_random[:, 0].astype(np.int32),
-        }
+        return (
+            ids,
+            is_text,
+            lengths,
+            {
+                "token_type_ids": types.astype(np.int32),
+                "next_sentence_label": is_random[:, 0].astype(np.int32),
+            },
+        )
 
     def _gather_spans(
         self, indices: np.ndarray

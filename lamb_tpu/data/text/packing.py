@@ -109,10 +109,16 @@ def pack_pairs(
         a_kept, b_kept = _truncate(a_length, b_length, max_tokens)
         a_front = _binomial(draw(_FRONT_A), a_length - a_kept)
         b_front = _binomial(draw(_FRONT_B), b_length - b_kept)
-        rounds.append((
-            documents, tokens[first] + a_front, a_kept.astype(np.int32),
-            tokens[b_first] + b_front, b_kept.astype(np.int32), is_random,
-        ))
+        rounds.append(
+            (
+                documents,
+                tokens[first] + a_front,
+                a_kept.astype(np.int32),
+                tokens[b_first] + b_front,
+                b_kept.astype(np.int32),
+                is_random,
+            )
+        )
         # Sentences that a random B has displaced are used again.
         place[documents] = np.where(is_random, middle, stop)
         documents = documents[place[documents] < end]

@@ -61,8 +61,13 @@ class PairSource(BaseSource):
     cased = True
 
     def __init__(
-        self, name: str, tokens: parallel.Tokens, chosen: np.ndarray, vocabulary: Vocabulary,
-        options: Options, training: bool,
+        self,
+        name: str,
+        tokens: parallel.Tokens,
+        chosen: np.ndarray,
+        vocabulary: Vocabulary,
+        options: Options,
+        training: bool,
     ) -> None:
         """Takes the pairs `chosen`, int (pairs,), of `tokens`.
 
@@ -161,7 +166,11 @@ def check_options(options: Options) -> None:
 
 
 def load_pairs(
-    name: str, split: str, source_dir: str | None, data_dir: str | None, options: Options,
+    name: str,
+    split: str,
+    source_dir: str | None,
+    data_dir: str | None,
+    options: Options,
     training: bool,
 ) -> PairSource:
     """Loads a split of `multi30k`, `wmt16` or the embedded `grammar_de_en`.
@@ -173,9 +182,13 @@ def load_pairs(
     """
     check_options(options)
     prepared = (
-        _embedded(options.vocab_size) if name == "grammar_de_en" else parallel.prepare(
-            name, Multi30k(source_dir) if name == "multi30k" else Wmt16(data_dir),
-            options.vocab_size, data_dir,
+        _embedded(options.vocab_size)
+        if name == "grammar_de_en"
+        else parallel.prepare(
+            name,
+            Multi30k(source_dir) if name == "multi30k" else Wmt16(data_dir),
+            options.vocab_size,
+            data_dir,
         )
     )
     parts = slices(name, split, prepared.sizes)
@@ -183,8 +196,12 @@ def load_pairs(
         raise UserError(f"data set {name}: split {split!r} is of several; give slices of one")
     chosen = np.concatenate([np.arange(start, stop) for _, start, stop in parts])
     return PairSource(
-        f"{name}:{split}:{prepared.digest}", prepared.open(parts[0][0]), chosen,
-        prepared.vocabulary, options, training,
+        f"{name}:{split}:{prepared.digest}",
+        prepared.open(parts[0][0]),
+        chosen,
+        prepared.vocabulary,
+        options,
+        training,
     )
 
 
@@ -194,6 +211,8 @@ def _embedded(vocab_size: int) -> parallel.Prepared:
     vocabulary = parallel.train_vocabulary(lambda: found["train"], vocab_size)
     digest = parallel.digest(found, vocabulary)
     return parallel.Prepared(
-        vocabulary, digest, {split: len(pairs) for split, pairs in found.items()},
+        vocabulary,
+        digest,
+        {split: len(pairs) for split, pairs in found.items()},
         lambda split: parallel.tokenize(found[split], vocabulary),
     )

@@ -21,22 +21,34 @@ _MULTI30K = (
 )
 # Files of each split, and their sha256.
 _FILES = {
-    "train": ("train", {
-        "de": "726e39b2fa9eb9ffb6dc763fb35a179f80fae06ffc5d28b6ace5faa883de28a6",
-        "en": "d79cfa999dd4c51d2cb42499b6796d5a882c3a8a961923c25a898c90f8bbd56f",
-    }),
-    "validation": ("val", {
-        "de": "f0cba2f995189cf5770f29a8a9a537a3ad3f51657ad873405082ff6863a5e75a",
-        "en": "14f7d25ddd868909a9213e361768460edcacdd6ab9d1e77b92560dc10c10dc28",
-    }),
-    "test": ("test_2016_flickr", {
-        "de": "9204244e408ccb38d2a55cfcd344df15005fc42a07a6e55ca6c52b6ababb8cc8",
-        "en": "611d361c6334bc7246101d48097c13cf5c4413c5befc793cc629934359d532d9",
-    }),
-    "test_2017": ("test_2017_flickr", {
-        "de": "a2c89666db00c495cd8513b9d708d5a3acc205d7de312ef2bf5fb7ebc1540aee",
-        "en": "76a444ee25172e72695cddb13ae4a3bda59430617be88e0bb46b60504f054074",
-    }),
+    "train": (
+        "train",
+        {
+            "de": "726e39b2fa9eb9ffb6dc763fb35a179f80fae06ffc5d28b6ace5faa883de28a6",
+            "en": "d79cfa999dd4c51d2cb42499b6796d5a882c3a8a961923c25a898c90f8bbd56f",
+        },
+    ),
+    "validation": (
+        "val",
+        {
+            "de": "f0cba2f995189cf5770f29a8a9a537a3ad3f51657ad873405082ff6863a5e75a",
+            "en": "14f7d25ddd868909a9213e361768460edcacdd6ab9d1e77b92560dc10c10dc28",
+        },
+    ),
+    "test": (
+        "test_2016_flickr",
+        {
+            "de": "9204244e408ccb38d2a55cfcd344df15005fc42a07a6e55ca6c52b6ababb8cc8",
+            "en": "611d361c6334bc7246101d48097c13cf5c4413c5befc793cc629934359d532d9",
+        },
+    ),
+    "test_2017": (
+        "test_2017_flickr",
+        {
+            "de": "a2c89666db00c495cd8513b9d708d5a3acc205d7de312ef2bf5fb7ebc1540aee",
+            "en": "76a444ee25172e72695cddb13ae4a3bda59430617be88e0bb46b60504f054074",
+        },
+    ),
 }
 
 
@@ -67,7 +79,8 @@ class Multi30k:
         self.splits = tuple(_FILES)
         self.sums = {
             f"{stem}.{language}.gz": digest
-            for stem, digests in _FILES.values() for language, digest in digests.items()
+            for stem, digests in _FILES.values()
+            for language, digest in digests.items()
         }
         self._folder = pathlib.Path(folder)
         for name, expected in self.sums.items():
@@ -143,6 +156,4 @@ class Wmt16:
             stop = min(start + _READ_CHUNK, len(records))
             for record in records.__getitems__(list(range(start, stop))):
                 texts = (record[language] for language in LANGUAGES)
-                yield Pair(*(
-                    text.decode() if isinstance(text, bytes) else text for text in texts
-                ))
+                yield Pair(*(text.decode() if isinstance(text, bytes) else text for text in texts))

@@ -122,7 +122,9 @@ def prepare(name: str, corpus: Corpus, vocab_size: int, data_dir: str | None) ->
     root = pathlib.Path(data_dir or tfds.core.constants.DATA_DIR).expanduser()
     folder = root / "lamb_tpu" / f"{name}-{vocab_size}"
     identity = {
-        "format": _FORMAT, "vocab_size": vocab_size, "tokenizers": tokenizers.__version__,
+        "format": _FORMAT,
+        "vocab_size": vocab_size,
+        "tokenizers": tokenizers.__version__,
         "inputs": corpus.sums,
     }
     with writing.checked(folder.parent, "config.data.prepared_dir"):
@@ -137,9 +139,7 @@ def prepare(name: str, corpus: Corpus, vocab_size: int, data_dir: str | None) ->
     return _open(folder, identity)
 
 
-def _write(
-    folder: pathlib.Path, corpus: Corpus, vocab_size: int, identity: dict[str, Any]
-) -> None:
+def _write(folder: pathlib.Path, corpus: Corpus, vocab_size: int, identity: dict[str, Any]) -> None:
     folder.mkdir()
     vocabulary = train_vocabulary(lambda: corpus.read("train"), vocab_size)
     vocabulary.write(folder / VOCABULARY)

@@ -38,7 +38,12 @@ from lamb_tpu.files import locks, writing
 _SETTINGS = "settings.json"  # exists until the manifest is written
 _LOCK = ".preparing"
 _COUNTS = (
-    "documents", "empty_documents", "sentences", "cut_sentences", "tokens", "unknown_tokens",
+    "documents",
+    "empty_documents",
+    "sentences",
+    "cut_sentences",
+    "tokens",
+    "unknown_tokens",
     "broken_lines",
 )
 _BATCH = 1000  # number of sentences that are tokenized together
@@ -133,9 +138,7 @@ def prepare_text(
         groups = _group(pieces, settings.shard_bytes)
         vocabulary = _vocabulary(folder, groups, settings)
         names = [f"text-{i:05}-of-{len(groups):05}.array_record" for i in range(len(groups))]
-        jobs = {
-            name: (folder / name, group, settings) for name, group in zip(names, groups)
-        }
+        jobs = {name: (folder / name, group, settings) for name, group in zip(names, groups)}
         _work(jobs, folder, processes, report)
         # The manifest makes the output complete. Only then are intermediate files removed.
         manifest = _manifest(folder, names, identity, vocabulary)
@@ -233,9 +236,7 @@ def _group(pieces: Iterable[Piece], shard_bytes: int) -> list[list[Piece]]:
     return groups
 
 
-def _vocabulary(
-    folder: pathlib.Path, groups: list[list[Piece]], settings: Settings
-) -> Vocabulary:
+def _vocabulary(folder: pathlib.Path, groups: list[list[Piece]], settings: Settings) -> Vocabulary:
     path = folder / shards.VOCABULARY
     if path.exists():
         return Vocabulary.read(path)

@@ -17,9 +17,7 @@ class Options(streams.Options):
     vocab_size: int = 2000
 
 
-def load_python_docs_words(
-    split: str, options: Options, batch_size: int, training: bool
-) -> Source:
+def load_python_docs_words(split: str, options: Options, batch_size: int, training: bool) -> Source:
     """Loads a split, train or test, as words in lower case and punctuation marks.
 
     Args:

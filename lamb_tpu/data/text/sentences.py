@@ -10,9 +10,7 @@ MAX_CHARACTERS = 2000  # length of a sentence; longer ones cost the tokenizer mu
 _CLOSING = "\"'”’»)\\]"
 _OPENING = "\"'“‘«([_*"
 # Possessive, and from the first mark of a run only: a million dots in a row would take hours else.
-_END = re.compile(
-    rf"(?<![.!?…])[.!?…]++[{_CLOSING}_*]*+\s++|[。！？]++[{_CLOSING}」』]*+\s*+"
-)
+_END = re.compile(rf"(?<![.!?…])[.!?…]++[{_CLOSING}_*]*+\s++|[。！？]++[{_CLOSING}」』]*+\s*+")
 _ABBREVIATIONS = frozenset(
     "mr mrs ms messrs mme mlle dr prof rev hon st sr jr gen col capt lieut lt sgt maj gov sen rep "
     "esq no nos vol vols fig figs art ch chap p pp cf vs viz etc e.g i.e jan feb mar apr jun jul "

@@ -261,16 +261,11 @@ def _answer_span(question: Question, context: _Context) -> tuple[int, int] | Non
     return (first, last) if first <= last else None
 
 
-def _positions(
-    span: tuple[int, int] | None, first: int, size: int, offset: int
-) -> dict[str, int]:
+def _positions(span: tuple[int, int] | None, first: int, size: int, offset: int) -> dict[str, int]:
     """Returns the answer's positions in a window over tokens `first` ... `first + size - 1`."""
     if span is None or span[0] < first or span[1] >= first + size:
         return {"start_position": 0, "end_position": 0}
-    return {
-        "start_position": span[0] - first + offset,
-        "end_position": span[1] - first + offset,
-    }
+    return {"start_position": span[0] - first + offset, "end_position": span[1] - first + offset}
 
 
 def _windows(

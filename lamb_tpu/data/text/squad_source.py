@@ -61,8 +61,13 @@ class SquadSource(ArraySource):
           UserError: see `squad.make_features`.
         """
         features = make_features(
-            questions, vocabulary, cased=cased, training=training, max_length=windows.max_length,
-            document_stride=windows.document_stride, max_query=windows.max_query,
+            questions,
+            vocabulary,
+            cased=cased,
+            training=training,
+            max_length=windows.max_length,
+            document_stride=windows.document_stride,
+            max_query=windows.max_query,
         )
         # The name has a hash of the content, because the vocabulary may move before a resume.
         digest = hashlib.sha256()
@@ -77,10 +82,16 @@ class SquadSource(ArraySource):
             f"{name}: {len(found):,} of {len(questions):,} questions {text}; the first is "
             f"{found[0]}"
             for found, text in (
-                (features.unmappable, "are left out of training, for their answer does not stand "
-                 "in the context where the file says"),
-                (impossible, "have no answer in their context, as SQuAD v2, and count as wrong "
-                 "unless config.task.version2=True lets them be answered so"),
+                (
+                    features.unmappable,
+                    "are left out of training, for their answer does not stand "
+                    "in the context where the file says",
+                ),
+                (
+                    impossible,
+                    "have no answer in their context, as SQuAD v2, and count as wrong "
+                    "unless config.task.version2=True lets them be answered so",
+                ),
                 (bare, "have no answer in the file to be scored by, and count as wrong"),
             )
             if found

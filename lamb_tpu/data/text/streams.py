@@ -125,7 +125,11 @@ class TrainingStreams(BaseSource):
     in_memory = True
 
     def __init__(
-        self, name: str, tokens: np.ndarray, vocabulary: Sequence[str], streams: int,
+        self,
+        name: str,
+        tokens: np.ndarray,
+        vocabulary: Sequence[str],
+        streams: int,
         options: Options,
     ) -> None:
         """Cuts the text.
@@ -204,7 +208,11 @@ class EvalStreams(ArraySource):
 
 
 def make(
-    name: str, tokens: np.ndarray, vocabulary: Sequence[str], options: Options, batch_size: int,
+    name: str,
+    tokens: np.ndarray,
+    vocabulary: Sequence[str],
+    options: Options,
+    batch_size: int,
     training: bool,
 ) -> Source:
     """Returns a text as `TrainingStreams` of `batch_size` rows, or as `EvalStreams`."""

@@ -19,13 +19,15 @@ def make_subwords(vocabulary: Vocabulary) -> Tokenizer:
     `to_text` gives the text back; runs of white space count as one space.
     """
     tokenizer = make_tokenizer(vocabulary, cased=True)
-    tokenizer.normalizer = normalizers.Sequence([
-        normalizers.NFC(), normalizers.Replace(Regex(r"\s+"), " "), normalizers.Strip(),
-    ])
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Metaspace(_SPACE, prepend_scheme="always"),
-        pre_tokenizers.Punctuation("isolated"),
-    ])
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.NFC(), normalizers.Replace(Regex(r"\s+"), " "), normalizers.Strip()]
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Metaspace(_SPACE, prepend_scheme="always"),
+            pre_tokenizers.Punctuation("isolated"),
+        ]
+    )
     return tokenizer
 
 

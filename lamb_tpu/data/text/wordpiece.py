@@ -34,9 +34,7 @@ def make_tokenizer(vocabulary: Vocabulary, cased: bool) -> Tokenizer:
     return tokenizer
 
 
-def train_vocabulary(
-    read: Callable[[], Iterable[str]], size: int, cased: bool
-) -> Vocabulary:
+def train_vocabulary(read: Callable[[], Iterable[str]], size: int, cased: bool) -> Vocabulary:
     """Trains a vocabulary for `make_tokenizer`, see `train_pieces`.
 
     Raises:

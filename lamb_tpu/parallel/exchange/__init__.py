@@ -82,6 +82,21 @@ def make_exchange(
 
 
 __all__ = [
-    "DGC", "EF14", "EF21", "EXCHANGES", "Aps", "BFloat16", "Cast", "EControl", "Exchange", "LGreCo",
-    "OneBit", "Placed", "PowerSGD", "Residual", "TopK", "exchange_over", "make_exchange",
+    "DGC",
+    "EF14",
+    "EF21",
+    "EXCHANGES",
+    "Aps",
+    "BFloat16",
+    "Cast",
+    "EControl",
+    "Exchange",
+    "LGreCo",
+    "OneBit",
+    "Placed",
+    "PowerSGD",
+    "Residual",
+    "TopK",
+    "exchange_over",
+    "make_exchange",
 ]

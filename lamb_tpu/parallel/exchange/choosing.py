@@ -73,8 +73,7 @@ def tables(buckets: np.ndarray, sizes: np.ndarray) -> Tables:
       sizes: (layers, options).
     """
     found = Tables(
-        np.full((len(buckets), BUCKETS + 1), np.inf),
-        np.full((len(buckets), BUCKETS + 1), -1),
+        np.full((len(buckets), BUCKETS + 1), np.inf), np.full((len(buckets), BUCKETS + 1), -1)
     )
     before = np.where(np.arange(BUCKETS + 1) > 0, 0.0, np.inf)
     for layer, (layer_buckets, layer_sizes) in enumerate(zip(buckets, sizes, strict=True)):

@@ -64,8 +64,9 @@ def lowered(
     found = jnp.sum(magnitudes >= threshold, dtype=jnp.int32)
     counts = lax.cond(
         found < too_few,
-        lambda: jnp.stack([
-            found, *selection.numbers([magnitudes >= each for each in thresholds[1:]])]),
+        lambda: jnp.stack(
+            [found, *selection.numbers([magnitudes >= each for each in thresholds[1:]])]
+        ),
         lambda: jnp.full(len(thresholds), found),
     )
     step = jnp.argmax((counts >= too_few).at[-1].set(True))  # the first that is enough

@@ -135,9 +135,7 @@ class DGC(Exchange):
         leaves, treedef = jax.tree.flatten(grads)
         matrices, vectors = _by_rank([leaf.astype(_dtype(leaf)) for leaf in leaves])
         # One operation for all vectors.
-        dense, momentum = self._dense(
-            lax.psum(vectors, self.axes), residual.whole["momentum"], 1.0
-        )
+        dense, momentum = self._dense(lax.psum(vectors, self.axes), residual.whole["momentum"], 1.0)
         flat = [leaf.ravel() for leaf in matrices]
         count = residual.whole["count"]
         if self.ratio < 1:
@@ -252,9 +250,7 @@ class DGC(Exchange):
                 jnp.stack([magnitudes[leaf].reshape(shape) for leaf in leaves]),
                 jnp.stack([self.sample_start(leaf, sampling, count) for leaf in leaves]),
             )
-            cuts = lax.map(
-                lambda row, how=sampling: self.cut(row[0].ravel(), how, row[1]), rows
-            )
+            cuts = lax.map(lambda row, how=sampling: self.cut(row[0].ravel(), how, row[1]), rows)
             for place, leaf in enumerate(leaves):
                 found[leaf] = cutting.Cut(*(each[place] for each in cuts)).mask(magnitudes[leaf])
         return [found[leaf] for leaf in range(len(magnitudes))]

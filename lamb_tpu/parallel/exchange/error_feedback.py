@@ -165,7 +165,8 @@ class EF21(Compressed):
                 lambda average, g: jnp.where(
                     started, self.momentum * average + (1 - self.momentum) * g, g
                 ),
-                residual.device["average"], vectors,
+                residual.device["average"],
+                vectors,
             )
             whole["count"] = residual.whole["count"] + 1
         estimate = residual.device["estimate"]
@@ -223,9 +224,7 @@ class EControl(Compressed):
     def reduce(self, grads: Any, residual: Residual) -> tuple[Any, Residual]:
         error, estimate = residual.device["error"], residual.device["estimate"]
         vectors = self._vectors(grads)
-        own, sums = self._sent(
-            _map(lambda e, g, h: self.eta * e + g - h, error, vectors, estimate)
-        )
+        own, sums = self._sent(_map(lambda e, g, h: self.eta * e + g - h, error, vectors, estimate))
         device = {
             "error": _map(lambda e, g, h, d: e + (g - h - d), error, vectors, estimate, own),
             "estimate": _map(jnp.add, estimate, own),

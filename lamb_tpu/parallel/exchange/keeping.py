@@ -92,8 +92,9 @@ class Kept(StatePart):
                 "config.mesh.fsdp of that run, and let config.mesh.data change alone"
             )
         wanted = jax.eval_shape(self.exchange.init, self.params).whole
-        shapes = [[leaf.shape for leaf in jax.tree.leaves(tree)] for tree in (
-            value["kept"].whole, wanted)]
+        shapes = [
+            [leaf.shape for leaf in jax.tree.leaves(tree)] for tree in (value["kept"].whole, wanted)
+        ]
         if shapes[0] != shapes[1]:
             raise UserError(
                 f"the checkpoint's residual of {type(self.exchange.exchange).__name__} has values "
@@ -148,7 +149,9 @@ def _at(shapes: Any, path: tuple[Any, ...]) -> Any:
     """Returns the leaf at a path in dicts and lists that stand for a tree of any containers."""
     for key in path:
         name = getattr(key, "name", getattr(key, "key", getattr(key, "idx", None)))
-        shapes = shapes[name] if isinstance(shapes, dict) and name in shapes else (
-            shapes[str(name)] if isinstance(shapes, dict) else shapes[name]
+        shapes = (
+            shapes[name]
+            if isinstance(shapes, dict) and name in shapes
+            else (shapes[str(name)] if isinstance(shapes, dict) else shapes[name])
         )
     return shapes

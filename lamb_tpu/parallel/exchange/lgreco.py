@@ -107,14 +107,17 @@ class LGreCo(Exchange):
             device["error"] = {
                 m.path: jnp.zeros(leaves[m.number].shape, jnp.float32) for m in matrices
             }
-        return Residual(device=device, whole={
-            "count": jnp.zeros((), jnp.int32),
-            "q": powersgd.named(matrices, self._draw(matrices, 0)),
-            # The norm of the error of each leaf at each rank; 0 before the first measurement.
-            "errors": jnp.zeros((len(matrices), len(self.options)), jnp.float32),
-            # Choices for which there is a program, in their order; 0 where there is none yet.
-            "choices": jnp.zeros((self.max_programs, len(matrices)), jnp.int32),
-        })
+        return Residual(
+            device=device,
+            whole={
+                "count": jnp.zeros((), jnp.int32),
+                "q": powersgd.named(matrices, self._draw(matrices, 0)),
+                # The norm of the error of each leaf at each rank; 0 before the first measurement.
+                "errors": jnp.zeros((len(matrices), len(self.options)), jnp.float32),
+                # Choices for which there is a program, in their order; 0 where there is none yet.
+                "choices": jnp.zeros((self.max_programs, len(matrices)), jnp.int32),
+            },
+        )
 
     def reduce(self, grads: Any, residual: Residual) -> tuple[Any, Residual]:
         leaves, treedef = jax.tree.flatten(grads)
@@ -141,17 +144,22 @@ class LGreCo(Exchange):
         count = whole["count"] + 1
         # Columns beyond the rank are random, for the day it grows.
         fresh = [
-            lax.dynamic_update_slice(drawn, powersgd.revived(kept, drawn[:, :, : kept.shape[2]]),
-                                     (0, 0, 0))
+            lax.dynamic_update_slice(
+                drawn, powersgd.revived(kept, drawn[:, :, : kept.shape[2]]), (0, 0, 0)
+            )
             for kept, drawn in zip(q, self._draw(matrices, count), strict=True)
         ]
         measured = count % self.interval == 0
-        return treedef.unflatten(reduced), Residual(new, (), {
-            "count": count,
-            "q": powersgd.named(matrices, fresh),
-            "errors": jnp.where(measured, jnp.sqrt(squares), whole["errors"]),
-            "choices": _with_choice(whole["choices"], ranks),
-        })
+        return treedef.unflatten(reduced), Residual(
+            new,
+            (),
+            {
+                "count": count,
+                "q": powersgd.named(matrices, fresh),
+                "errors": jnp.where(measured, jnp.sqrt(squares), whole["errors"]),
+                "choices": _with_choice(whole["choices"], ranks),
+            },
+        )
 
     def reset(self, residual: Residual) -> Residual:
         """Returns zero errors and averages. Factors, ranks and the interval go on."""
@@ -162,8 +170,7 @@ class LGreCo(Exchange):
         # With an inner axis of the mesh there is a count for each of its devices, all alike.
         begins = jnp.all(self._place(before.whole["count"]) == 0)
         # The window's first update would have discarded the average of the window before.
-        average = jax.tree.map(
-            lambda x: jnp.where(begins, 0, x), before.device["average"])
+        average = jax.tree.map(lambda x: jnp.where(begins, 0, x), before.device["average"])
         return before._replace(
             device={**before.device, "average": average},
             whole={**before.whole, "count": after.whole["count"]},
@@ -204,7 +211,8 @@ class LGreCo(Exchange):
     def matrices(self, params: Any) -> list[Matrix]:
         """Returns the leaves that are sent as factors."""
         return lowrank.find(
-            params, self.stacked,
+            params,
+            self.stacked,
             lambda rows, columns: powersgd.saves(rows, columns, self.rank, self.min_saving),
         )
 
@@ -214,14 +222,17 @@ class LGreCo(Exchange):
         Ranks above a matrix's smaller side count one value more than the side does, so that they
         are not chosen.
         """
-        return np.array([
+        return np.array(
             [
-                m.layers * (min(rank, m.rows, m.columns) * (m.rows + m.columns))
-                + (rank > min(m.rows, m.columns))
-                for rank in self.options
-            ]
-            for m in matrices
-        ], np.float64)
+                [
+                    m.layers * (min(rank, m.rows, m.columns) * (m.rows + m.columns))
+                    + (rank > min(m.rows, m.columns))
+                    for rank in self.options
+                ]
+                for m in matrices
+            ],
+            np.float64,
+        )
 
     def _draw(self, matrices: Sequence[Matrix], count: jax.Array | int) -> list[jax.Array]:
         columns = [m.columns for m in matrices]
@@ -246,10 +257,12 @@ class LGreCo(Exchange):
         starts = self._draw(matrices, count)
 
         def errors() -> jax.Array:
-            return jnp.stack([
-                squared_errors(matrix, start, self.options, self.measure)
-                for matrix, start in zip(new, starts, strict=True)
-            ])
+            return jnp.stack(
+                [
+                    squared_errors(matrix, start, self.options, self.measure)
+                    for matrix, start in zip(new, starts, strict=True)
+                ]
+            )
 
         nothing = jnp.zeros((len(matrices), len(self.options)), jnp.float32)
         squares = lax.cond(place == window - 1, errors, lambda: nothing)
@@ -289,6 +302,7 @@ def squared_errors(
         squares = jnp.square(jnp.linalg.svd(matrices, compute_uv=False))
         beyond = jnp.zeros(len(matrices))
     else:
+
         def iterate(_: Any, factors: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             (q,) = lowrank.orthonormalise([factors[1]])
             (p,) = lowrank.orthonormalise([lowrank.times(matrices, q)])

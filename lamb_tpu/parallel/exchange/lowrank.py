@@ -37,9 +37,7 @@ class Matrix(NamedTuple):
     columns: int
 
 
-def find(
-    params: Any, stacked: Sequence[str], worth: Callable[[int, int], bool]
-) -> list[Matrix]:
+def find(params: Any, stacked: Sequence[str], worth: Callable[[int, int], bool]) -> list[Matrix]:
     """Returns the leaves that are sent as factors.
 
     A leaf's axes are cut into leading and trailing ones where rows + columns is least, the later
@@ -142,7 +140,10 @@ def _orthonormal(factor: jax.Array) -> jax.Array:
 
 
 def random_factors(
-    matrices: Sequence[Matrix], sides: Sequence[int], ranks: Sequence[int], seed: int,
+    matrices: Sequence[Matrix],
+    sides: Sequence[int],
+    ranks: Sequence[int],
+    seed: int,
     count: jax.Array | int,
 ) -> list[jax.Array]:
     """Returns normal numbers (layers, side, rank) for each matrix, the same on every device.

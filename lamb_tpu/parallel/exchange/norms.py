@@ -16,9 +16,7 @@ def l2(vectors: Sequence[jax.Array]) -> jax.Array:
     >>> print(l2([jnp.array([3e30]), jnp.array([4e30])]))
     5e+30
     """
-    scale = power_of_two(
-        jnp.max(jnp.stack([jnp.max(jnp.abs(v), initial=0.0) for v in vectors]))
-    )
+    scale = power_of_two(jnp.max(jnp.stack([jnp.max(jnp.abs(v), initial=0.0) for v in vectors])))
     return scale * jnp.sqrt(sum(jnp.sum((v / scale) ** 2) for v in vectors))
 
 

@@ -67,8 +67,7 @@ class OneBit(Exchange):
         lengths = [self._padded(sum(sizes)) for sizes in self._buffers(params)]
         return Residual(
             device=tuple(jnp.zeros(length, jnp.float32) for length in lengths),
-            split=tuple(
-                jnp.zeros(length // self.num_devices, jnp.float32) for length in lengths),
+            split=tuple(jnp.zeros(length // self.num_devices, jnp.float32) for length in lengths),
         )
 
     def reduce(self, grads: Any, residual: Residual) -> tuple[Any, Residual]:
@@ -96,7 +95,8 @@ class OneBit(Exchange):
         summed = [
             jnp.sum(unpack(rows, scales[:, index]), 0) + error
             for index, (rows, error) in enumerate(
-                zip(split(packed, widths), residual.split, strict=True))
+                zip(split(packed, widths), residual.split, strict=True)
+            )
         ]
         scales = jnp.stack([norms.root_mean_square(chunk) for chunk in summed])
         server_errors = tuple(
@@ -110,7 +110,8 @@ class OneBit(Exchange):
             for index, rows in enumerate(split(packed, widths))
         ]
         pieces = [
-            piece for values, sizes in zip(whole, buffers, strict=True)
+            piece
+            for values, sizes in zip(whole, buffers, strict=True)
             for piece in split(values, sizes)  # without the padding
         ]
         sums = [

@@ -82,12 +82,11 @@ class Placed:
             return jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *jnp.shape(x))), tree)
 
         def joined(tree: Any) -> Any:
-            return jax.tree.map(
-                lambda x: x.reshape(-1, *x.shape[2:]), copies(tree, outer * inner)
-            )
+            return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), copies(tree, outer * inner))
 
         return Residual(
-            joined(one.device), joined(one.split),
+            joined(one.device),
+            joined(one.split),
             copies(one.whole, inner) if self.inner else jax.tree.map(jnp.asarray, one.whole),
         )
 
@@ -105,10 +104,12 @@ class Placed:
         """Returns the spec of each array of a residual that `init` returns."""
         every = PartitionSpec(mesh_lib.batch_axes(self.layout.mesh))
         within = PartitionSpec(self.inner) if self.inner else PartitionSpec()
-        return Residual(*(
-            jax.tree.map(lambda _, spec=spec: spec, tree)
-            for tree, spec in zip(residual, (every, every, within), strict=True)
-        ))
+        return Residual(
+            *(
+                jax.tree.map(lambda _, spec=spec: spec, tree)
+                for tree, spec in zip(residual, (every, every, within), strict=True)
+            )
+        )
 
     def reduce(self, grads: Any, residual: Residual) -> tuple[Any, Residual]:
         """Returns the sums over devices, placed as the optimizer's state, and the new residual.
@@ -123,9 +124,13 @@ class Placed:
         places = jax.tree.leaves(self.layout.split_axes(self.layout.moments))
         narrow = self._narrow(grads)
         wide = [i for i in range(len(leaves)) if i not in narrow]
-        found = dict(zip(wide, self._cast(
-            [leaves[i] for i in wide], [places[i] for i in wide], jnp.float32
-        ), strict=True))
+        found = dict(
+            zip(
+                wide,
+                self._cast([leaves[i] for i in wide], [places[i] for i in wide], jnp.float32),
+                strict=True,
+            )
+        )
         if isinstance(self.exchange, Cast):
             sums = self._cast(
                 [leaves[i] for i in narrow], [places[i] for i in narrow], self.exchange.dtype
@@ -138,25 +143,36 @@ class Placed:
             summed, residual = self._exchanged(
                 treedef.unflatten([placed.get(i) for i in range(len(leaves))]), residual
             )
-            found |= zip(narrow, self._place(
-                jax.tree.leaves(summed), [leaves[i].shape for i in narrow],
-                [cuts[i] for i in narrow], [places[i] for i in narrow],
-            ), strict=True)
+            found |= zip(
+                narrow,
+                self._place(
+                    jax.tree.leaves(summed),
+                    [leaves[i].shape for i in narrow],
+                    [cuts[i] for i in narrow],
+                    [places[i] for i in narrow],
+                ),
+                strict=True,
+            )
         return treedef.unflatten([found[i] for i in range(len(leaves))]), residual
 
     def _seen(self, params: Any) -> Any:
         """Returns the shapes of what the exchange sums, None for leaves that it does not send."""
         leaves, treedef = jax.tree.flatten(params)
         narrow, axes = self._narrow(params), self._cuts(leaves)
-        return treedef.unflatten([
-            jax.ShapeDtypeStruct(self._part_shape(leaf.shape, axes[i]), leaf.dtype)
-            if i in narrow else None for i, leaf in enumerate(leaves)
-        ])
+        return treedef.unflatten(
+            [
+                jax.ShapeDtypeStruct(self._part_shape(leaf.shape, axes[i]), leaf.dtype)
+                if i in narrow
+                else None
+                for i, leaf in enumerate(leaves)
+            ]
+        )
 
     def _narrow(self, tree: Any) -> list[int]:
         """Returns the numbers of the leaves that the exchange sends."""
         return [
-            number for number, path in enumerate(parameters.leaf_paths(tree))
+            number
+            for number, path in enumerate(parameters.leaf_paths(tree))
             if not any(parameters.matches(pattern, path) for pattern in self.full_precision)
         ]
 
@@ -168,7 +184,9 @@ class Placed:
         places = jax.tree.leaves(self.layout.split_axes(self.layout.moments))
         count = self.sizes[1]
         return [
-            place if place >= 0 else max(
+            place
+            if place >= 0
+            else max(
                 (axis for axis, size in enumerate(leaf.shape) if size and size % count == 0),
                 default=-1,
             )
@@ -229,9 +247,10 @@ class Placed:
         whole = residual.whole
         if self.inner:
             whole = jax.tree.map(lambda leaf: leaf[0], whole)
-        sums, found = self.exchange.reduce(parts, Residual(
-            own(residual.device, shapes.device), own(residual.split, shapes.split), whole
-        ))
+        sums, found = self.exchange.reduce(
+            parts,
+            Residual(own(residual.device, shapes.device), own(residual.split, shapes.split), whole),
+        )
         whole = found.whole
         if self.inner:
             whole = jax.tree.map(lambda leaf: leaf[None], whole)

@@ -132,7 +132,8 @@ class PowerSGD(Exchange):
         # An alternating iteration sends one of two factors, half as much on average.
         factors = self.iterations * (0.5 if self.alternate else 1.0)
         return lowrank.find(
-            params, self.stacked,
+            params,
+            self.stacked,
             lambda rows, columns: saves(rows, columns, self.rank, self.min_saving * factors),
         )
 
@@ -150,10 +151,7 @@ class PowerSGD(Exchange):
         q = [whole["q"][m.path] for m in matrices]
         p, own_q, q, rest = power_iterations(own, q, rest, self.iterations, self.axes)
         found = [lowrank.outer(*pair) for pair in zip(p, q, strict=True)]
-        left = [
-            matrix - lowrank.outer(*pair)
-            for matrix, *pair in zip(own, p, own_q, strict=True)
-        ]
+        left = [matrix - lowrank.outer(*pair) for matrix, *pair in zip(own, p, own_q, strict=True)]
         count = whole["count"] + 1
         fresh = self._draw(matrices, count)
         if self.warm_start:
@@ -189,7 +187,10 @@ class PowerSGD(Exchange):
 
 
 def power_iterations(
-    own: Sequence[jax.Array], q: list[jax.Array], rest: Sequence[jax.Array], iterations: int,
+    own: Sequence[jax.Array],
+    q: list[jax.Array],
+    rest: Sequence[jax.Array],
+    iterations: int,
     axes: tuple[str, ...],
 ) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array], list[jax.Array]]:
     """Approximates the sums of matrices over devices.
@@ -249,7 +250,9 @@ def whole_leaves(leaves: Sequence[jax.Array], matrices: Sequence[Matrix]) -> lis
 
 
 def merged(
-    leaves: Sequence[jax.Array], matrices: Sequence[Matrix], found: Sequence[jax.Array],
+    leaves: Sequence[jax.Array],
+    matrices: Sequence[Matrix],
+    found: Sequence[jax.Array],
     rest: Sequence[jax.Array],
 ) -> list[jax.Array]:
     """Returns all leaves in their order, from matrices and the other leaves."""

@@ -49,8 +49,10 @@ def numbers(masks: Sequence[jax.Array]) -> list[jax.Array]:
     One reduction of all of them: on a CPU several times as fast as a sum of each.
     """
     return lax.reduce(
-        [mask.astype(jnp.int32) for mask in masks], [jnp.int32(0)] * len(masks),
-        lambda a, b: [x + y for x, y in zip(a, b, strict=True)], (0,),
+        [mask.astype(jnp.int32) for mask in masks],
+        [jnp.int32(0)] * len(masks),
+        lambda a, b: [x + y for x, y in zip(a, b, strict=True)],
+        (0,),
     )
 
 

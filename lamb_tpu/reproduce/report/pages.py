@@ -168,9 +168,7 @@ def of_table(table: Table, records: pathlib.Path | None) -> Page:
         results = Results(form, records)
         for scale in form.measured_scales():
             found = summaries(form, scale, results)
-            pairs.append((
-                _part(form, scale, found, results), plans_lib.plans(form, scale, found)
-            ))
+            pairs.append((_part(form, scale, found, results), plans_lib.plans(form, scale, found)))
     pairs.sort(key=lambda pair: (not pair[0].num_measured, not pair[0].num_stale))
     drawn = list[list[Plan]]()
     for part, plans in pairs:
@@ -192,7 +190,11 @@ def _part(table: Table, scale: Scale, found: Sequence[Summary], results: Results
     columns, lines = grid([summary.cell for summary in found])
     about = " ".join(filter(None, [_sentence(tuning.describe(table)), _sentence(scale.about)]))
     return Part(
-        scale, name, about, tuple(rows.values()), tuple(columns),
+        scale,
+        name,
+        about,
+        tuple(rows.values()),
+        tuple(columns),
         {line: tuple(cell and rows[cell.name] for cell in cells) for line, cells in lines.items()},
         pictures.all_of(scale, found),
     )
@@ -204,19 +206,28 @@ def _row(table: Table, scale: Scale, summary: Summary, results: Results) -> Row:
     if table.form and table.tuning is not None:
         run += f" --tune={len(table.tuning.factors)}"
     row = Row(
-        cell, "", summary.published,
-        cell.known if summary.published else "", measured(summary, metric),
+        cell,
+        "",
+        summary.published,
+        cell.known if summary.published else "",
+        measured(summary, metric),
         tuple(further(summary, key) for key in table.columns),
         "" if summary.distance is None else f"{summary.distance:+.{metric.digits}f}",
-        len(records), summary.status, _state(summary),
+        len(records),
+        summary.status,
+        _state(summary),
         tuple(
             (record["seed"], "diverged" if value is None else shown(value, metric))
             for record, value in zip(records, summary.values)
         ),
-        summary.search, "" if records else stale_mean(summary, metric), stale(summary, metric),
+        summary.search,
+        "" if records else stale_mean(summary, metric),
+        stale(summary, metric),
         sum(record["seconds"] for record in records) / 3600,
         tuple(sorted(set(map(machine, records)))),
-        run, (), (),
+        run,
+        (),
+        (),
     )
     if cell.unknown:
         return row._replace(run="")
@@ -226,8 +237,10 @@ def _row(table: Table, scale: Scale, summary: Summary, results: Results) -> Row:
     folders = engine.stage_folders(
         pathlib.Path("runs", table.key, f"{cell.name}-{scale.name}"), stages
     )
-    flat = results.config(records[0]) if records else (
-        jobs_lib.flat_configs([stage.config() for stage in stages])
+    flat = (
+        results.config(records[0])
+        if records
+        else (jobs_lib.flat_configs([stage.config() for stage in stages]))
     )
     return row._replace(
         commands=tuple(
@@ -290,7 +303,10 @@ def total(pages: Sequence[Page]) -> tuple[int, int, int, float]:
     """
     cells = {
         (page.table.key, row.cell.name): 0
-        for page in pages for part in page.parts for row in part.rows if not row.cell.unknown
+        for page in pages
+        for part in page.parts
+        for row in part.rows
+        if not row.cell.unknown
     }
     for page in pages:
         for part in page.parts:
@@ -298,6 +314,8 @@ def total(pages: Sequence[Page]) -> tuple[int, int, int, float]:
                 if row.seeds:
                     cells[page.table.key, row.cell.name] += row.seeds
     return (
-        len(cells), sum(count > 0 for count in cells.values()), sum(cells.values()),
+        len(cells),
+        sum(count > 0 for count in cells.values()),
+        sum(cells.values()),
         sum(page.hours for page in pages),
     )

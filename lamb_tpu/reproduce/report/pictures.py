@@ -86,8 +86,13 @@ def batches(measured: Sequence[Summary], metric: Metric) -> Figure:
         axes.errorbar(places, means, widths, label=name, capsize=3, **look)
         for place, batch in zip(places, at, strict=True):
             axes.plot(
-                [place] * len(seeds[batch]), seeds[batch], linestyle="", alpha=0.5, markersize=3,
-                color=look["color"], marker=look["marker"],
+                [place] * len(seeds[batch]),
+                seeds[batch],
+                linestyle="",
+                alpha=0.5,
+                markersize=3,
+                color=look["color"],
+                marker=look["marker"],
             )
         outside += [
             (place, batch, mean, look["color"])
@@ -134,9 +139,13 @@ def _name_at_edges(
         drawn[batch, is_below] += 1
         axes.annotate(
             f"{text}\n\u2193" if is_below else f"\u2191\n{text}",
-            (place, bottom if is_below else top), xytext=(0, offset if is_below else -offset),
-            textcoords="offset points", ha="center", va="bottom" if is_below else "top",
-            color=color, fontsize=8,
+            (place, bottom if is_below else top),
+            xytext=(0, offset if is_below else -offset),
+            textcoords="offset points",
+            ha="center",
+            va="bottom" if is_below else "top",
+            color=color,
+            fontsize=8,
             bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},  # lines pass behind it
         )
 
@@ -154,9 +163,7 @@ def _share_a_point(measured: Sequence[Summary]) -> bool:
 def _legend_below(figure: Figure, count: int) -> None:
     """Puts a legend of `count` names below the axes, with as many columns as have room, up to 6."""
     for columns in range(max(1, min(count, 6)), 0, -1):
-        legend = figure.legend(
-            loc="outside lower center", ncols=columns, frameon=False, fontsize=8
-        )
+        legend = figure.legend(loc="outside lower center", ncols=columns, frameon=False, fontsize=8)
         if columns == 1 or legend.get_window_extent().width <= figure.bbox.width:
             return
         legend.remove()
@@ -193,9 +200,9 @@ def training(measured: Sequence[Summary], metric: Metric) -> Figure:
     """
     columns = list(dict.fromkeys(summary.cell.column for summary in measured))
     names = {summary.cell.name: summary.cell.row or summary.cell.name for summary in measured}
-    styles = looks({
-        names[summary.cell.name]: summary.records[0]["optimizer"] for summary in measured
-    })
+    styles = looks(
+        {names[summary.cell.name]: summary.records[0]["optimizer"] for summary in measured}
+    )
     if len(columns) == 1:
         figure = style.figure(10, 4.2)
         axes = np.reshape(figure.subplots(1, 2), (2, 1))
@@ -211,7 +218,8 @@ def training(measured: Sequence[Summary], metric: Metric) -> Figure:
             known.add(name)
             _curve(top, record["losses"], styles[name], label)
             points = [
-                [epoch, metric.factor * value] for epoch, value in record["evaluations"]
+                [epoch, metric.factor * value]
+                for epoch, value in record["evaluations"]
                 if value is not None
             ]
             _curve(bottom, points, styles[name], None)
@@ -264,7 +272,8 @@ def ratios(measured: Sequence[Summary]) -> Figure:
 def _adapting(record: Record) -> dict[str, list[tuple[int, float | None]]]:
     """Returns the ratios of the layers that adapt; the others have 1 all the time."""
     return {
-        layer: history for layer, history in record["ratios"].items()
+        layer: history
+        for layer, history in record["ratios"].items()
         if any(value not in (None, 1) for _, value in history)
     }
 

@@ -80,7 +80,7 @@ def draw(made: Sequence[Plan]) -> Figure:
         axes.set_ylim(bottom=0)
         if len(lines) > 1:
             axes.legend(frameon=False, fontsize=7)
-    for axes in panels[len(groups):]:
+    for axes in panels[len(groups) :]:
         axes.remove()
     return figure
 

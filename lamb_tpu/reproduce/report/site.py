@@ -26,8 +26,11 @@ _TEMPLATES = pathlib.Path(__file__).parent / "templates"
 
 
 def write(
-    tables: Mapping[str, Table], output: pathlib.Path, html: pathlib.Path | None,
-    records: pathlib.Path | None = None, overview: pathlib.Path | None = None,
+    tables: Mapping[str, Table],
+    output: pathlib.Path,
+    html: pathlib.Path | None,
+    records: pathlib.Path | None = None,
+    overview: pathlib.Path | None = None,
     index: bool = True,
 ) -> list[pathlib.Path]:
     """Writes the report and prints where it lies.
@@ -116,14 +119,18 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     def is_safe_callable(self, obj: Any) -> bool:
         plain = str, bytes, int, float, tuple, list, dict
         return super().is_safe_callable(obj) and (
-            isinstance(obj, Macro) or any(obj is known for known in self.globals.values())
+            isinstance(obj, Macro)
+            or any(obj is known for known in self.globals.values())
             or type(getattr(obj, "__self__", None)) in (*plain, LoopContext)
         )
 
 
 _OPTIONS: dict[str, Any] = {
-    "loader": jinja2.FileSystemLoader(_TEMPLATES), "undefined": jinja2.StrictUndefined,
-    "trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True,
+    "loader": jinja2.FileSystemLoader(_TEMPLATES),
+    "undefined": jinja2.StrictUndefined,
+    "trim_blocks": True,
+    "lstrip_blocks": True,
+    "keep_trailing_newline": True,
 }
 
 
@@ -134,7 +141,9 @@ def _environment(html: bool) -> jinja2.Environment:
 def _equip(environment: jinja2.Environment) -> jinja2.Environment:
     """Adds the functions that templates call."""
     environment.globals |= {
-        "captions": pictures.CAPTIONS, "papers": pages_lib.papers, "spent": pages_lib.spent,
+        "captions": pictures.CAPTIONS,
+        "papers": pages_lib.papers,
+        "spent": pages_lib.spent,
         "total": pages_lib.total,
     }
     return environment

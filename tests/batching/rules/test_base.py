@@ -9,13 +9,21 @@ from lamb_tpu.batching.rules.base import required
 
 # Arguments with which each rule can be made, and statistics that it can read.
 ARGUMENTS = {
-    "constant": {}, "ramp": {"points": ((0, 64),)}, "simigrad": {"target": 0.9},
-    "norm_test": {"eta": 0.5}, "inner_product_test": {"theta": 0.5},
-    "augmented": {"theta": 0.5, "nu": 2.0}, "noise_scale": {},
+    "constant": {},
+    "ramp": {"points": ((0, 64),)},
+    "simigrad": {"target": 0.9},
+    "norm_test": {"eta": 0.5},
+    "inner_product_test": {"theta": 0.5},
+    "augmented": {"theta": 0.5, "nu": 2.0},
+    "noise_scale": {},
 }
 STATISTICS = {
-    "similarity": 0.3, "variance": 90.0, "inner_product_variance": 80.0,
-    "orthogonal_variance": 70.0, "grad_sq": 1.5, "noise_scale": 200.0,
+    "similarity": 0.3,
+    "variance": 90.0,
+    "inner_product_variance": 80.0,
+    "orthogonal_variance": 70.0,
+    "grad_sq": 1.5,
+    "noise_scale": 200.0,
 }
 UNBOUNDED = ("constant", "ramp")
 
@@ -62,16 +70,21 @@ def test_intervals(name) -> None:
     assert [rule.due(updates) for updates in range(5)] == [True, False, False, True, False]
 
 
-@pytest.mark.parametrize("arguments, message", [
-    ({"quantum": 0}, "quantum must be a whole number of at least 1, not 0"),
-    ({"quantum": 2.5}, "quantum must be a whole number of at least 1, not 2.5"),
-    ({"interval": 0}, "interval must be a whole number of at least 1, not 0"),
-    ({"upper": 100},
-     "upper must be a whole number of quanta of 8 examples, as 96 or 104, not 100"),
-    ({"lower": 3}, "lower must be a whole number of quanta of 8 examples, as 8, not 3"),
-    ({"lower": 64, "upper": 32}, "lower must be at most upper, 32, not 64"),
-    ({"upper": 0}, "upper must be a whole number of at least 1, not 0"),
-])
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"quantum": 0}, "quantum must be a whole number of at least 1, not 0"),
+        ({"quantum": 2.5}, "quantum must be a whole number of at least 1, not 2.5"),
+        ({"interval": 0}, "interval must be a whole number of at least 1, not 0"),
+        (
+            {"upper": 100},
+            "upper must be a whole number of quanta of 8 examples, as 96 or 104, not 100",
+        ),
+        ({"lower": 3}, "lower must be a whole number of quanta of 8 examples, as 8, not 3"),
+        ({"lower": 64, "upper": 32}, "lower must be at most upper, 32, not 64"),
+        ({"upper": 0}, "upper must be a whole number of at least 1, not 0"),
+    ],
+)
 @pytest.mark.parametrize("name", [name for name in RULES if name not in UNBOUNDED])
 def test_mistakes_of_bounds_and_quanta(name, arguments, message) -> None:
     with pytest.raises(ValueError, match=message):

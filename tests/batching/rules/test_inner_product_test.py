@@ -17,7 +17,8 @@ def test_it_never_shrinks_and_does_not_depend_on_the_gradients_scale() -> None:
     for scale in (1.0, 7.0):
         batches = [
             rule.next_batch(
-                64, {"inner_product_variance": v * scale**4, "grad_sq": 2.0 * scale**2}, 0)
+                64, {"inner_product_variance": v * scale**4, "grad_sq": 2.0 * scale**2}, 0
+            )
             for v in (1, 64, 65, 1e6)
         ]
         assert batches == [64, 64, 72, 1024]

@@ -42,15 +42,23 @@ def test_seesaw_rounds_to_quanta() -> None:
     Ramp(quantum=32, points=points)
 
 
-@pytest.mark.parametrize("points, message", [
-    ((), "points must be pairs"), ((8,), "points must be pairs"),
-    (((5, 8),), "points must begin at 0 examples and then rise, not \\[5\\]"),
-    (((0, 8), (9, 16), (9, 24)),
-     "points must begin at 0 examples and then rise, not \\[0, 9, 9\\]"),
-    (((0, 8), (9, 12)),
-     "the batch at 9 examples must be a whole number of quanta of 8 examples, as 8 or 16, not 12"),
-    (((0, 8), (2.5, 16)), "the examples of a point must be a whole number"),
-])
+@pytest.mark.parametrize(
+    "points, message",
+    [
+        ((), "points must be pairs"),
+        ((8,), "points must be pairs"),
+        (((5, 8),), "points must begin at 0 examples and then rise, not \\[5\\]"),
+        (
+            ((0, 8), (9, 16), (9, 24)),
+            "points must begin at 0 examples and then rise, not \\[0, 9, 9\\]",
+        ),
+        (
+            ((0, 8), (9, 12)),
+            "the batch at 9 examples must be a whole number of quanta of 8 examples, as 8 or 16, not 12",
+        ),
+        (((0, 8), (2.5, 16)), "the examples of a point must be a whole number"),
+    ],
+)
 def test_mistakes(points, message) -> None:
     with pytest.raises(ValueError, match=message):
         Ramp(quantum=8, points=points)

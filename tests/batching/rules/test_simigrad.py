@@ -24,7 +24,10 @@ def test_the_rule_makes_the_recorded_batches(entry) -> None:
     quantum = hyper["world"] * hyper["micro0"]
     lower = hyper["lower"]
     arguments = {
-        "quantum": quantum, "lower": lower, "upper": hyper["upper"], "target": hyper["target"],
+        "quantum": quantum,
+        "lower": lower,
+        "upper": hyper["upper"],
+        "target": hyper["target"],
         "smoothing": hyper["smooth"],
     }
     if lower is not None and lower % quantum:
@@ -38,10 +41,21 @@ def test_the_rule_makes_the_recorded_batches(entry) -> None:
         assert rule.next_batch(int(batch), {"similarity": float(cosine)}, 0) == after
 
 
-@pytest.mark.parametrize("batch, similarity, expected", [
-    (1, 0.5, 2), (9, 0.5, 10), (10, 0.5, 11), (100, 0.5, 110), (1, 0.95, 1), (2, 0.95, 1),
-    (9, 0.95, 8), (100, 0.95, 90), (100, 0.9, 100), (100, math.nan, 100),
-])
+@pytest.mark.parametrize(
+    "batch, similarity, expected",
+    [
+        (1, 0.5, 2),
+        (9, 0.5, 10),
+        (10, 0.5, 11),
+        (100, 0.5, 110),
+        (1, 0.95, 1),
+        (2, 0.95, 1),
+        (9, 0.95, 8),
+        (100, 0.95, 90),
+        (100, 0.9, 100),
+        (100, math.nan, 100),
+    ],
+)
 def test_a_tenth_and_at_least_one(batch, similarity, expected) -> None:
     assert wanted_batch(batch, similarity, 0.9, 1, 1, 10**6) == expected
 
@@ -52,19 +66,31 @@ def test_bounds_come_after_smoothing() -> None:
     assert wanted_batch(100, 0.5, 0.9, 10, 1, 105) == 105
 
 
-@pytest.mark.parametrize("wanted, batch, expected", [
-    (17, 16, 24), (24, 16, 24), (39, 16, 32), (16, 16, 16), (15, 16, 8), (1, 16, 8), (7, 8, 8),
-    (9, 8, 16),
-])
+@pytest.mark.parametrize(
+    "wanted, batch, expected",
+    [
+        (17, 16, 24),
+        (24, 16, 24),
+        (39, 16, 32),
+        (16, 16, 16),
+        (15, 16, 8),
+        (1, 16, 8),
+        (7, 8, 8),
+        (9, 8, 16),
+    ],
+)
 def test_whole_quanta(wanted, batch, expected) -> None:
     assert whole_quanta(wanted, batch, 8) == expected
 
 
-@pytest.mark.parametrize("arguments, message", [
-    ({"target": 1.5}, "target must be a cosine in \\[-1, 1\\], not 1.5"),
-    ({"target": None}, "target must be a cosine"),
-    ({"target": 0.9, "smoothing": 1.0}, "smoothing must be at least 0 and below 1, or None"),
-])
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"target": 1.5}, "target must be a cosine in \\[-1, 1\\], not 1.5"),
+        ({"target": None}, "target must be a cosine"),
+        ({"target": 0.9, "smoothing": 1.0}, "smoothing must be at least 0 and below 1, or None"),
+    ],
+)
 def test_mistakes(arguments, message) -> None:
     with pytest.raises(ValueError, match=message):
         SimiGrad(quantum=8, upper=64, **arguments)

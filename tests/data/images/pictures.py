@@ -74,9 +74,11 @@ def png_of_16_bits(values: np.ndarray) -> bytes:
     colour = {1: 0, 2: 4, 3: 2}[channels]
     rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in values)
     return b"\x89PNG\r\n\x1a\n" + b"".join(
-        _chunk(name, data) for name, data in (
+        _chunk(name, data)
+        for name, data in (
             (b"IHDR", struct.pack(">IIBBBBB", width, height, 16, colour, 0, 0, 0)),
-            (b"IDAT", zlib.compress(rows)), (b"IEND", b""),
+            (b"IDAT", zlib.compress(rows)),
+            (b"IEND", b""),
         )
     )
 

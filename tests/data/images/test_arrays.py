@@ -90,11 +90,14 @@ def test_arrays_stay_as_they_were() -> None:
     np.testing.assert_array_equal(ARRAYS["image"], before)
 
 
-@pytest.mark.parametrize("options, message", [
-    ({"pad": 8}, "options.pad must lie in 0..7 for pictures of 8 by 8 pixels, found 8"),
-    ({"cutout": 9}, "options.cutout must lie in 0..8 for pictures of 8 by 8 pixels, found 9"),
-    ({"pad_mode": "wrap"}, "options.pad_mode is 'wrap'; known are 'reflect', 'zero'"),
-])
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"pad": 8}, "options.pad must lie in 0..7 for pictures of 8 by 8 pixels, found 8"),
+        ({"cutout": 9}, "options.cutout must lie in 0..8 for pictures of 8 by 8 pixels, found 9"),
+        ({"pad_mode": "wrap"}, "options.pad_mode is 'wrap'; known are 'reflect', 'zero'"),
+    ],
+)
 def test_mistakes(options: dict, message: str) -> None:
     with pytest.raises(UserError, match=message):
         source(**options)
@@ -116,7 +119,10 @@ def test_cifar10(cifar_dir: pathlib.Path, tmp_path: pathlib.Path) -> None:
         }
     ours = load(options=options, seed=5)
     assert (ours.name, ours.num_classes, len(ours), ours.in_memory) == (
-        "cifar10:train", 10, tiny_cifar.NUM_TRAIN, False
+        "cifar10:train",
+        10,
+        tiny_cifar.NUM_TRAIN,
+        False,
     )
     moved = ours.gather(np.arange(40))["image"]
     assert (moved != plain.arrays["image"]).any((1, 2, 3)).sum() > 30

@@ -38,9 +38,7 @@ def test_what_is_wrong_is_named(folder: pathlib.Path, capsys: pytest.CaptureFixt
     assert main([f"--dir={folder}"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith(f"bad\t{train} has no picture of 1 of 3 classes: c")
-    assert lines[1:3] == [
-        f"bad\t{train}/a/10.JPEG\tthe file is empty", f"png\t{train}/a/12.JPEG"
-    ]
+    assert lines[1:3] == [f"bad\t{train}/a/10.JPEG\tthe file is empty", f"png\t{train}/a/12.JPEG"]
     assert lines[3].startswith(f"bad\t{train}/b/05.JPEG\tCorrupt JPEG data")
     assert lines[4:] == [
         f"cmyk\t{train}/b/39.JPEG",
@@ -83,14 +81,18 @@ def test_limit_of_pixels(folder: pathlib.Path, capsys: pytest.CaptureFixture) ->
     assert capsys.readouterr().out.endswith("2 classes: 40 bad\n")
 
 
-@pytest.mark.parametrize("arguments, message", [
-    (["--dir=nowhere"], "error: config.data.dir=nowhere is no folder"),
-    (["--name=digits"], "error: config.data.options.on_bad_record is unknown; digits has none"),
-    (["--dir=.", "--max-megapixels=0"], "error: config.data.options.max_megapixels must be a numb"),
-    (["--nam=digits"], "error: unrecognized arguments: --nam=digits; see --help"),
-])
-def test_mistakes(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture
-) -> None:
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--dir=nowhere"], "error: config.data.dir=nowhere is no folder"),
+        (["--name=digits"], "error: config.data.options.on_bad_record is unknown; digits has none"),
+        (
+            ["--dir=.", "--max-megapixels=0"],
+            "error: config.data.options.max_megapixels must be a numb",
+        ),
+        (["--nam=digits"], "error: unrecognized arguments: --nam=digits; see --help"),
+    ],
+)
+def test_mistakes(arguments: list[str], message: str, capsys: pytest.CaptureFixture) -> None:
     assert main(arguments) == 2
     assert capsys.readouterr().err.startswith(message)

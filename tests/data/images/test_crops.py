@@ -26,9 +26,10 @@ def heights_by_definition(
     return shares[:-1] / shares.sum()
 
 
-@pytest.mark.parametrize("height, width, min_area, min_covered", [
-    (75, 100, 0.08, 0.1), (75, 100, 0.08, 0.0), (90, 60, 0.3, 0.1), (75, 100, 0.2, 0.25),
-])
+@pytest.mark.parametrize(
+    "height, width, min_area, min_covered",
+    [(75, 100, 0.08, 0.1), (75, 100, 0.08, 0.0), (90, 60, 0.3, 0.1), (75, 100, 0.2, 0.25)],
+)
 def test_heights_are_uniform_over_what_fits(
     height: int, width: int, min_area: float, min_covered: float
 ) -> None:
@@ -109,13 +110,21 @@ def test_where_no_box_fits_there_is_none() -> None:
     assert 30 < sum(box is not None for box in found) < 290
 
 
-@pytest.mark.parametrize("height, width, fraction, expected", [
-    (375, 500, 0.875, Box(24, 86, 328, 328)),  # of the TPU code: int(0.875 * 375), (47 + 1) // 2
-    (500, 375, 0.875, Box(86, 24, 328, 328)),
-    (64, 64, 1.0, Box(0, 0, 64, 64)),
-    (256, 341, 0.875, Box(16, 59, 224, 224)),
-    (1, 9, 0.5, Box(0, 4, 1, 1)),
-])
+@pytest.mark.parametrize(
+    "height, width, fraction, expected",
+    [
+        (
+            375,
+            500,
+            0.875,
+            Box(24, 86, 328, 328),
+        ),  # of the TPU code: int(0.875 * 375), (47 + 1) // 2
+        (500, 375, 0.875, Box(86, 24, 328, 328)),
+        (64, 64, 1.0, Box(0, 0, 64, 64)),
+        (256, 341, 0.875, Box(16, 59, 224, 224)),
+        (1, 9, 0.5, Box(0, 4, 1, 1)),
+    ],
+)
 def test_centre(height: int, width: int, fraction: float, expected: Box) -> None:
     assert central_box(height, width, fraction) == expected
 

@@ -19,8 +19,11 @@ from tests.shared import shared
 def folders(tmp_path: pathlib.Path) -> pathlib.Path:
     """train has 3, 0 and 2 pictures of a, b and c; val has one of a and one of d."""
     for split, kind, names in (
-        ("train", "a", ("2.JPEG", "10.jpg", "1.jpeg")), ("train", "b", ("readme.txt", ".1.jpg")),
-        ("train", "c", ("x.PNG", "y.JPG")), ("val", "a", ("1.jpg",)), ("val", "d", ("2.jpg",)),
+        ("train", "a", ("2.JPEG", "10.jpg", "1.jpeg")),
+        ("train", "b", ("readme.txt", ".1.jpg")),
+        ("train", "c", ("x.PNG", "y.JPG")),
+        ("val", "a", ("1.jpg",)),
+        ("val", "d", ("2.jpg",)),
     ):
         (tmp_path / split / kind).mkdir(parents=True)
         for name in names:
@@ -45,14 +48,17 @@ def test_classes_are_folders(folders: pathlib.Path) -> None:
     assert records.faults == records.notes[:1]
     # A class that this split lacks moves no label.
     assert [record.label for record in FolderRecords(folders, "val", skip=True).read([0, 1])] == [
-        0, 3
+        0,
+        3,
     ]
 
 
 def test_splits_in_tfds_syntax(folders: pathlib.Path) -> None:
     records = FolderRecords(folders, "train[3:]+val[:50%]", skip=True)
     assert [record.content for record in records.read(range(len(records)))] == [
-        b"train/c/x.PNG", b"train/c/y.JPG", b"val/a/1.jpg"
+        b"train/c/x.PNG",
+        b"train/c/y.JPG",
+        b"val/a/1.jpg",
     ]
 
 
@@ -92,10 +98,18 @@ def beside(tmp_path: pathlib.Path) -> pathlib.Path:
     return tmp_path / "set"
 
 
-@pytest.mark.parametrize("name", [
-    "../secret/s.jpg", "in/../../secret/s.jpg", "{parent}/secret/s.jpg", "../settings.jpg",
-    "linked/s.jpg", "a\0b.jpg", "a\0b/c.jpg",
-])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../secret/s.jpg",
+        "in/../../secret/s.jpg",
+        "{parent}/secret/s.jpg",
+        "../settings.jpg",
+        "linked/s.jpg",
+        "a\0b.jpg",
+        "a\0b/c.jpg",
+    ],
+)
 def test_list_names_files_of_its_folder_alone(beside: pathlib.Path, name: str) -> None:
     (beside / "linked").symlink_to(beside.parent / "secret")
     name = name.format(parent=beside.parent)
@@ -129,11 +143,17 @@ def test_folders_of_links(beside: pathlib.Path) -> None:
     assert FolderRecords(beside, "train").read([0]) == [Record(b"S", 0)]
 
 
-@pytest.mark.parametrize("split, message", [
-    ("train", "train has no picture of 2 of 4 classes: b, d; mend that, or go on without"),
-    ("test", r"has no folder 'test' for the split 'test'; it has train, val, and no labels.tsv"),
-    ("train[:x]", "train.* split 'train\\[:x\\]' is not one|has no picture"),
-])
+@pytest.mark.parametrize(
+    "split, message",
+    [
+        ("train", "train has no picture of 2 of 4 classes: b, d; mend that, or go on without"),
+        (
+            "test",
+            r"has no folder 'test' for the split 'test'; it has train, val, and no labels.tsv",
+        ),
+        ("train[:x]", "train.* split 'train\\[:x\\]' is not one|has no picture"),
+    ],
+)
 def test_mistakes_about_folders(folders: pathlib.Path, split: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         FolderRecords(folders, split)
@@ -145,13 +165,16 @@ def test_numbers_of_classes(folders: pathlib.Path) -> None:
         FolderRecords(folders, "val", num_classes=3, skip=True)
 
 
-@pytest.mark.parametrize("text, message", [
-    ("file\tclass\na\t1", "no column 'label' in its first line, which has file, class"),
-    ("", "no column 'file' in its first line, which has none"),
-    ("file\tlabel\na\t1\nb\n", "line 3, has 1 columns, the first has 2"),
-    ("file\tlabel\tsplit\na\t1\tall\n", "has a split called 'all', which in TFDS syntax means"),
-    ("file\tlabel\n", "split 'train'"),
-])
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("file\tclass\na\t1", "no column 'label' in its first line, which has file, class"),
+        ("", "no column 'file' in its first line, which has none"),
+        ("file\tlabel\na\t1\nb\n", "line 3, has 1 columns, the first has 2"),
+        ("file\tlabel\tsplit\na\t1\tall\n", "has a split called 'all', which in TFDS syntax means"),
+        ("file\tlabel\n", "split 'train'"),
+    ],
+)
 def test_mistakes_about_lists(tmp_path: pathlib.Path, text: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         FolderRecords(write_list(tmp_path, text), "train")
@@ -180,8 +203,14 @@ def test_loaded_by_name(tmp_path: pathlib.Path) -> None:
     with pytest.raises(UserError, match="dog/2.JPEG is bad: the file is empty; mend or remove it"):
         source.gather(np.arange(3))
     seeds = [
-        data.load("image_folder", "train[:2]", source_dir=str(tmp_path), options=options, seed=seed,
-                  training=training).gather(np.arange(2))["image"]
+        data.load(
+            "image_folder",
+            "train[:2]",
+            source_dir=str(tmp_path),
+            options=options,
+            seed=seed,
+            training=training,
+        ).gather(np.arange(2))["image"]
         for seed, training in ((1, True), (2, True), (1, False), (2, False))
     ]
     assert (seeds[0] != seeds[1]).any()
@@ -213,15 +242,26 @@ def test_every_format_by_its_content(tmp_path: pathlib.Path) -> None:
     """Also under the name of another format, in training and in evaluation."""
     pixels = np.full((40, 40, 3), (200, 30, 90), np.uint8)
     names = {
-        "1.jfif": "rgb", "2.JPE": "rgb", "3.WebP": "webp", "4.bmp": "bmp", "5.DIB": "bmp",
-        "6.jpg": "png", "7.png": "webp", "8.webp": "rgb", "9.orig": "rgb", "without": "bmp",
+        "1.jfif": "rgb",
+        "2.JPE": "rgb",
+        "3.WebP": "webp",
+        "4.bmp": "bmp",
+        "5.DIB": "bmp",
+        "6.jpg": "png",
+        "7.png": "webp",
+        "8.webp": "rgb",
+        "9.orig": "rgb",
+        "without": "bmp",
     }
     for name, kind in names.items():
         (tmp_path / "train" / "ab"[len(name) % 2]).mkdir(parents=True, exist_ok=True)
         (tmp_path / "train" / "ab"[len(name) % 2] / name).write_bytes(encode(pixels, kind))
     for training in (True, False):
         source = data.load(
-            "image_folder", "train", source_dir=str(tmp_path), options={"size": 32},
+            "image_folder",
+            "train",
+            source_dir=str(tmp_path),
+            options={"size": 32},
             training=training,
         )
         assert len(source) == len(names) and source.notes == ()
@@ -230,9 +270,7 @@ def test_every_format_by_its_content(tmp_path: pathlib.Path) -> None:
         assert source.tally.counts() == {"png": 1, "webp": 2, "bmp": 3}
 
 
-def test_rotation_tags_are_noted(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rotation_tags_are_noted(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
     for name in ("a", "b"):

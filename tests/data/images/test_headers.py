@@ -23,10 +23,20 @@ def save(format: str, orientation: int | None = None, mode: str = "RGB", **optio
     return buffer.getvalue()
 
 
-@pytest.mark.parametrize("format, name", [
-    ("JPEG", "JPEG"), ("PNG", "PNG"), ("WEBP", "WebP"), ("BMP", "BMP"), ("GIF", "GIF"),
-    ("TIFF", "TIFF"), ("AVIF", "AVIF"), ("JPEG2000", "JPEG 2000"), ("PPM", "PNM"),
-])
+@pytest.mark.parametrize(
+    "format, name",
+    [
+        ("JPEG", "JPEG"),
+        ("PNG", "PNG"),
+        ("WEBP", "WebP"),
+        ("BMP", "BMP"),
+        ("GIF", "GIF"),
+        ("TIFF", "TIFF"),
+        ("AVIF", "AVIF"),
+        ("JPEG2000", "JPEG 2000"),
+        ("PPM", "PNM"),
+    ],
+)
 def test_formats(format: str, name: str) -> None:
     try:
         content = save(format)
@@ -35,30 +45,51 @@ def test_formats(format: str, name: str) -> None:
     assert image_format(content[:NUM_BYTES]) == name
 
 
-@pytest.mark.parametrize("head", [
-    b"", b"B", b"BM is no bitmap, but text", b"RIFF\0\0\0\0WAVEfmt ", b"\x89PNG",
-    b"hello, world!!!!", b"file\tlabel\na\t1\n",
-])
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"",
+        b"B",
+        b"BM is no bitmap, but text",
+        b"RIFF\0\0\0\0WAVEfmt ",
+        b"\x89PNG",
+        b"hello, world!!!!",
+        b"file\tlabel\na\t1\n",
+    ],
+)
 def test_what_is_no_image(head: bytes) -> None:
     assert image_format(head) == ""
 
 
-@pytest.mark.parametrize("content", [
-    save("PNG"), save("BMP"), save("BMP", mode="1"), save("WEBP"), save("WEBP", lossless=True),
-    save("WEBP", 6), save("WEBP", mode="RGBA", lossless=True),
-    # A bitmap of OS/2, and one whose rows begin at the top.
-    b"BM" + bytes(12) + struct.pack("<IHHHH", 12, 47, 30, 1, 24),
-    b"BM" + bytes(12) + struct.pack("<Iii", 40, 47, -30),
-])
+@pytest.mark.parametrize(
+    "content",
+    [
+        save("PNG"),
+        save("BMP"),
+        save("BMP", mode="1"),
+        save("WEBP"),
+        save("WEBP", lossless=True),
+        save("WEBP", 6),
+        save("WEBP", mode="RGBA", lossless=True),
+        # A bitmap of OS/2, and one whose rows begin at the top.
+        b"BM" + bytes(12) + struct.pack("<IHHHH", 12, 47, 30, 1, 24),
+        b"BM" + bytes(12) + struct.pack("<Iii", 40, 47, -30),
+    ],
+)
 def test_sizes(content: bytes) -> None:
     assert header_size(content) == (30, 47)
     assert header_size(content[:18]) is None
 
 
-@pytest.mark.parametrize("content", [
-    save("BMP")[:18] + struct.pack("<ii", 0, 9), save("BMP")[:18] + struct.pack("<ii", -5, 9),
-    save("GIF"), b"RIFF\0\0\0\0WEBPVP9 " + bytes(20),
-])
+@pytest.mark.parametrize(
+    "content",
+    [
+        save("BMP")[:18] + struct.pack("<ii", 0, 9),
+        save("BMP")[:18] + struct.pack("<ii", -5, 9),
+        save("GIF"),
+        b"RIFF\0\0\0\0WEBPVP9 " + bytes(20),
+    ],
+)
 def test_headers_without_a_size(content: bytes) -> None:
     assert header_size(content) is None
 

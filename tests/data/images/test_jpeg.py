@@ -74,7 +74,11 @@ def test_height_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     part(content, Box(300, 0, 90, 90), 90)
     part(encode(smooth(400, 600), subsampling=0), Box(10, 0, 90, 90), 90)
     assert asked == [
-        ((112, 600), 112), ((208, 600), 104), ((368, 600), 92), ((400, 600), 400), ((104, 600), 104)
+        ((112, 600), 112),
+        ((208, 600), 104),
+        ((368, 600), 92),
+        ((400, 600), 400),
+        ((104, 600), 104),
     ]
 
 
@@ -103,15 +107,17 @@ def test_bicubic_as_by_the_formula_of_tensorflow_1(height: int, width: int, kind
 
 
 # TensorFlow 2.21, tf.compat.v1.image.resize_bicubic of the picture below to 7 by 7, red.
-TENSORFLOW = np.array([
-    [95.00, 168.19, 111.63, 260.70, 73.23, 161.31, 31.15],
-    [48.28, 106.27, 112.16, 231.83, 6.65, 185.80, 118.41],
-    [59.22, 103.73, 222.36, 117.06, 248.85, 97.24, 137.54],
-    [212.60, 95.81, 94.31, 35.03, 204.51, 228.57, 112.30],
-    [38.83, 190.13, 39.06, 152.86, 182.19, 169.45, 135.65],
-    [49.91, 161.91, 48.47, 217.48, 150.60, 79.70, 170.79],
-    [215.83, 76.62, 192.94, 73.17, 1.54, 99.61, 98.29],
-])
+TENSORFLOW = np.array(
+    [
+        [95.00, 168.19, 111.63, 260.70, 73.23, 161.31, 31.15],
+        [48.28, 106.27, 112.16, 231.83, 6.65, 185.80, 118.41],
+        [59.22, 103.73, 222.36, 117.06, 248.85, 97.24, 137.54],
+        [212.60, 95.81, 94.31, 35.03, 204.51, 228.57, 112.30],
+        [38.83, 190.13, 39.06, 152.86, 182.19, 169.45, 135.65],
+        [49.91, 161.91, 48.47, 217.48, 150.60, 79.70, 170.79],
+        [215.83, 76.62, 192.94, 73.17, 1.54, 99.61, 98.29],
+    ]
+)
 
 
 def test_bicubic_is_tensorflows() -> None:
@@ -184,7 +190,10 @@ def test_the_first_image_of_an_animation(format: str) -> None:
     first, second = smooth(20, 30, 1), smooth(20, 30, 2)
     buffer = io.BytesIO()
     Image.fromarray(first).save(
-        buffer, format, save_all=True, append_images=[Image.fromarray(second)],
+        buffer,
+        format,
+        save_all=True,
+        append_images=[Image.fromarray(second)],
         **({"lossless": True} if format == "WEBP" else {}),
     )
     found, kind = decode_whole(buffer.getvalue())
@@ -264,7 +273,8 @@ def test_limit_of_pixels(kind: str) -> None:
 
     assert decode_crop(content, whole, 16, 384)[1] == kind == decode_whole(content, 384)[1]
     for attempt in (
-        lambda: decode_crop(content, whole, 16, 383), lambda: decode_whole(content, 383)
+        lambda: decode_crop(content, whole, 16, 383),
+        lambda: decode_whole(content, 383),
     ):
         with pytest.raises(BadImage, match="16 x 24 pixels, more than the 0.000383 million"):
             attempt()
@@ -290,23 +300,26 @@ PIXELS = np.clip(
 JPEG, PNG, CMYK = encode(PIXELS), encode(PIXELS, "png"), encode(PIXELS, "cmyk")
 
 
-@pytest.mark.parametrize("content, reason", [
-    (b"", "the file is empty"),
-    (b"not a picture at all", "it is not an image; JPEG, PNG, WebP and BMP are read"),
-    (JPEG[:1], "it is not an image; JPEG, PNG, WebP and BMP are read"),
-    (JPEG[:2], "begins as a JPEG and has no complete header"),
-    (JPEG[:100], "begins as a JPEG and has no complete header"),
-    (JPEG[: len(JPEG) * 3 // 4], "ends before its end marker"),
-    (JPEG[:-2], "ends before its end marker"),
-    (with_thumbnail(PIXELS)[:-2], "ends before its end marker"),
-    (JPEG[: len(JPEG) // 3] + b"\xff\xd9", "Corrupt JPEG data: premature end|Premature end"),
-    (JPEG.replace(b"\x00\x5a\x00\x78", b"\0\0\0\0", 1), "its header tells no size"),
-    (PNG[: len(PNG) // 2], "."),
-    (encode(PIXELS, "webp")[:-100], "."),
-    (encode(PIXELS, "bmp")[:-100], "truncated"),
-    (CMYK[: len(CMYK) // 2], "ends before its end marker"),
-    (b"GIF89a" + bytes(50), "its format is GIF; JPEG, PNG, WebP and BMP are read"),
-])
+@pytest.mark.parametrize(
+    "content, reason",
+    [
+        (b"", "the file is empty"),
+        (b"not a picture at all", "it is not an image; JPEG, PNG, WebP and BMP are read"),
+        (JPEG[:1], "it is not an image; JPEG, PNG, WebP and BMP are read"),
+        (JPEG[:2], "begins as a JPEG and has no complete header"),
+        (JPEG[:100], "begins as a JPEG and has no complete header"),
+        (JPEG[: len(JPEG) * 3 // 4], "ends before its end marker"),
+        (JPEG[:-2], "ends before its end marker"),
+        (with_thumbnail(PIXELS)[:-2], "ends before its end marker"),
+        (JPEG[: len(JPEG) // 3] + b"\xff\xd9", "Corrupt JPEG data: premature end|Premature end"),
+        (JPEG.replace(b"\x00\x5a\x00\x78", b"\0\0\0\0", 1), "its header tells no size"),
+        (PNG[: len(PNG) // 2], "."),
+        (encode(PIXELS, "webp")[:-100], "."),
+        (encode(PIXELS, "bmp")[:-100], "truncated"),
+        (CMYK[: len(CMYK) // 2], "ends before its end marker"),
+        (b"GIF89a" + bytes(50), "its format is GIF; JPEG, PNG, WebP and BMP are read"),
+    ],
+)
 def test_bad_content(content: bytes, reason: str) -> None:
     box = Box(20, 20, 70, 70)  # to the last row, so that all of the picture is decoded
     for attempt in (lambda: part(content, box, 32), lambda: decode_whole(content)):

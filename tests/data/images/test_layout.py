@@ -47,26 +47,40 @@ def test_images_below_a_class_belong_to_it(tmp_path: pathlib.Path) -> None:
     assert survey(tmp_path / "train")[:4] == ("train", "train", 3, 2)
 
 
-@pytest.mark.parametrize("names", [
-    ("cat/images/1.jpg", "dog/images/1.jpg"), ("cat/1.jpg", "dog/deep/1.jpg"),
-    ("cat/1.jpg", "cat/img/2.jpg", "dog/img/3.jpg"), ("car/1.jpg", "train/1.jpg"),
-])
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("cat/images/1.jpg", "dog/images/1.jpg"),
+        ("cat/1.jpg", "dog/deep/1.jpg"),
+        ("cat/1.jpg", "cat/img/2.jpg", "dog/img/3.jpg"),
+        ("car/1.jpg", "train/1.jpg"),
+    ],
+)
 def test_classes_without_splits(tmp_path: pathlib.Path, names: tuple[str, ...]) -> None:
     classes = sorted({name.partition("/")[0] for name in names})
     found = labels(make(tmp_path, *names))
     assert found == {name: classes.index(name.partition("/")[0]) for name in names}
 
 
-@pytest.mark.parametrize("names, message", [
-    # One level too high, and images without folders of classes.
-    (("set/train/a/1.jpg", "set/val/a/1.jpg"),
-     "has the splits train, val one level deeper, in {root}/set; .* config.data.dir={root}/set"),
-    (("train/1.jpg", "val/2.jpg"),
-     "has no folders of classes in train, val; an image was found at {root}/.*.jpg, and DIR/"),
-    (("a/b/1.jpg", "a/c/1.jpg", "d/b/1.jpg"),
-     "no folder 'train' for the split 'train'; it has a, d, .* an image was found at {root}/"),
-    (("1.jpg",), "no folder 'train' .* an image was found at {root}/1.jpg"),
-])
+@pytest.mark.parametrize(
+    "names, message",
+    [
+        # One level too high, and images without folders of classes.
+        (
+            ("set/train/a/1.jpg", "set/val/a/1.jpg"),
+            "has the splits train, val one level deeper, in {root}/set; .* config.data.dir={root}/set",
+        ),
+        (
+            ("train/1.jpg", "val/2.jpg"),
+            "has no folders of classes in train, val; an image was found at {root}/.*.jpg, and DIR/",
+        ),
+        (
+            ("a/b/1.jpg", "a/c/1.jpg", "d/b/1.jpg"),
+            "no folder 'train' for the split 'train'; it has a, d, .* an image was found at {root}/",
+        ),
+        (("1.jpg",), "no folder 'train' .* an image was found at {root}/1.jpg"),
+    ],
+)
 def test_other_layouts_are_rejected_with_the_path_of_an_image(
     tmp_path: pathlib.Path, names: tuple[str, ...], message: str
 ) -> None:
@@ -82,12 +96,16 @@ def test_a_split_whose_images_are_not_sorted(tmp_path: pathlib.Path) -> None:
     make(tmp_path, "train/x/1.jpg", "train/y/2.jpg", "val/images/3.jpg", "test/images/4.jpg")
     records = FolderRecords(tmp_path, "train")
     assert records.num_classes == 2 and list(labels(tmp_path).values()) == [0, 1]
-    assert any("lie in" in note and "val/images, which names no class" in note
-               for note in records.notes)
-    with pytest.raises(UserError, match=(
-        f"the images of the split 'val' lie in {tmp_path}/val/images, which names no class; move "
-        f"images to {tmp_path}/val/CLASS, or list them with their labels in .*labels.tsv"
-    )):
+    assert any(
+        "lie in" in note and "val/images, which names no class" in note for note in records.notes
+    )
+    with pytest.raises(
+        UserError,
+        match=(
+            f"the images of the split 'val' lie in {tmp_path}/val/images, which names no class; move "
+            f"images to {tmp_path}/val/CLASS, or list them with their labels in .*labels.tsv"
+        ),
+    ):
         FolderRecords(tmp_path, "val")
 
 

@@ -30,11 +30,14 @@ def grey_levels(found: np.ndarray, expected: Any) -> int:
     return int(np.abs(found.astype(int) - np.asarray(expected)).max())
 
 
-@pytest.mark.parametrize("name, of_pillow", [
-    ("autocontrast", ImageOps.autocontrast),
-    ("equalize", ImageOps.equalize),
-    ("invert", ImageOps.invert),
-])
+@pytest.mark.parametrize(
+    "name, of_pillow",
+    [
+        ("autocontrast", ImageOps.autocontrast),
+        ("equalize", ImageOps.equalize),
+        ("invert", ImageOps.invert),
+    ],
+)
 def test_whole_image(image: np.ndarray, name: str, of_pillow: Callable[..., Any]) -> None:
     found = getattr(operations, name)(image)
     assert grey_levels(found, of_pillow(Image.fromarray(image))) == 0
@@ -42,10 +45,13 @@ def test_whole_image(image: np.ndarray, name: str, of_pillow: Callable[..., Any]
     assert grey_levels(found, image) > 5 or (name == "autocontrast" and np.ptp(image) == 255)
 
 
-@pytest.mark.parametrize("name, of_pillow, arguments", [
-    ("posterize", ImageOps.posterize, (1, 2, 3, 4, 8)),
-    ("solarize", ImageOps.solarize, (0, 1, 76, 128, 255, 256)),
-])
+@pytest.mark.parametrize(
+    "name, of_pillow, arguments",
+    [
+        ("posterize", ImageOps.posterize, (1, 2, 3, 4, 8)),
+        ("solarize", ImageOps.solarize, (0, 1, 76, 128, 255, 256)),
+    ],
+)
 def test_of_a_number(
     image: np.ndarray, name: str, of_pillow: Callable[..., Any], arguments: tuple[int, ...]
 ) -> None:
@@ -95,8 +101,15 @@ def test_contrast_starts_from_the_mean_not_from_the_size() -> None:
 
 
 MOVES = [
-    ("rotate", 17.0), ("rotate", -30.0), ("shear_x", 0.27), ("shear_x", -0.3), ("shear_y", 0.12),
-    ("translate_x", 13.0), ("translate_x", -20.3), ("translate_y", 9.0), ("translate_y", 1000.0),
+    ("rotate", 17.0),
+    ("rotate", -30.0),
+    ("shear_x", 0.27),
+    ("shear_x", -0.3),
+    ("shear_y", 0.12),
+    ("translate_x", 13.0),
+    ("translate_x", -20.3),
+    ("translate_y", 9.0),
+    ("translate_y", 1000.0),
 ]
 
 
@@ -117,10 +130,15 @@ def test_moves(image: np.ndarray, name: str, argument: float) -> None:
     # Pillow counts from the corner of a pixel, this from its centre.
     corner = (xx, xy, x1 + 0.5 - (xx + xy) / 2, yx, yy, y1 + 0.5 - (yx + yy) / 2)
     drawn = Image.fromarray(image)
-    expected = np.asarray(drawn.transform(
-        drawn.size, Image.Transform.AFFINE, corner, Image.Resampling.NEAREST,
-        fillcolor=(128, 128, 128),
-    ))
+    expected = np.asarray(
+        drawn.transform(
+            drawn.size,
+            Image.Transform.AFFINE,
+            corner,
+            Image.Resampling.NEAREST,
+            fillcolor=(128, 128, 128),
+        )
+    )
     # Half way between two pixels either is the nearest.
     column, row = np.meshgrid(np.arange(width), np.arange(height))
     sources = np.stack([xx * column + xy * row + x1, yx * column + yy * row + y1])
@@ -132,9 +150,7 @@ def test_moves(image: np.ndarray, name: str, argument: float) -> None:
         assert (found != np.asarray(pillows)).any(-1).mean() < 0.05
     elif name.startswith("translate"):
         at = (1, 0, x1, 0, 1, y1)
-        pillows = drawn.transform(
-            drawn.size, Image.Transform.AFFINE, at, fillcolor=(128, 128, 128)
-        )
+        pillows = drawn.transform(drawn.size, Image.Transform.AFFINE, at, fillcolor=(128, 128, 128))
         np.testing.assert_array_equal(found, pillows)
     outside = (sources < -0.51).any(0) | (sources[0] > width - 0.49) | (sources[1] > height - 0.49)
     assert outside.any() and (found[outside] == 128).all()
@@ -180,9 +196,9 @@ def test_shears_are_pillows_but_for_a_half_of_the_share(
 
     def pillows(offset: float) -> np.ndarray:
         rows = (1, share, offset, 0, 1, 0) if name == "shear_x" else (1, 0, 0, share, 1, offset)
-        return np.asarray(drawn.transform(
-            drawn.size, Image.Transform.AFFINE, rows, fillcolor=(128, 128, 128)
-        ))
+        return np.asarray(
+            drawn.transform(drawn.size, Image.Transform.AFFINE, rows, fillcolor=(128, 128, 128))
+        )
 
     assert (pillows(-share / 2) != found).any(-1).mean() < 0.03  # half way between two pixels
     assert (pillows(0.0) != found).any(-1).mean() > 0.1
@@ -207,9 +223,18 @@ def test_channel_of_one_value_stays(name: str) -> None:
 
 
 ALL = [
-    ("autocontrast",), ("equalize",), ("invert",), ("posterize", 3), ("solarize", 99),
-    ("solarize_add", 50), ("color", 0.5), ("contrast", 0.5), ("brightness", 0.5),
-    ("sharpness", 0.5), *MOVES, ("cutout", 9, 3, 3),
+    ("autocontrast",),
+    ("equalize",),
+    ("invert",),
+    ("posterize", 3),
+    ("solarize", 99),
+    ("solarize_add", 50),
+    ("color", 0.5),
+    ("contrast", 0.5),
+    ("brightness", 0.5),
+    ("sharpness", 0.5),
+    *MOVES,
+    ("cutout", 9, 3, 3),
 ]
 
 

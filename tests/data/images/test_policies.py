@@ -150,7 +150,9 @@ def test_autoaugment_draws_lines_alike_and_steps_by_their_probability(calls: lis
     expected: collections.Counter[tuple[str, ...]] = collections.Counter()
     for (first, p, _), (second, q, _) in published():
         for names, share in [
-            ((first, second), p * q), ((first,), p * (1 - q)), ((second,), (1 - p) * q),
+            ((first, second), p * q),
+            ((first,), p * (1 - q)),
+            ((second,), (1 - p) * q),
             ((), (1 - p) * (1 - q)),
         ]:
             expected[names] += share / 25
@@ -216,15 +218,18 @@ def test_random_erasing_by_its_seed_and_where_nothing_fits() -> None:
     assert policies.random_erasing(one, np.random.default_rng(0), 1.0) is one
 
 
-@pytest.mark.parametrize("arguments, message", [
-    (("randaug", 2, 10.0), "'randaug'; known policies: autoaugment, randaugment"),
-    (("randaugment", 0, 10.0), "has 0 layers; it must be a whole number of at least 1"),
-    (("randaugment", 1.5, 10.0), "has 1.5 layers; it must be"),
-    (("randaugment", 2, 10.5), "the magnitude 10.5; it must be a number from 0 to 10"),
-    (("randaugment", 2, -1), "the magnitude -1; it must be"),
-    (("randaugment", 2, float("nan")), "the magnitude nan; it must be"),
-    (("randaugment", 2, True), "the magnitude True; it must be"),
-])
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("randaug", 2, 10.0), "'randaug'; known policies: autoaugment, randaugment"),
+        (("randaugment", 0, 10.0), "has 0 layers; it must be a whole number of at least 1"),
+        (("randaugment", 1.5, 10.0), "has 1.5 layers; it must be"),
+        (("randaugment", 2, 10.5), "the magnitude 10.5; it must be a number from 0 to 10"),
+        (("randaugment", 2, -1), "the magnitude -1; it must be"),
+        (("randaugment", 2, float("nan")), "the magnitude nan; it must be"),
+        (("randaugment", 2, True), "the magnitude True; it must be"),
+    ],
+)
 def test_mistakes(arguments: tuple[Any, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         policies.make_policy(*arguments)

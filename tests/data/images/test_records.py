@@ -42,9 +42,10 @@ class TinyPhotos(tfds.core.GeneratorBasedBuilder, skip_registration=True):
 
     def _generate_examples(self) -> Iterator[tuple[int, dict]]:
         for index, content in enumerate(CONTENTS):
-            yield index, {
-                "image": io.BytesIO(content), "label": index % 5, "file_name": f"n{index}.JPEG",
-            }
+            yield (
+                index,
+                {"image": io.BytesIO(content), "label": index % 5, "file_name": f"n{index}.JPEG"},
+            )
 
 
 @pytest.fixture(scope="module")
@@ -86,12 +87,15 @@ def test_bytes_and_names(photos_dir: str) -> None:
     assert ours.name(3) == "example 3 (n3.JPEG)" and len(ours) == 12
 
 
-@pytest.mark.parametrize("options, message", [
-    ({"sise": 3}, r"config.data.options.sise is unknown; tfds:tiny_photos has, .*size = 224"),
-    ({"num_classes": 4}, "options.num_classes is 4, data set tfds:tiny_photos has 5 classes"),
-    ({"num_classes": -1}, "options.num_classes must lie in 0"),
-    ({"crop": "random"}, "config.data.options.crop is 'random'; known are 'inception', 'pad'"),
-])
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"sise": 3}, r"config.data.options.sise is unknown; tfds:tiny_photos has, .*size = 224"),
+        ({"num_classes": 4}, "options.num_classes is 4, data set tfds:tiny_photos has 5 classes"),
+        ({"num_classes": -1}, "options.num_classes must lie in 0"),
+        ({"crop": "random"}, "config.data.options.crop is 'random'; known are 'inception', 'pad'"),
+    ],
+)
 def test_mistakes(photos_dir: str, options: dict, message: str) -> None:
     with pytest.raises(UserError, match=message):
         load(photos_dir, **options)

@@ -61,7 +61,8 @@ def test_what_a_source_is() -> None:
     assert batch["image"].dtype == np.uint8 and batch["image"].shape == (3, SIZE, SIZE, 3)
     assert batch["label"].dtype == np.int32 and batch["label"].tolist() == [1, 2, 1]
     assert {field: spec.shape for field, spec in source.element_spec.items()} == {
-        "image": (SIZE, SIZE, 3), "label": (),
+        "image": (SIZE, SIZE, 3),
+        "label": (),
     }
     assert source.gather(np.array([], np.int64))["image"].shape == (0, SIZE, SIZE, 3)
 
@@ -110,7 +111,10 @@ def centre(
 @pytest.mark.parametrize("fraction, share", [(0.875, 0.875), (0.0, SIZE / (SIZE + 32)), (0.7, 0.7)])
 def test_evaluation_takes_the_centre(fraction: float, share: float) -> None:
     source = make(
-        training=False, central_fraction=fraction, crop="inception", erasing=1.0,
+        training=False,
+        central_fraction=fraction,
+        crop="inception",
+        erasing=1.0,
         policy="autoaugment",
     )
     found = images(source, range(12), np.arange(12))
@@ -137,7 +141,8 @@ def test_pad_moves_by_up_to_four_pixels() -> None:
     padded[4:-4, 4:-4] = middle
     allowed = {
         padded[top : top + SIZE, left : left + SIZE].tobytes()
-        for top in range(9) for left in range(9)
+        for top in range(9)
+        for left in range(9)
     }
     assert {image.tobytes() for image in found} == allowed
 
@@ -204,9 +209,9 @@ def test_kinds_are_counted_once() -> None:
 def test_rotation_tags_are_counted() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
-    source = make([
-        Record(content, 0) for content in (CONTENTS[0], encode(smooth(40, 60, 1), exif=exif))
-    ])
+    source = make(
+        [Record(content, 0) for content in (CONTENTS[0], encode(smooth(40, 60, 1), exif=exif))]
+    )
     for _ in range(2):
         source.gather(np.arange(2))
     assert source.tally.counts() == {"rotated": 1}
@@ -248,8 +253,9 @@ def test_bad_records_end_the_run(kind: str) -> None:
 @pytest.mark.parametrize("kind", BAD)
 def test_bad_records_are_replaced(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     record, reason = BAD[kind]
-    source = make(with_bad(at2=record, at3=record, at7=record), on_bad_record="skip", crop="none",
-                  flip=False)
+    source = make(
+        with_bad(at2=record, at3=record, at7=record), on_bad_record="skip", crop="none", flip=False
+    )
     good = images(make(crop="none", flip=False), range(8))
     with caplog.at_level(logging.WARNING):
         batches = [source.gather(np.arange(8), epoch) for epoch in range(2)]
@@ -261,7 +267,9 @@ def test_bad_records_are_replaced(kind: str, caplog: pytest.LogCaptureFixture) -
     told = [item.getMessage() for item in caplog.records]
     assert len(told) == 3 and all(reason in text for text in told)
     assert {text.split("own: ")[1].split(" is")[0] for text in told} == {
-        "picture 2", "picture 3", "picture 7"
+        "picture 2",
+        "picture 3",
+        "picture 7",
     }
 
 
@@ -313,21 +321,30 @@ def test_nothing_but_bad_records() -> None:
         source.gather(np.array([1]))
 
 
-@pytest.mark.parametrize("options, message", [
-    ({"size": 7}, "config.data.options.size must lie in 8..16384, found 7"),
-    ({"central_fraction": 1.1}, "options.central_fraction must lie in 0..1, found 1.1"),
-    ({"max_megapixels": 0.0}, "options.max_megapixels must be a number above 0, found 0.0"),
-    ({"max_megapixels": float("nan")}, "options.max_megapixels must be a number above 0, found n"),
-    ({"min_covered": 1.5}, "options.min_covered must lie in 0..1, found 1.5"),
-    ({"resize": "cubic"}, "options.resize is 'cubic'; known are 'bilinear', 'bicubic'"),
-    ({"min_area": 0.0}, "options.min_area must be more than 0 and at most 1, found 0.0"),
-    ({"erasing": -0.5}, "options.erasing must lie in 0..1, found -0.5"),
-    ({"threads": -1}, "options.threads must lie in 0..1024, found -1"),
-    ({"policy": "augmix"}, "options.policy is 'augmix'; known are '', 'autoaugment', 'randaug"),
-    ({"policy_layers": 0}, "options.policy_layers must lie in 1..100, found 0"),
-    ({"policy_magnitude": 11.0}, "options.policy_magnitude must lie in 0..10, found 11.0"),
-    ({"on_bad_record": "ignore"}, "options.on_bad_record is 'ignore'; known are 'error', 'skip'"),
-])
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"size": 7}, "config.data.options.size must lie in 8..16384, found 7"),
+        ({"central_fraction": 1.1}, "options.central_fraction must lie in 0..1, found 1.1"),
+        ({"max_megapixels": 0.0}, "options.max_megapixels must be a number above 0, found 0.0"),
+        (
+            {"max_megapixels": float("nan")},
+            "options.max_megapixels must be a number above 0, found n",
+        ),
+        ({"min_covered": 1.5}, "options.min_covered must lie in 0..1, found 1.5"),
+        ({"resize": "cubic"}, "options.resize is 'cubic'; known are 'bilinear', 'bicubic'"),
+        ({"min_area": 0.0}, "options.min_area must be more than 0 and at most 1, found 0.0"),
+        ({"erasing": -0.5}, "options.erasing must lie in 0..1, found -0.5"),
+        ({"threads": -1}, "options.threads must lie in 0..1024, found -1"),
+        ({"policy": "augmix"}, "options.policy is 'augmix'; known are '', 'autoaugment', 'randaug"),
+        ({"policy_layers": 0}, "options.policy_layers must lie in 1..100, found 0"),
+        ({"policy_magnitude": 11.0}, "options.policy_magnitude must lie in 0..10, found 11.0"),
+        (
+            {"on_bad_record": "ignore"},
+            "options.on_bad_record is 'ignore'; known are 'error', 'skip'",
+        ),
+    ],
+)
 def test_mistakes(options: dict, message: str) -> None:
     with pytest.raises(UserError, match=message):
         Options(**options)

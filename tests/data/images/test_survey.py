@@ -19,9 +19,10 @@ def make(
         (root / name).write_bytes(content)
 
 
-@pytest.mark.parametrize("train, held", [
-    ("train", "val"), ("Training", "Test"), ("train", "validation"), ("train", "photos_of_may"),
-])
+@pytest.mark.parametrize(
+    "train, held",
+    [("train", "val"), ("Training", "Test"), ("train", "validation"), ("train", "photos_of_may")],
+)
 def test_splits_by_their_names(tmp_path: pathlib.Path, train: str, held: str) -> None:
     make(tmp_path, f"{train}/a/1.jpg", f"{train}/b/1.jpg", f"{train}/b/2.jpg", f"{held}/c/1.jpg")
     assert survey(tmp_path) == Survey(train, held, 3, 3, 40)
@@ -56,7 +57,7 @@ def test_list(tmp_path: pathlib.Path) -> None:
 
 
 def test_side_is_the_median_of_what_can_be_read_and_nothing_is_decoded(
-    tmp_path: pathlib.Path
+    tmp_path: pathlib.Path,
 ) -> None:
     for name, height, width in (("a", 100, 200), ("b", 300, 150), ("c", 60_000, 65_000)):
         (tmp_path / "train" / "x").mkdir(parents=True, exist_ok=True)
@@ -67,11 +68,17 @@ def test_side_is_the_median_of_what_can_be_read_and_nothing_is_decoded(
     assert survey(tmp_path).side == 150
 
 
-@pytest.mark.parametrize("names, message", [
-    (("one/a/1.jpg", "two/a/1.jpg"), "has the splits one, two, of which none is called train or t"),
-    (("train/a/1.jpg", "x/a/1.jpg", "y/a/1.jpg"), "none is called val or valid or validation"),
-    ((), "has the splits none"),
-])
+@pytest.mark.parametrize(
+    "names, message",
+    [
+        (
+            ("one/a/1.jpg", "two/a/1.jpg"),
+            "has the splits one, two, of which none is called train or t",
+        ),
+        (("train/a/1.jpg", "x/a/1.jpg", "y/a/1.jpg"), "none is called val or valid or validation"),
+        ((), "has the splits none"),
+    ],
+)
 def test_which_split_is_not_told(
     tmp_path: pathlib.Path, names: tuple[str, ...], message: str
 ) -> None:

@@ -29,7 +29,8 @@ def test_bad_records_are_named_and_then_only_counted(caplog: pytest.LogCaptureFi
     )
     assert [text.split()[4] for text in told[:20]] == [str(index) for index in range(20)]
     assert told[20:] == [
-        "data set own:train: 32 records are left out", "data set own:train: 64 records are left out"
+        "data set own:train: 32 records are left out",
+        "data set own:train: 64 records are left out",
     ]
     assert tally.counts() == {"bad": 70}
     assert tally.describe() == (

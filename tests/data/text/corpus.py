@@ -27,16 +27,24 @@ def write_folder(
         path = folder / f"text-{number:05}-of-{num_shards:05}.array_record"
         chosen = documents[number * size : (number + 1) * size]
         shards.write_shard(path, chosen, shards.id_dtype(vocabulary_size))
-        described.append({"name": path.name, "bytes": path.stat().st_size, "sha256":
-                          hashlib.sha256(path.read_bytes()).hexdigest()})
+        described.append(
+            {
+                "name": path.name,
+                "bytes": path.stat().st_size,
+                "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+            }
+        )
     sentences = [sentence for document in documents for sentence in document]
     manifest = {
         "settings": {"format": shards.FORMAT, "cased": False},
         "vocabulary": {
             "sha256": hashlib.sha256((folder / shards.VOCABULARY).read_bytes()).hexdigest()
         },
-        "counts": {"documents": len(documents), "sentences": len(sentences),
-                   "tokens": sum(map(len, sentences))},
+        "counts": {
+            "documents": len(documents),
+            "sentences": len(sentences),
+            "tokens": sum(map(len, sentences)),
+        },
         "shards": described,
     }
     (folder / shards.MANIFEST).write_text(json.dumps(manifest))

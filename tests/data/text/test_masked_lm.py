@@ -215,14 +215,20 @@ def test_batches_of_the_house(shards: TokenShards) -> None:
     assert source.name == f"masked_lm:text:{shards.fingerprint}"
 
 
-@pytest.mark.parametrize("changes, message", [
-    (dict(sequence_length=4), "sequence_length must be at least 5, found 4"),
-    (dict(sequence_length=2, next_sentence=False), "sequence_length must be at least 3, found 2"),
-    (dict(max_predictions=0), "max_predictions must be at least 1, found 0"),
-    (dict(dupe_factor=-1), "dupe_factor must be at least 0, found -1"),
-    (dict(mask_probability=1.5), r"mask_probability must lie in 0\.\.1, found 1.5"),
-    (dict(seed=-1), r"seed must lie in 0\.\.2\*\*64-1, found -1"),
-])
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(sequence_length=4), "sequence_length must be at least 5, found 4"),
+        (
+            dict(sequence_length=2, next_sentence=False),
+            "sequence_length must be at least 3, found 2",
+        ),
+        (dict(max_predictions=0), "max_predictions must be at least 1, found 0"),
+        (dict(dupe_factor=-1), "dupe_factor must be at least 0, found -1"),
+        (dict(mask_probability=1.5), r"mask_probability must lie in 0\.\.1, found 1.5"),
+        (dict(seed=-1), r"seed must lie in 0\.\.2\*\*64-1, found -1"),
+    ],
+)
 def test_bad_options(shards: TokenShards, changes: dict, message: str) -> None:
     with pytest.raises(UserError, match=message):
         MaskedLmSource(shards, Options(**changes))

@@ -22,14 +22,20 @@ def made_up(num_examples: int, length: int, seed: int, two: bool = True) -> dict
             tokens += [*rng.integers(10, SIZE, run), SEP]
         ids[row, : len(tokens)] = tokens
     return {
-        "ids": ids, "is_text": is_text, "is_head": rng.random(ids.shape) < 0.6,
+        "ids": ids,
+        "is_text": is_text,
+        "is_head": rng.random(ids.shape) < 0.6,
         "keys": hashing.words(seed, np.arange(num_examples)),
     }
 
 
 def plain_mask(
-    ids: list[int], is_text: list[bool], is_head: list[bool], key: np.uint64,
-    max_predictions: int, probability: float,
+    ids: list[int],
+    is_text: list[bool],
+    is_head: list[bool],
+    key: np.uint64,
+    max_predictions: int,
+    probability: float,
 ) -> tuple[list[int], list[tuple[int, int]]]:
     """`create_masked_lm_predictions` of BERT, with the random numbers of the hash."""
     candidates: list[list[int]] = []
@@ -57,21 +63,24 @@ def plain_mask(
 
 @pytest.mark.parametrize("max_predictions, probability", [(20, 0.15), (3, 0.15), (40, 1.0)])
 @pytest.mark.parametrize("whole_words", [False, True])
-def test_it_is_the_original(
-    max_predictions: int, probability: float, whole_words: bool
-) -> None:
+def test_it_is_the_original(max_predictions: int, probability: float, whole_words: bool) -> None:
     given = made_up(60, 48, seed=2)
     if not whole_words:
         given["is_head"][:] = True
     masked, positions, targets, weights = mask_tokens(
-        **given, mask_id=MASK, vocabulary_size=SIZE, max_predictions=max_predictions,
+        **given,
+        mask_id=MASK,
+        vocabulary_size=SIZE,
+        max_predictions=max_predictions,
         probability=probability,
     )
     assert positions.shape == targets.shape == weights.shape == (60, max_predictions)
     for row in range(60):
         output, predicted = plain_mask(
             *(given[name][row].tolist() for name in ("ids", "is_text", "is_head")),
-            given["keys"][row], max_predictions, probability,
+            given["keys"][row],
+            max_predictions,
+            probability,
         )
         assert masked[row].tolist() == output
         count = len(predicted)
@@ -127,8 +136,13 @@ def test_a_word_that_is_too_long_is_passed_over() -> None:
     is_text = np.array([[False] + [True] * 6 + [False]])
     is_head = np.array([[False, True] + [False] * 6])  # one word of six tokens; one is wanted
     masked, _, _, weights = mask_tokens(
-        ids, is_text, is_head, hashing.words(0, np.arange(1)),
-        mask_id=MASK, vocabulary_size=SIZE, max_predictions=20,
+        ids,
+        is_text,
+        is_head,
+        hashing.words(0, np.arange(1)),
+        mask_id=MASK,
+        vocabulary_size=SIZE,
+        max_predictions=20,
     )
     assert weights.sum() == 0 and (masked == ids).all()
 

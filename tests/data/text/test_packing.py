@@ -34,6 +34,7 @@ def plain_pairs(
     for number, document in enumerate(documents):
         i = 0
         while i < len(document):
+
             def draw(purpose: int, first: int = i) -> np.uint64:
                 return hashing.words(seed, copy, number, firsts[number] + first, purpose)
 
@@ -55,7 +56,7 @@ def plain_pairs(
                 others = [other for other in range(len(documents)) if other != number]
                 other = documents[others[integer(4, 0, len(others) - 1)]]
                 b: list[int] = []
-                for sentence in other[integer(5, 0, len(other) - 1):]:
+                for sentence in other[integer(5, 0, len(other) - 1) :]:
                     b += sentence
                     if len(b) >= target - len(a):
                         break
@@ -83,12 +84,11 @@ def coins(word: np.uint64, count: int) -> int:
     return heads
 
 
-@pytest.mark.parametrize("max_tokens, num_documents, longest", [
-    (61, 12, 40), (20, 30, 5), (2, 4, 3), (5, 2, 9), (509, 3, 300),
-])
-def test_pairs_are_those_of_the_original(
-    max_tokens: int, num_documents: int, longest: int
-) -> None:
+@pytest.mark.parametrize(
+    "max_tokens, num_documents, longest",
+    [(61, 12, 40), (20, 30, 5), (2, 4, 3), (5, 2, 9), (509, 3, 300)],
+)
+def test_pairs_are_those_of_the_original(max_tokens: int, num_documents: int, longest: int) -> None:
     documents = made_up(num_documents, longest, seed=max_tokens)
     documents[0][0] = list(range(-700, 0))  # far longer than an example
     flat = [token for document in documents for sentence in document for token in sentence]
@@ -119,9 +119,7 @@ def test_what_a_user_relies_on() -> None:
     assert 0.45 < plan.is_random.mean() < 0.55
     # A real B begins where a sentence does and A ends, unless tokens were cut off.
     whole = ~plan.is_random & (plan.a_length + plan.b_length < 125)
-    np.testing.assert_array_equal(
-        plan.b_start[whole], plan.a_start[whole] + plan.a_length[whole]
-    )
+    np.testing.assert_array_equal(plan.b_start[whole], plan.a_start[whole] + plan.a_length[whole])
     assert np.isin(plan.b_start[whole], sentence_starts).all()
     # Sentences of up to 30 tokens: all examples but short ones and the last of a document fill up.
     short = (plan.a_length + plan.b_length < 80).mean()

@@ -84,12 +84,15 @@ def test_each_example_once_an_epoch_on_any_processes() -> None:
     assert rows(next(again)) == batches[40]
 
 
-@pytest.mark.parametrize("options, message", [
-    ({"max_length": 3}, "config.data.options.max_length is 3, and every pair of .* is longer"),
-    ({"widths": 0}, "config.data.options.widths is 0; it must be at least 1"),
-    ({"widths": 17}, "config.data.options.widths is 17; it must be .* at most max_length"),
-    ({"vocab_size": 9}, "config.data.options.vocab_size=9 is too few"),
-])
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"max_length": 3}, "config.data.options.max_length is 3, and every pair of .* is longer"),
+        ({"widths": 0}, "config.data.options.widths is 0; it must be at least 1"),
+        ({"widths": 17}, "config.data.options.widths is 17; it must be .* at most max_length"),
+        ({"vocab_size": 9}, "config.data.options.vocab_size=9 is too few"),
+    ],
+)
 def test_options_out_of_range(options: dict, message: str) -> None:
     with pytest.raises(UserError, match=message):
         source(**{"widths": 1, **options})

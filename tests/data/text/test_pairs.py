@@ -50,7 +50,8 @@ def test_wmt16_through_tfds(monkeypatch: pytest.MonkeyPatch) -> None:
     records = Records({"de": f"Satz {n}".encode(), "en": f"Sentence {n}"} for n in range(3000))
     info = types.SimpleNamespace(num_examples=3000, num_bytes=7)
     builder: Any = types.SimpleNamespace(
-        data_dir="DIR", info=types.SimpleNamespace(splits={"train": info}, file_format="riegeli"),
+        data_dir="DIR",
+        info=types.SimpleNamespace(splits={"train": info}, file_format="riegeli"),
         as_data_source=lambda split: records,
     )
     asked = []

@@ -52,8 +52,12 @@ def test_what_comes_out(folder: pathlib.Path) -> None:
     manifest = prepare(folder, "out", documents="blank-lines")
     blocks = sum(range(1, 13))
     assert manifest["counts"] == {
-        "documents": blocks + 12, "empty_documents": 0, "sentences": 3 * blocks + 12,
-        "cut_sentences": 0, "tokens": 14 * blocks + 3 * 12, "unknown_tokens": 2 * 12,
+        "documents": blocks + 12,
+        "empty_documents": 0,
+        "sentences": 3 * blocks + 12,
+        "cut_sentences": 0,
+        "tokens": 14 * blocks + 3 * 12,
+        "unknown_tokens": 2 * 12,
         "broken_lines": 0,
     }
     names = [item["name"] for item in manifest["inputs"]]
@@ -163,8 +167,13 @@ def test_killed_and_started_again(folder: pathlib.Path) -> None:
     for path in (folder / "in").rglob("*.txt"):
         path.write_text(path.read_text() * 300)
     command = [
-        sys.executable, "-m", "lamb_tpu.data.prepare_text", f"--input={folder}/in/**/*.txt",
-        f"--vocab={folder}/vocab.txt", "--shard-bytes=50000", "--processes=2",
+        sys.executable,
+        "-m",
+        "lamb_tpu.data.prepare_text",
+        f"--input={folder}/in/**/*.txt",
+        f"--vocab={folder}/vocab.txt",
+        "--shard-bytes=50000",
+        "--processes=2",
     ]
     prepare(folder, "whole", shard_bytes=50_000)
     process = subprocess.Popen([*command, f"--output={folder}/out"], cwd=ROOT)
@@ -230,17 +239,23 @@ def test_documents_of_nothing_are_counted(folder: pathlib.Path) -> None:
     assert len(shards.TokenShards(folder / "out").document_starts) == 13
 
 
-@pytest.mark.parametrize("changes, message", [
-    (dict(documents="page"), "--documents=page is unknown; known are file, blank-lines, titles"),
-    (dict(sentences="x"), "--sentences=x is unknown; known are split, lines"),
-    (dict(train_vocab=50), "give one of --vocab=FILE and --train-vocab=N"),
-    (dict(vocab=None), "give one of --vocab=FILE and --train-vocab=N"),
-    (dict(shard_bytes=0), "--shard-bytes=0 must be at least 1"),
-    (dict(processes=0), "--processes=0 must be at least 1"),
-    (dict(vocab="none.txt"), "none.txt cannot be read"),
-    (dict(vocab=__file__), "is no vocabulary of BERT's"),
-    (dict(vocab=None, train_vocab=8), "--train-vocab=8 is too few"),
-])
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (
+            dict(documents="page"),
+            "--documents=page is unknown; known are file, blank-lines, titles",
+        ),
+        (dict(sentences="x"), "--sentences=x is unknown; known are split, lines"),
+        (dict(train_vocab=50), "give one of --vocab=FILE and --train-vocab=N"),
+        (dict(vocab=None), "give one of --vocab=FILE and --train-vocab=N"),
+        (dict(shard_bytes=0), "--shard-bytes=0 must be at least 1"),
+        (dict(processes=0), "--processes=0 must be at least 1"),
+        (dict(vocab="none.txt"), "none.txt cannot be read"),
+        (dict(vocab=__file__), "is no vocabulary of BERT's"),
+        (dict(vocab=None, train_vocab=8), "--train-vocab=8 is too few"),
+    ],
+)
 def test_bad_settings(folder: pathlib.Path, changes: dict, message: str) -> None:
     with pytest.raises(UserError, match=message):
         prepare(folder, "out", **changes)

@@ -23,8 +23,12 @@ def folder(tmp_path: pathlib.Path) -> pathlib.Path:
 
 def load(folder: pathlib.Path | None, split: str, **options: object) -> data.Source:
     return data.load(
-        "ptb", split, source_dir=None if folder is None else str(folder), options=options,
-        training=split == "train", batch_size=2,
+        "ptb",
+        split,
+        source_dir=None if folder is None else str(folder),
+        options=options,
+        training=split == "train",
+        batch_size=2,
     )
 
 

@@ -61,7 +61,7 @@ def test_cloze_questions_have_their_answers() -> None:
     questions = python_docs.cloze_questions("train")
     assert len(questions) > 500 and len({question.id for question in questions}) == len(questions)
     for question in questions:
-        (answer, start), = question.answers
+        ((answer, start),) = question.answers
         assert question.context[start : start + len(answer)] == answer
         gaps = [place for place, letter in enumerate(question.text) if letter == "_"]
         filled = [question.text[:gap] + answer + question.text[gap + 1 :] for gap in gaps]

@@ -9,9 +9,7 @@ from lamb_tpu.errors import UserError
 
 def load(split: str, **options: object) -> data.Source:
     training = split == "train"
-    return data.load(
-        "python_docs_words", split, options=options, training=training, batch_size=16
-    )
+    return data.load("python_docs_words", split, options=options, training=training, batch_size=16)
 
 
 def test_splits_share_a_vocabulary() -> None:

@@ -31,19 +31,27 @@ def made_up_text(seed: int) -> str:
     rng = random.Random(seed)
     lines = []
     for number in range(200):
-        lines.append(rng.choice([
-            "", "", "  ", f"word {number}", f"é{number} " * rng.randint(1, 9),
-            f" = Title {number} = ", f"\n = Title {number} = \n",
-            f" = = Section {number} = = ", f"x = {number} =",
-        ]))
+        lines.append(
+            rng.choice(
+                [
+                    "",
+                    "",
+                    "  ",
+                    f"word {number}",
+                    f"é{number} " * rng.randint(1, 9),
+                    f" = Title {number} = ",
+                    f"\n = Title {number} = \n",
+                    f" = = Section {number} = = ",
+                    f"x = {number} =",
+                ]
+            )
+        )
     return "\n".join(lines) + "\n" * rng.randint(0, 2)
 
 
 @pytest.mark.parametrize("rule", reader.DOCUMENT_RULES)
 @pytest.mark.parametrize("max_bytes", [1, 7, 100, 10**6])
-def test_pieces_hold_every_document_once(
-    tmp_path: pathlib.Path, rule: str, max_bytes: int
-) -> None:
+def test_pieces_hold_every_document_once(tmp_path: pathlib.Path, rule: str, max_bytes: int) -> None:
     for seed in range(5):
         path = tmp_path / f"{seed}.txt"
         content = made_up_text(seed)
@@ -56,9 +64,9 @@ def test_pieces_hold_every_document_once(
         assert counts == {"documents": len(found), "broken_lines": 0}
 
 
-@pytest.mark.parametrize("split, first", [
-    ("valid", "= Homarus gammarus ="), ("test", "= Robert Boulter ="),
-])
+@pytest.mark.parametrize(
+    "split, first", [("valid", "= Homarus gammarus ="), ("test", "= Robert Boulter =")]
+)
 def test_articles_of_wikitext(split: str, first: str) -> None:
     path = shared("data", "wikitext2_valid_test", f"wiki.{split}.raw")
     counts = Counter()
@@ -75,8 +83,9 @@ def test_what_is_not_utf8_is_counted_once(tmp_path: pathlib.Path) -> None:
     for max_bytes in (1, 3, 100):
         counts = Counter()
         pieces = reader.cut_files([str(path)], "blank-lines", max_bytes)
-        documents = [text for piece in pieces
-                     for text in reader.read_piece(piece, "blank-lines", counts)]
+        documents = [
+            text for piece in pieces for text in reader.read_piece(piece, "blank-lines", counts)
+        ]
         assert documents == [["good", "b\ufffdad"], ["also b\ufffd", "fine"]]
         assert counts == {"documents": 2, "broken_lines": 2}
 
@@ -124,8 +133,11 @@ def test_a_document_that_never_ends_is_refused(
     path.write_text("text\n" * 150_000 + "\n" + "text\n" * 150_000)
     first, *_ = reader.cut_files([str(path)], "blank-lines", 10**5)
     assert len(list(reader.read_piece(first, "blank-lines", Counter()))) == 1
-    with pytest.raises(UserError, match=r"dump.txt has a document of over 1 MB, .* byte 1,000,001 "
-                       "nothing in it begins another under --documents=titles"):
+    with pytest.raises(
+        UserError,
+        match=r"dump.txt has a document of over 1 MB, .* byte 1,000,001 "
+        "nothing in it begins another under --documents=titles",
+    ):
         list(reader.read_piece(first, "titles", Counter()))
 
 

@@ -19,10 +19,15 @@ def test_saved_is_read_again(tmp_path: pathlib.Path, cased: bool) -> None:
         assert found.tokens == VOCABULARY.tokens and told is cased
 
 
-@pytest.mark.parametrize("content, cased", [
-    (None, None), ('{"do_lower_case": false}', True), ('{"do_lower_case": true}', False),
-    ("{}", False),  # as transformers' BertTokenizer has it
-])
+@pytest.mark.parametrize(
+    "content, cased",
+    [
+        (None, None),
+        ('{"do_lower_case": false}', True),
+        ('{"do_lower_case": true}', False),
+        ("{}", False),  # as transformers' BertTokenizer has it
+    ],
+)
 def test_a_folder_of_hugging_face(
     tmp_path: pathlib.Path, content: str | None, cased: bool | None
 ) -> None:
@@ -32,10 +37,10 @@ def test_a_folder_of_hugging_face(
     assert saved.read(tmp_path)[1] is cased
 
 
-@pytest.mark.parametrize("name, content", [
-    ("text.json", "{"), ("text.json", "{}"), ("text.json", "[]"),
-    ("tokenizer_config.json", "[]"),
-])
+@pytest.mark.parametrize(
+    "name, content",
+    [("text.json", "{"), ("text.json", "{}"), ("text.json", "[]"), ("tokenizer_config.json", "[]")],
+)
 def test_what_cannot_be_read(tmp_path: pathlib.Path, name: str, content: str) -> None:
     VOCABULARY.write(tmp_path / "vocab.txt")
     (tmp_path / name).write_text(content)

@@ -9,19 +9,22 @@ from lamb_tpu.data.text.sentences import MAX_CHARACTERS, sentences
 from tests.shared import shared
 
 
-@pytest.mark.parametrize("line, expected", [
-    ("It rained. She left! Why? Nobody knew.", 4),
-    ("Mr. Darcy met Dr. Jones in St. Ives.", 1),
-    ("J. R. R. Tolkien wrote it. So did E. Nesbit.", 2),
-    ("It was he and I. They left.", 2),
-    ("“Go away!” she said. “Why?” He went.", 3),
-    ("He paid 3.50 dollars at 5 p.m. on Monday.", 1),
-    ("He came (late.) Then he left...  Or did he?", 3),
-    ("In 1918. 42 men died.", 2),
-    ("我来了。你走了！好吗？", 3),
-    ("no end at all", 1),
-    ("", 0),
-])
+@pytest.mark.parametrize(
+    "line, expected",
+    [
+        ("It rained. She left! Why? Nobody knew.", 4),
+        ("Mr. Darcy met Dr. Jones in St. Ives.", 1),
+        ("J. R. R. Tolkien wrote it. So did E. Nesbit.", 2),
+        ("It was he and I. They left.", 2),
+        ("“Go away!” she said. “Why?” He went.", 3),
+        ("He paid 3.50 dollars at 5 p.m. on Monday.", 1),
+        ("He came (late.) Then he left...  Or did he?", 3),
+        ("In 1918. 42 men died.", 2),
+        ("我来了。你走了！好吗？", 3),
+        ("no end at all", 1),
+        ("", 0),
+    ],
+)
 def test_by_hand(line: str, expected: int) -> None:
     found = list(sentences([line], "split", Counter()))
     assert len(found) == expected, found
@@ -37,11 +40,10 @@ def test_a_sentence_never_crosses_a_line() -> None:
     assert list(sentences(["a b", "c. D"], "split", Counter())) == ["a b", "c.", "D"]
 
 
-@pytest.mark.parametrize("line, pieces", [
-    ("x" * (3 * MAX_CHARACTERS), 3),
-    ("x" * MAX_CHARACTERS, 1),
-    ("word " * MAX_CHARACTERS, 5),
-])
+@pytest.mark.parametrize(
+    "line, pieces",
+    [("x" * (3 * MAX_CHARACTERS), 3), ("x" * MAX_CHARACTERS, 1), ("word " * MAX_CHARACTERS, 5)],
+)
 def test_what_is_too_long_is_cut(line: str, pieces: int) -> None:
     counts = Counter()
     found = list(sentences([line], "split", counts))

@@ -95,16 +95,22 @@ def damage(folder: pathlib.Path, what: str) -> None:
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
-@pytest.mark.parametrize("what, message", [
-    ("missing", "00001-of-00002.array_record is missing, though manifest.json lists it; delete"),
-    ("cut", r"has [\d,]+ bytes, manifest.json says [\d,]+: it is damaged; delete the folder"),
-    ("changed", r"00001-of-00002.array_record cannot be read \(.*\); if it is damaged, delete"),
-    ("extra", "more.array_record is not listed in manifest.json"),
-    ("vocabulary", "vocab.txt is not the one that manifest.json names"),
-    ("counts", "a shard is damaged"),
-    ("format", "another format"),
-    ("no manifest", "is no prepared text, for its manifest.json cannot be read"),
-])
+@pytest.mark.parametrize(
+    "what, message",
+    [
+        (
+            "missing",
+            "00001-of-00002.array_record is missing, though manifest.json lists it; delete",
+        ),
+        ("cut", r"has [\d,]+ bytes, manifest.json says [\d,]+: it is damaged; delete the folder"),
+        ("changed", r"00001-of-00002.array_record cannot be read \(.*\); if it is damaged, delete"),
+        ("extra", "more.array_record is not listed in manifest.json"),
+        ("vocabulary", "vocab.txt is not the one that manifest.json names"),
+        ("counts", "a shard is damaged"),
+        ("format", "another format"),
+        ("no manifest", "is no prepared text, for its manifest.json cannot be read"),
+    ],
+)
 def test_damage_is_named(tmp_path: pathlib.Path, what: str, message: str) -> None:
     write_folder(tmp_path, made_up(0), num_shards=2)
     damage(tmp_path, what)

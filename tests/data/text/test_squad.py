@@ -48,8 +48,9 @@ def tokens(features: Features, row: int, vocabulary: Vocabulary) -> str:
 
 
 def test_one_window_by_hand(tiny: Vocabulary) -> None:
-    features = make_features([ask("the  old man")], tiny, training=True, max_length=30,
-                             document_stride=10, max_query=4)
+    features = make_features(
+        [ask("the  old man")], tiny, training=True, max_length=30, document_stride=10, max_query=4
+    )
     assert tokens(features, 0, tiny) == (
         "[CLS] who wrote it ? [SEP] in 18 ##90 , the old man ( b ##orn 1850 ) wrote it . "
         "cafe ##s [SEP] [PAD] [PAD] [PAD] [PAD] [PAD] [PAD]"
@@ -64,25 +65,36 @@ def test_one_window_by_hand(tiny: Vocabulary) -> None:
     assert features.unmappable == () and features.question.tolist() == [0]
 
 
-@pytest.mark.parametrize("text, found", [
-    ("1890", "18 ##90"), ("90", "##90"), ("Cafés", "cafe ##s"), ("afé", "cafe"),
-    ("born 1850", "b ##orn 1850"), (")\nwrote", ") wrote"), ("In", "in"),
-])
+@pytest.mark.parametrize(
+    "text, found",
+    [
+        ("1890", "18 ##90"),
+        ("90", "##90"),
+        ("Cafés", "cafe ##s"),
+        ("afé", "cafe"),
+        ("born 1850", "b ##orn 1850"),
+        (")\nwrote", ") wrote"),
+        ("In", "in"),
+    ],
+)
 def test_answers_within_words(tiny: Vocabulary, text: str, found: str) -> None:
-    features = make_features([ask(text)], tiny, training=True, max_length=30, document_stride=10,
-                             max_query=4)
+    features = make_features(
+        [ask(text)], tiny, training=True, max_length=30, document_stride=10, max_query=4
+    )
     start, end = (int(features.arrays[f"{side}_position"][0]) for side in ("start", "end"))
     assert " ".join(tokens(features, 0, tiny).split()[start : end + 1]) == found
 
 
-@pytest.mark.parametrize("text, start", [
-    ("the old man", 9), ("1890", 4), ("1890", -1), ("", 3), ("nothing of it", 3), ("  ", 12),
-])
+@pytest.mark.parametrize(
+    "text, start",
+    [("the old man", 9), ("1890", 4), ("1890", -1), ("", 3), ("nothing of it", 3), ("  ", 12)],
+)
 def test_answers_that_do_not_occur_are_counted(tiny: Vocabulary, text: str, start: int) -> None:
     good = ask("1890")
     both = [Question("bad", "who", CONTEXT, ((text, start),)), good]
-    features = make_features(both, tiny, training=True, max_length=30, document_stride=10,
-                             max_query=4)
+    features = make_features(
+        both, tiny, training=True, max_length=30, document_stride=10, max_query=4
+    )
     assert features.unmappable == ("bad",) and features.question.tolist() == [1]
     # For evaluation every question stays.
     features = make_features(both, tiny, max_length=30, document_stride=10, max_query=4)
@@ -108,13 +120,16 @@ def plain_windows(
         for position in range(start, start + length):
             scores = [
                 min(position - first, first + size - 1 - position) + 0.01 * size
-                for first, size in spans if first <= position < first + size
+                for first, size in spans
+                if first <= position < first + size
             ]
             own = min(position - start, start + length - 1 - position) + 0.01 * length
-            earlier = [s for s in spans[: spans.index((start, length))]
-                       if s[0] <= position < s[0] + s[1]]
-            tied = any(min(position - f, f + n - 1 - position) + 0.01 * n == own
-                       for f, n in earlier)
+            earlier = [
+                s for s in spans[: spans.index((start, length))] if s[0] <= position < s[0] + s[1]
+            ]
+            tied = any(
+                min(position - f, f + n - 1 - position) + 0.01 * n == own for f, n in earlier
+            )
             best.append(own == max(scores) and not tied)
         inside = context[start : start + length]
         windows.append(([101, *query, 102, *inside, 102], best))
@@ -127,8 +142,9 @@ def test_windows_are_those_of_the_original(
 ) -> None:
     questions = xquad[:150]
     tokenizer = make_tokenizer(vocabulary, cased=False)
-    features = make_features(questions, vocabulary, max_length=max_length,
-                             document_stride=stride, max_query=max_query)
+    features = make_features(
+        questions, vocabulary, max_length=max_length, document_stride=stride, max_query=max_query
+    )
     row = 0
     for number, question in enumerate(questions):
         query = tokenizer.encode(question.text).ids[:max_query]
@@ -196,8 +212,9 @@ def test_training_answers_come_back(vocabulary: Vocabulary) -> None:
 
 def test_impossible_questions_point_at_the_start(tiny: Vocabulary) -> None:
     question = Question("q", "who", CONTEXT, (), impossible=True)
-    features = make_features([question], tiny, training=True, max_length=30, document_stride=10,
-                             max_query=4)
+    features = make_features(
+        [question], tiny, training=True, max_length=30, document_stride=10, max_query=4
+    )
     assert features.arrays["start_position"].tolist() == [0]
     assert features.arrays["end_position"].tolist() == [0]
 
@@ -210,19 +227,26 @@ def test_reading_both_versions(tmp_path: pathlib.Path) -> None:
     ]
     path.write_text(json.dumps({"data": [{"paragraphs": [{"context": "a b", "qas": asked}]}]}))
     assert read_questions(path) == [
-        Question("a", "who?", "a b", (("b", 2),)), Question("c", "why?", "a b", (), True),
+        Question("a", "who?", "a b", (("b", 2),)),
+        Question("c", "why?", "a b", (), True),
     ]
 
 
-@pytest.mark.parametrize("content, message", [
-    (None, "cannot be read"),
-    ("{", "is no SQuAD file"),
-    ("[]", "is no SQuAD file"),
-    ('{"data": []}', "has no question"),
-    ('{"data": [{"paragraphs": [{"qas": [{}]}]}]}', "is no SQuAD file.*KeyError: 'context'"),
-    ('{"data": [{"paragraphs": [{"context": "c", "qas": [{"id": "x", "question": "q"},'
-     ' {"id": "x", "question": "q"}]}]}]}', "has the question x twice"),
-])
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (None, "cannot be read"),
+        ("{", "is no SQuAD file"),
+        ("[]", "is no SQuAD file"),
+        ('{"data": []}', "has no question"),
+        ('{"data": [{"paragraphs": [{"qas": [{}]}]}]}', "is no SQuAD file.*KeyError: 'context'"),
+        (
+            '{"data": [{"paragraphs": [{"context": "c", "qas": [{"id": "x", "question": "q"},'
+            ' {"id": "x", "question": "q"}]}]}]}',
+            "has the question x twice",
+        ),
+    ],
+)
 def test_no_squad_file(tmp_path: pathlib.Path, content: str | None, message: str) -> None:
     path = tmp_path / "squad.json"
     if content is not None:
@@ -232,22 +256,46 @@ def test_no_squad_file(tmp_path: pathlib.Path, content: str | None, message: str
     assert str(path) in str(caught.value)
 
 
-@pytest.mark.parametrize("change, message", [
-    ({"id": None}, "an id is null, which must be a string"),
-    ({"id": 7}, "an id is 7, which must be a string"),
-    ({"question": None}, "the text of question q is null, which must be a string"),
-    ({"question": ["who"]}, r'the text of question q is \["who"\], which must be a string'),
-    ({"context": None}, "the context of question q is null, which must be a string"),
-    ({"answers": None}, "the list of answers of question q is null, which must be a list"),
-    ({"answers": {"text": "c"}}, "the list of answers of question q is {.*, which must be a list"),
-    ({"answers": [{"text": None, "answer_start": 0}]}, "text of an answer of question q is null"),
-    ({"answers": [{"text": "c", "answer_start": "0"}]}, 'q is "0", which must be a whole number'),
-    ({"answers": [{"text": "c", "answer_start": True}]}, "q is true, which must be a whole number"),
-    ({"answers": [{"text": "c", "answer_start": None}]}, "q is null, which must be a whole number"),
-    ({"answers": ["c"]}, "TypeError"),
-    ({"is_impossible": "false"}, 'is_impossible of question q is "false", which must be true or'),
-    ({"is_impossible": None}, "is_impossible of question q is null, which must be true or false"),
-])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"id": None}, "an id is null, which must be a string"),
+        ({"id": 7}, "an id is 7, which must be a string"),
+        ({"question": None}, "the text of question q is null, which must be a string"),
+        ({"question": ["who"]}, r'the text of question q is \["who"\], which must be a string'),
+        ({"context": None}, "the context of question q is null, which must be a string"),
+        ({"answers": None}, "the list of answers of question q is null, which must be a list"),
+        (
+            {"answers": {"text": "c"}},
+            "the list of answers of question q is {.*, which must be a list",
+        ),
+        (
+            {"answers": [{"text": None, "answer_start": 0}]},
+            "text of an answer of question q is null",
+        ),
+        (
+            {"answers": [{"text": "c", "answer_start": "0"}]},
+            'q is "0", which must be a whole number',
+        ),
+        (
+            {"answers": [{"text": "c", "answer_start": True}]},
+            "q is true, which must be a whole number",
+        ),
+        (
+            {"answers": [{"text": "c", "answer_start": None}]},
+            "q is null, which must be a whole number",
+        ),
+        ({"answers": ["c"]}, "TypeError"),
+        (
+            {"is_impossible": "false"},
+            'is_impossible of question q is "false", which must be true or',
+        ),
+        (
+            {"is_impossible": None},
+            "is_impossible of question q is null, which must be true or false",
+        ),
+    ],
+)
 def test_values_of_another_kind(
     tmp_path: pathlib.Path, change: dict[str, object], message: str
 ) -> None:
@@ -282,8 +330,15 @@ def test_answers_that_end_in_deleted_characters_come_back(mark: str, cased: bool
     for context in (f"we in cafe{mark} ,", f"we (cafe{mark}), in", f"the cafe{mark}"):
         answer = f"cafe{mark}"
         question = Question("q", "we", context, ((answer, context.index(answer)),))
-        features = make_features([question], vocabulary, cased=cased, training=True, max_length=32,
-                                 document_stride=8, max_query=4)
+        features = make_features(
+            [question],
+            vocabulary,
+            cased=cased,
+            training=True,
+            max_length=32,
+            document_stride=8,
+            max_query=4,
+        )
         start, end = (int(features.arrays[f"{side}_position"][0]) for side in ("start", "end"))
         first, last = features.char_start[0, start], features.char_stop[0, end]
         assert context[first:last] == answer
@@ -291,21 +346,29 @@ def test_answers_that_end_in_deleted_characters_come_back(mark: str, cased: bool
 
 def test_ranges_include_deleted_characters_at_a_start(tiny: Vocabulary) -> None:
     context = "\u200ethe (\u200eold\u200f) man \u200d \u00ad,\x02 it"
-    features = make_features([Question("q", "who", context, ())], tiny, max_length=32,
-                             document_stride=8, max_query=4)
+    features = make_features(
+        [Question("q", "who", context, ())], tiny, max_length=32, document_stride=8, max_query=4
+    )
     inside = features.char_start[0] >= 0
     ranges = zip(features.char_start[0][inside], features.char_stop[0][inside])
     # No range includes a space, or a character that stands alone between spaces.
     assert [context[start:stop] for start, stop in ranges] == [
-        "\u200ethe", "(\u200e", "\u200eold\u200f", "\u200f)", "man", "\u00ad,\x02", "it"
+        "\u200ethe",
+        "(\u200e",
+        "\u200eold\u200f",
+        "\u200f)",
+        "man",
+        "\u00ad,\x02",
+        "it",
     ]
 
 
 def test_an_answer_that_begins_with_a_deleted_character(tiny: Vocabulary) -> None:
     context = "the (\u200eold) man"
     question = Question("q", "who", context, (("\u200eold", 5),))
-    features = make_features([question], tiny, training=True, max_length=32, document_stride=8,
-                             max_query=4)
+    features = make_features(
+        [question], tiny, training=True, max_length=32, document_stride=8, max_query=4
+    )
     position = int(features.arrays["start_position"][0])
     assert tiny.tokens[features.arrays["input_ids"][0, position]] == "old"
     assert context[features.char_start[0, position] : features.char_stop[0, position]] == (

@@ -22,8 +22,11 @@ def item(name: str, text: str | None, start: int | None = None) -> dict:
     if text is None:
         return {"id": name, "question": "Why?", "answers": [], "is_impossible": True}
     start = CONTEXT.index(text) if start is None else start
-    return {"id": name, "question": "Who wrote it?",
-            "answers": [{"text": text, "answer_start": start}]}
+    return {
+        "id": name,
+        "question": "Who wrote it?",
+        "answers": [{"text": text, "answer_start": start}],
+    }
 
 
 def write(path: pathlib.Path, *asked: dict) -> None:
@@ -41,21 +44,19 @@ def folder(tmp_path: pathlib.Path) -> pathlib.Path:
     return tmp_path
 
 
-def load(
-    folder: pathlib.Path, split: str, training: bool = True, **options: object
-) -> SquadSource:
+def load(folder: pathlib.Path, split: str, training: bool = True, **options: object) -> SquadSource:
     options = {"vocab": str(folder / "net"), **SIZES, **options}
-    return data.load(
-        "squad", split, source_dir=str(folder), options=options, training=training
-    )
+    return data.load("squad", split, source_dir=str(folder), options=options, training=training)
 
 
 def test_for_training(folder: pathlib.Path) -> None:
     source = load(folder, "train.json")
     found = {field: (spec.shape, spec.dtype.name) for field, spec in source.element_spec.items()}
     assert found == {
-        "input_ids": ((14,), "int32"), "token_type_ids": ((14,), "int32"),
-        "attention_mask": ((14,), "bool"), "start_position": ((), "int32"),
+        "input_ids": ((14,), "int32"),
+        "token_type_ids": ((14,), "int32"),
+        "attention_mask": ((14,), "bool"),
+        "start_position": ((), "int32"),
         "end_position": ((), "int32"),
     }
     assert [question.id for question in source.questions] == ["b", "a", "v2"]
@@ -104,14 +105,29 @@ def test_the_name_is_of_the_content(folder: pathlib.Path) -> None:
     assert len({first, *others}) == 3
 
 
-@pytest.mark.parametrize("split, options, message", [
-    ("dev.json", {}, r"dev.json is no file; .* config.data.dir, which has bad.json, train.json$"),
-    ("bad.json", {}, "none of the 1 questions can be trained on: .* the first is b"),
-    ("train.json", {"cased": True}, r"options.cased is True, but .*net is of text with cased = F"),
-    ("train.json", {"vocab": None}, "config.data.options.vocab is missing; give the path of"),
-    ("train.json", {"vocab": "none.txt"}, "the vocabulary none.txt cannot be read"),
-    ("train.json", {"strid": 3}, "config.data.options.strid is unknown; squad has, .*vocab = ''"),
-])
+@pytest.mark.parametrize(
+    "split, options, message",
+    [
+        (
+            "dev.json",
+            {},
+            r"dev.json is no file; .* config.data.dir, which has bad.json, train.json$",
+        ),
+        ("bad.json", {}, "none of the 1 questions can be trained on: .* the first is b"),
+        (
+            "train.json",
+            {"cased": True},
+            r"options.cased is True, but .*net is of text with cased = F",
+        ),
+        ("train.json", {"vocab": None}, "config.data.options.vocab is missing; give the path of"),
+        ("train.json", {"vocab": "none.txt"}, "the vocabulary none.txt cannot be read"),
+        (
+            "train.json",
+            {"strid": 3},
+            "config.data.options.strid is unknown; squad has, .*vocab = ''",
+        ),
+    ],
+)
 def test_mistakes(folder: pathlib.Path, split: str, options: dict, message: str) -> None:
     with pytest.raises(UserError, match=message):
         load(folder, split, **options)

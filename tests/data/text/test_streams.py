@@ -60,9 +60,12 @@ def test_batches_are_in_order_in_every_epoch_and_process() -> None:
 
 
 def test_other_batches_are_refused() -> None:
-    with pytest.raises(UserError, match=(
-        "a batch of 4 examples is asked for, and text:train has 8 streams; a batch must have one"
-    )):
+    with pytest.raises(
+        UserError,
+        match=(
+            "a batch of 4 examples is asked for, and text:train has 8 streams; a batch must have one"
+        ),
+    ):
         next(data.TrainLoader(source(8), 4, seed=0))
 
 
@@ -98,17 +101,24 @@ def test_shapes_are_known_without_the_text() -> None:
 def test_name_stands_for_the_content() -> None:
     names = {
         TrainingStreams("text:train", tokens, words, 2, Options()).name
-        for tokens in (TEXT, TEXT[::-1].copy()) for words in (WORDS, WORDS[::-1])
+        for tokens in (TEXT, TEXT[::-1].copy())
+        for words in (WORDS, WORDS[::-1])
     }
     assert len(names) == 4 and all(name.startswith("text:train:") for name in names)
     assert data.title(source(2)) == "text:train"
 
 
-@pytest.mark.parametrize("options, message", [
-    (Options(steps=0), "config.data.options.steps is 0; it must be at least 1"),
-    (Options(eval_streams=0), "config.data.options.eval_streams is 0"),
-    (Options(layout="torch"), "config.data.options.layout is 'torch'; known: tensorflow, pytorch"),
-])
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (Options(steps=0), "config.data.options.steps is 0; it must be at least 1"),
+        (Options(eval_streams=0), "config.data.options.eval_streams is 0"),
+        (
+            Options(layout="torch"),
+            "config.data.options.layout is 'torch'; known: tensorflow, pytorch",
+        ),
+    ],
+)
 def test_mistakes(options: Options, message: str) -> None:
     for training in (True, False):
         with pytest.raises(UserError, match=message):
@@ -116,10 +126,13 @@ def test_mistakes(options: Options, message: str) -> None:
 
 
 def test_texts_that_are_too_short() -> None:
-    with pytest.raises(UserError, match=(
-        "config.batch_size is 20: of the 107 words of text:train each row gets 5, which is no "
-        "window of config.data.options.steps=5 words"
-    )):
+    with pytest.raises(
+        UserError,
+        match=(
+            "config.batch_size is 20: of the 107 words of text:train each row gets 5, which is no "
+            "window of config.data.options.steps=5 words"
+        ),
+    ):
         source(20)
     with pytest.raises(UserError, match="eval_streams is 107; text:test has 107 words"):
         EvalStreams("text:test", TEXT, WORDS, Options(eval_streams=107))

@@ -8,8 +8,10 @@ from lamb_tpu.data.text.vocabulary import SPECIAL_TOKENS, Vocabulary
 from lamb_tpu.errors import UserError
 
 TEXTS = [
-    "Ein Mädchen, das (sehr) laut lacht - „schön“, nicht?", "It's 3.5 km; don't stop!",
-    "Two dogs run.", "Zwei Hunde rennen, zwei Hunde springen.",
+    "Ein Mädchen, das (sehr) laut lacht - „schön“, nicht?",
+    "It's 3.5 km; don't stop!",
+    "Two dogs run.",
+    "Zwei Hunde rennen, zwei Hunde springen.",
 ]
 
 

@@ -18,8 +18,13 @@ def vocabulary() -> Vocabulary:
 
 
 def test_the_vocabulary_of_bert(vocabulary: Vocabulary) -> None:
-    ids = [vocabulary.pad_id, vocabulary.unknown_id, vocabulary.cls_id, vocabulary.sep_id,
-           vocabulary.mask_id]
+    ids = [
+        vocabulary.pad_id,
+        vocabulary.unknown_id,
+        vocabulary.cls_id,
+        vocabulary.sep_id,
+        vocabulary.mask_id,
+    ]
     assert len(vocabulary) == 30_522 and ids == [0, 100, 101, 102, 103]
     assert vocabulary.continues.sum() == 5_828  # `grep -c '^##'`
     assert not vocabulary.continues[vocabulary.ids["a"]]
@@ -31,12 +36,15 @@ def test_written_is_read_again(tmp_path: pathlib.Path, vocabulary: Vocabulary) -
     assert (tmp_path / "vocab.txt").read_bytes() == original
 
 
-@pytest.mark.parametrize("content, message", [
-    (b"a\nb\n", r"has no \[PAD\], \[UNK\], \[CLS\], \[SEP\], \[MASK\]"),
-    ("\n".join([*SPECIAL_TOKENS, "a", "b", "a"]).encode(), "the token 'a' twice"),
-    (b"\xff\xfe", "is not UTF-8"),
-    (None, "cannot be read"),
-])
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (b"a\nb\n", r"has no \[PAD\], \[UNK\], \[CLS\], \[SEP\], \[MASK\]"),
+        ("\n".join([*SPECIAL_TOKENS, "a", "b", "a"]).encode(), "the token 'a' twice"),
+        (b"\xff\xfe", "is not UTF-8"),
+        (None, "cannot be read"),
+    ],
+)
 def test_no_vocabulary(tmp_path: pathlib.Path, content: bytes | None, message: str) -> None:
     path = tmp_path / "vocab.txt"
     if content is not None:

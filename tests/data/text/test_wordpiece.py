@@ -59,9 +59,14 @@ def vocabulary() -> Vocabulary:
 
 
 TEXTS = [
-    "Hello, world! unaffable", "Café déjà-vu naïve Ångström", "[MASK] is no [SEP] here",
-    "中文 and English混合", "a\u00a0b\u200bc\ufffdd\te", "x" * 200 + " " + "y" * 201,
-    "electroencephalographically ##ing", "𝔘nicode ☃ €5 1,000.50",
+    "Hello, world! unaffable",
+    "Café déjà-vu naïve Ångström",
+    "[MASK] is no [SEP] here",
+    "中文 and English混合",
+    "a\u00a0b\u200bc\ufffdd\te",
+    "x" * 200 + " " + "y" * 201,
+    "electroencephalographically ##ing",
+    "𝔘nicode ☃ €5 1,000.50",
 ]
 
 
@@ -93,7 +98,10 @@ def test_training_a_vocabulary() -> None:
     assert trained.tokens[5:15] == list("!\"$%&'(),-")  # sorted, and "#" does not occur
     again = subprocess.run(
         [sys.executable, "-c", TRAIN.format(path=str(path))],
-        cwd=ROOT, capture_output=True, text=True, check=True,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert again.stdout.strip() == ascii(trained.tokens)
     with pytest.raises(UserError, match="--train-vocab=20 is too few: .* of this text are"):

@@ -19,8 +19,13 @@ from tests.parallel.wire import wire_bytes
 
 # A matrix larger than the others, small vectors, and lengths that nothing divides: 4.3 M values.
 SHAPES = {
-    "embedding": (4099, 512), "kernel": (2560, 768), "head": (768, 257), "bias": (257,),
-    "scale": (3,), "conv": (3, 3, 5, 7), "scalar": (),
+    "embedding": (4099, 512),
+    "kernel": (2560, 768),
+    "head": (768, 257),
+    "bias": (257,),
+    "scale": (3,),
+    "conv": (3, 3, 5, 7),
+    "scalar": (),
 }
 VALUES = sum(math.prod(shape) for shape in SHAPES.values())
 FORMATS = {"e4m3": (4, 3), "e3m0": (3, 0), "e5m10": (5, 10), "e3m2": (3, 2)}
@@ -32,7 +37,10 @@ def program(mesh: Mesh, **options: Any) -> Any:
     grads = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in SHAPES.items()}
     mapped = jax.shard_map(
         lambda grads: exchange.reduce(grads, exchange.init(grads))[0],
-        mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False,
+        mesh=mesh,
+        in_specs=PartitionSpec(),
+        out_specs=PartitionSpec(),
+        check_vma=False,
     )
     return jax.jit(mapped).lower(grads).compile()
 
@@ -40,8 +48,10 @@ def program(mesh: Mesh, **options: Any) -> Any:
 def report(mesh: Mesh, **options: Any) -> dict[str, Any]:
     """Returns the bytes of a program by dtype, and its collectives in words."""
     text = program(mesh, **options).as_text()
-    rows = [f"{one.count} {one.kind} {one.dtype} {one.operand_bytes}"
-            for one in traffic.collectives(text)]
+    rows = [
+        f"{one.count} {one.kind} {one.dtype} {one.operand_bytes}"
+        for one in traffic.collectives(text)
+    ]
     return {"sent": wire_bytes(text), "collectives": rows}
 
 

@@ -62,14 +62,15 @@ def sent(exchange: Exchange, params: Any) -> dict[str, int]:
     each, whole = PartitionSpec(AXES), PartitionSpec()
     residual = jax.eval_shape(exchange.init, params)
     grads = jax.eval_shape(lambda: jax.tree.map(jnp.zeros_like, params))
-    specs = Residual(*(
-        jax.tree.map(lambda _, spec=spec: spec, tree)
-        for tree, spec in zip(residual, (each, each, whole), strict=True)
-    ))
+    specs = Residual(
+        *(
+            jax.tree.map(lambda _, spec=spec: spec, tree)
+            for tree, spec in zip(residual, (each, each, whole), strict=True)
+        )
+    )
 
     def lead(tree: Any) -> Any:
-        return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct((DEVICES, *x.shape), x.dtype), tree)
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct((DEVICES, *x.shape), x.dtype), tree)
 
     def reduce(grads: Any, residual: Residual) -> Any:
         own = Residual(*jax.tree.map(lambda x: x[0], tuple(residual[:2])), residual.whole)
@@ -77,7 +78,8 @@ def sent(exchange: Exchange, params: Any) -> dict[str, int]:
         return found, Residual(*jax.tree.map(lambda x: x[None], tuple(own[:2])), own.whole)
 
     mapped = jax.shard_map(
-        reduce, mesh=mesh, in_specs=(each, specs), out_specs=(whole, specs), check_vma=False)
+        reduce, mesh=mesh, in_specs=(each, specs), out_specs=(whole, specs), check_vma=False
+    )
     shapes = Residual(lead(residual.device), lead(residual.split), residual.whole)
     return wire_bytes(jit(mapped).lower(lead(grads), shapes).compile())
 
@@ -91,5 +93,6 @@ def reshared(residual: Residual, devices: int) -> Residual:
     return Residual(
         device=jax.tree.map(shares, residual.device),
         whole=jax.tree.map(
-            lambda leaf: jnp.broadcast_to(leaf[0], (devices, *leaf.shape[1:])), residual.whole),
+            lambda leaf: jnp.broadcast_to(leaf[0], (devices, *leaf.shape[1:])), residual.whole
+        ),
     )

@@ -67,8 +67,14 @@ def momentum(
     del axis_name  # it needs no sum over the parts of a tensor
 
     def update(
-        grads: Any, state: Any, params: Any = None, *, reduce: Any = None, stage: Any = None,
-        num_devices: int = 1, **extra: Any,
+        grads: Any,
+        state: Any,
+        params: Any = None,
+        *,
+        reduce: Any = None,
+        stage: Any = None,
+        num_devices: int = 1,
+        **extra: Any,
     ) -> tuple[Any, Any]:
         count, trace = state
         if stage is None:

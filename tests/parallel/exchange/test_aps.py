@@ -82,8 +82,11 @@ def test_without_the_shift_small_layers_are_lost() -> None:
     np.testing.assert_array_equal(found["bias"], expected(grads["bias"], shift=False))
     assert not found["far"].any() and expected(grads["far"]).all()
     np.testing.assert_allclose(
-        reduced(grads)["far"], np.broadcast_to(grads["far"].sum(0), (8, 3, 1, 2)), rtol=0.2,
-        atol=1e-30)
+        reduced(grads)["far"],
+        np.broadcast_to(grads["far"].sum(0), (8, 3, 1, 2)),
+        rtol=0.2,
+        atol=1e-30,
+    )
 
 
 def test_four_bits_by_hand() -> None:
@@ -117,8 +120,9 @@ def test_inside_shard_map_over_axes(axes: tuple[str, ...], shape: tuple[int, ...
         return jax.tree.map(lambda leaf: leaf[None], sums)
 
     every = PartitionSpec(axes)
-    found = jax.jit(jax.shard_map(
-        one, mesh=mesh, in_specs=every, out_specs=every, check_vma=False))(grads)
+    found = jax.jit(
+        jax.shard_map(one, mesh=mesh, in_specs=every, out_specs=every, check_vma=False)
+    )(grads)
     for name, sums in found.items():
         np.testing.assert_array_equal(sums, expected(grads[name]), err_msg=name)
 
@@ -190,11 +194,14 @@ def test_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
         np.testing.assert_array_equal(sums, one[name])
 
 
-@pytest.mark.parametrize("options, message", [
-    ({"exponent_bits": 9}, "exponent_bits must be 2 to 8, not 9"),
-    ({"exponent_bits": 1}, "exponent_bits must be 2 to 8, not 1"),
-    ({"mantissa_bits": 24}, "mantissa_bits must be 0 to 23, not 24"),
-])
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"exponent_bits": 9}, "exponent_bits must be 2 to 8, not 9"),
+        ({"exponent_bits": 1}, "exponent_bits must be 2 to 8, not 1"),
+        ({"mantissa_bits": 24}, "mantissa_bits must be 0 to 23, not 24"),
+    ],
+)
 def test_what_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Aps(("data",), 8, **options)
@@ -211,14 +218,22 @@ def check_wire(report: dict[str, Any], num_devices: int, share: float) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name, share, kahan", [
-    ("e4m3", 1 / 4, False), ("e4m3", 1 / 4, True), ("e3m0", 1 / 8, False),
-    ("e5m10", 1 / 2, False), ("e3m2", 6 / 32, False),
-])
+@pytest.mark.parametrize(
+    "name, share, kahan",
+    [
+        ("e4m3", 1 / 4, False),
+        ("e4m3", 1 / 4, True),
+        ("e3m0", 1 / 8, False),
+        ("e5m10", 1 / 2, False),
+        ("e3m2", 6 / 32, False),
+    ],
+)
 def test_wire(name: str, share: float, kahan: bool) -> None:
     exponent_bits, mantissa_bits = aps_wire.FORMATS[name]
     report = aps_wire.report(
-        make_mesh(tiny.digits().mesh), exponent_bits=exponent_bits, mantissa_bits=mantissa_bits,
+        make_mesh(tiny.digits().mesh),
+        exponent_bits=exponent_bits,
+        mantissa_bits=mantissa_bits,
         kahan=kahan,
     )
     check_wire(report, DEVICES, share)

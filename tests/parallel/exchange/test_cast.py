@@ -38,9 +38,11 @@ def exchanged(name: str, optimizer_state: str) -> tuple[dict[str, Any], dict[str
         return sums
 
     specs = jax.tree.map(lambda sharding: sharding.spec, layout.moments)
-    found = jax.jit(jax.shard_map(
-        reduce, mesh=mesh, in_specs=PartitionSpec("data"), out_specs=specs, check_vma=False
-    ))(grads)
+    found = jax.jit(
+        jax.shard_map(
+            reduce, mesh=mesh, in_specs=PartitionSpec("data"), out_specs=specs, check_vma=False
+        )
+    )(grads)
     return found, {name: np.float64(value).sum(0) for name, value in grads.items()}
 
 

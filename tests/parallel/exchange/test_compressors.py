@@ -47,8 +47,11 @@ def test_messages_of_devices_add_up(compressor) -> None:
     def send(vectors):
         messages = [compressor.compress(x) for x in vectors]
         own = [compressor.decompress(message) for message in messages]
-        return own, compressor.total(messages, ("data",), devices), compressor.each(
-            messages, ("data",))
+        return (
+            own,
+            compressor.total(messages, ("data",), devices),
+            compressor.each(messages, ("data",)),
+        )
 
     own, total, each = jit(jax.vmap(send, axis_name="data"))(every)
     for mine, sums, rows in zip(own, total, each, strict=True):

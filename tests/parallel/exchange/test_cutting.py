@@ -62,5 +62,6 @@ def test_first_of_the_values_that_are_not_below(budget: int) -> None:
     values = magnitudes()
     threshold = np.sort(values)[-100]
     mask = cutting.first(jnp.asarray(values), jnp.asarray(threshold), budget).mask(
-        jnp.asarray(values))
+        jnp.asarray(values)
+    )
     assert np.flatnonzero(mask).tolist() == np.flatnonzero(values >= threshold)[:budget].tolist()

@@ -61,17 +61,22 @@ class Reference:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("options", [
-    {"ratio": 0.1}, {"ratio": 0.1, "nesterov": True, "clip_norm": 2.0},
-    {"ratio": 0.3, "factor_masking": False, "momentum": 0.5}, {"ratio": 0.02, "momentum": 0.0},
-    {"ratio": 0.05, "warmup_steps": 2, "warmup_stages": 2, "clip_norm": 1.0},
-    {"ratio": 1.0, "nesterov": True},
-], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"ratio": 0.1},
+        {"ratio": 0.1, "nesterov": True, "clip_norm": 2.0},
+        {"ratio": 0.3, "factor_masking": False, "momentum": 0.5},
+        {"ratio": 0.02, "momentum": 0.0},
+        {"ratio": 0.05, "warmup_steps": 2, "warmup_stages": 2, "clip_norm": 1.0},
+        {"ratio": 1.0, "nesterov": True},
+    ],
+    ids=str,
+)
 def test_rule(options) -> None:
     """Gradients are shares of a mean: a quarter of each of four workers'."""
     exchange = DGC(over.AXES, 4, **options, sample_ratio=1.0)
-    sums, residuals = over.run(
-        exchange, [{n: g / 4 for n, g in grads.items()} for grads in EVERY])
+    sums, residuals = over.run(exchange, [{n: g / 4 for n, g in grads.items()} for grads in EVERY])
     reference = Reference(exchange, workers=4)
     for update, (grads, found) in enumerate(zip(EVERY, sums, strict=True)):
         expected = reference(grads, exchange.at(update).ratio)
@@ -81,7 +86,8 @@ def test_rule(options) -> None:
         for place, name in enumerate(("kernel", "table")):
             for kept, wanted in (("momentum", reference.u), ("accumulated", reference.v)):
                 np.testing.assert_allclose(
-                    4 * device[kept][place], wanted[name].reshape(4, -1), atol=1e-5)
+                    4 * device[kept][place], wanted[name].reshape(4, -1), atol=1e-5
+                )
 
 
 def test_dense_stage_before_a_sparse_one() -> None:
@@ -90,8 +96,7 @@ def test_dense_stage_before_a_sparse_one() -> None:
     residual = None
     for grads, ratio in zip(EVERY, (1.0, 1.0, 0.1, 0.1), strict=True):
         exchange = DGC(over.AXES, 4, ratio=ratio, sample_ratio=1.0)
-        (found,), (residual,) = over.run(
-            exchange, [{n: g / 4 for n, g in grads.items()}], residual)
+        (found,), (residual,) = over.run(exchange, [{n: g / 4 for n, g in grads.items()}], residual)
         for name, values in reference(grads, ratio).items():
             np.testing.assert_allclose(found[name], values, atol=2e-6, err_msg=name)
 
@@ -104,7 +109,8 @@ def test_everything_is_sent_in_the_end() -> None:
     # On two devices in equal shares, without new gradients.
     nothing = [{n: np.zeros((2, *s), np.float32) for n, s in SHAPES.items()}] * 30
     later, after = over.run(
-        dataclasses.replace(exchange, num_devices=2), nothing, over.reshared(residuals[-1], 2))
+        dataclasses.replace(exchange, num_devices=2), nothing, over.reshared(residuals[-1], 2)
+    )
     for name in SHAPES:
         expected = sum(np.float64(grads[name]).sum(0) for grads in EVERY)
         found = sum(np.float64(s[name]) for s in [*sums, *later])
@@ -123,31 +129,35 @@ def test_warmup_stages() -> None:
     stage = exchange.at(3)
     assert stage.at(77) == stage
     params = {n: jnp.zeros(s) for n, s in SHAPES.items()}
-    shapes = {
-        str(jax.eval_shape(exchange.at(update).init, params)) for update in (0, 5, 10)}
+    shapes = {str(jax.eval_shape(exchange.at(update).init, params)) for update in (0, 5, 10)}
     assert len(shapes) == 1
 
 
-@pytest.mark.parametrize("coeff, expected", [
-    (0.3, [0.3, 0.09, 0.027, 0.02]),  # the powers of a number, not below the ratio
-    ([0.25, 0.01, 0.063], [0.25, 0.01, 0.063, 0.02]),  # in any order, also below the ratio
-    (None, [0.02 ** (k / 4) for k in range(1, 5)]),
-])
+@pytest.mark.parametrize(
+    "coeff, expected",
+    [
+        (0.3, [0.3, 0.09, 0.027, 0.02]),  # the powers of a number, not below the ratio
+        ([0.25, 0.01, 0.063], [0.25, 0.01, 0.063, 0.02]),  # in any order, also below the ratio
+        (None, [0.02 ** (k / 4) for k in range(1, 5)]),
+    ],
+)
 def test_warmup_coefficients(coeff, expected) -> None:
-    exchange = DGC(
-        over.AXES, 8, ratio=0.02, warmup_steps=6, warmup_stages=3, warmup_coeff=coeff)
+    exchange = DGC(over.AXES, 8, ratio=0.02, warmup_steps=6, warmup_stages=3, warmup_coeff=coeff)
     ratios = [exchange.at(update).ratio for update in range(8)]
     np.testing.assert_allclose(ratios, np.repeat(expected, 2), rtol=1e-12)
     assert hash(exchange)
 
 
-@pytest.mark.parametrize("size, ratio, sample_ratio, expected", [
-    (256, 0.1, 0.05, (256, 26, 9, 3)),  # as in the recorded run
-    (128, 0.1, 0.05, (128, 13, 1, 13)),
-    (1_000_000, 0.001, 0.01, (1_000_000, 1000, 97, 11)),
-    (1_000_000, 0.001, 1.0, (1_000_000, 1000, 1, 1000)),
-    (1500, 0.001, 0.01, (1500, 2, 1, 2)),  # too few to sample
-])
+@pytest.mark.parametrize(
+    "size, ratio, sample_ratio, expected",
+    [
+        (256, 0.1, 0.05, (256, 26, 9, 3)),  # as in the recorded run
+        (128, 0.1, 0.05, (128, 13, 1, 13)),
+        (1_000_000, 0.001, 0.01, (1_000_000, 1000, 97, 11)),
+        (1_000_000, 0.001, 1.0, (1_000_000, 1000, 1, 1000)),
+        (1500, 0.001, 0.01, (1500, 2, 1, 2)),  # too few to sample
+    ],
+)
 def test_sampling(size, ratio, sample_ratio, expected) -> None:
     assert DGC(over.AXES, 8, ratio, sample_ratio=sample_ratio).sampling(size) == expected
 
@@ -158,8 +168,10 @@ def test_selected_from_samples(resample: bool, kind: str) -> None:
     rng = np.random.default_rng(0)
     size = 20_000
     values = {
-        "normal": lambda: np.abs(rng.normal(size=size)), "equal": lambda: np.ones(size),
-        "zero": lambda: np.zeros(size), "heavy": lambda: rng.pareto(0.5, size),
+        "normal": lambda: np.abs(rng.normal(size=size)),
+        "equal": lambda: np.ones(size),
+        "zero": lambda: np.zeros(size),
+        "heavy": lambda: rng.pareto(0.5, size),
         # Hardly any is in the samples.
         "few": lambda: np.where(np.arange(size) % 997 == 5, 1.0 + np.arange(size), 1e-3),
     }[kind]().astype(np.float32)
@@ -206,7 +218,8 @@ def test_starts_of_samples_change() -> None:
     exchange = DGC(over.AXES, 8)
     sampling = exchange.sampling(1_000_000)
     starts = [
-        int(exchange.sample_start(leaf, sampling, count)) for leaf in (0, 1) for count in range(20)]
+        int(exchange.sample_start(leaf, sampling, count)) for leaf in (0, 1) for count in range(20)
+    ]
     assert len(set(starts)) > 20 and 0 <= min(starts) and max(starts) < sampling.stride
     assert exchange.sample_start(0, exchange.sampling(100), 3) == 0
 
@@ -225,17 +238,21 @@ def test_bytes_at_a_thousandth() -> None:
     assert found["f32"] == 4 * 900 * 2 * 7 // 8
 
 
-@pytest.mark.parametrize("options, message", [
-    ({"ratio": 0.0}, r"ratio must be in \(0, 1\], the fraction of values, not 0.0"),
-    ({"ratio": 2.0}, "ratio must be"), ({"sample_ratio": 0.0}, "sample_ratio must be"),
-    ({"momentum": 1.0}, r"momentum must be in \[0, 1\), not 1.0"),
-    ({"clip_norm": 0.0}, "clip_norm must be positive, not 0.0"),
-    ({"warmup_steps": -1}, "warmup_steps must not be negative, not -1"),
-    ({"warmup_stages": 0}, "warmup_stages must be at least 1, not 0"),
-    ({"warmup_coeff": 2.0}, r"warmup_coeff must be in \(0, 1\]"),
-    ({"warmup_coeff": (0.5, 0.0, 0.1, 0.1, 0.1)}, "each ratio of warmup_coeff must be in"),
-    ({"warmup_coeff": (0.5, 0.1)}, "warmup_coeff has 2 ratios, and warmup_stages is 5"),
-])
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"ratio": 0.0}, r"ratio must be in \(0, 1\], the fraction of values, not 0.0"),
+        ({"ratio": 2.0}, "ratio must be"),
+        ({"sample_ratio": 0.0}, "sample_ratio must be"),
+        ({"momentum": 1.0}, r"momentum must be in \[0, 1\), not 1.0"),
+        ({"clip_norm": 0.0}, "clip_norm must be positive, not 0.0"),
+        ({"warmup_steps": -1}, "warmup_steps must not be negative, not -1"),
+        ({"warmup_stages": 0}, "warmup_stages must be at least 1, not 0"),
+        ({"warmup_coeff": 2.0}, r"warmup_coeff must be in \(0, 1\]"),
+        ({"warmup_coeff": (0.5, 0.0, 0.1, 0.1, 0.1)}, "each ratio of warmup_coeff must be in"),
+        ({"warmup_coeff": (0.5, 0.1)}, "warmup_coeff has 2 ratios, and warmup_stages is 5"),
+    ],
+)
 def test_options_out_of_range(options, message) -> None:
     with pytest.raises(ValueError, match=message):
         EXCHANGES["dgc"](over.AXES, 8, **options)

@@ -24,10 +24,17 @@ def summed(vectors) -> np.ndarray:
     return np.concatenate([np.float64(x).sum(0) for x in vectors])
 
 
-@pytest.mark.parametrize("options", [
-    {"ratio": 0.1}, {"ratio": 0.1, "layerwise": True}, {"compressor": "sign"},
-    {"compressor": "sign", "layerwise": True}, {"ratio": 0.1, "whole_start": True},
-], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"ratio": 0.1},
+        {"ratio": 0.1, "layerwise": True},
+        {"compressor": "sign"},
+        {"compressor": "sign", "layerwise": True},
+        {"ratio": 0.1, "whole_start": True},
+    ],
+    ids=str,
+)
 def test_ef14_sends_the_sum_of_all_gradients_in_the_end(options) -> None:
     sums, residuals = over.run(EF14(over.AXES, 8, **options), EVERY)
     given = sent = 0
@@ -40,18 +47,28 @@ def test_ef14_sends_the_sum_of_all_gradients_in_the_end(options) -> None:
     assert is_whole == options.get("whole_start", False)
 
 
-@pytest.mark.parametrize("exchange", [
-    EF21(over.AXES, 8, ratio=0.2), EF21(over.AXES, 8, compressor="sign"),
-    EF21(over.AXES, 8, ratio=0.2, layerwise=True), EF21(over.AXES, 8, ratio=0.2, plus=True),
-    EF21(over.AXES, 8, ratio=0.2, momentum=0.5), EControl(over.AXES, 8, ratio=0.2, eta=0.1),
-    EControl(over.AXES, 8, compressor="sign", eta=0.1),
-], ids=str)
+@pytest.mark.parametrize(
+    "exchange",
+    [
+        EF21(over.AXES, 8, ratio=0.2),
+        EF21(over.AXES, 8, compressor="sign"),
+        EF21(over.AXES, 8, ratio=0.2, layerwise=True),
+        EF21(over.AXES, 8, ratio=0.2, plus=True),
+        EF21(over.AXES, 8, ratio=0.2, momentum=0.5),
+        EControl(over.AXES, 8, ratio=0.2, eta=0.1),
+        EControl(over.AXES, 8, compressor="sign", eta=0.1),
+    ],
+    ids=str,
+)
 def test_the_estimate_is_the_sum_of_the_devices_and_nears_a_constant_gradient(exchange) -> None:
     sums, residuals = over.run(exchange, EVERY[:1] * 25)
     wanted = flat({name: leaf.sum(0) for name, leaf in EVERY[0].items()})
     for found, residual in zip(sums, residuals, strict=True):
-        every = residual.device.get("estimate") if residual.device else [
-            table[0] for table in residual.whole["estimates"]]
+        every = (
+            residual.device.get("estimate")
+            if residual.device
+            else [table[0] for table in residual.whole["estimates"]]
+        )
         np.testing.assert_allclose(flat(found), summed(every), atol=1e-4)
     distances = [np.linalg.norm(flat(found) - wanted) for found in sums]
     assert distances[-1] < (0.05 if exchange.compressor == "topk" else 0.3) * distances[0]
@@ -89,10 +106,14 @@ def test_momentum_is_an_average_that_begins_with_the_first_gradient() -> None:
         np.testing.assert_allclose(flat(found), average, atol=1e-4)
 
 
-@pytest.mark.parametrize("made", [
-    lambda n: EF14(over.AXES, n, ratio=0.1), lambda n: EControl(over.AXES, n, ratio=0.1),
-    lambda n: EF21(over.AXES, n, ratio=0.1, momentum=0.5),
-])
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda n: EF14(over.AXES, n, ratio=0.1),
+        lambda n: EControl(over.AXES, n, ratio=0.1),
+        lambda n: EF21(over.AXES, n, ratio=0.1, momentum=0.5),
+    ],
+)
 def test_goes_on_with_equal_shares_on_other_devices(made) -> None:
     """The sums are kept: what EF14 has not sent is sent later, and estimates still add up."""
     _, residuals = over.run(made(8), EVERY)
@@ -105,23 +126,28 @@ def test_goes_on_with_equal_shares_on_other_devices(made) -> None:
         np.testing.assert_allclose(sum(map(flat, sums)), given + waiting - left, atol=1e-4)
     else:
         for found, residual in zip(sums, after, strict=True):
-            np.testing.assert_allclose(
-                flat(found), summed(residual.device["estimate"]), atol=1e-4)
+            np.testing.assert_allclose(flat(found), summed(residual.device["estimate"]), atol=1e-4)
 
 
-PARAMS = {"a": jax.ShapeDtypeStruct((1000, 1000), jnp.float32),
-          "b": jax.ShapeDtypeStruct((1000,), jnp.float32)}
+PARAMS = {
+    "a": jax.ShapeDtypeStruct((1000, 1000), jnp.float32),
+    "b": jax.ShapeDtypeStruct((1000,), jnp.float32),
+}
 
 
-@pytest.mark.parametrize("exchange, values", [
-    (EF14(over.AXES, 8, ratio=0.001), {"u32": 8 * 1001}),
-    (EF21(over.AXES, 8, ratio=0.001, momentum=0.9), {"u32": 8 * 1001}),
-    (EControl(over.AXES, 8, ratio=0.001), {"u32": 8 * 1001}),
-    (EControl(over.AXES, 8, compressor="sign"), {"u8": 1001000 // 8, "f32": 4}),
-    (EF14(over.AXES, 8, compressor="sign", layerwise=True), {"u8": 1001000 // 8, "f32": 8}),
-    # One more: which of the two a device sends.
-    (EF21(over.AXES, 8, ratio=0.001, plus=True), {"u32": 8 * 1001, "pred": 1}),
-], ids=str)
+@pytest.mark.parametrize(
+    "exchange, values",
+    [
+        (EF14(over.AXES, 8, ratio=0.001), {"u32": 8 * 1001}),
+        (EF21(over.AXES, 8, ratio=0.001, momentum=0.9), {"u32": 8 * 1001}),
+        (EControl(over.AXES, 8, ratio=0.001), {"u32": 8 * 1001}),
+        (EControl(over.AXES, 8, compressor="sign"), {"u8": 1001000 // 8, "f32": 4}),
+        (EF14(over.AXES, 8, compressor="sign", layerwise=True), {"u8": 1001000 // 8, "f32": 8}),
+        # One more: which of the two a device sends.
+        (EF21(over.AXES, 8, ratio=0.001, plus=True), {"u32": 8 * 1001, "pred": 1}),
+    ],
+    ids=str,
+)
 def test_bytes_are_those_of_the_message(exchange, values) -> None:
     assert over.sent(exchange, PARAMS) == {dtype: 7 * size for dtype, size in values.items()}
 
@@ -136,19 +162,24 @@ def test_stages() -> None:
 def test_bfloat16_gradients_are_kept_in_float32() -> None:
     grads = [{"x": jnp.ones((8, 6), jnp.bfloat16)}]
     sums, (residual,) = over.run(
-        EF14(over.AXES, 8, ratio=0.5), grads,
-        over.start(EF14(over.AXES, 8), {"x": jnp.zeros(6, jnp.bfloat16)}))
+        EF14(over.AXES, 8, ratio=0.5),
+        grads,
+        over.start(EF14(over.AXES, 8), {"x": jnp.zeros(6, jnp.bfloat16)}),
+    )
     assert sums[0]["x"].dtype == jnp.bfloat16
     assert residual.device["error"][0].dtype == jnp.float32
 
 
-@pytest.mark.parametrize("made, options, message", [
-    (EF14, {"ratio": 1.5}, r"ratio must be in \(0, 1\], the fraction of values, not 1.5"),
-    (EF14, {"compressor": "zip"}, "compressor must be one of topk, sign, identity, not 'zip'"),
-    (EF21, {"momentum": 1.0}, r"momentum must be in \[0, 1\), not 1.0"),
-    (EF21, {"momentum": 0.5, "plus": True}, "momentum must be 0 with plus=True, not 0.5"),
-    (EControl, {"eta": -1.0}, "eta must not be negative, not -1.0"),
-])
+@pytest.mark.parametrize(
+    "made, options, message",
+    [
+        (EF14, {"ratio": 1.5}, r"ratio must be in \(0, 1\], the fraction of values, not 1.5"),
+        (EF14, {"compressor": "zip"}, "compressor must be one of topk, sign, identity, not 'zip'"),
+        (EF21, {"momentum": 1.0}, r"momentum must be in \[0, 1\), not 1.0"),
+        (EF21, {"momentum": 0.5, "plus": True}, "momentum must be 0 with plus=True, not 0.5"),
+        (EControl, {"eta": -1.0}, "eta must not be negative, not -1.0"),
+    ],
+)
 def test_options_out_of_range(made, options, message) -> None:
     with pytest.raises(ValueError, match=message):
         made(over.AXES, 8, **options)

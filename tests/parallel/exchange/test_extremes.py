@@ -63,7 +63,8 @@ def test_sums_scale_with_the_gradient(form: str) -> None:
 def test_a_reset_and_a_skip_keep_the_structure(form: str) -> None:
     exchange = made(form)
     residual = exchange.init(
-        {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in SHAPES.items()})
+        {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in SHAPES.items()}
+    )
     for found in (exchange.reset(residual), exchange.skipped(residual, residual)):
         assert jax.tree.map(jnp.shape, found) == jax.tree.map(jnp.shape, residual)
 

@@ -58,8 +58,10 @@ def read(there: Kept, here: Kept, value: Any) -> Any:
     """A checkpoint of `there`, read and resumed by `here`."""
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), value)
     shapes = {  # as Orbax tells them
-        "devices": shapes["devices"], "kept": {
-            "device": shapes["kept"].device, "split": shapes["kept"].split,
+        "devices": shapes["devices"],
+        "kept": {
+            "device": shapes["kept"].device,
+            "split": shapes["kept"].split,
             "whole": shapes["kept"].whole,
         },
     }
@@ -72,9 +74,15 @@ def read(there: Kept, here: Kept, value: Any) -> Any:
     assert jax.tree.map(jnp.shape, placed) == jax.tree.map(jnp.shape, value)
     found = here.resumed(placed)
     assert jax.tree.map(jnp.shape, found) == jax.tree.map(jnp.shape, own)
-    assert all(jax.tree.leaves(jax.tree.map(
-        lambda leaf, like: leaf.sharding.is_equivalent_to(like.sharding, leaf.ndim), found, own
-    )))
+    assert all(
+        jax.tree.leaves(
+            jax.tree.map(
+                lambda leaf, like: leaf.sharding.is_equivalent_to(like.sharding, leaf.ndim),
+                found,
+                own,
+            )
+        )
+    )
     return found
 
 
@@ -108,8 +116,7 @@ def test_padding_is_that_of_the_devices_there_are_now(before: int, now: int) -> 
     there, here = part(before, exchange=OneBit), part(now, exchange=OneBit)
     value = begun(there)
     rng = np.random.default_rng(2)
-    kept = jax.tree.map(
-        lambda leaf: rng.normal(size=leaf.shape).astype(np.float32), value["kept"])
+    kept = jax.tree.map(lambda leaf: rng.normal(size=leaf.shape).astype(np.float32), value["kept"])
     old, new = kept.device, read(there, here, {**value, "kept": kept})["kept"].device
     sizes = [5, 24]  # bias and kernel
     for size, was, leaf in zip(sizes, old, new, strict=True):

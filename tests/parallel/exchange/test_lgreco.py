@@ -82,8 +82,11 @@ def test_ranks_follow_the_measured_errors() -> None:
     assert exchange.ranks == exchange.chosen(PARAMS, whole(residual)).ranks
     # b needs one direction; what it saves goes to a.
     assert exchange.options == range(1, 5) and exchange.ranks[1] == 1 < exchange.ranks[0]
-    assert np.asarray(whole(residual)["choices"])[:3].tolist() == [[2, 2], [*exchange.ranks],
-                                                                   [0, 0]]
+    assert np.asarray(whole(residual)["choices"])[:3].tolist() == [
+        [2, 2],
+        [*exchange.ranks],
+        [0, 0],
+    ]
     given = [gradients(step) for step in range(4)]
     for name in SHAPES:  # whatever the ranks, what is not sent is kept
         sent = sum(np.float64(sums[name][0]) for sums in found)
@@ -135,20 +138,29 @@ def test_number_of_programs_is_bounded() -> None:
 
 
 def test_parts_of_an_inner_axis_have_one_choice() -> None:
-    exchange, state = lgreco(factor=1.1), {
-        "errors": np.array([[2.5, 2.0, 1.5, 1.2], [2.2, 2.0, 1.5, 1.4]]) / np.sqrt(2),
-        "choices": np.zeros((8, 2), int),
-    }
+    exchange, state = (
+        lgreco(factor=1.1),
+        {
+            "errors": np.array([[2.5, 2.0, 1.5, 1.2], [2.2, 2.0, 1.5, 1.4]]) / np.sqrt(2),
+            "choices": np.zeros((8, 2), int),
+        },
+    )
     both = {name: np.stack([value] * 2) for name, value in state.items()}
     assert exchange.chosen(PARAMS, both) == exchange.chosen(PARAMS, state)
     assert exchange.chosen(PARAMS, both).ranks
 
 
-@pytest.mark.parametrize("options, message", [
-    ({"rank": 0}, "rank is 0"), ({"interval": 0}, "interval is 0"), ({"lower": 1.5}, "lower is"),
-    ({"factor": 0.0}, "factor is 0.0"), ({"measure": "qr"}, "measure is 'qr'; known: power, svd"),
-    ({"max_programs": 0}, "max_programs is 0"),
-])
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"rank": 0}, "rank is 0"),
+        ({"interval": 0}, "interval is 0"),
+        ({"lower": 1.5}, "lower is"),
+        ({"factor": 0.0}, "factor is 0.0"),
+        ({"measure": "qr"}, "measure is 'qr'; known: power, svd"),
+        ({"max_programs": 0}, "max_programs is 0"),
+    ],
+)
 def test_wrong_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         lgreco(**options)

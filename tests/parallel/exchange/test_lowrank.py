@@ -8,15 +8,18 @@ import pytest
 from lamb_tpu.parallel.exchange import lowrank
 
 
-@pytest.mark.parametrize("shape, stacked, expected", [
-    ((20, 30), False, (1, 20, 30)),
-    ((3, 3, 16, 32), False, (1, 144, 32)),  # a convolution
-    ((64, 4, 16), False, (1, 64, 64)),  # heads of attention
-    ((4, 16, 64), False, (1, 64, 64)),
-    ((5, 20, 30), True, (5, 20, 30)),
-    ((30,), False, None),
-    ((5, 30), True, None),
-])
+@pytest.mark.parametrize(
+    "shape, stacked, expected",
+    [
+        ((20, 30), False, (1, 20, 30)),
+        ((3, 3, 16, 32), False, (1, 144, 32)),  # a convolution
+        ((64, 4, 16), False, (1, 64, 64)),  # heads of attention
+        ((4, 16, 64), False, (1, 64, 64)),
+        ((5, 20, 30), True, (5, 20, 30)),
+        ((30,), False, None),
+        ((5, 30), True, None),
+    ],
+)
 def test_matrices(shape, stacked, expected) -> None:
     found = lowrank.find(
         {"a": jnp.zeros(3), "b": jnp.zeros(shape)}, ("b",) if stacked else (), lambda n, m: True
@@ -47,8 +50,9 @@ def test_columns_become_orthonormal_and_span_the_same() -> None:
     for given, found in zip(factors, lowrank.orthonormalise(factors), strict=True):
         assert found.shape == given.shape
         gram = np.einsum("lnr,lns->lrs", found, found)
-        np.testing.assert_allclose(gram, np.broadcast_to(np.eye(gram.shape[1]), gram.shape),
-                                   atol=2e-6)
+        np.testing.assert_allclose(
+            gram, np.broadcast_to(np.eye(gram.shape[1]), gram.shape), atol=2e-6
+        )
         within = np.einsum("lnr,lsr,lsm->lnm", found, found, given)
         np.testing.assert_allclose(within, given, rtol=1e-4, atol=1e-5 * np.abs(given).max())
 

@@ -35,7 +35,7 @@ def compressed(values):
 def by_hand(flat, errors, server):
     """The sum of rows, padded already; all arrays are float64."""
     sent, errors = zip(*map(compressed, flat + errors))
-    chunks = (sum(sent).reshape(len(flat), -1) + server)
+    chunks = sum(sent).reshape(len(flat), -1) + server
     found, server = zip(*map(compressed, chunks))
     return np.concatenate(found), np.stack(errors), np.stack(server)
 
@@ -57,7 +57,8 @@ def test_three_sums_by_hand(per_leaf):
     exchange = OneBit(("d",), 4, per_leaf=per_leaf)
     lengths = [32, 64, 32] if per_leaf else [64]  # bias, kernel, scalar; padded to 4 x 8
     residual = jax.tree.map(
-        lambda leaf: jnp.stack([leaf] * 4), exchange.init(jax.tree.map(lambda g: g[0], draw(0))))
+        lambda leaf: jnp.stack([leaf] * 4), exchange.init(jax.tree.map(lambda g: g[0], draw(0)))
+    )
     assert [leaf.shape for leaf in residual.device] == [(4, length) for length in lengths]
     assert [leaf.shape for leaf in residual.split] == [(4, length // 4) for length in lengths]
     errors, servers = ([np.zeros(leaf.shape) for leaf in part] for part in residual[:2])
@@ -107,11 +108,14 @@ def test_a_tree_without_leaves():
     assert exchange.reduce({}, exchange.init({}))[0] == {}
 
 
-@pytest.mark.parametrize("options, said", [
-    ({"per_leaf": 1}, "per_leaf must be True or False, not 1"),
-    ({"multiple": 12}, "multiple must be a multiple of 8, not 12"),
-    ({"multiple": 0}, "multiple must be a whole number of at least 8, not 0"),
-])
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ({"per_leaf": 1}, "per_leaf must be True or False, not 1"),
+        ({"multiple": 12}, "multiple must be a multiple of 8, not 12"),
+        ({"multiple": 0}, "multiple must be a whole number of at least 8, not 0"),
+    ],
+)
 def test_bad_options(options, said):
     with pytest.raises(ValueError, match=said):
         OneBit(("d",), 4, **options)
@@ -122,8 +126,9 @@ def test_complex_numbers_have_no_sign():
         OneBit(("d",), 4).init({"a": jnp.ones(3, jnp.complex64)})
 
 
-@pytest.mark.parametrize("axes, shape", [
-    (("data",), {"data": 8}), (("data", "fsdp"), {"data": 4, "fsdp": 2})])
+@pytest.mark.parametrize(
+    "axes, shape", [(("data",), {"data": 8}), (("data", "fsdp"), {"data": 4, "fsdp": 2})]
+)
 @pytest.mark.parametrize("per_leaf", [True, False])
 def test_what_is_sent(per_leaf, axes, shape):
     """At most 5 % more than a bit a value both ways, and nothing large is float32."""
@@ -134,9 +139,15 @@ def test_what_is_sent(per_leaf, axes, shape):
     leaves |= {f"bias{i}": jax.ShapeDtypeStruct((500,), jnp.float32) for i in range(4)}
     values = sum(leaf.size for leaf in leaves.values())
     residual = jax.eval_shape(lambda: exchange.init(leaves))
-    step = jax.jit(jax.shard_map(
-        exchange.reduce, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(),
-        check_vma=False))
+    step = jax.jit(
+        jax.shard_map(
+            exchange.reduce,
+            mesh=mesh,
+            in_specs=PartitionSpec(),
+            out_specs=PartitionSpec(),
+            check_vma=False,
+        )
+    )
     text = step.lower(leaves, residual).compile().as_text()
     sent = wire_bytes(text)
     dense = 2 * 4 * values * 7 // 8  # an all-reduce in float32
@@ -155,8 +166,7 @@ def test_devices_of_a_mesh_are_those_of_a_batch_axis():
     grads, spec = draw(0), PartitionSpec(("data", "fsdp"))
     residual = jax.vmap(exchange.init)(grads)
 
-    @functools.partial(
-        jax.shard_map, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     def on_mesh(grads, residual):
         one = functools.partial(jax.tree.map, lambda leaf: leaf[0])
         found = exchange.reduce(one(grads), one(residual))
@@ -165,4 +175,6 @@ def test_devices_of_a_mesh_are_those_of_a_batch_axis():
     expected = jax.vmap(OneBit(("d",), 4).reduce, axis_name="d")(grads, residual)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6),
-        jax.jit(on_mesh)(grads, residual), expected)
+        jax.jit(on_mesh)(grads, residual),
+        expected,
+    )

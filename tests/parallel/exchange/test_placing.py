@@ -48,10 +48,15 @@ def program(placed: Placed) -> tuple[Any, Residual]:
     def reduce(own: Any, residual: Residual) -> Any:
         return placed.reduce(jax.tree.map(lambda leaf: leaf[0], own), residual)
 
-    return jax.jit(jax.shard_map(
-        reduce, mesh=placed.layout.mesh, out_specs=(moments, specs), check_vma=False,
-        in_specs=(PartitionSpec(batch_axes(placed.layout.mesh)), specs),
-    )), residual
+    return jax.jit(
+        jax.shard_map(
+            reduce,
+            mesh=placed.layout.mesh,
+            out_specs=(moments, specs),
+            check_vma=False,
+            in_specs=(PartitionSpec(batch_axes(placed.layout.mesh)), specs),
+        )
+    ), residual
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -118,7 +123,9 @@ def test_named_leaves_stay_in_full_precision(name: str, made: Any) -> None:
     for leaf, value in grads.items():
         wide = leaf != "a/kernel"
         np.testing.assert_allclose(
-            found[leaf], np.float64(value).sum(0), rtol=1e-5 if wide else rtol,
+            found[leaf],
+            np.float64(value).sum(0),
+            rtol=1e-5 if wide else rtol,
             atol=1e-5 if wide else 4 * rtol,
         )
     if made is Spread:  # which sees the other leaf alone
@@ -142,10 +149,15 @@ def test_full_precision_finds_nnx_paths() -> None:
 def test_one_element_that_is_not_finite_is_found_on_all_devices() -> None:
     made = layout(mesh__data=2, mesh__fsdp=4)
     axes = batch_axes(made.mesh)
-    found = jax.jit(jax.shard_map(
-        lambda x: any_not_finite({"a": x, "b": jnp.ones(2)}, axes)[None], mesh=made.mesh,
-        in_specs=PartitionSpec(axes), out_specs=PartitionSpec(axes), check_vma=False,
-    ))
+    found = jax.jit(
+        jax.shard_map(
+            lambda x: any_not_finite({"a": x, "b": jnp.ones(2)}, axes)[None],
+            mesh=made.mesh,
+            in_specs=PartitionSpec(axes),
+            out_specs=PartitionSpec(axes),
+            check_vma=False,
+        )
+    )
     grads = np.ones((8, 3), np.float32)
     assert found(grads).tolist() == [False] * 8
     grads[5, 1] = np.inf

@@ -41,8 +41,10 @@ def run(exchange: PowerSGD, updates: list[Any]) -> tuple[list[Any], Residual]:
 def gradients(count: int, **shapes: tuple[int, ...]) -> list[dict[str, np.ndarray]]:
     rng = np.random.default_rng(0)
     return [
-        {name: rng.normal(size=(WORKERS, *shape)).astype(np.float32)
-         for name, shape in shapes.items()}
+        {
+            name: rng.normal(size=(WORKERS, *shape)).astype(np.float32)
+            for name, shape in shapes.items()
+        }
         for _ in range(count)
     ]
 
@@ -52,10 +54,18 @@ def total(grads: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("options", [
-    {}, {"iterations": 2}, {"alternate": True}, {"alternate": True, "iterations": 3},
-    {"warm_start": False}, {"rank": 1},
-], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"iterations": 2},
+        {"alternate": True},
+        {"alternate": True, "iterations": 3},
+        {"warm_start": False},
+        {"rank": 1},
+    ],
+    ids=str,
+)
 def test_what_is_not_sent_is_kept(options) -> None:
     updates = gradients(6, kernel=(12, 20), bias=(7,), conv=(3, 3, 4, 30))
     found, residual = run(powersgd(**options), updates)
@@ -90,8 +100,12 @@ def test_warm_start_finds_the_leading_directions() -> None:
     left, values, right = np.linalg.svd(total(grads)["kernel"])
     best = left[:, :2] * values[:2] @ right[:2]
     distances = []
-    for options in ({}, {"warm_start": False}, {"alternate": True},
-                    {"iterations": 20, "min_saving": 0.0}):
+    for options in (
+        {},
+        {"warm_start": False},
+        {"alternate": True},
+        {"iterations": 20, "min_saving": 0.0},
+    ):
         found, residual = run(powersgd(error_feedback=False, **options), [grads] * 40)
         distances.append(np.abs(found[-1]["kernel"][0] - best).max())
         assert residual.device == ()
@@ -145,27 +159,37 @@ def test_matrices_that_are_too_small_are_whole() -> None:
     assert [m.path for m in dataclasses.replace(exchange, rank=3).matrices(shapes)] == ["kernel"]
 
 
-@pytest.mark.parametrize("options, message", [
-    ({"rank": 0}, "rank is 0, but it must be a whole number of at least 1"),
-    ({"rank": 1.5}, "rank is 1.5"),
-    ({"start": -1}, "start is -1"),
-    ({"iterations": 0}, "iterations is 0"),
-    ({"min_saving": -1.0}, "min_saving is -1.0"),
-    ({"alternate": True, "warm_start": False}, "alternate is True"),
-    ({"stacked": ("(",)}, "stacked is"),
-    ({"stacked": "layers"}, "stacked is 'layers'"),
-])
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"rank": 0}, "rank is 0, but it must be a whole number of at least 1"),
+        ({"rank": 1.5}, "rank is 1.5"),
+        ({"start": -1}, "start is -1"),
+        ({"iterations": 0}, "iterations is 0"),
+        ({"min_saving": -1.0}, "min_saving is -1.0"),
+        ({"alternate": True, "warm_start": False}, "alternate is True"),
+        ({"stacked": ("(",)}, "stacked is"),
+        ({"stacked": "layers"}, "stacked is 'layers'"),
+    ],
+)
 def test_wrong_options(options, message) -> None:
     with pytest.raises(ValueError, match=message):
         powersgd(**options)
 
 
-@pytest.mark.parametrize("options, shape, message", [
-    ({"rank": 10}, (8, 9), "rank is 10, at which factors save too little in every matrix: the "
-     "largest is a with 8 x 9"),
-    ({}, (9,), "rank is 2, but the model has no matrix"),
-    ({"stacked": ("layers",)}, (20, 30), "'layers', which matches no parameter; they are: a"),
-])
+@pytest.mark.parametrize(
+    "options, shape, message",
+    [
+        (
+            {"rank": 10},
+            (8, 9),
+            "rank is 10, at which factors save too little in every matrix: the "
+            "largest is a with 8 x 9",
+        ),
+        ({}, (9,), "rank is 2, but the model has no matrix"),
+        ({"stacked": ("layers",)}, (20, 30), "'layers', which matches no parameter; they are: a"),
+    ],
+)
 def test_parameters_that_do_not_fit(options, shape, message) -> None:
     with pytest.raises(ValueError, match=message):
         powersgd(**options).init({"a": jax.ShapeDtypeStruct(shape, jnp.float32)})

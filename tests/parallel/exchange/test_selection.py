@@ -58,7 +58,7 @@ def test_places_of_set_entries(size: int, share: float) -> None:
     where = np.flatnonzero(mask)
     found = np.asarray(jax.jit(selection.places)(jnp.asarray(mask), jnp.arange(size + 3)))
     np.testing.assert_array_equal(np.sort(found[: len(where)]), where)
-    np.testing.assert_array_equal(found[len(where):], size)
+    np.testing.assert_array_equal(found[len(where) :], size)
     for count in (0, 1, size // 2, len(where), size, size + 1):
         first = np.zeros(size, bool)
         first[where[:count]] = True

@@ -30,12 +30,15 @@ def vectors(budgets, dtype=np.float32):
 def test_sums_of_selected_values(budgets, dtype) -> None:
     with jax.enable_x64(dtype is np.float64):
         given = vectors(budgets, dtype)
-        found, every = jit(jax.vmap(
-            lambda given: (
-                sparse.total(given, budgets, ("data",), DEVICES),
-                sparse.each(given, budgets, ("data",)),
-            ), axis_name="data",
-        ))(given)
+        found, every = jit(
+            jax.vmap(
+                lambda given: (
+                    sparse.total(given, budgets, ("data",), DEVICES),
+                    sparse.each(given, budgets, ("data",)),
+                ),
+                axis_name="data",
+            )
+        )(given)
         for sums, rows, (values, masks) in zip(found, every, given, strict=True):
             dense = np.where(masks, values, 0)
             assert sums.dtype == dtype and rows.shape == (DEVICES, *dense.shape)
@@ -44,18 +47,25 @@ def test_sums_of_selected_values(budgets, dtype) -> None:
                 np.testing.assert_array_equal(rows[device], dense)
 
 
-@pytest.mark.parametrize("budgets, sent", [
-    # 8 values of 4 bytes and 8 indices, to each of the others.
-    ((4, 1, 3), {"u32": 7 * 8 * 8}),
-    # All values: less than 22 values and indices to each of the others.
-    ((10, 2, 10), {"f32": 4 * sum(SIZES) * 2 * 7 // 8}),
-])
+@pytest.mark.parametrize(
+    "budgets, sent",
+    [
+        # 8 values of 4 bytes and 8 indices, to each of the others.
+        ((4, 1, 3), {"u32": 7 * 8 * 8}),
+        # All values: less than 22 values and indices to each of the others.
+        ((10, 2, 10), {"f32": 4 * sum(SIZES) * 2 * 7 // 8}),
+    ],
+)
 def test_one_operation_of_the_budgets_size(budgets, sent) -> None:
     mesh = Mesh(np.array(jax.devices()[:DEVICES]), ("data",))
     mapped = jax.shard_map(
         lambda given: sparse.total(
-            jax.tree.map(lambda x: x[0], given), budgets, ("data",), DEVICES),
-        mesh=mesh, in_specs=PartitionSpec("data"), out_specs=PartitionSpec(), check_vma=False,
+            jax.tree.map(lambda x: x[0], given), budgets, ("data",), DEVICES
+        ),
+        mesh=mesh,
+        in_specs=PartitionSpec("data"),
+        out_specs=PartitionSpec(),
+        check_vma=False,
     )
     compiled = jit(mapped).lower(vectors(budgets)).compile()
     assert wire_bytes(compiled) == sent

@@ -29,7 +29,8 @@ def config(exchange: dict, **changes) -> ConfigDict:
     """12 updates of plain SGD, so that DGC's momentum is the only one."""
     changes = {"optimizer": ConfigDict({"name": "sgd", "learning_rate": 0.3}), **changes}
     return tiny.digits(
-        parallel__backend="shard_map", parallel__exchange=ConfigDict(exchange), **changes)
+        parallel__backend="shard_map", parallel__exchange=ConfigDict(exchange), **changes
+    )
 
 
 def resumed_at_4(config: ConfigDict, workdir: pathlib.Path) -> pathlib.Path:
@@ -41,10 +42,13 @@ def resumed_at_4(config: ConfigDict, workdir: pathlib.Path) -> pathlib.Path:
     return copy
 
 
-@pytest.mark.parametrize("name", [
-    pytest.param(name, marks=() if name == "econtrol" else pytest.mark.long)
-    for name in EXCHANGES
-])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name == "econtrol" else pytest.mark.long)
+        for name in EXCHANGES
+    ],
+)
 def test_learns_and_resumes_bit_for_bit(name: str, tmp_path: pathlib.Path) -> None:
     made = config(EXCHANGES[name])
     train(made, tmp_path / "run", quiet=True)
@@ -62,10 +66,15 @@ def test_learns_and_resumes_bit_for_bit(name: str, tmp_path: pathlib.Path) -> No
         assert np.any(rows != rows[:1])
 
 
-@pytest.mark.parametrize("changes", [
-    {"parallel__optimizer_state": "zero1"}, {"mesh__data": 4, "mesh__fsdp": 2},
-    {"accumulation_steps": 2},
-], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"parallel__optimizer_state": "zero1"},
+        {"mesh__data": 4, "mesh__fsdp": 2},
+        {"accumulation_steps": 2},
+    ],
+    ids=str,
+)
 @pytest.mark.long
 def test_with_zero1_hierarchy_and_accumulation(changes, tmp_path: pathlib.Path) -> None:
     made = config(EXCHANGES["dgc"], **changes)

@@ -20,10 +20,12 @@ def test_three_updates_by_hand() -> None:
     ]
     sums, residuals = over.run(exchange, every)
     assert [found["x"].tolist() for found in sums] == [
-        [4, 0, -2, 0], [0, 3 - 2, 0, 0], [0, 0, 2, 0]]
+        [4, 0, -2, 0],
+        [0, 3 - 2, 0, 0],
+        [0, 0, 2, 0],
+    ]
     errors = [residual.device["error"][0].tolist() for residual in residuals]
-    assert errors == [
-        [[0, 3, 0, 0], [0, -1, 0, 0]], [[0, 0, 2, 0], [0, 0, 0, 0]], [[0] * 4] * 2]
+    assert errors == [[[0, 3, 0, 0], [0, -1, 0, 0]], [[0, 0, 2, 0], [0, 0, 0, 0]], [[0] * 4] * 2]
 
 
 def test_a_fraction_of_each_leaf_or_of_all() -> None:
@@ -31,8 +33,7 @@ def test_a_fraction_of_each_leaf_or_of_all() -> None:
     large_a = over.gradients(shapes, 1)
     large_a[0]["a"] *= 100
     for layerwise, number in ((False, (12, 0)), (True, (10, 2))):
-        _, (residual,) = over.run(
-            TopK(over.AXES, 8, ratio=0.1, layerwise=layerwise), large_a)
+        _, (residual,) = over.run(TopK(over.AXES, 8, ratio=0.1, layerwise=layerwise), large_a)
         error = np.concatenate(residual.device["error"], axis=-1)
         assert (error[:, :100] == 0).sum(-1).tolist() == [number[0]] * 8
         assert (error[:, 100:] == 0).sum(-1).tolist() == [number[1]] * 8
@@ -40,8 +41,10 @@ def test_a_fraction_of_each_leaf_or_of_all() -> None:
 
 @pytest.mark.parametrize("layerwise", [False, True])
 def test_bytes_are_those_of_the_values_and_indices(layerwise: bool) -> None:
-    params = {"a": jax.ShapeDtypeStruct((1000, 1000), jnp.float32),
-              "b": jax.ShapeDtypeStruct((1000,), jnp.float32)}
+    params = {
+        "a": jax.ShapeDtypeStruct((1000, 1000), jnp.float32),
+        "b": jax.ShapeDtypeStruct((1000,), jnp.float32),
+    }
     exchange = TopK(over.AXES, 8, ratio=0.001, layerwise=layerwise)
     assert over.sent(exchange, params) == {"u32": 7 * 1001 * 8}
 

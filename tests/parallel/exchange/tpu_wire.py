@@ -21,7 +21,10 @@ from tests.parallel.wire import wire_bytes
 
 RATIO, RANK = 0.001, 4
 OPTIONS: dict[str, dict[str, Any]] = {
-    "onebit": {}, "topk": {"ratio": RATIO}, "dgc": {"ratio": RATIO}, "powersgd": {"rank": RANK},
+    "onebit": {},
+    "topk": {"ratio": RATIO},
+    "dgc": {"ratio": RATIO},
+    "powersgd": {"rank": RANK},
 }
 
 
@@ -47,14 +50,20 @@ def report(mesh: Mesh, name: str) -> dict[str, Any]:
     residual = jax.eval_shape(exchange.init, grads)
     # Each device has the same residual here; the bytes are those of any.
     mapped = jax.shard_map(
-        exchange.reduce, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(),
+        exchange.reduce,
+        mesh=mesh,
+        in_specs=PartitionSpec(),
+        out_specs=PartitionSpec(),
         check_vma=False,
     )
     text = jax.jit(mapped).lower(grads, residual).compile().as_text()
     return {
-        "sent": wire_bytes(text), "least": least(name, mesh.size),
-        "collectives": [f"{one.count} {one.kind} {one.dtype} {one.operand_bytes}"
-                        for one in traffic.collectives(text)],
+        "sent": wire_bytes(text),
+        "least": least(name, mesh.size),
+        "collectives": [
+            f"{one.count} {one.kind} {one.dtype} {one.operand_bytes}"
+            for one in traffic.collectives(text)
+        ],
     }
 
 

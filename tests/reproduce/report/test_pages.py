@@ -12,7 +12,9 @@ from lamb_tpu.reproduce.tuning import tuned
 from tests.reproduce.papers import TABLE, record, write
 from tests.reproduce.test_results import add, job_of
 
-SCALES = TABLE.replace("[scales.small]", """[scales.paper]
+SCALES = TABLE.replace(
+    "[scales.small]",
+    """[scales.paper]
 config = "digits:batch=64"
 overrides = {duration = "4 steps", batch_size = 128}
 examples = 1_437
@@ -20,7 +22,8 @@ hardware = "a pod"
 
 [scales.small]
 about = "shorter"
-""")
+""",
+)
 
 
 def test_what_was_measured_comes_first(tmp_path: pathlib.Path) -> None:
@@ -31,7 +34,9 @@ def test_what_was_measured_comes_first(tmp_path: pathlib.Path) -> None:
     assert {row.state for row in page.parts[0].rows} == {"open", "unknown"}
     # Where nothing was measured, the paper's scale stands for the cell.
     assert [(part.scale.name, row.cell.name) for part, row in page.best] == [
-        ("paper", "lamb"), ("paper", "adamw"), ("paper", "lars")
+        ("paper", "lamb"),
+        ("paper", "adamw"),
+        ("paper", "lars"),
     ]
     add(Results(table), job_of(table), 0.92)
     page = pages.of_table(table, None)
@@ -41,9 +46,7 @@ def test_what_was_measured_comes_first(tmp_path: pathlib.Path) -> None:
     assert (row.state, row.status, row.by_seed) == ("begun", "1 of 2 seeds", ((0, "92.0"),))
     assert page.hours == row.hours == pytest.approx(1.5 / 3600)
     assert [part.scale.name for part, _ in page.best] == ["small"] * 3
-    assert row.run == (
-        "python -m lamb_tpu.reproduce run small/digits --cells=lamb --scale=small"
-    )
+    assert row.run == ("python -m lamb_tpu.reproduce run small/digits --cells=lamb --scale=small")
     assert row.configs[0].recipe == "digits:batch=128,optimizer=lamb"
     assert dict(row.configs[0].values)["optimizer.name"] == "'lamb'"
     # Both scales have the same schedule, which is drawn once.
@@ -77,7 +80,9 @@ def test_total_counts_a_cell_once(tmp_path: pathlib.Path) -> None:
 
 def test_spent() -> None:
     assert [pages.spent(hours) for hours in (2.25, 0.5, 0.01)] == [
-        "2.2 hours", "30.0 minutes", "36 seconds"
+        "2.2 hours",
+        "30.0 minutes",
+        "36 seconds",
     ]
 
 
@@ -106,5 +111,7 @@ def test_a_tuned_form_is_a_part_of_its_own(tmp_path: pathlib.Path) -> None:
     assert f"--config.optimizer.learning_rate={rate} " in row.commands[0]
     assert len({row.id for part in page.parts for row in part.rows}) == 6
     assert [(part.name, row.cell.name) for part, row in page.best] == [
-        ("small-tuned", "lamb"), ("small-tuned", "adamw"), ("small-tuned", "lars")
+        ("small-tuned", "lamb"),
+        ("small-tuned", "adamw"),
+        ("small-tuned", "lars"),
     ]

@@ -22,7 +22,10 @@ def measured(
     table = write(tmp_path, text)
     results = Results(table)
     for cell, seed, accuracy, batch in (
-        ("lamb", 0, 0.90, 32), ("lamb", 1, 0.92, 32), ("adamw", 0, 0.80, 64), ("adamw", 1, None, 64)
+        ("lamb", 0, 0.90, 32),
+        ("lamb", 1, 0.92, 32),
+        ("adamw", 0, 0.80, 64),
+        ("adamw", 1, None, 64),
     ):
         add(results, job_of(table, cell, seed), accuracy)
         found = next(r for r in results if (r["cell"], r["seed"]) == (cell, seed))
@@ -41,10 +44,9 @@ def test_batches(tmp_path: pathlib.Path) -> None:
     (axes,) = drawn["batches"].axes
     # Percent: the seeds, and LAMB's mean; the run that diverged has no point.
     assert {90.0, 92.0, 91.0, 80.0} <= heights(axes)
-    ends = np.concatenate([
-        segment[:, 1] for collection in axes.collections
-        for segment in collection.get_segments()
-    ])
+    ends = np.concatenate(
+        [segment[:, 1] for collection in axes.collections for segment in collection.get_segments()]
+    )
     assert ends.min() == pytest.approx(91 - 12.706, abs=1e-2)
     # The axis is that of the runs, not of the wide interval.
     assert axes.get_ylim() == pytest.approx((80 - 0.96, 92 + 0.96))
@@ -74,11 +76,14 @@ def test_cells_of_one_optimizer_and_batch_are_points_of_their_own(tmp_path: path
     # AdamW's cell is now LAMB's too, starts at 32 as well, and grows.
     of_batch = {"lamb": (32, 3200, 100), "adamw": (32, 3200, 50)}
     found = [
-        summary._replace(records=[
-            record | dict(zip(("batch", "examples", "updates"), of_batch[summary.cell.name]))
-            for record in summary.records
-        ])
-        for summary in found if summary.records
+        summary._replace(
+            records=[
+                record | dict(zip(("batch", "examples", "updates"), of_batch[summary.cell.name]))
+                for record in summary.records
+            ]
+        )
+        for summary in found
+        if summary.records
     ]
     figure = pictures.batches(found, table.scales["small"].metric)
     (axes,) = figure.axes
@@ -148,7 +153,8 @@ def test_an_optimizer_has_its_smallest_and_its_largest_batch(tmp_path: pathlib.P
     )
     drawn = pictures.ratios([middle, found[1], found[0]])
     assert [axes.get_title() for axes in drawn.axes if axes.get_title()] == [
-        "lamb, batch 32", "adamw, batch 64"
+        "lamb, batch 32",
+        "adamw, batch 64",
     ]
 
 
@@ -169,7 +175,10 @@ def test_runs_that_failed_do_not_squeeze_the_others() -> None:
     # What is no further away than the others from each other stays, and so does most of it, and
     # the best value of every batch.
     for columns in (
-        [[*good, 0.85]], [[0.93, 0.92, 0.1, 0.11, 0.12]], [[0.9, 0.1]], [[0.9, 0.9, 0.9, 0.8]],
+        [[*good, 0.85]],
+        [[0.93, 0.92, 0.1, 0.11, 0.12]],
+        [[0.9, 0.1]],
+        [[0.9, 0.9, 0.9, 0.8]],
         [good, [0.1]],
     ):
         low, high = pictures._limits(columns, "higher")
@@ -182,8 +191,9 @@ def test_a_mean_beyond_the_axis_is_named(tmp_path: pathlib.Path) -> None:
     lamb, adamw, _ = found
     several = [
         lamb._replace(records=lamb.records * 2, values=[92.0, 91.0, 90.0, 93.0]),
-        adamw._replace(records=lamb.records[:1], values=[10.0],
-                       cell=adamw.cell._replace(row="AdamW")),
+        adamw._replace(
+            records=lamb.records[:1], values=[10.0], cell=adamw.cell._replace(row="AdamW")
+        ),
     ]
     figure = pictures.batches(several, table.scales["small"].metric)
     (axes,) = figure.axes

@@ -20,9 +20,12 @@ def made(table: Table, scale: str) -> dict[str, Plan]:
 
 
 def test_a_plan_is_the_schedule(tmp_path: pathlib.Path) -> None:
-    text = TABLE.replace('duration = "4 steps"', 'duration = "10 steps", "schedule.warmup" = '
-                         '"50 percent", "schedule.scaling" = "identity", '
-                         '"optimizer.learning_rate" = 0.5')
+    text = TABLE.replace(
+        'duration = "4 steps"',
+        'duration = "10 steps", "schedule.warmup" = '
+        '"50 percent", "schedule.scaling" = "identity", '
+        '"optimizer.learning_rate" = 0.5',
+    )
     found = made(write(tmp_path, text), "small")
     assert set(found) == {"lamb", "adamw"}  # the cell that cannot be run has none
     times, rates = zip(*found["lamb"].points)

@@ -17,21 +17,33 @@ from tests.reproduce.test_results import add, job_of
 
 
 def measured(tmp_path: pathlib.Path) -> Table:
-    table = write(tmp_path, TABLE.replace("cells = [", (
-        'cells = [\n  {name = "wide", argument = "optimizer=lamb", '
-        'overrides = {batch_size = 256}},'
-    )))
+    table = write(
+        tmp_path,
+        TABLE.replace(
+            "cells = [",
+            (
+                'cells = [\n  {name = "wide", argument = "optimizer=lamb", '
+                "overrides = {batch_size = 256}},"
+            ),
+        ),
+    )
     results = Results(table)
     for seed, accuracy in enumerate((0.92, 0.93)):
         for cell, batch in (("lamb", 128), ("wide", 256)):
             add(results, job_of(table, cell, seed), accuracy)
             found = next(r for r in results if (r["cell"], r["seed"]) == (cell, seed))
-            results.add(found | {
-                "batch": batch, "optimizer": "lamb",
-                "ratios": {
-                    "hidden0/kernel": [[2, 0.1], [4, 0.2]], "out/kernel": [[2, 0.3], [4, None]]
+            results.add(
+                found
+                | {
+                    "batch": batch,
+                    "optimizer": "lamb",
+                    "ratios": {
+                        "hidden0/kernel": [[2, 0.1], [4, 0.2]],
+                        "out/kernel": [[2, 0.3], [4, None]],
+                    },
                 },
-            }, results.config(found))
+                results.config(found),
+            )
     add(results, job_of(table, "adamw"), None)
     return table
 
@@ -83,7 +95,9 @@ def test_report(tmp_path: pathlib.Path) -> None:
             assert not place or f'id="{place}"' in path.read_text()
     text = (tmp_path / "site" / "small-digits.html").read_text()
     for part in (
-        "--config=digits:batch=128,optimizer=lamb", "optimizer.name = ", "seed 1: 93.0",
+        "--config=digits:batch=128,optimizer=lamb",
+        "optimizer.name = ",
+        "seed 1: 93.0",
         "run small/digits --cells=lamb --scale=small",
     ):
         assert part in text
@@ -97,12 +111,15 @@ def test_further_columns(tmp_path: pathlib.Path) -> None:
     add(Results(table), job_of(table), 0.92, updates=3, examples=9_000)
     site.write({table.key: table}, tmp_path / "report", tmp_path / "site")
     page = (tmp_path / "report" / "small-digits.md").read_text()
-    assert """
+    assert (
+        """
 | cell | paper | here | average batch | difference | runs | min/run | status |
 | --- | --: | --: | --: | --: | --: | --: | --- |
 | lamb | 93.0 (recalled) | 92.0 | 3,000 | -1.0 | 1 | 0.0 | 1 of 2 seeds |
 | adamw | 92.5 (seen) | - |  |  |  |  | not run |
-""" in page
+"""
+        in page
+    )
     html = (tmp_path / "site" / "small-digits.html").read_text()
     assert '<th class="number">average batch</th><th class="number">difference</th>' in html
     assert '<td class="number" data-label="average batch">3,000</td>' in html
@@ -159,17 +176,13 @@ def test_overview(tmp_path: pathlib.Path) -> None:
     template.write_text('# Mine\n\n{% include "rows.md.j2" %}\n\n{% include "missing.md.j2" %}\n')
     site.write(tables, tmp_path / "report", None, overview=tmp_path)
     lines = (tmp_path / "README.md").read_text().splitlines()
-    assert lines[0] == "# Mine" and lines[-2:] == [
-        "", "- Small, Table 8: its rows are not known"
-    ]
+    assert lines[0] == "# Mine" and lines[-2:] == ["", "- Small, Table 8: its rows are not known"]
     assert lines[4] == (
         "| [Small](https://arxiv.org/abs/0000.00000) | [Table 9: Digits by optimizer]"
         "(report/small-digits.md) | wide |  | 92.5 ± 6.4 |  | measured | 0.00 | "
         "`run small/digits --cells=wide --scale=small` |"
     )
-    assert lines[7] == (
-        "|  |  | lars | diverged (recalled) |  |  | settings not published |  |  |"
-    )
+    assert lines[7] == ("|  |  | lars | diverged (recalled) |  |  | settings not published |  |  |")
 
 
 # Each would run a program or write `written`, by Python's internals or by a public method.
@@ -181,7 +194,7 @@ ATTACKS = {
     "path": "{{ (pages[0].table.path.parent / 'written').write_text('x') }}",
     "read": "{{ (pages[0].table.path.parent / 'paper.toml').read_text() }}",
     "figure": "{% for f in pages[0].parts[0].figures.values() %}{{ f.savefig('written') }}"
-              "{% endfor %}",
+    "{% endfor %}",
 }
 
 
@@ -197,12 +210,15 @@ def test_template_of_the_overview_runs_no_code(
     assert not list(tmp_path.rglob("written*")) and not (tmp_path / "README.md").exists()
 
 
-@pytest.mark.parametrize("text, message", [
-    ("# Mine\n{% include rows", r"README.md.j2 at line 2 .*end of statement block"),
-    ("# Mine\n\n{{ absent }}", r"README.md.j2 at line 3 .*'absent' is undefined"),
-    ("{{ 1 / 0 }}", r"README.md.j2 at line 1 .*ZeroDivisionError: division by zero"),
-    ("{% include 'absent.j2' %}", r"README.md.j2 at line 1 .*absent.j2"),
-])
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("# Mine\n{% include rows", r"README.md.j2 at line 2 .*end of statement block"),
+        ("# Mine\n\n{{ absent }}", r"README.md.j2 at line 3 .*'absent' is undefined"),
+        ("{{ 1 / 0 }}", r"README.md.j2 at line 1 .*ZeroDivisionError: division by zero"),
+        ("{% include 'absent.j2' %}", r"README.md.j2 at line 1 .*absent.j2"),
+    ],
+)
 def test_mistake_in_the_template_of_the_overview(
     tmp_path: pathlib.Path, text: str, message: str
 ) -> None:

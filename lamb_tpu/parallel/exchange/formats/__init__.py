@@ -11,6 +11,19 @@ from lamb_tpu.parallel.exchange.formats.format import E2M1FN, E3M0, E4M3, E4M3FN
 from lamb_tpu.parallel.exchange.formats.sums import kahan_sum, matmul, sequential_sum
 
 __all__ = [
-    "E2M1FN", "E3M0", "E4M3", "E4M3FN", "E5M2", "Format", "cast", "decode", "encode", "group_size",
-    "kahan_sum", "matmul", "pack", "sequential_sum", "unpack",
+    "E2M1FN",
+    "E3M0",
+    "E4M3",
+    "E4M3FN",
+    "E5M2",
+    "Format",
+    "cast",
+    "decode",
+    "encode",
+    "group_size",
+    "kahan_sum",
+    "matmul",
+    "pack",
+    "sequential_sum",
+    "unpack",
 ]

@@ -131,7 +131,8 @@ def unpack(words: jax.Array, bits: int, axis: int = -2) -> jax.Array:
         shifts = np.arange(size, dtype=np.uint32) * np.uint32(bits)
         return words >> jnp.expand_dims(shifts, range(1, words.ndim - axis % words.ndim)) & mask
     rows = [
-        lax.index_in_dim(words, word, axis, keepdims=False) for word in range(words.shape[axis])]
+        lax.index_in_dim(words, word, axis, keepdims=False) for word in range(words.shape[axis])
+    ]
     codes = []
     for place in range(size):
         word, shift = divmod(place * bits, _WORD)

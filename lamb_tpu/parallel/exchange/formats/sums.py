@@ -66,9 +66,7 @@ def matmul(a: jax.Array, b: jax.Array, fmt: Format) -> jax.Array:
     Returns:
       float32, (m, n).
     """
-    return kahan_sum(
-        (a.T, b), fmt, lambda term: cast(term[0][:, None] * term[1][None, :], fmt)
-    )
+    return kahan_sum((a.T, b), fmt, lambda term: cast(term[0][:, None] * term[1][None, :], fmt))
 
 
 def _compensated(

@@ -54,7 +54,10 @@ def test_neighbours_and_ties(fields: tuple[int, int], style: str) -> None:
     below, above = np.nextafter(middles, np.float32(0)), np.nextafter(middles, np.float32(np.inf))
     for sign in (1, -1):
         for x, expected in (
-            (values, values), (below, values[:-1]), (middles, even), (above, values[1:]),
+            (values, values),
+            (below, values[:-1]),
+            (middles, even),
+            (above, values[1:]),
         ):
             np.testing.assert_array_equal(cast(sign * x, fmt), sign * expected)
     assert fmt.largest == values[-1]
@@ -125,9 +128,11 @@ def test_at_random_too_large_is_infinite() -> None:
 
 def test_one_pass_over_the_memory() -> None:
     """One fusion, without temporaries: the cast reads and writes every value once."""
-    compiled = jax.jit(functools.partial(cast, fmt=Format(4, 3, "cpd"))).lower(
-        jax.ShapeDtypeStruct((1 << 20,), jnp.float32)
-    ).compile()
+    compiled = (
+        jax.jit(functools.partial(cast, fmt=Format(4, 3, "cpd")))
+        .lower(jax.ShapeDtypeStruct((1 << 20,), jnp.float32))
+        .compile()
+    )
     assert compiled.memory_analysis().temp_size_in_bytes < 1 << 12
     assert compiled.cost_analysis()["bytes accessed"] == 2 * 4 * (1 << 20)
 

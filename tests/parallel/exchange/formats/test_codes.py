@@ -29,7 +29,8 @@ ALL = [
     if exponent_bits < 8 or style == "ieee"
 ]
 SHORT = [
-    fmt for fmt in ALL
+    fmt
+    for fmt in ALL
     if fmt in NAMED.values() or (fmt.exponent_bits, fmt.mantissa_bits) in ((3, 0), (1, 1), (8, 0))
 ]
 
@@ -53,7 +54,7 @@ def test_every_code(fmt: Format) -> None:
     positive = values[:half]
     expected = values_of(fmt)
     np.testing.assert_array_equal(positive[: len(expected)], expected)
-    assert not np.isfinite(positive[len(expected):]).any()
+    assert not np.isfinite(positive[len(expected) :]).any()
     np.testing.assert_array_equal(values[half:], -positive)
     assert np.signbit(values[half])
     np.testing.assert_array_equal(rounded, values)  # they are values of the format

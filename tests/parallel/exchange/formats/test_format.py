@@ -9,9 +9,15 @@ from lamb_tpu.parallel.exchange.formats import E2M1FN, E3M0, E4M3, E4M3FN, E5M2,
 
 # Those of the package `ml_dtypes` by its own names.
 NAMED = {
-    "float8_e5m2": E5M2, "float8_e4m3": E4M3, "float8_e4m3fn": E4M3FN, "float8_e3m4": Format(3, 4),
-    "float6_e2m3fn": Format(2, 3, "finite"), "float6_e3m2fn": Format(3, 2, "finite"),
-    "float4_e2m1fn": E2M1FN, "bfloat16": Format(8, 7), "float16": Format(5, 10),
+    "float8_e5m2": E5M2,
+    "float8_e4m3": E4M3,
+    "float8_e4m3fn": E4M3FN,
+    "float8_e3m4": Format(3, 4),
+    "float6_e2m3fn": Format(2, 3, "finite"),
+    "float6_e3m2fn": Format(3, 2, "finite"),
+    "float4_e2m1fn": E2M1FN,
+    "bfloat16": Format(8, 7),
+    "float16": Format(5, 10),
 }
 
 
@@ -31,15 +37,18 @@ def test_four_bits() -> None:
     assert Format(3, 0, "finite").largest == 16
 
 
-@pytest.mark.parametrize("arguments, message", [
-    ((0, 3), "exponent_bits must be 1 to 8, not 0"),
-    ((9, 3), "exponent_bits must be 1 to 8, not 9"),
-    ((4, 24), "mantissa_bits must be 0 to 23, not 24"),
-    ((4, -1), "mantissa_bits must be 0 to 23, not -1"),
-    ((4, 0, "fn"), "mantissa_bits must be 1 to 23, not 0"),
-    ((4, 3, "fnuz"), "style must be one of ieee, fn, finite, cpd, not 'fnuz'"),
-    ((8, 3, "fn"), "exponent_bits must be at most 7 in the style 'fn'"),
-])
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ((0, 3), "exponent_bits must be 1 to 8, not 0"),
+        ((9, 3), "exponent_bits must be 1 to 8, not 9"),
+        ((4, 24), "mantissa_bits must be 0 to 23, not 24"),
+        ((4, -1), "mantissa_bits must be 0 to 23, not -1"),
+        ((4, 0, "fn"), "mantissa_bits must be 1 to 23, not 0"),
+        ((4, 3, "fnuz"), "style must be one of ieee, fn, finite, cpd, not 'fnuz'"),
+        ((8, 3, "fn"), "exponent_bits must be at most 7 in the style 'fn'"),
+    ],
+)
 def test_what_is_refused(arguments: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Format(*arguments)
